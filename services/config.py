@@ -1,0 +1,150 @@
+"""Settings of every process: frozen dataclasses, composed per role, checked once at start.
+
+Command lines and the Helm chart set these; nothing mutates them afterwards. Secrets (the URL of
+Redis, the cluster's token) come from the environment, so that no process list shows them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from services.errors import ConfigError
+
+Role = Literal["prefill", "decode"]
+Pool = Literal["router", "prefill", "decode"]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float32"]
+Numerics = Literal["fast", "invariant"]
+Transport = Literal["auto", "nixl", "grpc"]
+
+REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
+TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
+CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """What every process of one cluster shares."""
+
+    cluster_id: str  # names this cluster's keys in Redis and its processes
+    redis_url: str = field(repr=False)
+    token: str = field(repr=False)  # what internal calls authenticate with
+    record_ttl_s: float = 5.0  # a worker whose record is older is dead
+    record_interval_s: float = 1.0
+
+    @classmethod
+    def from_environment(cls) -> ClusterConfig:
+        """Raises ConfigError naming the variable that is missing."""
+        values = {}
+        for name in (CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE):
+            if not os.environ.get(name):
+                raise ConfigError(f"the environment variable {name} is not set")
+            values[name] = os.environ[name]
+        return cls(
+            cluster_id=values[CLUSTER_ID_VARIABLE],
+            redis_url=values[REDIS_URL_VARIABLE],
+            token=values[TOKEN_VARIABLE],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine: a model, its KV pool and its scheduler."""
+
+    model: str  # a Hugging Face folder, a GGUF file or a hub name
+    device: Device = "auto"
+    dtype: Dtype = "auto"  # auto: bfloat16 where the hardware has it, else float32
+    kv_dtype: Dtype = "auto"  # auto: the compute dtype
+    numerics: Numerics = "fast"  # invariant: fp32, a sequence's tokens depend on nothing else
+    block_size: int = 16  # tokens a block
+    kv_bytes_max: int = 1 << 30  # memory of the KV pool
+    num_blocks: int | None = None  # instead of kv_bytes_max
+    max_model_len: int | None = None  # tokens; default: what the model was trained for
+    max_num_seqs: int = 64  # sequences in one step
+    max_tokens_per_step: int = 512  # token budget of a step
+    queue_max: int = 256  # sequences that wait; beyond it QueueFull
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        _check_choice("device", self.device, get_args(Device))
+        _check_choice("dtype", self.dtype, get_args(Dtype))
+        _check_choice("kv-dtype", self.kv_dtype, get_args(Dtype))
+        _check_choice("numerics", self.numerics, get_args(Numerics))
+        for name in ("block_size", "kv_bytes_max", "max_num_seqs", "max_tokens_per_step"):
+            _check_positive(name, getattr(self, name))
+        for name in ("queue_max", "num_threads"):
+            _check_positive(name, getattr(self, name))
+        if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
+            raise ConfigError("numerics=invariant computes in float32; set dtype to auto or float32")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """How KV blocks travel to this worker, and what is done when they do not."""
+
+    transport: Transport = "auto"
+    local_prefill_max_tokens: int = 64  # at most this much missing: prefill where it decodes
+    connect_deadline_s: float = 5.0
+    heartbeat_interval_s: float = 0.5  # of a source, on the lease's stream
+    heartbeat_timeout_s: float = 15.0  # a source whose engine made no step for this long is hung
+    pull_deadline_s: float = 30.0  # of one run of blocks; then its blocks are quarantined
+    release_deadline_s: float = 5.0
+    quarantine_blocks_max: int = 256  # beyond it no new pulls until the agent is made anew
+    delay_s: float = 0.0  # for tests: each pull takes this much longer
+
+    def __post_init__(self) -> None:
+        _check_choice("transport", self.transport, get_args(Transport))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker: an engine process and an I/O process, in one of the two pools."""
+
+    role: Role
+    cluster: ClusterConfig
+    engine: EngineConfig
+    transfer: TransferConfig
+    worker_id: str
+    host: str = "127.0.0.1"  # the address that peers and routers reach it at
+    port: int = 0  # 0: chosen by the system
+    metrics_port: int = 0
+    drain_deadline_s: float = 30.0
+    cores: tuple[int, ...] = ()  # to pin the engine to; empty: anywhere
+
+    def __post_init__(self) -> None:
+        _check_choice("role", self.role, get_args(Role))
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """One replica of the router."""
+
+    cluster: ClusterConfig
+    model: str
+    served_model_name: str
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    router_id: str = "router-0"
+    tokenizer_processes: int = 1
+    body_bytes_max: int = 4 << 20
+    lookup_deadline_s: float = 0.005  # of the prefix tree; then placement goes without
+    hold_requests_max: int = 256  # requests that wait while a pool is empty
+    hold_deadline_s: float = 30.0
+    request_deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("body_bytes_max", "hold_requests_max", "tokenizer_processes"):
+            _check_positive(name, getattr(self, name))
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name} is {value}; it must be at least 1")

@@ -1,0 +1,35 @@
+"""What the scheduler hands the model for one step: plain lists, no tensors.
+
+A step computes, for each scheduled sequence, the next `num_tokens` tokens after those whose KV is
+in the pool already. Prefill, a chunk of it and decode are the same thing: catch up.
+
+    tokens of a sequence   [ computed before | this step's tokens ]
+                             context_len - num_tokens    context_len
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """One sequence's part of a step."""
+
+    token_ids: list[int]  # this step's tokens, num_tokens of them
+    context_len: int  # tokens in the KV pool after this step
+    block_table: list[int]  # block ids that cover at least context_len tokens, in order
+    wants_logits: bool  # whether the last token's logits are needed (not for inner chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    slices: list[SequenceSlice]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.slices)

@@ -1,0 +1,124 @@
+"""What goes into an engine and what one step brings out: plain data that also travels by msgspec.
+
+A sequence on an engine is in one of three modes, named by who computes its prompt:
+
+    HERE      this engine prefills and decodes it
+    AWAIT_KV  blocks for the whole prompt are reserved, then reported (`Reserved`); they are filled
+              from outside, until `commit_pulled` or `start_local_prefill` or `restart`
+    FOR_PEER  this engine prefills it, reports blocks as they become final (`FinalBlocks`) and the
+              first token (`Prefilled`), and holds every block until `remove`
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+
+class Mode(Enum):
+    HERE = "here"
+    AWAIT_KV = "await_kv"
+    FOR_PEER = "for_peer"
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+class SequenceSpec(msgspec.Struct, frozen=True):
+    """A sequence to run. `token_ids` is the prompt, then any tokens made elsewhere before."""
+
+    sequence_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    mode: Mode
+    sampling: SamplingParams
+    max_tokens: int  # completion tokens in all, those already in token_ids counted in
+    stop_token_ids: list[int] = []  # such a token ends the sequence and is its last token
+    cache_salt: bytes = b""
+    remote_prefill_min_tokens: int = 0  # AWAIT_KV: with fewer tokens missing, prefill here at once
+    first_wanted_block: int = 0  # FOR_PEER: blocks before it are not reported
+
+
+class Reserved(msgspec.Struct, frozen=True):
+    """An AWAIT_KV sequence holds all blocks of its prompt and waits for the rest of its KV."""
+
+    sequence_id: str
+    num_cached_tokens: int  # a multiple of the block size
+    num_missing_blocks: int
+
+
+class FinalBlocks(msgspec.Struct, frozen=True):
+    """Blocks of a FOR_PEER sequence that will not change any more, in order, without gaps."""
+
+    sequence_id: str
+    first_block: int
+    block_ids: list[int]
+
+
+class Prefilled(msgspec.Struct, frozen=True):
+    """A FOR_PEER sequence is computed whole; this is the token that follows it."""
+
+    sequence_id: str
+    first_token_id: int
+
+
+class NewTokens(msgspec.Struct, frozen=True):
+    """Tokens that a decoding sequence made in this step, and its end if this step ended it."""
+
+    sequence_id: str
+    token_ids: list[int]
+    finish_reason: str = ""  # "", "stop" or "length"
+    num_cached_tokens: int = 0  # of the prompt, reused from this engine's cache
+    num_preemptions: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """A sequence that ended without an answer; `code` is one of services/errors.py."""
+
+    sequence_id: str
+    code: str
+    message: str
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    num_running: int = 0
+    num_waiting: int = 0
+    num_awaiting_kv: int = 0
+    num_for_peer: int = 0
+    queued_tokens: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_quarantined: int = 0
+    tokens_wasted: int = 0  # slots that active sequences hold and do not fill
+
+
+class StoredBlock(msgspec.Struct, frozen=True):
+    parent_hash: bytes
+    block_hash: bytes
+
+
+class StepReport(msgspec.Struct):
+    """Everything that happened since the report before; one message between the processes."""
+
+    step: int = 0
+    step_ms: float = 0.0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    reserved: list[Reserved] = []
+    final_blocks: list[FinalBlocks] = []
+    prefilled: list[Prefilled] = []
+    new_tokens: list[NewTokens] = []
+    failed: list[Failed] = []
+    stored: list[StoredBlock] = []  # parents before children
+    removed: list[bytes] = []  # children before parents
+    load: EngineLoad = EngineLoad()

@@ -1,0 +1,134 @@
+"""Every error that leaves a part of Tandem, as one tree.
+
+    TandemError
+      BadRequest            400  INVALID_ARGUMENT     the client's input; the message says what is allowed
+        ContextTooLong      400  INVALID_ARGUMENT
+        NeverFits           400  INVALID_ARGUMENT     larger than the whole KV pool
+      Unauthenticated       401  UNAUTHENTICATED
+      ModelNotFound         404  NOT_FOUND
+      BodyTooLarge          413  RESOURCE_EXHAUSTED
+      QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
+      NoWorkers             503  UNAVAILABLE          a pool is empty
+      WorkerLost            503  UNAVAILABLE          the worker died, hung or was cut off
+      DeadlineExceeded      504  DEADLINE_EXCEEDED
+      Incompatible          500  FAILED_PRECONDITION  two parts that may not work together
+      ConfigError           500  FAILED_PRECONDITION  wrong settings, found at start
+        UnsupportedModel    500  FAILED_PRECONDITION
+      InternalError         500  INTERNAL             a bug of ours
+
+`code` is stable: it is what travels between processes and in the `code` field of an HTTP error.
+Codes of gRPC are given by name, so that this module stands on nothing.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TandemError(Exception):
+    """Root of the tree. `param` names the request's field at fault, where there is one."""
+
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+    grpc_code: ClassVar[str] = "INTERNAL"
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class BadRequest(TandemError):
+    code = "invalid_request"
+    http_status = 400
+    grpc_code = "INVALID_ARGUMENT"
+
+
+class ContextTooLong(BadRequest):
+    code = "context_length_exceeded"
+
+
+class NeverFits(BadRequest):
+    code = "kv_capacity_exceeded"
+
+
+class Unauthenticated(TandemError):
+    code = "unauthenticated"
+    http_status = 401
+    grpc_code = "UNAUTHENTICATED"
+
+
+class ModelNotFound(TandemError):
+    code = "model_not_found"
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+
+
+class BodyTooLarge(TandemError):
+    code = "body_too_large"
+    http_status = 413
+    grpc_code = "RESOURCE_EXHAUSTED"
+
+
+class QueueFull(TandemError):
+    code = "queue_full"
+    http_status = 429
+    grpc_code = "RESOURCE_EXHAUSTED"
+    retryable = True
+
+
+class NoWorkers(TandemError):
+    code = "no_workers"
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    retryable = True
+
+
+class WorkerLost(TandemError):
+    code = "worker_lost"
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    retryable = True
+
+
+class DeadlineExceeded(TandemError):
+    code = "deadline_exceeded"
+    http_status = 504
+    grpc_code = "DEADLINE_EXCEEDED"
+
+
+class Incompatible(TandemError):
+    code = "incompatible"
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class ConfigError(TandemError):
+    code = "config_error"
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class UnsupportedModel(ConfigError):
+    code = "unsupported_model"
+
+
+class InternalError(TandemError):
+    pass
+
+
+def _tree(root: type[TandemError]) -> dict[str, type[TandemError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+_BY_CODE = {**_tree(TandemError), InternalError.code: InternalError}
+
+
+def from_code(code: str, message: str, *, retry_after_s: float | None = None) -> TandemError:
+    """The error that `code` names, as it came from another process; InternalError if unknown."""
+    return _BY_CODE.get(code, InternalError)(message, retry_after_s=retry_after_s)

@@ -1,0 +1,44 @@
+"""The global prefix tree: which worker holds which KV blocks. A cache of facts the workers own.
+
+Each worker's events are a log with sequence numbers, parents before children. A batch whose number
+is not the next one, or of another epoch than the tree knows, is answered False and changes nothing:
+the worker then takes a new epoch (`reset`) and publishes everything it holds again. So the tree is
+prefix-closed for each worker: who holds a block holds its parents. A hit is a hint; holders check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class PrefixIndex(Protocol):
+    """One suite of tests (tests/unit/prefix_index/) passes on every implementation."""
+
+    async def reset(self, worker_id: str, epoch: str) -> None:
+        """Forgets what the worker had and starts a log at sequence number 0 for `epoch`."""
+
+    async def publish(
+        self,
+        worker_id: str,
+        epoch: str,
+        sequence_number: int,
+        stored: Sequence[bytes],
+        removed: Sequence[bytes],
+    ) -> bool:
+        """Applies one batch (stored, parents first, then removed, children first).
+
+        True when applied. False for a gap, a repeat or another epoch: nothing changed.
+        """
+
+    async def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
+        """How many leading blocks of the chain each worker holds; workers with none are left out.
+
+        One round trip. Only workers that were not forgotten count.
+        """
+
+    async def forget(self, worker_id: str) -> None:
+        """Drops a worker: it never matches again until its next `reset`."""
+
+    async def num_blocks(self, worker_id: str) -> int:
+        """How many blocks the tree holds for the worker."""

@@ -1,0 +1,348 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class PrefillCandidate(_message.Message):
+    __slots__ = ("worker_id", "epoch", "address")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: str
+    address: str
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class SequenceInput(_message.Message):
+    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    sampling: Sampling
+    max_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    cache_salt: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+
+class SubmitSequence(_message.Message):
+    __slots__ = ("request_id", "attempt", "input", "prefill_candidates")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    input: SequenceInput
+    prefill_candidates: _containers.RepeatedCompositeFieldContainer[PrefillCandidate]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ...) -> None: ...
+
+class CancelSequence(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class DecodeCommand(_message.Message):
+    __slots__ = ("submit", "cancel")
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    submit: SubmitSequence
+    cancel: CancelSequence
+    def __init__(self, submit: _Optional[_Union[SubmitSequence, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequence, _Mapping]] = ...) -> None: ...
+
+class SequenceTimings(_message.Message):
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_exposed_ms", "blocks_pulled", "bytes_pulled", "prefill_worker_id", "transport")
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_EXPOSED_MS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_PULLED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PULLED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    queue_ms: float
+    prefill_ms: float
+    transfer_exposed_ms: float
+    blocks_pulled: int
+    bytes_pulled: int
+    prefill_worker_id: str
+    transport: str
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class SequenceUpdate(_message.Message):
+    __slots__ = ("request_id", "attempt", "token_ids", "finish_reason", "error", "cached_tokens", "timings", "num_preemptions")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finish_reason: str
+    error: WorkerError
+    cached_tokens: int
+    timings: SequenceTimings
+    num_preemptions: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[SequenceTimings, _Mapping]] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+
+class WorkerError(_message.Message):
+    __slots__ = ("code", "message", "retry_after_s")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    retry_after_s: float
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class WorkerLoad(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MAX_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_PULLS_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    queue_max: int
+    queued_tokens: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_quarantined: int
+    num_leases: int
+    step: int
+    num_pulls: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ...) -> None: ...
+
+class DecodeUpdate(_message.Message):
+    __slots__ = ("sequences", "load")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceUpdate]
+    load: WorkerLoad
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class StartPrefill(_message.Message):
+    __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "reader_worker_id", "transport")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_MISSING_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    READER_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    request_id: str
+    input: SequenceInput
+    first_missing_block: int
+    reader_worker_id: str
+    transport: str
+    def __init__(self, lease_id: _Optional[str] = ..., request_id: _Optional[str] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., first_missing_block: _Optional[int] = ..., reader_worker_id: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class ReleaseLease(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrefillCommand(_message.Message):
+    __slots__ = ("start", "release")
+    START_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    start: StartPrefill
+    release: ReleaseLease
+    def __init__(self, start: _Optional[_Union[StartPrefill, _Mapping]] = ..., release: _Optional[_Union[ReleaseLease, _Mapping]] = ...) -> None: ...
+
+class Accepted(_message.Message):
+    __slots__ = ("epoch", "cached_tokens")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    epoch: str
+    cached_tokens: int
+    def __init__(self, epoch: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("message", "wait_estimate_s")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_ESTIMATE_S_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    wait_estimate_s: float
+    def __init__(self, message: _Optional[str] = ..., wait_estimate_s: _Optional[float] = ...) -> None: ...
+
+class BlockRun(_message.Message):
+    __slots__ = ("first_block", "block_ids")
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    first_block: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Prefilled(_message.Message):
+    __slots__ = ("first_token_id",)
+    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    first_token_id: int
+    def __init__(self, first_token_id: _Optional[int] = ...) -> None: ...
+
+class Released(_message.Message):
+    __slots__ = ("epoch", "lease_id", "whole")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    epoch: str
+    lease_id: str
+    whole: bool
+    def __init__(self, epoch: _Optional[str] = ..., lease_id: _Optional[str] = ..., whole: bool = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class PrefillEvent(_message.Message):
+    __slots__ = ("accepted", "refused", "run", "prefilled", "released", "heartbeat")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    accepted: Accepted
+    refused: Refused
+    run: BlockRun
+    prefilled: Prefilled
+    released: Released
+    heartbeat: Heartbeat
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., run: _Optional[_Union[BlockRun, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class FetchBlocksRequest(_message.Message):
+    __slots__ = ("lease_id", "block_ids")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class BlockBytes(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class Contract(_message.Message):
+    __slots__ = ("model_fingerprint", "compute_dtype", "numerics", "block_size", "kv_dtype", "layout", "hash_version", "protocol_version", "tensor_parallel")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    HASH_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    compute_dtype: str
+    numerics: str
+    block_size: int
+    kv_dtype: str
+    layout: str
+    hash_version: int
+    protocol_version: int
+    tensor_parallel: int
+    def __init__(self, model_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., hash_version: _Optional[int] = ..., protocol_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
+
+class ConnectRequest(_message.Message):
+    __slots__ = ("worker_id", "epoch", "contract", "transports")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: str
+    contract: Contract
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ConnectResponse(_message.Message):
+    __slots__ = ("worker_id", "epoch", "contract", "transports", "nixl_metadata", "block_layout")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: str
+    contract: Contract
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    nixl_metadata: bytes
+    block_layout: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., nixl_metadata: _Optional[bytes] = ..., block_layout: _Optional[bytes] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("deadline_s",)
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    deadline_s: float
+    def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStateRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStateResponse(_message.Message):
+    __slots__ = ("load", "worker_id", "epoch", "draining", "integrity_ok", "integrity_message", "transports")
+    class TransportsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_OK_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    load: WorkerLoad
+    worker_id: str
+    epoch: str
+    draining: bool
+    integrity_ok: bool
+    integrity_message: str
+    transports: _containers.ScalarMap[str, str]
+    def __init__(self, load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., draining: bool = ..., integrity_ok: bool = ..., integrity_message: _Optional[str] = ..., transports: _Optional[_Mapping[str, str]] = ...) -> None: ...

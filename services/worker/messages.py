@@ -1,0 +1,180 @@
+"""Messages between a worker's two processes, msgpack over ZeroMQ; one reply a step at most.
+
+The I/O process sends `Command`s; the engine process applies them between two steps. It answers
+with one `Report` a step, and the transfer thread with one `PullsSettled` as soon as pulls settle:
+a long step does not delay a Release.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.engine.types import Mode, SequenceSpec, StepReport
+from services.transfer.protocol import LocalPool, PullResult, RemotePool
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    spec: SequenceSpec
+
+
+class StartLocalPrefill(msgspec.Struct, frozen=True, tag=True):
+    """An AWAIT_KV sequence is computed here after all; none of its blocks was pulled."""
+
+    sequence_id: str
+
+
+class Restart(msgspec.Struct, frozen=True, tag=True):
+    """Gives up what was pulled: the sequence waits again, at the queue's head, with `spec`."""
+
+    spec: SequenceSpec
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """Released came: the pulled blocks are good, and `first_token_id` follows the prompt."""
+
+    sequence_id: str
+    first_token_id: int
+
+
+class Remove(msgspec.Struct, frozen=True, tag=True):
+    """The sequence is over for whoever asked: abort it, or free what it holds for a peer."""
+
+    sequence_id: str
+
+
+class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
+    """Make a peer's pool readable by `transport`; answered by `PeerConnected`."""
+
+    peer_id: str
+    transport: str
+    metadata: bytes
+    pool: RemotePool
+
+
+class DisconnectPeer(msgspec.Struct, frozen=True, tag=True):
+    peer_id: str
+
+
+class StartPull(msgspec.Struct, frozen=True, tag=True):
+    """Pull a run into blocks first_block.. of the sequence's table."""
+
+    pull_id: str
+    sequence_id: str
+    peer_id: str
+    first_block: int
+    source_block_ids: list[int]
+    deadline_s: float
+
+
+class StoreBytes(msgspec.Struct, frozen=True, tag=True):
+    """The gRPC transport's pull, as its bytes came: the frame after this message has them."""
+
+    pull_id: str
+    sequence_id: str
+    first_block: int
+    num_blocks: int
+
+
+class LoadBytes(msgspec.Struct, frozen=True, tag=True):
+    """Send the bytes of blocks that a FOR_PEER sequence holds; answered by `BlockData`."""
+
+    request_id: int
+    sequence_id: str
+    block_ids: list[int]
+
+
+class DescribeSource(msgspec.Struct, frozen=True, tag=True):
+    """Ask for what a reader needs to read from here; answered by `Source`."""
+
+    request_id: int
+
+
+class CheckIntegrity(msgspec.Struct, frozen=True, tag=True):
+    request_id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+Command = (
+    Add
+    | StartLocalPrefill
+    | Restart
+    | Commit
+    | Remove
+    | ConnectPeer
+    | DisconnectPeer
+    | StartPull
+    | StoreBytes
+    | LoadBytes
+    | DescribeSource
+    | CheckIntegrity
+    | Shutdown
+)
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine is loaded; sent once, first."""
+
+    model_fingerprint: str
+    compute_dtype: str
+    kv_dtype: str
+    layout: str
+    num_blocks: int
+    block_bytes: int
+    max_model_len: int
+    nixl: bool  # whether NIXL could be loaded here
+    nixl_error: str
+    load_ms: dict[str, float]  # where the time to load went
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    report: StepReport
+
+
+class PullsSettled(msgspec.Struct, frozen=True, tag=True):
+    results: list[PullResult]
+
+
+class PeerConnected(msgspec.Struct, frozen=True, tag=True):
+    peer_id: str
+    error: str  # empty: connected, and a self-test read passed
+
+
+class BlockData(msgspec.Struct, frozen=True, tag=True):
+    """The frame after this message has the bytes; `error` when there are none."""
+
+    request_id: int
+    error: str
+
+
+class Source(msgspec.Struct, frozen=True, tag=True):
+    request_id: int
+    metadata: bytes  # empty without NIXL
+    pool: RemotePool
+
+
+class Integrity(msgspec.Struct, frozen=True, tag=True):
+    request_id: int
+    message: str  # empty: all pools whole
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot go on; the worker exits with this message."""
+
+    message: str
+
+
+Reply = (
+    Ready
+    | Report
+    | PullsSettled
+    | PeerConnected
+    | BlockData
+    | Source
+    | Integrity
+    | Fatal
+)
+
+__all__ = ["Command", "LocalPool", "Mode", "Reply"]
