@@ -68,6 +68,7 @@ class Prefilled(msgspec.Struct, frozen=True):
 
     sequence_id: str
     first_token_id: int
+    num_cached_tokens: int = 0  # of token_ids, reused from this engine's cache
 
 
 class NewTokens(msgspec.Struct, frozen=True):

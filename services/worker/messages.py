@@ -130,6 +130,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
+    """`tick` counts the loop's turns, steps or not: it stands still only when the engine hangs."""
+
+    tick: int
     report: StepReport
 
 

@@ -183,12 +183,10 @@ class PrefillCommand(_message.Message):
     def __init__(self, start: _Optional[_Union[StartPrefill, _Mapping]] = ..., release: _Optional[_Union[ReleaseLease, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("epoch", "cached_tokens")
+    __slots__ = ("epoch",)
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     epoch: str
-    cached_tokens: int
-    def __init__(self, epoch: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("message", "wait_estimate_s")
@@ -207,10 +205,12 @@ class BlockRun(_message.Message):
     def __init__(self, first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("first_token_id",)
+    __slots__ = ("first_token_id", "cached_tokens")
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     first_token_id: int
-    def __init__(self, first_token_id: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Released(_message.Message):
     __slots__ = ("epoch", "lease_id", "whole")
@@ -293,20 +293,20 @@ class ConnectRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("worker_id", "epoch", "contract", "transports", "nixl_metadata", "block_layout")
+    __slots__ = ("worker_id", "epoch", "contract", "transports", "nixl_metadata", "pool")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
     contract: Contract
     transports: _containers.RepeatedScalarFieldContainer[str]
     nixl_metadata: bytes
-    block_layout: bytes
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., nixl_metadata: _Optional[bytes] = ..., block_layout: _Optional[bytes] = ...) -> None: ...
+    pool: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., nixl_metadata: _Optional[bytes] = ..., pool: _Optional[bytes] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_s",)
