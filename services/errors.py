@@ -1,7 +1,7 @@
 """Every error that leaves a part of Tandem, as one tree.
 
     TandemError
-      BadRequest            400  INVALID_ARGUMENT     the client's input; the message says what is allowed
+      BadRequest            400  INVALID_ARGUMENT     client's input; says what is allowed
         ContextTooLong      400  INVALID_ARGUMENT
         NeverFits           400  INVALID_ARGUMENT     larger than the whole KV pool
       Unauthenticated       401  UNAUTHENTICATED
@@ -126,7 +126,7 @@ def _tree(root: type[TandemError]) -> dict[str, type[TandemError]]:
     return found
 
 
-_BY_CODE = {**_tree(TandemError), InternalError.code: InternalError}
+_BY_CODE: dict[str, type[TandemError]] = {**_tree(TandemError), InternalError.code: InternalError}
 
 
 def from_code(code: str, message: str, *, retry_after_s: float | None = None) -> TandemError:

@@ -1,0 +1,42 @@
+"""Fixtures that tests of several packages share: a real Redis, and a cluster's settings on it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from redis.asyncio import Redis
+
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.config import ClusterConfig
+from services.redis_client import connect
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    """One server a session. A test that kills or flushes it starts an EmbeddedRedis of its own."""
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    return redis_server.url
+
+
+@pytest.fixture
+def cluster_id() -> str:
+    """New for each test: its keys meet nobody else's on the shared server."""
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def cluster_config(redis_url: str, cluster_id: str) -> ClusterConfig:
+    return ClusterConfig(cluster_id=cluster_id, redis_url=redis_url, token="a-token-for-tests")
+
+
+@pytest.fixture
+async def redis_client(redis_url: str) -> AsyncIterator[Redis]:
+    async with connect(redis_url) as client:
+        yield client
