@@ -47,9 +47,9 @@ def hash_blocks(root: bytes, token_ids: Sequence[int], block_size: int) -> list[
     """Hashes of the full blocks of `token_ids`, in order; a partly filled last block has none."""
     num_full = len(token_ids) // block_size
     blocks = (token_ids[i * block_size : (i + 1) * block_size] for i in range(num_full))
-    chain = accumulate(blocks, block_hash, initial=root)  # type: ignore[arg-type]
+    chain = accumulate(blocks, block_hash, initial=root)
     next(chain)
-    return list(chain)  # type: ignore[arg-type]
+    return list(chain)
 
 
 def tenant_salt(server_secret: bytes, tenant: str) -> bytes:

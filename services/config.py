@@ -77,7 +77,7 @@ class EngineConfig:
         for name in ("queue_max", "num_threads"):
             _check_positive(name, getattr(self, name))
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
-            raise ConfigError("numerics=invariant computes in float32; set dtype to auto or float32")
+            raise ConfigError("numerics=invariant computes in float32; use dtype auto or float32")
 
 
 @dataclass(frozen=True, slots=True)

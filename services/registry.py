@@ -2,9 +2,9 @@
 
 Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control keys share a slot):
 
-    {tandem:CLUSTER}:workers              SET of worker ids that ever registered and were not removed
+    {tandem:CLUSTER}:workers              SET of worker ids that registered and did not leave
     {tandem:CLUSTER}:worker:ID            msgpack WorkerRecord, with a time to live
-    {tandem:CLUSTER}:contract             msgpack Contract of the cluster, kept alive by its workers
+    {tandem:CLUSTER}:contract             msgpack Contract of the cluster, kept alive by workers
 
 A record is written every `record_interval_s` by its worker and expires after `record_ttl_s`: then
 the worker is dead to everybody. The first worker sets the cluster's contract; one that differs is

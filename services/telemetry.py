@@ -1,4 +1,4 @@
-"""Logs: one line an event, to standard error, with the process's name. Metrics live by their owner."""
+"""Logs: one line an event, to standard error, under the name of the process."""
 
 from __future__ import annotations
 

@@ -124,8 +124,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     block_bytes: int
     max_model_len: int
-    nixl: bool  # whether NIXL could be loaded here
-    nixl_error: str
     load_ms: dict[str, float]  # where the time to load went
 
 
@@ -156,6 +154,7 @@ class Source(msgspec.Struct, frozen=True, tag=True):
     request_id: int
     metadata: bytes  # empty without NIXL
     pool: RemotePool
+    error: str = ""
 
 
 class Integrity(msgspec.Struct, frozen=True, tag=True):
@@ -169,15 +168,6 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Reply = (
-    Ready
-    | Report
-    | PullsSettled
-    | PeerConnected
-    | BlockData
-    | Source
-    | Integrity
-    | Fatal
-)
+Reply = Ready | Report | PullsSettled | PeerConnected | BlockData | Source | Integrity | Fatal
 
 __all__ = ["Command", "LocalPool", "Mode", "Reply"]

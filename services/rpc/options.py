@@ -1,0 +1,32 @@
+"""Options of gRPC channels and servers. The defaults ping after hours, or end the connection."""
+
+from __future__ import annotations
+
+MESSAGE_BYTES_MAX = 64 << 20
+
+_PINGS: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_SIZES: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+]
+
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    *_PINGS,
+    *_SIZES,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # A restarted worker on the same address must not inherit a channel that is backing off.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    *_PINGS,
+    *_SIZES,
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+]

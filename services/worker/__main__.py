@@ -1,0 +1,106 @@
+"""`python -m services.worker --role decode ...`: one worker, with or without Ray around it.
+
+Exit status: 0 after a drain (SIGTERM or SIGINT), 1 when the engine ended, 2 for wrong settings or a
+refused contract, which no restart would mend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import uuid
+from typing import Annotated
+
+import typer
+
+from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from services.errors import ConfigError, Incompatible, TandemError
+from services.telemetry import configure_logging
+
+log = logging.getLogger("services.worker")
+
+
+def main(
+    role: Annotated[str, typer.Option(help="prefill or decode: the pool it is in")],
+    model: Annotated[str, typer.Option(help="Hugging Face folder, GGUF file or hub name")],
+    worker_id: Annotated[str, typer.Option()] = "",
+    host: Annotated[
+        str, typer.Option(help="address that routers and peers reach it at")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: chosen by the system")] = 0,
+    metrics_port: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    numerics: str = "fast",
+    block_size: int = 16,
+    kv_memory: Annotated[int, typer.Option(help="bytes of the KV pool")] = 1 << 30,
+    num_blocks: Annotated[int, typer.Option(help="instead of --kv-memory; 0: by memory")] = 0,
+    max_model_len: Annotated[int, typer.Option(help="tokens; 0: the model's own")] = 0,
+    max_num_seqs: int = 64,
+    max_tokens_per_step: int = 512,
+    queue_max: int = 256,
+    threads: int = 1,
+    cores: Annotated[str, typer.Option(help="cores to pin the engine to, such as 0 or 0,1")] = "",
+    transport: str = "auto",
+    local_prefill_max_tokens: int = 64,
+    transfer_delay: Annotated[float, typer.Option(help="for tests: seconds added to a pull")] = 0.0,
+    drain_deadline: Annotated[float, typer.Option(help="seconds")] = 30.0,
+) -> None:
+    """Runs one worker until it is drained."""
+    worker_id = worker_id or f"{role}-{uuid.uuid4().hex[:8]}"
+    configure_logging(f"{worker_id}/io")
+    try:
+        config = WorkerConfig(
+            role=role,  # type: ignore[arg-type]
+            cluster=ClusterConfig.from_environment(),
+            engine=EngineConfig(
+                model=model,
+                device=device,  # type: ignore[arg-type]
+                dtype=dtype,  # type: ignore[arg-type]
+                kv_dtype=kv_dtype,  # type: ignore[arg-type]
+                numerics=numerics,  # type: ignore[arg-type]
+                block_size=block_size,
+                kv_bytes_max=kv_memory,
+                num_blocks=num_blocks or None,
+                max_model_len=max_model_len or None,
+                max_num_seqs=max_num_seqs,
+                max_tokens_per_step=max_tokens_per_step,
+                queue_max=queue_max,
+                num_threads=threads,
+            ),
+            transfer=TransferConfig(
+                transport=transport,  # type: ignore[arg-type]
+                local_prefill_max_tokens=local_prefill_max_tokens,
+                delay_s=transfer_delay,
+            ),
+            worker_id=worker_id,
+            host=host,
+            port=port,
+            metrics_port=metrics_port,
+            drain_deadline_s=drain_deadline,
+            cores=tuple(int(core) for core in cores.split(",") if core),
+        )
+        asyncio.run(_run(config))
+    except (ConfigError, Incompatible) as error:
+        log.error("%s", error.message)
+        raise SystemExit(2) from None
+    except TandemError as error:
+        log.error("%s", error.message)
+        raise SystemExit(1) from None
+
+
+async def _run(config: WorkerConfig) -> None:
+    # Imported late: --help and wrong settings answer at once.
+    from services.worker.worker import Worker
+
+    worker = Worker(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, worker.stop, config.drain_deadline_s)
+    await worker.run()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,333 @@
+"""The decode side of a request, from `submit` to its one end.
+
+    submitted --> reserved --> pulling (a lease) --> committed --> decoding --> finished
+        |            |             `--> restarted: the next candidate, or prefill here
+        |            `--> prefilling here ------------------------^
+        `--> failed                     cancelled, or its router's stream closed: removed any time
+
+The engine moves a sequence; this service says where its prompt is prefilled. It emits the first
+token of a pulled prompt as soon as the source names it, and every other token from step reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from services.config import WorkerConfig
+from services.engine.types import Failed, Mode, NewTokens, Reserved, SequenceSpec
+from services.errors import TandemError
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.worker.convert import sequence_spec
+from services.worker.engine_link import EngineLink
+from services.worker.lease import PullStats, ReaderLease
+from services.worker.messages import Add, Commit, Remove, Report, Restart, StartLocalPrefill
+from services.worker.metrics import WorkerMetrics
+from services.worker.peers import Peers
+from services.worker.router_stream import RouterStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class DecodeSequence:
+    """One request on this worker."""
+
+    request_id: str
+    attempt: int
+    spec: SequenceSpec
+    candidates: list[pb.PrefillCandidate]
+    stream: RouterStream
+    submitted_at: float = field(default_factory=time.monotonic)
+    reserved_at: float = 0.0
+    first_token_at: float = 0.0
+    num_sent: int = 0
+    cached_tokens: int = 0
+    timings: pb.SequenceTimings = field(
+        default_factory=lambda: pb.SequenceTimings(transport="local")
+    )
+    reserved: asyncio.Future[Reserved] | None = None
+    prefilling: asyncio.Task[None] | None = None
+
+    @property
+    def sequence_id(self) -> str:
+        return self.spec.sequence_id
+
+
+class DecodeService:
+    """All requests of this worker as a decode worker, whichever router they came from."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        link: EngineLink,
+        peers: Peers,
+        metrics: WorkerMetrics,
+        *,
+        block_bytes: int,
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._link = link
+        self._peers = peers
+        self._metrics = metrics
+        self._block_bytes = block_bytes
+        self._block_size = config.engine.block_size
+        self._max_model_len = max_model_len
+        self._sequences: dict[str, DecodeSequence] = {}
+        self._streams: set[RouterStream] = set()
+        self.draining = False
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def num_pulls(self) -> int:
+        return sum(s.prefilling is not None for s in self._sequences.values())
+
+    async def serve(
+        self, commands: AsyncIterator[pb.DecodeCommand], load: pb.WorkerLoad
+    ) -> AsyncIterator[pb.DecodeUpdate]:
+        """One router's stream. When it closes, all its requests are removed."""
+        stream = RouterStream()
+        stream.push_load(load)
+        self._streams.add(stream)
+        reading = asyncio.create_task(self._read_commands(stream, commands))
+        try:
+            while True:
+                yield await stream.next_message()
+        finally:
+            reading.cancel()
+            self._streams.discard(stream)
+            for sequence_id in list(stream.sequence_ids):
+                self._remove(sequence_id)
+
+    def on_report(self, report: Report, load: pb.WorkerLoad) -> None:
+        """Hands on what a step brought; one message to each router concerned."""
+        step = report.report
+        for reserved in step.reserved:
+            self._on_reserved(reserved)
+        for new_tokens in step.new_tokens:
+            self._on_new_tokens(new_tokens)
+        for failed in step.failed:
+            self._on_failed(failed)
+        for stream in self._streams:
+            stream.push_load(load)
+
+    async def _read_commands(
+        self, stream: RouterStream, commands: AsyncIterator[pb.DecodeCommand]
+    ) -> None:
+        async for command in commands:
+            match command.WhichOneof("command"):
+                case "submit":
+                    self._submit(stream, command.submit)
+                case "cancel":
+                    for sequence_id in list(stream.sequence_ids):
+                        if sequence_id.rpartition("#")[0] == command.cancel.request_id:
+                            self._remove(sequence_id)
+
+    def _submit(self, stream: RouterStream, submit: pb.SubmitSequence) -> None:
+        sequence_id = f"{submit.request_id}#{submit.attempt}"
+        candidates = [c for c in submit.prefill_candidates if c.worker_id != self._config.worker_id]
+        spec = sequence_spec(
+            submit.input,
+            sequence_id=sequence_id,
+            mode=Mode.AWAIT_KV if candidates else Mode.HERE,
+            remote_prefill_min_tokens=self._config.transfer.local_prefill_max_tokens + 1,
+        )
+        sequence = DecodeSequence(submit.request_id, submit.attempt, spec, candidates, stream)
+        self._sequences[sequence_id] = sequence
+        stream.sequence_ids.add(sequence_id)
+        if self.draining:
+            self._end_with_error(sequence, "worker_lost", "this worker is draining")
+            return
+        self._link.send(Add(spec))
+
+    def _on_reserved(self, reserved: Reserved) -> None:
+        sequence = self._sequences.get(reserved.sequence_id)
+        if sequence is None:
+            return
+        if sequence.reserved is not None and not sequence.reserved.done():
+            sequence.reserved.set_result(reserved)
+            return
+        sequence.reserved_at = time.monotonic()
+        sequence.cached_tokens = min(reserved.num_cached_tokens, sequence.spec.num_prompt_tokens)
+        sequence.prefilling = asyncio.create_task(self._prefill_remotely(sequence, reserved))
+        sequence.prefilling.add_done_callback(lambda task: self._prefill_ended(sequence, task))
+
+    async def _prefill_remotely(self, sequence: DecodeSequence, reserved: Reserved) -> None:
+        """Tries the candidates in order; commits the first whole lease, else prefills here."""
+        candidates = list(sequence.candidates)
+        while candidates:
+            lease = await self._lease(candidates.pop(0))
+            if lease is None:
+                continue
+            try:
+                first_missing = reserved.num_cached_tokens // self._block_size
+                first_token_id = await lease.run(
+                    sequence.spec,
+                    request_id=sequence.request_id,
+                    first_missing_block=first_missing,
+                    on_first_token=lambda token, stats: self._on_first_token(
+                        sequence, token, stats
+                    ),
+                )
+            except (TandemError, TimeoutError) as error:
+                log.warning("prefill of %s failed: %s", sequence.request_id, error)
+                self._metrics.prefill_failures.inc()
+                if self._finish_if_over(sequence):
+                    return
+                if not lease.pulled_anything:
+                    continue
+                reserved_again = self._restart(sequence, remote=bool(candidates))
+                if reserved_again is None:
+                    return
+                reserved = await reserved_again
+                continue
+            self._record(sequence, lease)
+            self._link.send(Commit(sequence.sequence_id, first_token_id))
+            return
+        self._metrics.local_prefills.inc()
+        self._link.send(StartLocalPrefill(sequence.sequence_id))
+
+    async def _lease(self, candidate: pb.PrefillCandidate) -> ReaderLease | None:
+        try:
+            peer = await self._peers.get(candidate.worker_id, candidate.epoch, candidate.address)
+        except TandemError as error:
+            log.warning("prefill worker %s is passed over: %s", candidate.worker_id, error)
+            return None
+        return ReaderLease(
+            peer=peer,
+            link=self._link,
+            config=self._config.transfer,
+            token=self._config.cluster.token,
+            reader_id=self._config.worker_id,
+            block_bytes=self._block_bytes,
+        )
+
+    def _restart(
+        self, sequence: DecodeSequence, *, remote: bool
+    ) -> asyncio.Future[Reserved] | None:
+        """Gives up what was pulled; a future of the next reservation if another prefills."""
+        mode = Mode.AWAIT_KV if remote else Mode.HERE
+        spec = msgspec.structs.replace(sequence.spec, mode=mode, remote_prefill_min_tokens=0)
+        sequence.spec = spec
+        sequence.reserved = asyncio.get_running_loop().create_future() if remote else None
+        self._link.send(Restart(spec))
+        return sequence.reserved
+
+    def _on_first_token(self, sequence: DecodeSequence, token_id: int, stats: PullStats) -> None:
+        """It depends on no block that was pulled, so it leaves before they are trusted."""
+        sequence.cached_tokens = max(
+            sequence.cached_tokens, min(stats.cached_tokens, sequence.spec.num_prompt_tokens)
+        )
+        self._send_tokens(sequence, [token_id])
+        # Whatever happens to the lease now, the client has this token: it is part of the input.
+        sequence.spec = msgspec.structs.replace(
+            sequence.spec, token_ids=[*sequence.spec.token_ids, token_id]
+        )
+
+    def _finish_if_over(self, sequence: DecodeSequence) -> bool:
+        """Ends a sequence whose lease failed after its last token was sent."""
+        spec = sequence.spec
+        if not sequence.num_sent:
+            return False
+        made = len(spec.token_ids) - spec.num_prompt_tokens
+        if spec.token_ids[-1] in spec.stop_token_ids:
+            reason = "stop"
+        elif made >= spec.max_tokens or len(spec.token_ids) >= self._max_model_len:
+            reason = "length"
+        else:
+            return False
+        self._link.send(Remove(sequence.sequence_id))
+        self._end(sequence, finish_reason=reason, num_preemptions=0)
+        return True
+
+    def _record(self, sequence: DecodeSequence, lease: ReaderLease) -> None:
+        stats, timings = lease.stats, sequence.timings
+        timings.transfer_exposed_ms = (stats.released_at - stats.prefilled_at) * 1000
+        timings.blocks_pulled = stats.num_blocks
+        timings.bytes_pulled = stats.num_bytes
+        timings.prefill_worker_id = lease.peer.worker_id
+        timings.transport = lease.peer.transport
+        self._metrics.on_pull(lease.peer, stats)
+
+    def _prefill_ended(self, sequence: DecodeSequence, task: asyncio.Task[None]) -> None:
+        sequence.prefilling = None
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("prefill of %s broke", sequence.request_id, exc_info=error)
+        if sequence.sequence_id in self._sequences:
+            self._link.send(Remove(sequence.sequence_id))
+            self._end_with_error(sequence, "internal_error", repr(error))
+
+    def _on_new_tokens(self, new: NewTokens) -> None:
+        sequence = self._sequences.get(new.sequence_id)
+        if sequence is None:
+            return
+        if new.token_ids:
+            if not sequence.num_sent:
+                sequence.cached_tokens = max(sequence.cached_tokens, new.num_cached_tokens)
+            self._send_tokens(sequence, new.token_ids)
+        if new.finish_reason:
+            self._end(
+                sequence, finish_reason=new.finish_reason, num_preemptions=new.num_preemptions
+            )
+
+    def _on_failed(self, failed: Failed) -> None:
+        sequence = self._sequences.get(failed.sequence_id)
+        if sequence is not None:
+            self._end_with_error(sequence, failed.code, failed.message)
+
+    def _send_tokens(self, sequence: DecodeSequence, token_ids: list[int]) -> None:
+        if not sequence.num_sent:
+            sequence.first_token_at = time.monotonic()
+        update = self._update(sequence, token_ids=token_ids)
+        if not sequence.num_sent:
+            update.cached_tokens = sequence.cached_tokens
+        sequence.num_sent += len(token_ids)
+        sequence.stream.push(update)
+
+    def _end(self, sequence: DecodeSequence, *, finish_reason: str, num_preemptions: int) -> None:
+        timings = sequence.timings
+        reserved_at = sequence.reserved_at or sequence.submitted_at
+        timings.queue_ms = (reserved_at - sequence.submitted_at) * 1000
+        timings.prefill_ms = (sequence.first_token_at - reserved_at) * 1000
+        update = self._update(
+            sequence,
+            finish_reason=finish_reason,
+            timings=timings,
+            num_preemptions=num_preemptions,
+        )
+        self._forget(sequence)
+        sequence.stream.push(update)
+
+    def _end_with_error(self, sequence: DecodeSequence, code: str, message: str) -> None:
+        error = pb.WorkerError(code=code, message=message)
+        if code == "queue_full":
+            error.retry_after_s = 1.0
+        self._forget(sequence)
+        sequence.stream.push(self._update(sequence, finish_reason="error", error=error))
+
+    def _update(self, sequence: DecodeSequence, **fields: Any) -> pb.SequenceUpdate:
+        return pb.SequenceUpdate(request_id=sequence.request_id, attempt=sequence.attempt, **fields)
+
+    def _remove(self, sequence_id: str) -> None:
+        """Nobody waits for it any more."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None:
+            self._forget(sequence)
+            self._link.send(Remove(sequence_id))
+
+    def _forget(self, sequence: DecodeSequence) -> None:
+        self._sequences.pop(sequence.sequence_id, None)
+        sequence.stream.sequence_ids.discard(sequence.sequence_id)
+        if sequence.prefilling is not None and sequence.prefilling is not asyncio.current_task():
+            sequence.prefilling.cancel()

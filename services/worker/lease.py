@@ -1,0 +1,210 @@
+"""The reader's side of one lease: a `Prefill` stream, and the pulls that it protects.
+
+    open --> reading events, each run pulled at once --> prefilled, last pulls --> release --> done
+      `-----------------------`---------------------------`------> LeaseLost (stream closed)
+
+The stream is the lease: leaving `run` in any way closes it, and the source frees its blocks. Until
+`run` returns, nothing that was pulled may be trusted; it returns only after `released` of the same
+epoch and lease came back whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from services.config import TransferConfig
+from services.engine.types import SequenceSpec
+from services.errors import TandemError, WorkerLost
+from services.rpc.auth import token_metadata
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.worker.convert import sequence_input
+from services.worker.engine_link import EngineLink
+from services.worker.messages import StartPull, StoreBytes
+from services.worker.peers import Peer
+
+_SILENCES = 10  # heartbeats that may be missed in a row before the source counts as gone
+
+
+class LeaseLost(WorkerLost):
+    """The lease ended before `released`: what was pulled under it is worth nothing."""
+
+
+@dataclass(slots=True)
+class PullStats:
+    """What one lease moved, and when."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    prefilled_at: float = 0.0  # time.monotonic() when the first token came; 0: it did not
+    released_at: float = 0.0
+    cached_tokens: int = 0  # of the prompt, at the source
+
+
+class ReaderLease:
+    """One attempt to have a prompt prefilled by `peer` and its missing blocks pulled."""
+
+    def __init__(
+        self,
+        *,
+        peer: Peer,
+        link: EngineLink,
+        config: TransferConfig,
+        token: str,
+        reader_id: str,
+        block_bytes: int,
+    ) -> None:
+        self.peer = peer
+        self._link = link
+        self._config = config
+        self._token = token
+        self._reader_id = reader_id
+        self._block_bytes = block_bytes
+        self._lease_id = uuid.uuid4().hex
+        self._epoch = ""
+        self._next_block = 0
+        self.stats = PullStats()
+        self.pulled_anything = False
+
+    async def run(
+        self,
+        spec: SequenceSpec,
+        *,
+        request_id: str,
+        first_missing_block: int,
+        on_first_token: Callable[[int, PullStats], None],
+    ) -> int:
+        """Pulls every missing block and returns the first token. Raises TandemError."""
+        self._next_block = first_missing_block
+        call = self.peer.stub.Prefill(metadata=token_metadata(self._token))
+        try:
+            start = pb.StartPrefill(
+                lease_id=self._lease_id,
+                request_id=request_id,
+                input=sequence_input(spec),
+                first_missing_block=first_missing_block,
+                reader_worker_id=self._reader_id,
+                transport=self.peer.transport,
+            )
+            await call.write(pb.PrefillCommand(start=start))
+            async with asyncio.TaskGroup() as pulls:
+                first_token_id = await self._follow(call, pulls, spec.sequence_id)
+                on_first_token(first_token_id, self.stats)
+            await self._release(call)
+            return first_token_id
+        except BaseExceptionGroup as group:
+            raise _first_error(group) from group
+        except grpc.aio.AioRpcError as error:
+            raise LeaseLost(f"{self.peer.worker_id}: {error.code().name}") from error
+        finally:
+            call.cancel()
+
+    async def _follow(self, call: Any, pulls: asyncio.TaskGroup, sequence_id: str) -> int:
+        """Reads events until the first token, and starts a pull for each run."""
+        last_step, moved_at = -1, time.monotonic()
+        while True:
+            event = await self._read(call)
+            match event.WhichOneof("event"):
+                case "accepted":
+                    self._epoch = event.accepted.epoch
+                case "refused":
+                    raise WorkerLost(f"{self.peer.worker_id} refused: {event.refused.message}")
+                case "run":
+                    pulls.create_task(self._pull(sequence_id, event.run))
+                    moved_at = time.monotonic()
+                case "prefilled":
+                    self.stats.prefilled_at = time.monotonic()
+                    self.stats.cached_tokens = event.prefilled.cached_tokens
+                    return int(event.prefilled.first_token_id)
+                case "heartbeat":
+                    if event.heartbeat.step != last_step:
+                        last_step, moved_at = event.heartbeat.step, time.monotonic()
+                    elif time.monotonic() - moved_at > self._config.heartbeat_timeout_s:
+                        raise LeaseLost(f"the engine of {self.peer.worker_id} hangs")
+
+    async def _pull(self, sequence_id: str, run: pb.BlockRun) -> None:
+        if run.first_block != self._next_block:
+            raise LeaseLost(f"a run starts at block {run.first_block}, not {self._next_block}")
+        self._next_block += len(run.block_ids)
+        self.pulled_anything = True
+        if self.peer.transport == "nixl":
+            await self._pull_by_nixl(sequence_id, run)
+        else:
+            await self._pull_by_grpc(sequence_id, run)
+        self.stats.num_blocks += len(run.block_ids)
+        self.stats.num_bytes += len(run.block_ids) * self._block_bytes
+
+    async def _pull_by_nixl(self, sequence_id: str, run: pb.BlockRun) -> None:
+        pull = StartPull(
+            pull_id=uuid.uuid4().hex,
+            sequence_id=sequence_id,
+            peer_id=self.peer.peer_id,
+            first_block=run.first_block,
+            source_block_ids=list(run.block_ids),
+            deadline_s=self._config.pull_deadline_s,
+        )
+        result = await self._link.pull(pull)
+        if not result.done:
+            raise LeaseLost(f"a read from {self.peer.worker_id} failed: {result.error}")
+
+    async def _pull_by_grpc(self, sequence_id: str, run: pb.BlockRun) -> None:
+        if self._config.delay_s:
+            await asyncio.sleep(self._config.delay_s)
+        request = pb.FetchBlocksRequest(lease_id=self._lease_id, block_ids=run.block_ids)
+        call = self.peer.stub.FetchBlocks(
+            request,
+            metadata=token_metadata(self._token),
+            timeout=self._config.pull_deadline_s,
+        )
+        first, last = run.first_block, run.first_block + len(run.block_ids)
+        async for message in call:
+            num_blocks, rest = divmod(len(message.data), self._block_bytes)
+            if rest or first + num_blocks > last:
+                raise LeaseLost(f"{self.peer.worker_id} sent bytes that are not the blocks")
+            self._link.send(StoreBytes("", sequence_id, first, num_blocks), message.data)
+            first += num_blocks
+        if first != last:
+            raise LeaseLost(f"{self.peer.worker_id} sent {last - first} blocks too few")
+
+    async def _release(self, call: Any) -> None:
+        """Says that the reads are done; only the answer makes what was pulled good."""
+        await call.write(pb.PrefillCommand(release=pb.ReleaseLease()))
+        async with asyncio.timeout(self._config.release_deadline_s):
+            while True:
+                event = await self._read(call)
+                if event.WhichOneof("event") == "released":
+                    break
+        released = event.released
+        same = released.epoch == self._epoch and released.lease_id == self._lease_id
+        if not (same and released.whole):
+            raise LeaseLost(f"{self.peer.worker_id} did not hold the lease to its end")
+        self.stats.released_at = time.monotonic()
+
+    async def _read(self, call: Any) -> pb.PrefillEvent:
+        """The next event. A source that is silent for longer than its heartbeats allow is gone."""
+        silence_s = self._config.heartbeat_interval_s * _SILENCES
+        try:
+            event: pb.PrefillEvent = await asyncio.wait_for(call.read(), silence_s)
+        except TimeoutError:
+            raise LeaseLost(f"{self.peer.worker_id} was silent for {silence_s} s") from None
+        if event is grpc.aio.EOF:  # type: ignore[attr-defined]
+            raise LeaseLost(f"{self.peer.worker_id} closed the stream")
+        return event
+
+
+def _first_error(group: BaseExceptionGroup) -> BaseException:
+    """What to report of a group: our own errors before what they caused."""
+    errors = [e for e in group.exceptions if not isinstance(e, BaseExceptionGroup)]
+    ours = [e for e in errors if isinstance(e, TandemError)]
+    calls = [e for e in errors if isinstance(e, grpc.aio.AioRpcError | TimeoutError)]
+    if ours:
+        return ours[0]
+    if calls:
+        return LeaseLost(f"a pull failed: {calls[0]!r}")
+    return errors[0] if errors else group

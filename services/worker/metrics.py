@@ -1,0 +1,101 @@
+"""Prometheus metrics of one worker, served by its I/O process.
+
+Gauges are read from the newest load when they are scraped; nothing is computed between scrapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from services.registry import Load
+from services.worker.lease import PullStats
+from services.worker.peers import Peer
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class WorkerMetrics:
+    """Counters are incremented by their owners; `serve` starts the scrape endpoint."""
+
+    def __init__(self, *, worker_id: str, role: str) -> None:
+        self._labels = {"worker": worker_id, "role": role}
+        self._registry = CollectorRegistry()
+        self.steps = self._counter("engine_steps", "Steps of the engine that computed something")
+        self.prefill_tokens = self._counter("prefill_tokens", "Tokens computed in prefill")
+        self.decode_tokens = self._counter("decode_tokens", "Tokens computed in decode")
+        self.preemptions = self._counter("preemptions", "Sequences preempted by recomputation")
+        self.local_prefills = self._counter(
+            "local_prefills", "Prompts prefilled here because no prefill worker was to be had"
+        )
+        self.prefill_failures = self._counter(
+            "remote_prefill_failures", "Leases that ended before they were released whole"
+        )
+        self.kv_bytes_served = self._counter(
+            "kv_bytes_served", "Bytes of blocks sent to readers over gRPC"
+        )
+        self._kv_bytes = self._counter("kv_bytes_pulled", "Bytes of blocks pulled", "transport")
+        self._kv_blocks = self._counter("kv_blocks_pulled", "Blocks pulled", "transport")
+        self._exposed = Histogram(
+            "tandem_transfer_exposed_seconds",
+            "From the first token of a remote prefill to its release",
+            [*self._labels, "transport"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+
+    def on_pull(self, peer: Peer, stats: PullStats) -> None:
+        labels = {**self._labels, "transport": peer.transport}
+        self._kv_bytes.labels(**labels).inc(stats.num_bytes)
+        self._kv_blocks.labels(**labels).inc(stats.num_blocks)
+        self._exposed.labels(**labels).observe(stats.released_at - stats.prefilled_at)
+
+    def serve(
+        self,
+        host: str,
+        port: int,
+        load: Callable[[], Load],
+        transports: Callable[[], Mapping[str, str]],
+    ) -> int:
+        """Starts the endpoint; returns its port."""
+        self._registry.register(_Gauges(self._labels, load, transports))
+        server, _ = start_http_server(port, addr=host, registry=self._registry)
+        return int(server.server_address[1])
+
+    def _counter(self, name: str, help_text: str, *more_labels: str) -> Counter:
+        counter = Counter(
+            f"tandem_{name}", help_text, [*self._labels, *more_labels], registry=self._registry
+        )
+        return counter if more_labels else counter.labels(**self._labels)
+
+
+class _Gauges(Collector):
+    def __init__(
+        self,
+        labels: Mapping[str, str],
+        load: Callable[[], Load],
+        transports: Callable[[], Mapping[str, str]],
+    ) -> None:
+        self._labels = labels
+        self._load = load
+        self._transports = transports
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        load = self._load()
+        for name in load.__struct_fields__:
+            family = GaugeMetricFamily(
+                f"tandem_{name}", f"WorkerLoad.{name}", labels=list(self._labels)
+            )
+            family.add_metric(list(self._labels.values()), getattr(load, name))
+            yield family
+        pairs = GaugeMetricFamily(
+            "tandem_pair_transport",
+            "1 for the transport that blocks of `peer` come over",
+            labels=[*self._labels, "peer", "transport"],
+        )
+        for peer, transport in self._transports().items():
+            pairs.add_metric([*self._labels.values(), peer, transport], 1)
+        yield pairs

@@ -1,0 +1,46 @@
+"""One router's multiplexed `Decode` stream: updates gather until the stream can take a message.
+
+What a step brings for all of a router's requests travels as one message; a router that reads
+slowly gets fewer, larger ones, and one that stops reading is cut off at a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.errors import WorkerLost
+from services.rpc.tandem.v1 import worker_pb2 as pb
+
+_UPDATES_MAX = 1 << 16
+
+
+class RouterStream:
+    """The outgoing side; `sequence_ids` are the requests that end when it closes."""
+
+    def __init__(self) -> None:
+        self.sequence_ids: set[str] = set()
+        self._updates: list[pb.SequenceUpdate] = []
+        self._load: pb.WorkerLoad | None = None
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def push(self, update: pb.SequenceUpdate) -> None:
+        if len(self._updates) >= _UPDATES_MAX:
+            self._closed = True
+        else:
+            self._updates.append(update)
+        self._changed.set()
+
+    def push_load(self, load: pb.WorkerLoad) -> None:
+        self._load = load
+        self._changed.set()
+
+    async def next_message(self) -> pb.DecodeUpdate:
+        """All that gathered since the last message; waits until there is something."""
+        await self._changed.wait()
+        self._changed.clear()
+        if self._closed:
+            raise WorkerLost("the router does not read its stream")
+        message = pb.DecodeUpdate(sequences=self._updates, load=self._load)
+        self._updates, self._load = [], None
+        return message

@@ -1,0 +1,84 @@
+"""The gRPC face of a worker: proto/tandem/v1/worker.proto onto the services behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import msgspec
+
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
+from services.worker.convert import contract_from, contract_message, load_message
+
+if TYPE_CHECKING:
+    from services.worker.worker import Worker
+
+
+class Servicer(WorkerServicer):
+    """Translates and delegates; holds no state."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Decode(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any
+    ) -> AsyncIterator[pb.DecodeUpdate]:
+        load = load_message(self._worker.load())
+        async for update in self._worker.decode.serve(request_iterator, load):
+            yield update
+
+    async def Prefill(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.PrefillCommand], context: Any
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        async for event in self._worker.prefill.serve(request_iterator, context):
+            yield event
+
+    async def FetchBlocks(  # noqa: N802
+        self, request: pb.FetchBlocksRequest, context: Any
+    ) -> AsyncIterator[pb.BlockBytes]:
+        async for message in self._worker.prefill.fetch(request, context):
+            yield message
+
+    async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:  # noqa: N802
+        contract = self._worker.contract
+        if differences := contract.differences(contract_from(request.contract)):
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{request.worker_id} cannot read from {self._worker.config.worker_id}: here "
+                + "; ".join(differences),
+            )
+        response = pb.ConnectResponse(
+            worker_id=self._worker.config.worker_id,
+            epoch=self._worker.epoch,
+            contract=contract_message(contract),
+            transports=["grpc"],
+        )
+        if "nixl" in request.transports and self._worker.config.transfer.transport != "grpc":
+            source = await self._worker.link.describe_source()
+            if source.metadata:
+                response.transports.insert(0, "nixl")
+                response.nixl_metadata = source.metadata
+                response.pool = msgspec.msgpack.encode(source.pool)
+        if self._worker.config.transfer.transport == "nixl":
+            response.transports.remove("grpc")
+        return response
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
+        self._worker.stop(request.deadline_s or self._worker.config.drain_deadline_s)
+        return pb.DrainResponse()
+
+    async def GetState(  # noqa: N802
+        self, request: pb.GetStateRequest, context: Any
+    ) -> pb.GetStateResponse:
+        message = await self._worker.link.check_integrity()
+        return pb.GetStateResponse(
+            load=load_message(self._worker.load()),
+            worker_id=self._worker.config.worker_id,
+            epoch=self._worker.epoch,
+            draining=self._worker.draining,
+            integrity_ok=not message,
+            integrity_message=message,
+            transports=self._worker.peers.transports,
+        )

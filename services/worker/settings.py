@@ -1,0 +1,17 @@
+"""What the I/O process hands the engine process at its start, on standard input."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.config import EngineConfig, TransferConfig
+
+
+class EngineSettings(msgspec.Struct, frozen=True):
+    worker_id: str
+    epoch: str
+    engine: EngineConfig
+    transfer: TransferConfig
+    commands_address: str
+    transfers_address: str
+    cores: list[int]

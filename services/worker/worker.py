@@ -1,0 +1,222 @@
+"""The I/O process of a worker: gRPC, Redis and metrics on asyncio, around one engine process.
+
+starting --> ready --> draining --> gone
+   `-----------`----------------------^      (the engine ended, or the contract was refused)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+import uuid
+
+import grpc.aio
+
+from services.block_hash import HASH_VERSION
+from services.config import WorkerConfig
+from services.errors import ConfigError, WorkerLost
+from services.registry import Contract, Load, State, WorkerRecord
+from services.rpc.auth import TokenInterceptor
+from services.rpc.options import SERVER_OPTIONS
+from services.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from services.worker.convert import load_message
+from services.worker.decode_service import DecodeService
+from services.worker.engine_link import EngineLink
+from services.worker.membership import Membership
+from services.worker.messages import Ready, Report
+from services.worker.metrics import WorkerMetrics
+from services.worker.peers import Peers
+from services.worker.prefill_service import PrefillService
+from services.worker.servicer import Servicer
+
+log = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.05
+_CLOSE_S = 1.0
+
+
+class Worker:
+    """Composes the parts, and moves the worker through its states."""
+
+    link: EngineLink
+    peers: Peers
+    decode: DecodeService
+    prefill: PrefillService
+    contract: Contract
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.epoch = uuid.uuid4().hex[:16]
+        self.state: State = "starting"
+        self._stop_deadline_s = config.drain_deadline_s
+        self._stopping = asyncio.Event()
+        self._load = Load(queue_max=config.engine.queue_max)
+        self._address = ""
+        self._metrics_address = ""
+        self._model = ""
+        self._max_model_len = 0
+        self._started_at = time.time()
+
+    @property
+    def draining(self) -> bool:
+        return self.state == "draining"
+
+    def stop(self, deadline_s: float) -> None:
+        """Begins to drain; `run` returns when nothing is held any more, or at the deadline."""
+        self._stop_deadline_s = deadline_s
+        self._stopping.set()
+
+    def load(self) -> Load:
+        return self._load
+
+    async def run(self) -> None:
+        """Serves until `stop`. Raises WorkerLost when the engine ends."""
+        self.link = EngineLink(self.config, self.epoch)
+        try:
+            ready = await self.link.start()
+            await self._serve(ready)
+        finally:
+            await self.link.stop()
+
+    async def _serve(self, ready: Ready) -> None:
+        self._compose(ready)
+        server = await self._start_server()
+        membership = Membership(
+            self.config.cluster,
+            worker_id=self.config.worker_id,
+            epoch=self.epoch,
+            record=self._record,
+            on_records=self.peers.update,
+        )
+        self._membership = membership
+        self.link.on_report = self._on_report
+        self.state = "ready"
+        try:
+            await membership.join(self.contract)
+            log.info("%s %s ready at %s", self.config.role, self.config.worker_id, self._address)
+            await self._until_stopped()
+            self.state = "draining"
+            await membership.refresh()
+            await self._drain()
+        finally:
+            await self.peers.aclose()
+            await membership.leave()
+            await server.stop(_CLOSE_S)
+
+    def _compose(self, ready: Ready) -> None:
+        config = self.config
+        log.info(
+            "engine loaded: %s, %d blocks of %d KiB; ms: %s",
+            ready.compute_dtype,
+            ready.num_blocks,
+            ready.block_bytes >> 10,
+            {name: round(ms) for name, ms in ready.load_ms.items()},
+        )
+        self._model, self._max_model_len = config.engine.model, ready.max_model_len
+        self.contract = Contract(
+            model_fingerprint=ready.model_fingerprint,
+            compute_dtype=ready.compute_dtype,
+            numerics=config.engine.numerics,
+            block_size=config.engine.block_size,
+            kv_dtype=ready.kv_dtype,
+            layout=ready.layout,
+            hash_version=HASH_VERSION,
+        )
+        self._metrics = WorkerMetrics(worker_id=config.worker_id, role=config.role)
+        self.peers = Peers(config, self.epoch, self.link)
+        self.peers.contract = self.contract
+        self.prefill = PrefillService(config, self.epoch, self.link, block_bytes=ready.block_bytes)
+        self.decode = DecodeService(
+            config,
+            self.link,
+            self.peers,
+            self._metrics,
+            block_bytes=ready.block_bytes,
+            max_model_len=ready.max_model_len,
+        )
+        port = self._metrics.serve(
+            config.host, config.metrics_port, self.load, lambda: self.peers.transports
+        )
+        self._metrics_address = f"{config.host}:{port}"
+
+    async def _start_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(
+            interceptors=[TokenInterceptor(self.config.cluster.token)], options=SERVER_OPTIONS
+        )
+        add_WorkerServicer_to_server(Servicer(self), server)  # type: ignore[no-untyped-call]
+        wanted = f"{self.config.host}:{self.config.port}"
+        try:
+            port = server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {wanted}: {error}") from error
+        self._address = f"{self.config.host}:{port}"
+        await server.start()
+        return server
+
+    def _on_report(self, report: Report) -> None:
+        step = report.report
+        engine = step.load
+        self.prefill.on_report(report)
+        self._load = Load(
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            queue_max=self.config.engine.queue_max,
+            queued_tokens=engine.queued_tokens,
+            blocks_total=engine.blocks_total,
+            blocks_used=engine.blocks_used,
+            blocks_cached=engine.blocks_cached,
+            blocks_quarantined=engine.blocks_quarantined,
+            num_leases=self.prefill.num_leases,
+            num_pulls=self.decode.num_pulls,
+            step=report.tick,
+        )
+        self.decode.on_report(report, load_message(self._load))
+        self._membership.on_report(step)
+        if step.num_prefill_tokens or step.num_decode_tokens:
+            self._metrics.steps.inc()
+            self._metrics.prefill_tokens.inc(step.num_prefill_tokens)
+            self._metrics.decode_tokens.inc(step.num_decode_tokens)
+
+    def _record(self) -> WorkerRecord:
+        return WorkerRecord(
+            worker_id=self.config.worker_id,
+            epoch=self.epoch,
+            role=self.config.role,
+            state=self.state,
+            address=self._address,
+            metrics_address=self._metrics_address,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            model=self._model,
+            max_model_len=self._max_model_len,
+            contract=self.contract,
+            load=self._load,
+            transports=self.peers.transports,
+            started_at=self._started_at,
+        )
+
+    async def _until_stopped(self) -> None:
+        stopping = asyncio.create_task(self._stopping.wait())
+        ended = asyncio.create_task(self.link.ended())
+        await asyncio.wait([stopping, ended], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if ended.done():
+            raise WorkerLost(ended.result())
+        ended.cancel()
+
+    async def _drain(self) -> None:
+        """Takes nothing new; waits until nobody holds anything here, at most for the deadline."""
+        self.decode.draining = self.prefill.draining = True
+        deadline = time.monotonic() + self._stop_deadline_s
+        while self.decode.num_sequences or self.prefill.num_leases:
+            if time.monotonic() > deadline:
+                log.warning(
+                    "drain deadline: %d sequences and %d leases are cut off",
+                    self.decode.num_sequences,
+                    self.prefill.num_leases,
+                )
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)
