@@ -42,3 +42,6 @@ class PrefixIndex(Protocol):
 
     async def num_blocks(self, worker_id: str) -> int:
         """How many blocks the tree holds for the worker."""
+
+    async def sweep(self, limit: int) -> bool:
+        """A bounded part of the upkeep, `limit` in entries looked at; False when none is left."""

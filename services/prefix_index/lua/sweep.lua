@@ -1,0 +1,38 @@
+-- Clears the bits of dropped workers from a bounded part of one shard, so that slots can be reused.
+--
+-- KEYS[1]   the shard's state, see redis.py; bucket keys are made from it, in the same hash slot
+-- ARGV[1]   how many entries to look at, a bucket counting as one more
+-- returns   {left, next}: left is 1 while there is more to sweep here; next is 1 when a further
+--           shard exists
+--
+-- A round goes over all 65,536 buckets for the slots that were dirty when it began. A slot that is
+-- dropped meanwhile waits for the next round: buckets behind the cursor can still have its bit.
+local state = KEYS[1]
+local head = redis.call('HMGET', state, 'next', 'dirty', 'sweeping', 'cursor')
+local more, dirty = tonumber(head[1] or 0), tonumber(head[2] or 0)
+local sweeping, cursor = tonumber(head[3] or 0), tonumber(head[4] or 0)
+if sweeping == 0 then
+  if dirty == 0 then return {0, more} end
+  sweeping, dirty, cursor = dirty, 0, 0
+end
+
+local buckets = state .. ':b:'
+local budget = tonumber(ARGV[1])
+while budget > 0 and cursor < 65536 do
+  local bucket = buckets .. string.char(math.floor(cursor / 256), cursor % 256)
+  local entries = redis.call('HGETALL', bucket)
+  for i = 1, #entries, 2 do
+    local mask = tonumber(entries[i + 1])
+    local kept = bit.band(mask, bit.bnot(sweeping))
+    if kept == 0 then
+      redis.call('HDEL', bucket, entries[i])
+    elseif kept ~= mask then
+      redis.call('HSET', bucket, entries[i], kept)
+    end
+  end
+  budget = budget - 1 - #entries / 2
+  cursor = cursor + 1
+end
+if cursor == 65536 then sweeping = 0 end
+redis.call('HSET', state, 'dirty', dirty, 'sweeping', sweeping, 'cursor', cursor)
+return {(sweeping ~= 0 or dirty ~= 0) and 1 or 0, more}
