@@ -296,6 +296,7 @@ class DecodeService:
         sequence.stream.push(update)
 
     def _end(self, sequence: DecodeSequence, *, finish_reason: str, num_preemptions: int) -> None:
+        self._metrics.preemptions.inc(num_preemptions)
         timings = sequence.timings
         reserved_at = sequence.reserved_at or sequence.submitted_at
         timings.queue_ms = (reserved_at - sequence.submitted_at) * 1000

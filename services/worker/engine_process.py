@@ -120,15 +120,19 @@ class EngineProcess:
                 frames = self._commands.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._apply(_decoder.decode(frames[0]), frames)
+            command = _decoder.decode(frames[0])
+            try:
+                self._apply(command, frames)
+            except TandemError as error:
+                # The request at fault ends; the others on this engine do not.
+                log.warning("%s: %s", type(command).__name__, error)
+                sequence_id = getattr(command, "sequence_id", None) or command.spec.sequence_id
+                self._failed.append(Failed(sequence_id, error.code, error.message))
 
     def _apply(self, command: messages.Command, frames: list[bytes]) -> None:
         match command:
             case messages.Add(spec):
-                try:
-                    self._engine.add(spec)
-                except TandemError as error:
-                    self._failed.append(Failed(spec.sequence_id, error.code, error.message))
+                self._engine.add(spec)
             case messages.StartLocalPrefill(sequence_id):
                 self._engine.start_local_prefill(sequence_id)
             case messages.Restart(spec):

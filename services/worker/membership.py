@@ -11,18 +11,17 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.config import ClusterConfig
 from services.engine.types import StepReport
 from services.prefix_index.publisher import Publisher
-from services.prefix_index.redis import RedisPrefixIndex
+from services.prefix_index.redis import RedisIndex
+from services.redis_client import connect
 from services.registry import Contract, Registry, WorkerRecord
 
 log = logging.getLogger(__name__)
 
-_REDIS_DEADLINE_S = 2.0
 _UNREACHABLE = (RedisError, OSError, TimeoutError)
 
 
@@ -42,13 +41,9 @@ class Membership:
         self._worker_id = worker_id
         self._record = record
         self._on_records = on_records
-        self._redis: Redis = Redis.from_url(
-            cluster.redis_url,
-            socket_timeout=_REDIS_DEADLINE_S,
-            socket_connect_timeout=_REDIS_DEADLINE_S,
-        )
+        self._redis = connect(cluster.redis_url)
         self._registry = Registry(self._redis, cluster)
-        self._index = RedisPrefixIndex(self._redis, cluster.cluster_id)
+        self._index = RedisIndex(self._redis, cluster.cluster_id)
         self._publisher = Publisher(self._index, worker_id, epoch)
         self._task: asyncio.Task[None] | None = None
         self._reachable = True
@@ -62,14 +57,14 @@ class Membership:
             except _UNREACHABLE as error:
                 self._note_unreachable(error)
                 await asyncio.sleep(self._cluster.record_interval_s)
-        await self._publisher.start()
+        self._publisher.start()
         await self.refresh()
         self._task = asyncio.create_task(self._refresh_for_ever())
 
     def on_report(self, report: StepReport) -> None:
         """Queues what the step stored and removed for the tree."""
         if report.stored or report.removed:
-            self._publisher.add(report.stored, report.removed)
+            self._publisher.add((s.block_hash for s in report.stored), report.removed)
 
     async def refresh(self) -> None:
         """One round: write our record, read the others'."""

@@ -1,0 +1,111 @@
+"""Token-exact in fp32 whichever way a prompt's KV comes to the decode worker (issue's point 2)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.conftest import StartCluster
+from tests.harness.client import complete, complete_all, golden, metric, open_client
+from tests.harness.cluster import LocalCluster
+
+REMOTE_ALL = ("--local-prefill-max-tokens", "0")
+LONG = (5, 6)  # entries of 170 and 487 tokens
+_sampled: list[list[int]] = []
+
+
+def blocks_moved(cluster: LocalCluster, transport: str) -> float:
+    return metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
+
+
+async def assert_sampled_alike(cluster: LocalCluster) -> None:
+    """The same text for a seed as every other test of this module got, whichever way."""
+    async with open_client(cluster) as client:
+        answer = await complete(client, golden(5)[0][0], temperature=0.8, top_p=0.9, seed=7)
+    _sampled.append(answer.token_ids)
+    assert answer.token_ids == _sampled[0]
+
+
+async def test_decode_worker_alone(start_cluster: StartCluster) -> None:
+    prompts, expected = golden()
+    with start_cluster(prefill=0) as cluster:
+        answers = await complete_all(cluster, prompts)
+        assert [a.token_ids for a in answers] == expected
+        assert metric(cluster, "decode-0", "tandem_prefill_tokens_total") >= sum(map(len, prompts))
+        await assert_sampled_alike(cluster)
+        cluster.wait_idle()
+
+
+@pytest.mark.parametrize("transport", ["nixl", "grpc"])
+async def test_disaggregated(start_cluster: StartCluster, transport: str) -> None:
+    prompts, expected = golden()
+    with start_cluster("--transport", transport, *REMOTE_ALL) as cluster:
+        answers = await complete_all(cluster, prompts)
+        assert [a.token_ids for a in answers] == expected
+        needed = sum(-(-len(p) // 16) for p in prompts)
+        assert blocks_moved(cluster, transport) >= needed - len(prompts)
+        await assert_sampled_alike(cluster)
+        cluster.wait_idle()
+
+
+async def test_warm_prefix_on_the_decode_side(cluster: LocalCluster) -> None:
+    prompts, expected = golden(*LONG)
+    first = await complete_all(cluster, prompts)
+    before = blocks_moved(cluster, "nixl")
+    again = await complete_all(cluster, prompts)
+    assert [a.token_ids for a in first] == expected
+    assert [a.token_ids for a in again] == expected
+    assert [a.cached_tokens for a in again] == [(len(p) - 1) // 16 * 16 for p in prompts]
+    assert blocks_moved(cluster, "nixl") == before
+    cluster.wait_idle()
+
+
+async def test_warm_prefix_on_the_prefill_side_only(start_cluster: StartCluster) -> None:
+    prompts, expected = golden(5)
+    with start_cluster("--transport", "nixl") as cluster:
+        first = await complete_all(cluster, prompts)
+        cluster.workers["decode-0"].stop()
+        cluster.start_worker("decode-1", "decode")
+        cluster.wait_ready("decode-1")
+        del cluster.workers["decode-0"]
+        again = await complete_all(cluster, prompts)
+        assert [first[0].token_ids, again[0].token_ids] == [*expected, *expected]
+        assert again[0].cached_tokens == (len(prompts[0]) - 1) // 16 * 16
+        moved = metric(cluster, "decode-1", "tandem_kv_blocks_pulled_total", transport="nixl")
+        assert moved == -(-len(prompts[0]) // 16)
+        cluster.wait_idle()
+
+
+@pytest.mark.parametrize("block_size", [1, 64])
+async def test_block_sizes(start_cluster: StartCluster, block_size: int) -> None:
+    prompts, expected = golden(0, 1, *LONG)
+    options = ("--block-size", str(block_size), "--num-blocks", str(6400 // block_size))
+    with start_cluster(*options, "--transport", "nixl") as cluster:
+        answers = await complete_all(cluster, prompts)
+        assert [a.token_ids for a in answers] == expected
+        assert blocks_moved(cluster, "nixl") >= sum(-(-len(p) // block_size) for p in prompts[2:])
+        cluster.wait_idle()
+
+
+async def test_forced_preemption(start_cluster: StartCluster) -> None:
+    prompts, expected = golden(0, 1, 2, 3, 5)
+    with start_cluster("--num-blocks", "24", "--transport", "nixl") as cluster:
+        answers = await complete_all(cluster, prompts)
+        assert [a.token_ids for a in answers] == expected
+        assert metric(cluster, "decode-0", "tandem_preemptions_total") > 0
+        cluster.wait_idle()
+
+
+async def test_sixteen_mixed_requests_and_sampling_with_a_seed(cluster: LocalCluster) -> None:
+    prompts, expected = golden(0, 1, 2, 3, 4, *LONG)
+    async with open_client(cluster) as client:
+        sampled = await complete(client, prompts[5], temperature=0.8, top_p=0.9, seed=7)
+    many = [prompts[n % len(prompts)] for n in range(16)]
+    wanted = [expected[n % len(prompts)] for n in range(16)]
+    greedy, again = (
+        await complete_all(cluster, many),
+        await complete_all(cluster, [prompts[5]] * 4, temperature=0.8, top_p=0.9, seed=7),
+    )
+    assert [a.token_ids for a in greedy] == wanted
+    assert {tuple(a.token_ids) for a in again} == {tuple(sampled.token_ids)}
+    assert sampled.token_ids != expected[5]
+    cluster.wait_idle()

@@ -1,0 +1,81 @@
+"""What tests ask a cluster and its workers: completions by token ids, and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.harness.cluster import LocalCluster
+
+GOLDEN: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parent.parent / "data" / "golden_smollm2.json").read_text()
+)["entries"]
+DEADLINE_S = 240.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+    text: str
+    cached_tokens: int
+    finish_reason: str
+
+
+async def complete(
+    client: httpx.AsyncClient, prompt_token_ids: Sequence[int], **fields: Any
+) -> Answer:
+    """One completion, greedy unless told otherwise. Raises on any status but 200."""
+    body = {
+        "prompt": list(prompt_token_ids),
+        "max_tokens": 64,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    choice = answer["choices"][0]
+    details = answer["usage"]["prompt_tokens_details"]
+    return Answer(
+        choice["token_ids"], choice["text"], details["cached_tokens"], choice["finish_reason"]
+    )
+
+
+def open_client(cluster: LocalCluster) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=512)
+    return httpx.AsyncClient(base_url=cluster.url, timeout=DEADLINE_S, limits=limits)
+
+
+async def complete_all(
+    cluster: LocalCluster, prompts: Sequence[Sequence[int]], **fields: Any
+) -> list[Answer]:
+    """All prompts at once."""
+    async with open_client(cluster) as client:
+        return list(await asyncio.gather(*(complete(client, p, **fields) for p in prompts)))
+
+
+def golden(*numbers: int) -> tuple[list[list[int]], list[list[int]]]:
+    """(prompts, their 64 greedy tokens) of these entries; of all of them by default."""
+    entries = [GOLDEN[n] for n in numbers] if numbers else GOLDEN
+    return [e["prompt_token_ids"] for e in entries], [e["greedy_token_ids"] for e in entries]
+
+
+def metric(cluster: LocalCluster, worker_id: str, name: str, **labels: str) -> float:
+    """Sum of a worker's samples of this name whose labels match; 0 when there are none."""
+    address = cluster.records()[worker_id]["metrics_address"]
+    text = httpx.get(f"http://{address}/metrics", timeout=10).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )

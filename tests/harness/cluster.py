@@ -1,0 +1,195 @@
+"""A real cluster for tests, without Ray: Redis, workers and a router as processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.rpc.auth import token_metadata
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+
+START_DEADLINE_S = 120.0
+
+
+def wait_for(probe: Callable[[], Any], *, deadline_s: float, what: str) -> Any:
+    """Polls until `probe` answers something true. TimeoutError says that `what` did not come."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        if found := probe():
+            return found
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come in {deadline_s} s")
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class WorkerProcess:
+    """One worker: its process, and calls on its private service."""
+
+    worker_id: str
+    role: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    token: str
+    address: str = ""
+    channel: grpc.Channel | None = None
+
+    def stub(self) -> WorkerStub:
+        if self.channel is None:
+            self.channel = grpc.insecure_channel(self.address)
+        return WorkerStub(self.channel)
+
+    def state(self) -> pb.GetStateResponse:
+        """Its gauges; runs check_integrity() in the engine."""
+        return self.stub().GetState(
+            pb.GetStateRequest(), timeout=30, metadata=token_metadata(self.token)
+        )
+
+    def kill(self) -> None:
+        """Ends it as a crash would: kill -9, and with it its engine."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+@dataclass
+class LocalCluster:
+    """Starts what it is told; `close` stops all of it. Options are the worker's own."""
+
+    redis: EmbeddedRedis
+    folder: Path
+    model: str = "smollm2"
+    options: Sequence[str] = ("--numerics", "invariant", "--num-blocks", "400")
+    cluster_id: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:8]}")
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    workers: dict[str, WorkerProcess] = field(default_factory=dict)
+    router: subprocess.Popen[bytes] | None = None
+    http_port: int = 0
+    grpc_port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def start(self, *, prefill: int, decode: int) -> LocalCluster:
+        """Starts workers and the router, and waits until all are ready."""
+        self.start_router()
+        for role, count in (("prefill", prefill), ("decode", decode)):
+            for number in range(count):
+                self.start_worker(f"{role}-{number}", role)
+        self.wait_ready()
+        return self
+
+    def start_worker(self, worker_id: str, role: str, *more: str) -> WorkerProcess:
+        log = self.folder / f"{worker_id}.log"
+        command = [sys.executable, "-m", "services.worker", "--role", role]
+        command += ["--model", self.model, "--worker-id", worker_id, *self.options, *more]
+        worker = WorkerProcess(worker_id, role, self._spawn(command, log), log, self.token)
+        self.workers[worker_id] = worker
+        return worker
+
+    def start_router(self) -> None:
+        self.http_port, self.grpc_port = free_port(), free_port()
+        command = [sys.executable, "-m", "services.router", "--model", self.model]
+        command += ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
+        self.router = self._spawn(command, self.folder / "router.log")
+
+    def wait_ready(self, *worker_ids: str) -> None:
+        """Until the router sees these workers ready (default: all started), pairs connected."""
+        wanted = set(worker_ids or self.workers)
+        sources = {w.worker_id for w in self.workers.values() if w.role == "prefill"}
+
+        def ready() -> bool:
+            for worker_id in wanted:
+                if self.workers[worker_id].process.poll() is not None:
+                    text = self.workers[worker_id].log.read_text()[-3000:]
+                    raise RuntimeError(f"{worker_id} ended:\n{text}")
+            records = self.records()
+            if not all(r.get("state") == "ready" for r in (records.get(w, {}) for w in wanted)):
+                return False
+            for worker_id in wanted:
+                self.workers[worker_id].address = records[worker_id]["address"]
+                missing = sources - set(records[worker_id]["transports"])
+                if self.workers[worker_id].role == "decode" and missing:
+                    return False
+            return True
+
+        wait_for(ready, deadline_s=START_DEADLINE_S, what=f"readiness of {sorted(wanted)}")
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """Workers as the router sees them, by id; empty while it does not answer."""
+        try:
+            answer = httpx.get(f"{self.url}/v1/cluster", timeout=5)
+        except httpx.TransportError:
+            if self.router is not None and self.router.poll() is not None:
+                raise RuntimeError((self.folder / "router.log").read_text()[-3000:]) from None
+            return {}
+        return {w["worker_id"]: w for w in answer.json()["workers"]}
+
+    def idle(self) -> bool:
+        """Whether no worker holds anything for anybody; raises when a pool is not whole."""
+        for worker in self.workers.values():
+            state = worker.state()
+            assert state.integrity_ok, f"{worker.worker_id}: {state.integrity_message}"
+            load = state.load
+            held = load.num_running + load.num_waiting + load.num_leases + load.num_pulls
+            if held or load.blocks_used:
+                return False
+        return True
+
+    def wait_idle(self, deadline_s: float = 10.0) -> None:
+        wait_for(self.idle, deadline_s=deadline_s, what="idleness of all workers")
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.stop()
+        if self.router is not None and self.router.poll() is None:
+            self.router.terminate()
+            try:
+                self.router.wait(10)
+            except subprocess.TimeoutExpired:
+                self.router.kill()
+                self.router.wait()
+
+    def _spawn(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            "TANDEM_CLUSTER_ID": self.cluster_id,
+            "TANDEM_REDIS_URL": self.redis.url,
+            "TANDEM_CLUSTER_TOKEN": self.token,
+            "OMP_NUM_THREADS": "1",
+        }
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                command, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
