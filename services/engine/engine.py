@@ -1,0 +1,324 @@
+"""One model, its KV pool and its sequences, moved on by `step`: schedule, run, postprocess.
+
+Synchronous; knows no network, no asyncio, no Redis and no Ray. Everything that happens, also
+between steps, comes out in the next `StepReport`. `has_work` says whether a step would do
+anything; while it is False only a call from outside (add, commit, remove, ...) changes that.
+The states of a sequence are in sequence.py, those of a block in block_pool.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from typing import Protocol
+
+import torch
+
+from services.block_hash import chain_root
+from services.config import EngineConfig
+from services.engine.admission import check_spec
+from services.engine.batch import SequenceSlice, StepBatch
+from services.engine.block_pool import BlockPool
+from services.engine.layout import BlockLayout
+from services.engine.load import measure_load
+from services.engine.sampler import sample_next
+from services.engine.scheduler import Chunk, Scheduler
+from services.engine.sequence import Sequence, Status
+from services.engine.types import (
+    EngineLoad,
+    FinalBlocks,
+    Mode,
+    NewTokens,
+    Prefilled,
+    Reserved,
+    SequenceSpec,
+    StepReport,
+)
+from services.errors import ConfigError, InternalError, QueueFull
+
+
+class Runner(Protocol):
+    """What computes: a model and the tensor of its KV pool."""
+
+    @property
+    def dtype_name(self) -> str: ...
+
+    @property
+    def kv_dtype_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def layout(self, num_blocks: int) -> BlockLayout: ...
+
+    def allocate(self, num_blocks: int) -> None: ...
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Writes the KV of the batch's tokens; fp32 logits [slices that want them, vocab]."""
+
+
+class Engine:
+    def __init__(self, config: EngineConfig, runner: Runner, model_fingerprint: str) -> None:
+        """Allocates the KV pool. Raises ConfigError when not even one block fits."""
+        self.layout = runner.layout(_num_blocks(config, runner))
+        self.max_model_len = runner.max_model_len
+        runner.allocate(self.layout.num_blocks)
+        self._runner = runner
+        self._config = config
+        self._model_fingerprint = model_fingerprint
+        self._pool = BlockPool(self.layout.num_blocks)
+        self._scheduler = Scheduler(
+            self._pool,
+            max_num_seqs=config.max_num_seqs,
+            max_tokens_per_step=config.max_tokens_per_step,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._report = StepReport()
+        self._num_arrivals = 0
+        self._num_steps = 0
+
+    def step(self) -> StepReport:
+        """Runs the model once and answers all that happened since the step before."""
+        started = time.perf_counter()
+        schedule = self._scheduler.schedule()
+        for sequence in schedule.admitted:
+            self._report_admission(sequence)
+        # Peers wait for what admission found out: tell them first, compute in the next step.
+        if schedule.chunks and not (self._report.reserved or self._report.final_blocks):
+            logits = self._runner.forward(_batch(schedule.chunks))
+            sampling = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
+            tokens = iter(sample_next(logits, sampling) if sampling else ())
+            for chunk in schedule.chunks:
+                self._advance(chunk, next(tokens) if chunk.samples else None)
+        return self._take_report(started)
+
+    def add(self, spec: SequenceSpec) -> None:
+        """Queues a sequence. Raises BadRequest, ContextTooLong, NeverFits or QueueFull.
+
+        One that is over already (a moved one, whose last token ended it) is reported as such.
+        """
+        if spec.sequence_id in self._sequences:
+            raise InternalError(f"sequence {spec.sequence_id} is on this engine already")
+        check_spec(spec, layout=self.layout, max_model_len=self.max_model_len)
+        if len(self._scheduler.waiting) >= self._config.queue_max:
+            raise QueueFull(
+                f"{len(self._scheduler.waiting)} requests wait already; the queue holds "
+                f"{self._config.queue_max}",
+                retry_after_s=1.0,
+            )
+        self._num_arrivals += 1
+        self._enter(self._new_sequence(spec, self._num_arrivals))
+
+    def start_local_prefill(self, sequence_id: str) -> None:
+        """An AWAIT_KV sequence, none of whose blocks was filled, is computed here after all."""
+        sequence = self._awaiting(sequence_id)
+        sequence.mode = Mode.HERE
+        self._scheduler.start(sequence)
+
+    def restart(self, spec: SequenceSpec, unsafe_blocks: Collection[int] = ()) -> None:
+        """Gives up pulled KV: the sequence waits again with `spec`, by its age at the queue's head.
+
+        `unsafe_blocks` are its blocks that a read may still write. Raises as `add` does, except
+        QueueFull, and then nothing changed.
+        """
+        old = self._find(spec.sequence_id)
+        if Mode.FOR_PEER in (old.mode, spec.mode):
+            raise InternalError(f"sequence {spec.sequence_id} is for a peer and cannot restart")
+        check_spec(spec, layout=self.layout, max_model_len=self.max_model_len)
+        new = self._new_sequence(spec, old.arrival)
+        new.num_cached_tokens = old.num_cached_tokens
+        new.num_preemptions = old.num_preemptions
+        self._drop(old, unsafe_blocks)
+        self._enter(new)
+
+    def commit(self, sequence_id: str, first_token_id: int) -> None:
+        """All KV of an AWAIT_KV sequence is in place and trusted: it joins the decode batch.
+
+        The first token is with the client already: it is not reported again, only an end that it
+        may bring.
+        """
+        sequence = self._awaiting(sequence_id)
+        sequence.mode = Mode.HERE
+        sequence.num_computed_tokens = sequence.num_tokens
+        self._store_full_blocks(sequence)
+        sequence.append(first_token_id)
+        if reason := sequence.finish_reason(self.max_model_len):
+            self._report_tokens(sequence, [], reason)
+            self._drop(sequence)
+        else:
+            self._scheduler.start(sequence)
+
+    def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
+        """Ends a sequence in any state and frees its blocks; an unknown one is no error."""
+        if sequence_id in self._sequences:
+            self._drop(self._sequences[sequence_id], unsafe_blocks)
+
+    def unquarantine(self, block_ids: Iterable[int]) -> None:
+        """No read writes these blocks any more."""
+        self._pool.unquarantine(block_ids)
+
+    def block_ids(self, sequence_id: str) -> list[int]:
+        """The sequence's block table; of an AWAIT_KV one it stays as it is until `commit`."""
+        return list(self._find(sequence_id).block_table)
+
+    def has_work(self) -> bool:
+        return self._has_report() or self._scheduler.has_work()
+
+    def load(self) -> EngineLoad:
+        return measure_load(self._sequences.values(), self._pool)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError naming what is wrong with the blocks or the queues."""
+        sequences = self._sequences.values()
+        self._pool.check_integrity(s.block_table for s in sequences)
+        self._scheduler.check_integrity(sequences)
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._sequences[sequence.sequence_id] = sequence
+        reason = sequence.finish_reason(self.max_model_len)
+        if reason and sequence.mode is not Mode.FOR_PEER:
+            self._report_tokens(sequence, [], reason)
+            self._drop(sequence)
+        else:
+            self._scheduler.enqueue(sequence)
+
+    def _advance(self, chunk: Chunk, token_id: int | None) -> None:
+        """The chunk's KV is in place, and `token_id` was sampled when nothing is missing."""
+        sequence = chunk.sequence
+        if sequence.in_decode:
+            self._report.num_decode_tokens += chunk.num_tokens
+        else:
+            self._report.num_prefill_tokens += chunk.num_tokens
+        sequence.num_computed_tokens += chunk.num_tokens
+        self._store_full_blocks(sequence)
+        if sequence.mode is Mode.FOR_PEER:
+            self._report_final_blocks(sequence)
+            if token_id is not None:
+                self._scheduler.withdraw(sequence)
+                sequence.status = Status.HELD
+                self._report.prefilled.append(
+                    Prefilled(sequence.sequence_id, token_id, sequence.num_cached_tokens or 0)
+                )
+        elif token_id is not None:
+            sequence.append(token_id)
+            reason = sequence.finish_reason(self.max_model_len)
+            self._report_tokens(sequence, [token_id], reason)
+            if reason:
+                self._drop(sequence)
+
+    def _store_full_blocks(self, sequence: Sequence) -> None:
+        """Lets others find what became full. A block that is there already takes its place."""
+        table, hashes = sequence.block_table, sequence.block_hashes
+        num_full_blocks = sequence.num_computed_tokens // self.layout.block_size
+        for i in range(sequence.num_stored_blocks, num_full_blocks):
+            table[i] = self._pool.store(
+                table[i],
+                parent_id=table[i - 1] if i else None,
+                parent_hash=hashes[i - 1] if i else sequence.chain_root,
+                block_hash=hashes[i],
+            )
+            sequence.num_stored_blocks = i + 1
+
+    def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
+        """The one place where a sequence leaves the engine and its blocks are freed."""
+        unsafe = set(unsafe_blocks)
+        strangers = unsafe.difference(sequence.block_table[sequence.num_stored_blocks :])
+        if strangers:
+            raise InternalError(
+                f"blocks {sorted(strangers)} are not own blocks of sequence {sequence.sequence_id}"
+            )
+        del self._sequences[sequence.sequence_id]
+        self._scheduler.withdraw(sequence)
+        self._pool.quarantine(unsafe)
+        self._pool.release([b for b in sequence.let_go() if b not in unsafe])
+
+    def _new_sequence(self, spec: SequenceSpec, arrival: int) -> Sequence:
+        root = chain_root(
+            model_fingerprint=self._model_fingerprint,
+            compute_dtype=self._runner.dtype_name,
+            numerics=self._config.numerics,
+            kv_dtype=self._runner.kv_dtype_name,
+            block_size=self.layout.block_size,
+            cache_salt=spec.cache_salt,
+        )
+        return Sequence.from_spec(
+            spec, arrival=arrival, block_size=self.layout.block_size, chain_root=root
+        )
+
+    def _find(self, sequence_id: str) -> Sequence:
+        if sequence_id not in self._sequences:
+            raise InternalError(f"no sequence {sequence_id} is on this engine")
+        return self._sequences[sequence_id]
+
+    def _awaiting(self, sequence_id: str) -> Sequence:
+        sequence = self._find(sequence_id)
+        if sequence.status is not Status.AWAITING_KV:
+            raise InternalError(f"sequence {sequence_id} is {sequence.status.value}, not awaiting")
+        return sequence
+
+    def _report_admission(self, sequence: Sequence) -> None:
+        if sequence.status is Status.AWAITING_KV:
+            num_missing = len(sequence.block_table) - sequence.num_stored_blocks
+            self._report.reserved.append(
+                Reserved(sequence.sequence_id, sequence.num_computed_tokens, num_missing)
+            )
+        elif sequence.mode is Mode.FOR_PEER:
+            self._report_final_blocks(sequence)
+
+    def _report_final_blocks(self, sequence: Sequence) -> None:
+        first = sequence.num_reported_blocks
+        block_ids = sequence.block_table[first : sequence.num_final_blocks]
+        if block_ids:
+            sequence.num_reported_blocks = sequence.num_final_blocks
+            self._report.final_blocks.append(FinalBlocks(sequence.sequence_id, first, block_ids))
+
+    def _report_tokens(self, sequence: Sequence, token_ids: list[int], finish_reason: str) -> None:
+        self._report.new_tokens.append(
+            NewTokens(
+                sequence.sequence_id,
+                token_ids,
+                finish_reason,
+                sequence.num_cached_tokens or 0,
+                sequence.num_preemptions,
+            )
+        )
+
+    def _has_report(self) -> bool:
+        return bool(self._report.new_tokens) or self._pool.has_events
+
+    def _take_report(self, started: float) -> StepReport:
+        report, self._report = self._report, StepReport()
+        self._num_steps += 1
+        report.step = self._num_steps
+        report.stored, report.removed = self._pool.take_events()
+        report.load = self.load()
+        report.step_ms = (time.perf_counter() - started) * 1000
+        return report
+
+
+def _num_blocks(config: EngineConfig, runner: Runner) -> int:
+    if config.num_blocks is not None:
+        num_blocks, given = config.num_blocks, f"num_blocks is {config.num_blocks}"
+    else:
+        block_bytes = runner.layout(1).block_bytes
+        num_blocks = config.kv_bytes_max // block_bytes
+        given = f"kv_bytes_max is {config.kv_bytes_max}, and a block takes {block_bytes} bytes"
+    if num_blocks < 1:
+        raise ConfigError(f"{given}; the KV pool needs at least one block")
+    return num_blocks
+
+
+def _batch(chunks: list[Chunk]) -> StepBatch:
+    return StepBatch([_slice(chunk) for chunk in chunks])
+
+
+def _slice(chunk: Chunk) -> SequenceSlice:
+    sequence = chunk.sequence
+    start = sequence.num_computed_tokens
+    end = start + chunk.num_tokens
+    return SequenceSlice(
+        token_ids=sequence.token_ids[start:end],
+        context_len=end,
+        block_table=sequence.block_table,
+        wants_logits=chunk.samples,
+    )

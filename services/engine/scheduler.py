@@ -1,0 +1,199 @@
+"""What the next step computes, who gets blocks for it, and who has to give his back.
+
+It knows sequences and the block pool, no tensors. A step's token budget goes to decode first, then
+to prefill in the order of arrival, in chunks; then waiting sequences are admitted, oldest first.
+
+Blocks: admission reserves all that a sequence's tokens need, or the sequence waits and holds
+nothing. While it decodes it takes one more when its last is full; when the pool has none, the
+youngest running sequence is preempted: it gives its blocks back, waits again by its age, and
+computes them again. Never preempted: AWAITING_KV (reads are in flight) and FOR_PEER (a reader
+trusts its blocks).
+
+Why two sequences cannot preempt each other for ever: nobody takes blocks from an older one, for who
+finds no younger victim preempts himself; waiting sequences are admitted by age, so nobody younger
+comes in before him; and an admitted sequence makes at least one token before it can need another
+block. So the oldest of all gets on with every admission, and it waits only for blocks that are
+lent to peers or awaited, whose leases have deadlines.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from services.engine.block_pool import BlockPool
+from services.engine.sequence import Sequence, Status
+from services.engine.types import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `num_tokens` missing tokens of a sequence."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token follows: nothing is missing after this chunk."""
+        return self.num_tokens == self.sequence.num_missing_tokens
+
+
+@dataclass(slots=True)
+class Schedule:
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        self.chunks.append(Chunk(sequence, num_tokens))
+        self.num_tokens += num_tokens
+
+
+class Scheduler:
+    """Queues of one engine. `waiting` and `running` are sorted by arrival."""
+
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_tokens_per_step: int) -> None:
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.awaiting: list[Sequence] = []
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs
+        self._max_tokens = max_tokens_per_step
+
+    def enqueue(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        insort(self.waiting, sequence, key=_arrival)
+
+    def start(self, sequence: Sequence) -> None:
+        """A sequence that has all its blocks joins the running ones."""
+        self.withdraw(sequence)
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=_arrival)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Takes the sequence out of the queue it is in; its blocks stay its own."""
+        for queue in (self.waiting, self.running, self.awaiting):
+            if sequence in queue:
+                queue.remove(sequence)
+
+    def has_work(self) -> bool:
+        return bool(self.running) or (bool(self.waiting) and self._can_admit(self.waiting[0], 0))
+
+    def schedule(self) -> Schedule:
+        """Plans a step. Admission and preemption happen here; a chunk may be left uncomputed."""
+        schedule = Schedule()
+        preempted = self._plan_decode(schedule)
+        self._plan_prefill(schedule)
+        if not preempted:  # else blocks are short: who came in now would be the next victim
+            self._admit(schedule)
+        return schedule
+
+    def check_integrity(self, sequences: Collection[Sequence]) -> None:
+        """Raises AssertionError when a sequence is not in exactly the queue of its status."""
+        for queue, status in (
+            (self.waiting, Status.WAITING),
+            (self.running, Status.RUNNING),
+            (self.awaiting, Status.AWAITING_KV),
+        ):
+            expected = {s.sequence_id for s in sequences if s.status is status}
+            found = [s.sequence_id for s in queue]
+            assert len(found) == len(expected), f"{status.value}: {found}, expected {expected}"
+            assert set(found) == expected, f"{status.value}: {found}, expected {expected}"
+        for queue in (self.waiting, self.running):
+            arrivals = [s.arrival for s in queue]
+            assert arrivals == sorted(arrivals), f"a queue is out of order: {arrivals}"
+        for sequence in sequences:
+            held = len(sequence.block_table)
+            assert (held == 0) == (sequence.status is Status.WAITING), (
+                f"sequence {sequence.sequence_id} is {sequence.status.value} and has {held} blocks"
+            )
+
+    def _plan_decode(self, schedule: Schedule) -> bool:
+        """Answers whether somebody was preempted."""
+        num_waiting = len(self.waiting)
+        for sequence in [s for s in self.running if s.in_decode]:
+            if not self._has_room(schedule):
+                break
+            if sequence.status is Status.RUNNING and self._grow(sequence):
+                schedule.add(sequence, sequence.num_missing_tokens)
+        return len(self.waiting) > num_waiting
+
+    def _plan_prefill(self, schedule: Schedule) -> None:
+        for sequence in self.running:
+            if not sequence.in_decode:
+                self._add_chunk(schedule, sequence)
+
+    def _admit(self, schedule: Schedule) -> None:
+        while self.waiting and self._can_admit(self.waiting[0], schedule.num_tokens):
+            sequence = self.waiting[0]
+            reservation = self._pool.reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
+            assert reservation is not None
+            sequence.hold(reservation.block_table, reservation.num_cached_blocks)
+            schedule.admitted.append(sequence)
+            if self._waits_for_kv(sequence):
+                self.withdraw(sequence)
+                sequence.status = Status.AWAITING_KV
+                self.awaiting.append(sequence)
+                continue
+            if sequence.mode is Mode.AWAIT_KV:
+                sequence.mode = Mode.HERE
+            self.start(sequence)
+            self._add_chunk(schedule, sequence)
+
+    def _can_admit(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether there is a seat and all its blocks, when `num_tokens` are planned already."""
+        if sequence.mode is Mode.AWAIT_KV:
+            seat = len(self.awaiting) < self._max_num_seqs
+        else:
+            seat = len(self.running) < self._max_num_seqs and num_tokens < self._max_tokens
+        return seat and self._pool.can_reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
+
+    def _waits_for_kv(self, sequence: Sequence) -> bool:
+        return (
+            sequence.mode is Mode.AWAIT_KV
+            and sequence.num_missing_tokens >= sequence.remote_prefill_min_tokens
+        )
+
+    def _has_room(self, schedule: Schedule) -> bool:
+        return schedule.num_tokens < self._max_tokens and len(schedule.chunks) < self._max_num_seqs
+
+    def _add_chunk(self, schedule: Schedule, sequence: Sequence) -> None:
+        if not self._has_room(schedule):
+            return
+        num_tokens = sequence.num_missing_tokens
+        tail = max(1, self._max_tokens // 4)
+        if sequence.mode is Mode.FOR_PEER and num_tokens > tail:
+            # The reader pulls a chunk while the next is computed: only the last one's pull is
+            # waited for, so the last is short.
+            num_tokens = max(num_tokens - tail, -(-num_tokens // 2))
+        schedule.add(sequence, min(num_tokens, self._max_tokens - schedule.num_tokens))
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Gives a decoding sequence a block for its next token if it lacks one.
+
+        False when it was preempted itself, for want of a younger one.
+        """
+        while len(sequence.block_table) < sequence.num_blocks_needed:
+            taken = self._pool.allocate(1)
+            if taken is not None:
+                sequence.block_table += taken
+                continue
+            victim = next(
+                (s for s in reversed(self.running) if s.mode is not Mode.FOR_PEER), sequence
+            )
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.withdraw(sequence)
+        self._pool.release(sequence.let_go())
+        sequence.num_preemptions += 1
+        self.enqueue(sequence)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

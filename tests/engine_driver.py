@@ -1,0 +1,62 @@
+"""Helpers to drive an Engine in tests: make one on the toy runner, make specs, run to the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.config import EngineConfig
+from services.engine.engine import Engine
+from services.engine.types import Mode, NewTokens, SamplingParams, SequenceSpec, StepReport
+from tests.toy_runner import ToyRunner
+
+
+def make_engine(
+    *, num_blocks: int = 16, block_size: int = 4, max_model_len: int = 1000, **settings: int
+) -> tuple[Engine, ToyRunner]:
+    runner = ToyRunner(block_size=block_size, max_model_len=max_model_len)
+    config = EngineConfig(model="toy", block_size=block_size, num_blocks=num_blocks, **settings)
+    return Engine(config, runner, "toy"), runner
+
+
+def make_spec(
+    sequence_id: str,
+    token_ids: list[int],
+    *,
+    mode: Mode = Mode.HERE,
+    max_tokens: int = 5,
+    **fields: Any,
+) -> SequenceSpec:
+    fields.setdefault("num_prompt_tokens", len(token_ids))
+    fields.setdefault("sampling", SamplingParams())
+    return SequenceSpec(
+        sequence_id=sequence_id, token_ids=token_ids, mode=mode, max_tokens=max_tokens, **fields
+    )
+
+
+@dataclass
+class Outcome:
+    """What came out of an engine, gathered over its reports."""
+
+    reports: list[StepReport] = field(default_factory=list)
+    token_ids: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, NewTokens] = field(default_factory=dict)
+
+    def take(self, report: StepReport) -> None:
+        self.reports.append(report)
+        for new in report.new_tokens:
+            assert new.sequence_id not in self.ends, f"{new.sequence_id} went on after its end"
+            self.token_ids.setdefault(new.sequence_id, []).extend(new.token_ids)
+            if new.finish_reason:
+                self.ends[new.sequence_id] = new
+
+
+def drive(engine: Engine, outcome: Outcome | None = None, *, steps_max: int = 1000) -> Outcome:
+    """Steps until the engine has no work, with its integrity checked after each step."""
+    outcome = outcome or Outcome()
+    for _ in range(steps_max):
+        if not engine.has_work():
+            return outcome
+        outcome.take(engine.step())
+        engine.check_integrity()
+    raise AssertionError(f"the engine still has work after {steps_max} steps")

@@ -1,0 +1,107 @@
+"""A runner whose model is a hash, and whose KV really lies in the pool: an oracle for block tables.
+
+The KV of a token is a digest of the token and of all KV before it, read back from the pool, and
+decides the logits. A missed write, a wrong block, a block freed while in use or written by two
+owners changes every token after it. `continuation` computes the same without a pool.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+from functools import lru_cache
+
+import torch
+
+from services.engine.batch import SequenceSlice, StepBatch
+from services.engine.layout import BlockLayout
+
+VOCABULARY = 16
+
+
+def attend(values: list[int], token_id: int) -> int:
+    """The KV of a token that follows tokens with these KVs: 31 bits."""
+    return zlib.crc32(f"{values},{token_id}".encode()) >> 1
+
+
+@lru_cache(maxsize=1 << 16)
+def logits_of(value: int) -> torch.Tensor:
+    """[VOCABULARY], fp32, decided by the last token's KV."""
+    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(value))
+
+
+def kv_of(token_ids: list[int]) -> list[int]:
+    values: list[int] = []
+    for token_id in token_ids:
+        values.append(attend(values, token_id))
+    return values
+
+
+def continuation(
+    token_ids: list[int], num_tokens: int, stop_token_ids: Collection[int] = ()
+) -> list[int]:
+    """The greedy tokens that follow, up to `num_tokens` or a stop token, which counts in."""
+    values = kv_of(token_ids)
+    made: list[int] = []
+    while len(made) < num_tokens and not (made and made[-1] in stop_token_ids):
+        made.append(int(logits_of(values[-1]).argmax()))
+        values.append(attend(values, made[-1]))
+    return made
+
+
+class ToyRunner:
+    """services.engine.engine.Runner, with a pool of one head and one layer of fp32."""
+
+    dtype_name = "float32"
+    kv_dtype_name = "float32"
+
+    def __init__(self, *, block_size: int, max_model_len: int = 1000) -> None:
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.batches: list[StepBatch] = []
+
+    def layout(self, num_blocks: int) -> BlockLayout:
+        return BlockLayout(
+            num_blocks=num_blocks,
+            num_kv_heads=1,
+            num_layers=1,
+            block_size=self.block_size,
+            head_dim=1,
+            dtype="float32",
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        self.kv = torch.full(self.layout(num_blocks).shape, -1.0)
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        self.batches.append(batch)
+        last = [self._compute(piece) for piece in batch.slices]
+        wanted = [kv for kv, piece in zip(last, batch.slices, strict=True) if piece.wants_logits]
+        return torch.stack([logits_of(kv) for kv in wanted]) if wanted else torch.empty(0)
+
+    def fill(self, block_table: list[int], token_ids: list[int], first_block: int) -> None:
+        """Puts in place what a pull of the blocks from `first_block` on would have brought."""
+        for position, value in enumerate(kv_of(token_ids)):
+            if position >= first_block * self.block_size:
+                self._put(block_table, position, value)
+
+    def scribble(self, block_ids: list[int]) -> None:
+        """What a late read does to blocks that nobody may use."""
+        self.kv[block_ids] = -2.0
+
+    def read(self, block_table: list[int], num_tokens: int) -> list[int]:
+        """The KV of the first `num_tokens` positions."""
+        halves = self.kv[block_table, 0, 0].transpose(1, 2).reshape(-1, 2)[:num_tokens].long()
+        return [(high << 16) + low for high, low in halves.tolist()]
+
+    def _compute(self, piece: SequenceSlice) -> int:
+        assert len(piece.block_table) * self.block_size >= piece.context_len
+        start = piece.context_len - piece.num_tokens
+        for position, token_id in enumerate(piece.token_ids, start):
+            value = attend(self.read(piece.block_table, position), token_id)
+            self._put(piece.block_table, position, value)
+        return value
+
+    def _put(self, block_table: list[int], position: int, value: int) -> None:
+        block = self.kv[block_table[position // self.block_size], 0, 0, :, :, 0]
+        block[:, position % self.block_size] = torch.tensor([value >> 16, value & 0xFFFF]).float()

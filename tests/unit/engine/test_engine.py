@@ -1,0 +1,373 @@
+"""Engine on the toy runner: the life of each mode, with exact block ids."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.config import EngineConfig
+from services.engine.engine import Engine
+from services.engine.types import (
+    EngineLoad,
+    FinalBlocks,
+    Mode,
+    NewTokens,
+    Prefilled,
+    Reserved,
+    SequenceSpec,
+)
+from services.errors import (
+    BadRequest,
+    ConfigError,
+    ContextTooLong,
+    InternalError,
+    NeverFits,
+    QueueFull,
+)
+from tests.engine_driver import Outcome, drive, make_engine, make_spec
+from tests.toy_runner import ToyRunner, continuation, kv_of
+
+PROMPT = [3, 1, 4, 1, 5, 9]  # one full block of 4 and half of the next
+
+
+def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
+    engine, _ = make_engine()
+    engine.add(make_spec("a", PROMPT, max_tokens=5))
+    assert engine.has_work()
+    first = engine.step()
+    assert (first.step, first.num_prefill_tokens, first.num_decode_tokens) == (1, 6, 0)
+    assert engine.block_ids("a") == [0, 1]
+    assert first.load == EngineLoad(
+        num_running=1, blocks_total=16, blocks_free=14, blocks_used=2, tokens_wasted=1
+    )
+    outcome = Outcome()
+    outcome.take(first)
+    drive(engine, outcome)
+    assert outcome.token_ids["a"] == continuation(PROMPT, 5)
+    assert outcome.ends["a"].finish_reason == "length"
+    assert [r.num_decode_tokens for r in outcome.reports] == [0, 1, 1, 1, 1]
+    # 6 + 5 tokens, the last without KV: two full blocks stay as prefix, the third is free.
+    assert engine.load() == EngineLoad(blocks_total=16, blocks_free=14, blocks_cached=2)
+
+
+def test_the_same_prompt_again_reuses_its_full_blocks() -> None:
+    engine, _ = make_engine()
+    outcome = drive_all(engine, make_spec("a", PROMPT))
+    engine.add(make_spec("b", PROMPT))
+    outcome.take(engine.step())
+    assert engine.block_ids("b")[0] == 0
+    assert outcome.reports[-1].num_prefill_tokens == 2
+    drive(engine, outcome)
+    assert outcome.ends["b"].num_cached_tokens == 4
+    assert outcome.token_ids["b"] == outcome.token_ids["a"]
+
+
+def test_a_prompt_cached_whole_computes_its_last_block_in_a_block_of_its_own() -> None:
+    engine, runner = make_engine()
+    prompt = [*PROMPT, 2, 6]
+    drive_all(engine, make_spec("a", prompt))
+    before = runner.kv.clone()
+    engine.add(make_spec("b", prompt))
+    report = engine.step()
+    assert report.num_prefill_tokens == 4
+    assert report.new_tokens == [NewTokens("b", continuation(prompt, 1), "", 4, 0)]
+    # It got the block that was there already, and its own copy is free again.
+    assert engine.block_ids("b") == [0, 1]
+    assert bool((runner.kv[[0, 1]] == before[[0, 1]]).all())
+    assert report.stored == []
+
+
+def test_another_salt_shares_nothing() -> None:
+    engine, _ = make_engine()
+    drive_all(engine, make_spec("a", PROMPT))
+    outcome = drive_all(engine, make_spec("b", PROMPT, cache_salt=b"tenant"))
+    assert outcome.ends["b"].num_cached_tokens == 0
+
+
+def test_long_prompts_are_prefilled_in_chunks_beside_decode() -> None:
+    engine, _ = make_engine(max_tokens_per_step=4)
+    engine.add(make_spec("a", [7], max_tokens=8))
+    outcome = Outcome()
+    outcome.take(engine.step())
+    engine.add(make_spec("b", PROMPT, max_tokens=2))
+    drive(engine, outcome)
+    work = [(r.num_decode_tokens, r.num_prefill_tokens) for r in outcome.reports]
+    assert work[:4] == [(0, 1), (1, 3), (1, 3), (2, 0)]
+    assert outcome.token_ids == {"a": continuation([7], 8), "b": continuation(PROMPT, 2)}
+
+
+def test_stop_token_ends_the_sequence_and_is_its_last_token() -> None:
+    engine, _ = make_engine()
+    made = continuation(PROMPT, 5)
+    stop = next(i for i in range(1, 5) if made[i] not in made[:i])
+    outcome = drive_all(engine, make_spec("a", PROMPT, stop_token_ids=[made[stop]]))
+    assert outcome.token_ids["a"] == made[: stop + 1]
+    assert outcome.ends["a"].finish_reason == "stop"
+
+
+def test_the_context_ends_a_sequence_with_length() -> None:
+    engine, _ = make_engine(max_model_len=8)
+    outcome = drive_all(engine, make_spec("a", PROMPT, max_tokens=50))
+    assert outcome.token_ids["a"] == continuation(PROMPT, 2)
+    assert outcome.ends["a"].finish_reason == "length"
+
+
+def test_a_moved_sequence_goes_on_from_its_made_tokens() -> None:
+    engine, _ = make_engine()
+    made = continuation(PROMPT, 5)
+    spec = make_spec("a", PROMPT + made[:2], num_prompt_tokens=6, max_tokens=5)
+    assert drive_all(engine, spec).token_ids["a"] == made[2:]
+
+
+def test_a_moved_sequence_that_is_over_is_reported_so() -> None:
+    engine, _ = make_engine()
+    made = continuation(PROMPT, 5)
+    engine.add(make_spec("a", PROMPT + made, num_prompt_tokens=6, max_tokens=5))
+    assert engine.has_work()
+    assert engine.step().new_tokens == [NewTokens("a", [], "length", 0, 0)]
+    assert not engine.has_work()
+
+
+class TestPreemption:
+    def test_the_youngest_gives_way_and_all_come_out_right(self) -> None:
+        engine, _ = make_engine(num_blocks=6)
+        prompts = {"a": [1, 2, 3, 4, 5, 6, 7], "b": [9, 8, 7, 6, 5, 4, 3]}
+        for name, prompt in prompts.items():
+            engine.add(make_spec(name, prompt, max_tokens=14))
+        outcome = drive(engine)
+        assert outcome.token_ids == {n: continuation(p, 14) for n, p in prompts.items()}
+        assert outcome.ends["a"].num_preemptions == 0
+        assert outcome.ends["b"].num_preemptions >= 1
+        assert outcome.ends["b"].num_cached_tokens == 0  # its own blocks do not count as reuse
+        assert list(outcome.ends) == ["a", "b"]
+
+    def test_many_sequences_in_a_pool_for_one_all_end(self) -> None:
+        engine, _ = make_engine(num_blocks=4, max_tokens_per_step=8)
+        prompts = {str(i): [i, i + 1, i + 2] for i in range(8)}
+        for name, prompt in prompts.items():
+            engine.add(make_spec(name, prompt, max_tokens=13))
+        outcome = drive(engine)
+        assert outcome.token_ids == {n: continuation(p, 13) for n, p in prompts.items()}
+        assert sum(end.num_preemptions for end in outcome.ends.values()) > 0
+
+    def test_blocks_lent_to_a_peer_are_never_taken(self) -> None:
+        engine, runner = make_engine(num_blocks=4)
+        engine.add(make_spec("a", [1, 2, 3, 4, 5, 6, 7], max_tokens=9))
+        engine.step()
+        engine.add(make_spec("peer", PROMPT, mode=Mode.FOR_PEER))
+        outcome = drive(engine)
+        lent = engine.block_ids("peer")
+        assert runner.read(lent, 6) == kv_of(PROMPT)
+        assert "a" not in outcome.ends
+        assert engine.load().num_waiting == 1
+        engine.remove("peer")
+        assert engine.has_work()
+        assert len(outcome.token_ids["a"]) < 8
+        drive(engine, outcome)
+        assert outcome.token_ids["a"] == continuation([1, 2, 3, 4, 5, 6, 7], 9)[1:]
+        assert outcome.ends["a"].num_preemptions == 1
+
+
+class TestForPeer:
+    def test_blocks_are_reported_when_final_and_held_until_removed(self) -> None:
+        engine, _ = make_engine(max_tokens_per_step=8)
+        prompt = list(range(14))
+        engine.add(make_spec("a", prompt, mode=Mode.FOR_PEER))
+        outcome = drive(engine)
+        assert [r.num_prefill_tokens for r in outcome.reports] == [8, 4, 2]
+        assert [r.final_blocks for r in outcome.reports] == [
+            [FinalBlocks("a", 0, [0, 1])],
+            [FinalBlocks("a", 2, [2])],
+            [FinalBlocks("a", 3, [3])],
+        ]
+        assert outcome.reports[-1].prefilled == [Prefilled("a", continuation(prompt, 1)[0], 0)]
+        assert (engine.load().num_for_peer, engine.load().blocks_used) == (1, 4)
+        engine.remove("a")
+        assert (engine.load().num_for_peer, engine.load().blocks_used) == (0, 0)
+
+    def test_cached_blocks_are_reported_before_anything_is_computed(self) -> None:
+        engine, _ = make_engine()
+        drive_all(engine, make_spec("warm", list(range(8))))
+        engine.add(make_spec("a", list(range(14)), mode=Mode.FOR_PEER, first_wanted_block=1))
+        report = engine.step()
+        assert report.final_blocks == [FinalBlocks("a", 1, [1])]
+        assert report.num_prefill_tokens == 0
+        outcome = drive(engine)
+        assert [r.final_blocks for r in outcome.reports] == [[FinalBlocks("a", 2, [3, 4])]]
+        assert outcome.reports[-1].prefilled[0].num_cached_tokens == 8
+
+    def test_unwanted_blocks_are_not_reported(self) -> None:
+        engine, _ = make_engine()
+        engine.add(make_spec("a", PROMPT, mode=Mode.FOR_PEER, first_wanted_block=1))
+        outcome = drive(engine)
+        assert [r.final_blocks for r in outcome.reports] == [[FinalBlocks("a", 1, [1])]]
+
+
+class TestAwaitKv:
+    def test_reserves_waits_and_decodes_after_the_commit(self) -> None:
+        engine, runner = make_engine()
+        first, *rest = continuation(PROMPT, 5)
+        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
+        assert engine.step().reserved == [Reserved("a", 0, 2)]
+        assert not engine.has_work()
+        table = engine.block_ids("a")
+        assert table == [0, 1]
+        runner.fill(table, PROMPT, 0)
+        engine.commit("a", first)
+        outcome = drive(engine)
+        assert outcome.token_ids["a"] == rest
+        assert len(outcome.reports[0].stored) == 1
+        assert engine.load().blocks_used == 0
+
+    def test_nothing_is_shared_before_the_commit(self) -> None:
+        engine, runner = make_engine()
+        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
+        engine.step()
+        outcome = drive_all(engine, make_spec("b", PROMPT))
+        assert outcome.ends["b"].num_cached_tokens == 0
+        runner.fill(engine.block_ids("a"), PROMPT, 0)
+        engine.commit("a", continuation(PROMPT, 1)[0])
+        assert engine.block_ids("a")[0] == 2  # what b stored meanwhile takes the pulled one's place
+        assert drive(engine).token_ids["a"] == continuation(PROMPT, 5)[1:]
+
+    def test_with_little_missing_it_is_prefilled_here_at_once(self) -> None:
+        engine, _ = make_engine()
+        spec = make_spec("a", PROMPT, mode=Mode.AWAIT_KV, remote_prefill_min_tokens=7)
+        outcome = drive_all(engine, spec)
+        assert outcome.token_ids["a"] == continuation(PROMPT, 5)
+        assert all(not r.reserved for r in outcome.reports)
+
+    def test_only_the_missing_blocks_are_asked_for(self) -> None:
+        engine, runner = make_engine()
+        drive_all(engine, make_spec("warm", PROMPT))
+        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
+        assert engine.step().reserved == [Reserved("a", 4, 1)]
+        runner.fill(engine.block_ids("a"), PROMPT, 1)
+        engine.commit("a", continuation(PROMPT, 1)[0])
+        outcome = drive(engine)
+        assert outcome.token_ids["a"] == continuation(PROMPT, 5)[1:]
+        assert outcome.ends["a"].num_cached_tokens == 4
+
+    def test_local_prefill_after_all(self) -> None:
+        engine, _ = make_engine()
+        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
+        engine.step()
+        engine.start_local_prefill("a")
+        assert drive(engine).token_ids["a"] == continuation(PROMPT, 5)
+
+    def test_restart_quarantines_what_may_still_be_written(self) -> None:
+        engine, runner = make_engine(num_blocks=4)
+        made = continuation(PROMPT, 5)
+        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
+        engine.step()
+        spec = make_spec("a", PROMPT + made[:1], num_prompt_tokens=6)
+        engine.restart(spec, unsafe_blocks=[1])
+        assert engine.load().blocks_quarantined == 1
+        engine.step()
+        assert engine.block_ids("a") == [0, 2]
+        runner.scribble([1])
+        assert drive(engine).token_ids["a"] == made[2:]
+        engine.unquarantine([1])
+        assert engine.load().blocks_quarantined == 0
+        engine.check_integrity()
+
+    def test_restart_of_a_sequence_that_is_over_reports_its_end(self) -> None:
+        engine, _ = make_engine()
+        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV, max_tokens=1))
+        engine.step()
+        spec = make_spec("a", PROMPT + continuation(PROMPT, 1), num_prompt_tokens=6, max_tokens=1)
+        engine.restart(spec)
+        assert engine.step().new_tokens == [NewTokens("a", [], "length", 0, 0)]
+        assert engine.load().blocks_used == 0
+
+    def test_a_commit_whose_token_ends_it_reports_the_end_alone(self) -> None:
+        engine, runner = make_engine()
+        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV, stop_token_ids=[11]))
+        engine.step()
+        runner.fill(engine.block_ids("a"), PROMPT, 0)
+        engine.commit("a", 11)
+        assert engine.has_work()
+        assert engine.step().new_tokens == [NewTokens("a", [], "stop", 0, 0)]
+        assert engine.load() == EngineLoad(blocks_total=16, blocks_free=15, blocks_cached=1)
+
+    def test_a_foreign_block_cannot_be_quarantined(self) -> None:
+        engine, _ = make_engine()
+        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
+        engine.step()
+        with pytest.raises(InternalError, match=r"\[5\]"):
+            engine.remove("a", unsafe_blocks=[1, 5])
+        engine.check_integrity()
+
+
+class TestRefusal:
+    def test_prompt_longer_than_the_context(self) -> None:
+        engine, _ = make_engine(max_model_len=6)
+        with pytest.raises(ContextTooLong, match=r"6 tokens; .* at most 5"):
+            engine.add(make_spec("a", PROMPT))
+
+    def test_what_can_never_fit(self) -> None:
+        engine, _ = make_engine(num_blocks=2)
+        engine.add(make_spec("fits", PROMPT, max_tokens=2))
+        with pytest.raises(NeverFits, match=r"6 tokens and max_tokens of 3 .* 8 tokens"):
+            engine.add(make_spec("a", PROMPT, max_tokens=3))
+        with pytest.raises(NeverFits, match="9 tokens; the KV pool holds 8"):
+            engine.add(make_spec("b", list(range(9)), mode=Mode.FOR_PEER))
+
+    def test_what_does_not_fit_now_waits(self) -> None:
+        engine, _ = make_engine(num_blocks=2)
+        engine.add(make_spec("held", PROMPT, mode=Mode.FOR_PEER))
+        engine.add(make_spec("a", [1], max_tokens=1))
+        drive(engine)
+        assert engine.load().num_waiting == 1
+        assert not engine.has_work()
+        engine.remove("held")
+        assert drive(engine).token_ids["a"] == continuation([1], 1)
+
+    def test_full_queue(self) -> None:
+        engine, _ = make_engine(queue_max=1)
+        engine.add(make_spec("a", PROMPT))
+        with pytest.raises(QueueFull) as caught:
+            engine.add(make_spec("b", PROMPT))
+        assert caught.value.retry_after_s
+
+    @pytest.mark.parametrize(
+        ("token_ids", "fields"),
+        [([], {}), ([1], {"num_prompt_tokens": 2}), ([-1], {}), ([1], {"max_tokens": 0})],
+    )
+    def test_nonsense(self, token_ids: list[int], fields: dict[str, int]) -> None:
+        engine, _ = make_engine()
+        with pytest.raises(BadRequest):
+            engine.add(make_spec("a", token_ids, **fields))
+
+    def test_a_live_id_and_an_unknown_one(self) -> None:
+        engine, _ = make_engine()
+        engine.add(make_spec("a", PROMPT))
+        with pytest.raises(InternalError, match="a is on this engine"):
+            engine.add(make_spec("a", PROMPT))
+        with pytest.raises(InternalError, match="no sequence b"):
+            engine.commit("b", 1)
+        with pytest.raises(InternalError, match="is waiting, not awaiting"):
+            engine.start_local_prefill("a")
+        engine.remove("b")
+
+    def test_a_pool_without_a_block(self) -> None:
+        config = EngineConfig(model="toy", kv_bytes_max=8)
+        with pytest.raises(ConfigError, match="kv_bytes_max is 8"):
+            Engine(config, ToyRunner(block_size=16), "toy")
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+def test_removal_in_each_phase_frees_everything(num_steps: int) -> None:
+    engine, _ = make_engine(max_tokens_per_step=4)
+    engine.add(make_spec("a", PROMPT))
+    for _ in range(num_steps):
+        engine.step()
+    engine.remove("a")
+    engine.check_integrity()
+    load = engine.load()
+    assert (load.num_running, load.num_waiting, load.blocks_used) == (0, 0, 0)
+
+
+def drive_all(engine: Engine, *specs: SequenceSpec) -> Outcome:
+    for spec in specs:
+        engine.add(spec)
+    return drive(engine)
