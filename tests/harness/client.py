@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,3 +79,33 @@ def metric(cluster: LocalCluster, worker_id: str, name: str, **labels: str) -> f
         for sample in family.samples
         if sample.name == name and labels.items() <= sample.labels.items()
     )
+
+
+async def stream_completion(
+    client: httpx.AsyncClient, prompt_token_ids: Sequence[int], **fields: Any
+) -> AsyncIterator[dict[str, Any]]:
+    """Events of one streamed completion, as they come; closing the iterator disconnects."""
+    body = {
+        "prompt": list(prompt_token_ids),
+        "max_tokens": 64,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+        **fields,
+    }
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                yield json.loads(line.removeprefix("data: "))
+
+
+def tokens_of(events: Iterable[dict[str, Any]]) -> list[int]:
+    """All token ids that the events of a streamed completion brought."""
+    return [
+        token
+        for event in events
+        for choice in event.get("choices", ())
+        for token in choice.get("token_ids") or ()
+    ]

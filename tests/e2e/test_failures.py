@@ -1,0 +1,149 @@
+"""Processes killed and clients gone, at the worst moments: every stream ends as it should."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.prefix_index.redis import RedisIndex
+from tests.e2e.conftest import StartCluster, running_cluster
+from tests.harness.client import complete_all, golden, open_client, stream_completion, tokens_of
+from tests.harness.cluster import LocalCluster, wait_for
+
+PROMPT = golden(6)[0][0]  # 487 tokens
+FREED_DEADLINE_S = 1.0 + 1.5  # the current step, which may be a long chunk, and one second
+
+
+async def collect(
+    client: httpx.AsyncClient, prompt: list[int], started: asyncio.Event, **fields: Any
+) -> list[dict[str, Any]]:
+    events = []
+    async for event in stream_completion(client, prompt, **fields):
+        events.append(event)
+        started.set()
+    return events
+
+
+def held(cluster: LocalCluster) -> dict[str, tuple[int, ...]]:
+    """What each worker holds: sequences, leases, pulls, blocks (quarantined ones apart)."""
+    found = {}
+    for worker in cluster.workers.values():
+        state = worker.state()
+        assert state.integrity_ok, state.integrity_message
+        load = state.load
+        found[worker.worker_id] = (
+            load.num_running + load.num_waiting,
+            load.num_leases,
+            load.num_pulls,
+            load.blocks_used,
+        )
+    return found
+
+
+def nothing_held(cluster: LocalCluster) -> bool:
+    return all(not any(counts) for counts in held(cluster).values())
+
+
+async def test_prefill_worker_killed_under_sixteen_streams(start_cluster: StartCluster) -> None:
+    prompts, expected = golden(0, 4, 5, 6)
+    with start_cluster("--local-prefill-max-tokens", "0") as cluster:
+        started = asyncio.Event()
+        async with open_client(cluster) as client:
+            streams = [
+                asyncio.create_task(collect(client, prompts[n % 4], started)) for n in range(16)
+            ]
+            await asyncio.wait_for(started.wait(), 60)
+            cluster.workers.pop("prefill-0").kill()
+            done = await asyncio.gather(*streams)
+        assert [tokens_of(events) for events in done] == [expected[n % 4] for n in range(16)]
+        await asyncio.to_thread(cluster.wait_idle)
+
+
+async def test_decode_worker_killed_is_a_clear_error_in_the_stream(
+    start_cluster: StartCluster,
+) -> None:
+    with start_cluster() as cluster:
+        started = asyncio.Event()
+        async with open_client(cluster) as client:
+            stream = asyncio.create_task(collect(client, PROMPT, started, max_tokens=500))
+            await asyncio.wait_for(started.wait(), 60)
+            cluster.workers.pop("decode-0").kill()
+            events = await asyncio.wait_for(stream, 30)
+        assert events[-1]["error"]["code"] == "worker_lost", events[-1]
+        await asyncio.to_thread(cluster.wait_idle)
+
+
+@pytest.mark.parametrize("phase", ["queued", "prefill", "transfer", "decode"])
+async def test_client_that_disconnects_leaves_nothing(
+    start_cluster: StartCluster, phase: str
+) -> None:
+    options = {
+        "queued": ("--max-num-seqs", "1", "--num-blocks", "40"),
+        "prefill": ("--max-tokens-per-step", "32"),
+        "transfer": ("--transfer-delay", "20"),
+        "decode": (),
+    }[phase]
+    with start_cluster(*options) as cluster:
+        decode = cluster.workers["decode-0"]
+        prefill = cluster.workers["prefill-0"]
+        reached = {
+            "queued": lambda: decode.state().load.num_waiting,
+            "prefill": lambda: prefill.state().load.num_leases,
+            "transfer": lambda: decode.state().load.num_pulls and decode.state().load.blocks_used,
+            "decode": lambda: decode.state().load.num_running,
+        }[phase]
+        count = 4 if phase == "queued" else 1
+        async with open_client(cluster) as client:
+            streams = [
+                asyncio.create_task(collect(client, PROMPT, asyncio.Event(), max_tokens=400))
+                for _ in range(count)
+            ]
+            await asyncio.to_thread(wait_for, reached, deadline_s=60, what=f"phase {phase}")
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+        await asyncio.to_thread(
+            wait_for,
+            lambda: nothing_held(cluster),
+            deadline_s=FREED_DEADLINE_S,
+            what=f"release of all after a disconnect in phase {phase}: {held(cluster)}",
+        )
+
+
+async def test_redis_killed_and_started_again_under_load(tmp_path: Path) -> None:
+    prompts, expected = golden(0, 1, 2, 3, 5)
+    with EmbeddedRedis() as redis, running_cluster(redis, tmp_path) as cluster:
+        load = asyncio.create_task(complete_all(cluster, prompts * 3))
+        redis.kill()
+        during = await complete_all(cluster, prompts)
+        redis.restart()
+        answers = [*await load, *during, *await complete_all(cluster, prompts)]
+        assert [a.token_ids for a in answers] == expected * 5
+        async with Redis.from_url(redis.url) as client:
+            index = RedisIndex(client, cluster.cluster_id)
+            async with asyncio.timeout(20):
+                while not await index.num_blocks("decode-0"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+        await asyncio.to_thread(cluster.wait_ready)
+
+
+async def test_two_and_two_serve_64_and_workers_join_meanwhile(start_cluster: StartCluster) -> None:
+    prompts, expected = golden(0, 1, 2, 3, 4, 5)
+    with start_cluster(prefill=2, decode=2) as cluster:
+        load = asyncio.create_task(
+            complete_all(cluster, [prompts[n % 6] for n in range(64)], max_tokens=32)
+        )
+        cluster.start_worker("prefill-2", "prefill")
+        cluster.start_worker("decode-2", "decode")
+        await asyncio.to_thread(cluster.wait_ready)
+        answers = await load
+        assert [a.token_ids for a in answers] == [expected[n % 6][:32] for n in range(64)]
+        late = await complete_all(cluster, prompts, max_tokens=32)
+        assert [a.token_ids for a in late] == [tokens[:32] for tokens in expected]
+        await asyncio.to_thread(cluster.wait_idle)
