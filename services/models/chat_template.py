@@ -21,6 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.errors import BadRequest, ConfigError
 
+# A template that meets a shape it does not expect fails as any Python code would.
+_PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
 
 class ChatTemplate:
     """One compiled template with the model's special tokens."""
@@ -55,8 +58,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            # A template that meets a shape it does not expect fails as any Python code would.
+        except (jinja2.TemplateError, *_PYTHON_ERRORS) as error:
             raise BadRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error

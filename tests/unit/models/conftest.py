@@ -1,0 +1,107 @@
+"""Tiny models: random ones of each family, as GGUF files in llama.cpp's own arrangement."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers.pre_tokenizers import ByteLevel
+
+TOKENS = [*sorted(ByteLevel.alphabet()), "Ġt", "he", "Ġthe", "<s>", "</s>", "<think>", "[PAD]"]
+MERGES = ["Ġ t", "h e", "Ġt he"]
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+BOS, EOS, THINK = (TOKENS.index(token) for token in ("<s>", "</s>", "<think>"))
+
+_PARTS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+@pytest.fixture
+def tiny_gguf():
+    """Functions that make tiny GGUF files, and the ids of their special tokens."""
+    return SimpleNamespace(
+        write=write_gguf,
+        tensors_of=gguf_tensors,
+        vocab_size=len(TOKENS),
+        bos=BOS,
+        eos=EOS,
+        think=THINK,
+    )
+
+
+def gguf_name(hf_name: str) -> str:
+    module, kind = hf_name.rsplit(".", 1)
+    if module.startswith("model.layers."):
+        _, _, layer, part = module.split(".", 3)
+        return f"blk.{layer}.{_PARTS[part]}.{kind}"
+    return f"{_PARTS[module]}.{kind}"
+
+
+def gguf_tensors(model) -> dict[str, np.ndarray]:
+    """A transformers model's weights as convert_hf_to_gguf.py of llama.cpp would write them."""
+    config = model.config
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = tensor.numpy()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        part = name.split(".")[-2]
+        if config.model_type == "llama" and part in heads:
+            rows = array.reshape(heads[part], 2, -1, *array.shape[1:])
+            array = rows.swapaxes(1, 2).reshape(array.shape)
+        tensors[gguf_name(name)] = np.ascontiguousarray(array)
+    return tensors
+
+
+def write_gguf(
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    *,
+    architecture: str = "llama",
+    pre: str = "smollm",
+    tokenizer: str = "gpt2",
+    keys: dict[str, object] | None = None,
+) -> Path:
+    """2 layers, hidden 64, 4 heads, 2 KV heads; `keys` are more metadata under the architecture."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(512)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_block_count(2)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    for key, value in (keys or {}).items():
+        adds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        adds.get(type(value), writer.add_array)(f"{architecture}.{key}", value)
+    writer.add_tokenizer_model(tokenizer)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_merges(MERGES)
+    writer.add_token_types([NORMAL] * (len(TOKENS) - 4) + [CONTROL, CONTROL, USER_DEFINED, UNUSED])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    for name, array in tensors.items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -1,0 +1,112 @@
+import json
+from datetime import datetime
+
+import pytest
+
+from services.errors import BadRequest, ConfigError
+from services.models.chat_template import ChatTemplate
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def render(source: str, messages: list[dict] = USER, *, prompt: bool = True, **special: str) -> str:
+    return ChatTemplate(source, special).render(messages, add_generation_prompt=prompt)
+
+
+def test_blocks_leave_no_lines_behind():
+    body = "  {% if true %}\n{{ message.content }}!\n  {% endif %}\n"
+    source = "{% for message in messages %}\n" + body + "{% endfor %}\n"
+    assert render(source) == "Hi!\n"
+
+
+def test_special_tokens_and_the_generation_prompt():
+    source = (
+        "{{ bos_token }}{% if add_generation_prompt %}A:{% endif %}{{ eos_token }}{{ pad_token }}"
+    )
+    assert render(source, bos_token="<s>", eos_token="</s>") == "<s>A:</s>"
+    assert render(source, prompt=False, bos_token="<s>") == "<s>"
+
+
+def test_tojson_leaves_html_and_letters_alone():
+    assert render("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
+    assert render("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
+
+
+def test_the_date_generation_blocks_and_loop_controls():
+    assert render("{{ strftime_now('%Y') }}") == str(datetime.now().year)
+    assert render("{% generation %}x{{ messages[0].content }}{% endgeneration %}") == "xHi"
+    assert (
+        render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}")
+        == "01"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "chat template refuses"),
+        ("{{ messages.nothing.more }}", "no attribute 'nothing'"),
+        ("{{ messages.append(1) }}", "refuses"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_template_that_fails_is_the_requests_fault(source, message):
+    with pytest.raises(BadRequest, match=message) as raised:
+        render(source)
+    assert raised.value.param == "messages"
+
+
+def test_a_template_that_is_none_is_found_at_start():
+    with pytest.raises(ConfigError, match="cannot be compiled"):
+        ChatTemplate("{% for %}", {})
+
+
+def test_where_the_template_is_looked_for(tmp_path):
+    assert ChatTemplate.from_folder(tmp_path, {}) is None
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    for config, expected in (
+        ({"chat_template": "c{{ bos_token }}", "bos_token": {"content": "<s>"}}, "c<s>"),
+        ({"chat_template": named}, "d"),
+    ):
+        template = ChatTemplate.from_folder(tmp_path, config)
+        assert template is not None
+        assert template.render(USER, add_generation_prompt=True) == expected
+    (tmp_path / "chat_template.jinja").write_text("file")
+    template = ChatTemplate.from_folder(tmp_path, {"chat_template": "c"})
+    assert template is not None
+    assert template.render(USER, add_generation_prompt=True) == "file"
+
+
+def test_transformers_renders_the_same(tmp_path):
+    """Llama 3.1's shape: dates, tools looked for, loops with conditions, trimmed contents."""
+    import transformers
+
+    source = """{{- bos_token }}
+{%- if not tools is defined %}
+    {%- set tools = none %}
+{%- endif %}
+{%- set ns = namespace(count=0) %}
+{%- for message in messages %}
+    {%- set ns.count = ns.count + 1 %}
+    {{- '<|' + message['role'] + '|>\\n' + message['content'] | trim + eos_token }}
+{%- endfor %}
+{{ ns.count }} {{ strftime_now("%d %b %Y") }} {{ messages | tojson }}
+{% if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{% endif %}
+"""
+    backend = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "BPE", "vocab": {}, "merges": []},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
+    messages = [{"role": "system", "content": " Be <brief>. "}, *USER]
+    expected = theirs.apply_chat_template(
+        messages, chat_template=source, tokenize=False, add_generation_prompt=True
+    )
+    assert render(source, messages, bos_token="<s>", eos_token="</s>") == expected

@@ -1,0 +1,190 @@
+import json
+import math
+
+import pytest
+import transformers
+
+from services.errors import UnsupportedModel
+from services.models.config import ModelConfig, read_eos_token_ids
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+SIZES = {
+    name: LLAMA[name]
+    for name in LLAMA
+    if name.startswith(("vocab", "hidden", "inter", "num_", "max_"))
+}
+
+
+def llama(**changes: object) -> dict[str, object]:
+    return LLAMA | changes
+
+
+def test_llama_as_transformers_4_writes_it():
+    config = ModelConfig.from_hf(LLAMA, None)
+    assert (config.num_layers, config.num_attention_heads, config.num_kv_heads) == (2, 4, 2)
+    assert (config.head_dim, config.rope_theta, config.rope_scaling) == (16, 500000.0, None)
+    assert (config.max_model_len, config.torch_dtype) == (512, "bfloat16")
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    flags = (config.qkv_bias, config.attention_out_bias, config.mlp_bias, config.qk_norm)
+    assert flags == (False, False, False, False)
+
+
+def test_transformers_5_spelling_reads_the_same():
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000.0}
+    new = llama(rope_parameters=rope, dtype="bfloat16")
+    del new["rope_theta"], new["torch_dtype"]
+    old = llama(rope_scaling={"type": "linear", "factor": 4.0})
+    assert ModelConfig.from_hf(new, None) == ModelConfig.from_hf(old, None)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "options", "expected"),
+    [
+        ("LlamaConfig", {}, {}),
+        (
+            "LlamaConfig",
+            {"attention_bias": True, "mlp_bias": True},
+            {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True},
+        ),
+        ("MistralConfig", {"sliding_window": None}, {}),
+        ("Qwen2Config", {}, {"qkv_bias": True, "attention_out_bias": False}),
+        ("Qwen3Config", {"head_dim": 32}, {"qk_norm": True, "head_dim": 32, "qkv_bias": False}),
+    ],
+)
+def test_the_weights_of_each_family_have_the_shapes_we_read(
+    tmp_path, config_class, options, expected
+):
+    """Against a model that transformers makes from the same config, saved and read again."""
+    hf_config = getattr(transformers, config_class)(**SIZES, **options)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config)
+    model.save_pretrained(tmp_path)
+    config = ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()), None)
+    assert {name: getattr(config, name) for name in expected} == expected
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    layer = "model.layers.1"
+    q_rows = config.num_attention_heads * config.head_dim
+    kv_rows = config.num_kv_heads * config.head_dim
+    assert shapes[f"{layer}.self_attn.q_proj.weight"] == (q_rows, config.hidden_size)
+    assert shapes[f"{layer}.self_attn.k_proj.weight"] == (kv_rows, config.hidden_size)
+    assert shapes[f"{layer}.mlp.up_proj.weight"] == (config.intermediate_size, config.hidden_size)
+    assert (f"{layer}.self_attn.q_proj.bias" in shapes) == config.qkv_bias
+    assert (f"{layer}.self_attn.o_proj.bias" in shapes) == config.attention_out_bias
+    assert (f"{layer}.mlp.down_proj.bias" in shapes) == config.mlp_bias
+    assert (f"{layer}.self_attn.q_norm.weight" in shapes) == config.qk_norm
+    assert f"model.layers.{config.num_layers}.input_layernorm.weight" not in shapes
+
+
+def test_generation_config_decides_what_ends_a_sequence():
+    assert read_eos_token_ids({"eos_token_id": 2}, {"eos_token_id": [5, 6]}) == (5, 6)
+    assert read_eos_token_ids({"eos_token_id": 2}, {"temperature": 1}) == (2,)
+    assert read_eos_token_ids({"eos_token_id": None}, None) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported.*Qwen3"),
+        ({"architectures": []}, "none named"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized with gptq"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported; silu is"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'.*llama3 and yarn"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "needs factor > 0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
+        ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3"),
+        ({"hidden_size": None}, "hidden_size as a positive integer, not None"),
+    ],
+)
+def test_what_cannot_be_run_is_named(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        ModelConfig.from_hf(llama(**changes), None)
+
+
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        MISTRAL | {"sliding_window": 128},
+        MISTRAL | {"max_position_embeddings": 32768},  # transformers assumes a window of 4096
+        QWEN2 | {"use_sliding_window": True, "max_window_layers": 2},
+        QWEN2 | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4},
+    ],
+)
+def test_a_window_in_use_is_refused(changes):
+    with pytest.raises(UnsupportedModel, match="sliding-window attention"):
+        ModelConfig.from_hf(llama(**changes), None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        MISTRAL | {"sliding_window": None},
+        MISTRAL | {"sliding_window": 512},  # as long as the context
+        QWEN2 | {"use_sliding_window": False},
+        QWEN2 | {"use_sliding_window": True, "max_window_layers": 4},
+        QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 4},
+        {"sliding_window": 64},  # Llama has none, whatever its file says
+    ],
+)
+def test_a_window_that_is_not_in_use_does_not_matter(changes):
+    assert ModelConfig.from_hf(llama(**changes), None).max_model_len == 512
+
+
+@pytest.mark.parametrize(
+    ("scaling", "max_model_len"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            512,
+        ),
+    ],
+)
+def test_scaling_says_how_long_the_context_is(scaling, max_model_len):
+    config = ModelConfig.from_hf(llama(rope_scaling=scaling), None)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.kind == scaling["rope_type"]
+    assert config.max_model_len == max_model_len
+
+
+@pytest.mark.parametrize(
+    ("extra", "attention_factor"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": 1.5}, 1.5),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+    ],
+)
+def test_yarn_scales_attention_as_transformers_does(extra, attention_factor):
+    yarn = {"rope_type": "yarn", "factor": 4.0, **extra}
+    scaling = ModelConfig.from_hf(llama(rope_scaling=yarn), None).rope_scaling
+    assert scaling is not None
+    assert scaling.attention_factor == pytest.approx(attention_factor)
+    assert (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32, 1, True)

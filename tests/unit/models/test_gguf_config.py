@@ -1,0 +1,96 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from services.errors import UnsupportedModel
+from services.models.config import ModelConfig
+from services.models.gguf_convert import converted_folder
+
+NORM = {"output_norm.weight": np.ones(64, np.float32)}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def convert(tmp_path, tiny_gguf, tensors=NORM, **options) -> ModelConfig:
+    file = tiny_gguf.write(tmp_path / "tiny.gguf", tensors, **options)
+    folder = converted_folder(file, cache_dir=tmp_path)
+    read = (
+        json.loads((folder / f"{name}.json").read_text())
+        for name in ("config", "generation_config")
+    )
+    return ModelConfig.from_hf(*read)
+
+
+def test_sizes_and_special_tokens(tmp_path, tiny_gguf):
+    config = convert(tmp_path, tiny_gguf)
+    assert config.vocab_size == tiny_gguf.vocab_size
+    assert (config.hidden_size, config.intermediate_size, config.num_layers) == (64, 96, 2)
+    assert (config.num_attention_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
+    assert config.rms_norm_eps == pytest.approx(1e-5)
+    assert (config.bos_token_id, config.eos_token_ids) == (tiny_gguf.bos, (tiny_gguf.eos,))
+    assert (config.max_model_len, config.tie_word_embeddings) == (512, True)
+
+
+def test_a_matrix_of_its_own_for_the_output(tmp_path, tiny_gguf):
+    tensors = {"output.weight": np.zeros((tiny_gguf.vocab_size, 64), np.float32)}
+    assert not convert(tmp_path, tiny_gguf, tensors).tie_word_embeddings
+
+
+def test_yarn_and_linear_scaling(tmp_path, tiny_gguf):
+    yarn = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 128,
+    }
+    config = convert(tmp_path, tiny_gguf, architecture="qwen2", keys=yarn)
+    assert config.rope_scaling is not None
+    assert (config.rope_scaling.kind, config.rope_scaling.factor) == ("yarn", 4.0)
+    assert config.max_model_len == 512
+
+
+def test_the_table_of_llama_3_is_read_back_as_its_parameters(tmp_path, tiny_gguf):
+    hf_config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, rope_parameters=dict(LLAMA3)
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](hf_config, torch.device("cpu"))
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
+    table = {"rope_freqs.weight": (plain / scaled).numpy()}
+    scaling = convert(tmp_path, tiny_gguf, NORM | table).rope_scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.factor) == ("llama3", pytest.approx(32.0))
+    assert (scaling.low_freq_factor, scaling.high_freq_factor) == (1.0, 4.0)
+    assert scaling.original_max_position_embeddings == 8192
+
+
+def test_another_table_is_refused(tmp_path, tiny_gguf):
+    table = {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
+    with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight is not one of Llama 3"):
+        convert(tmp_path, tiny_gguf, NORM | table)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architecture": "gemma3"}, "architecture gemma3 .* llama, qwen2, qwen3"),
+        ({"keys": {"expert_count": 8}}, "a mixture of 8 experts"),
+        ({"keys": {"attention.sliding_window": 128}}, r"sliding-window attention \(128 tokens\)"),
+        ({"keys": {"rope.dimension_count": 8}}, "rope.dimension_count 8 .* head size 16"),
+        ({"keys": {"attention.head_count_kv": [2, 4]}}, "differs from layer to layer"),
+        ({"tokenizer": "llama"}, "tokenizer llama is not supported; gpt2"),
+        ({"pre": "tekken"}, "pre-tokenizer tekken .* smollm"),
+    ],
+)
+def test_what_cannot_be_run_is_named(tmp_path, tiny_gguf, options, message):
+    with pytest.raises(UnsupportedModel, match=rf"tiny\.gguf: .*{message}"):
+        convert(tmp_path, tiny_gguf, **options)
+    assert not [path for path in (tmp_path / "models").iterdir() if path.is_dir()]

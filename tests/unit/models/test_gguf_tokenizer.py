@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+
+from services.models.gguf_convert import converted_folder
+
+TEXT = "I'LL pay $12345.67  for\n\n the naïve 東京 ½²³ x_y;\t end 🙂 'tis  "
+
+
+@pytest.fixture
+def convert(tmp_path, tiny_gguf):
+    def backend(pre: str) -> Tokenizer:
+        norm = {"output_norm.weight": np.ones(64, np.float32)}
+        file = tiny_gguf.write(tmp_path / f"{pre}.gguf", norm, pre=pre)
+        return Tokenizer.from_file(
+            str(converted_folder(file, cache_dir=tmp_path) / "tokenizer.json")
+        )
+
+    return backend
+
+
+def cuts(pre_tokenizer, text: str = TEXT) -> list[tuple[int, int]]:
+    return [offsets for _, offsets in pre_tokenizer.pre_tokenize_str(text)]
+
+
+def test_gpt2_cuts_as_the_library_does(convert):
+    assert cuts(convert("gpt-2").pre_tokenizer) == cuts(
+        pre_tokenizers.ByteLevel(add_prefix_space=False)
+    )
+
+
+def test_smollm_cuts_digits_first(convert):
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    theirs = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    assert cuts(convert("smollm").pre_tokenizer) == cuts(theirs)
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("llama-bpe", ["I", "'LL", " pay", " ", "123", "45", ".Go"]),
+        ("qwen2", ["I", "'LL", " pay", " ", "1", "2", "3", "4", "5", ".Go"]),
+        ("gpt-2", ["I", "'", "LL", " pay", " 12345", ".", "Go"]),
+        ("smollm", ["I", "'", "LL", " pay", " ", "1", "2", "3", "4", "5", ".", "Go"]),
+        ("default", ["I", "'", "LL", " pay", " ", "123", "45", ".", "Go"]),
+    ],
+)
+def test_each_rule_cuts_in_its_own_way(convert, pre, pieces):
+    text = "I'LL pay 12345.Go"
+    found = cuts(convert(pre).pre_tokenizer, text)
+    assert [text[start:end] for start, end in found] == pieces
+
+
+def test_merges_and_added_tokens(convert, tiny_gguf):
+    backend = convert("gpt-2")
+    the = backend.token_to_id("Ġthe")
+    assert backend.encode(" the<think> the</s>").ids == [the, tiny_gguf.think, the, tiny_gguf.eos]
+    assert backend.decode([the, tiny_gguf.think, tiny_gguf.eos]) == " the<think>"
+    assert backend.token_to_id("[PAD]") is None  # unused rows of the embedding are no tokens
+
+
+def test_llama_3_begins_every_text_with_bos(convert, tiny_gguf):
+    assert convert("llama-bpe").encode("a").ids[0] == tiny_gguf.bos
+    assert convert("llama-bpe").encode("a", add_special_tokens=False).ids != []
+    assert convert("qwen2").encode("a").ids[0] != tiny_gguf.bos
+
+
+def test_qwen_composes_characters_first(convert):
+    assert convert("qwen2").encode("e\u0301").ids == convert("qwen2").encode("é").ids
+    assert convert("gpt-2").encode("e\u0301").ids != convert("gpt-2").encode("é").ids
