@@ -1,0 +1,51 @@
+"""`python -m services.router`: one replica. Secrets come from the environment, see config."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 1, and one line that says why, when the settings are wrong or a port is taken."""
+    # Tokenizer processes import this module again: all that is heavy is imported inside.
+    from services.config import ClusterConfig, RouterConfig
+    from services.errors import TandemError
+    from services.telemetry import configure_logging
+
+    args = _parser().parse_args(argv)
+    configure_logging(args.router_id)
+    try:
+        config = RouterConfig(
+            cluster=ClusterConfig.from_environment(),
+            model=args.model,
+            served_model_name=args.served_model_name,
+            host=args.host,
+            http_port=args.http_port,
+            grpc_port=args.grpc_port,
+            router_id=args.router_id,
+            tokenizer_processes=args.tokenizer_processes,
+        )
+        from services.router.server import serve
+
+        serve(config)
+    except TandemError as error:
+        print(f"{args.router_id}: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m services.router", description=__doc__)
+    parser.add_argument("--model", required=True, help="a folder, a GGUF file or a hub name")
+    parser.add_argument("--served-model-name", default="", help="default: the model's own name")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--http-port", type=int, default=8000)
+    parser.add_argument("--grpc-port", type=int, default=8001)
+    parser.add_argument("--router-id", default="router-0")
+    parser.add_argument("--tokenizer-processes", type=int, default=1)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""A prepared request, run on decode workers until it ends: placed, submitted, moved, cancelled.
+
+    placing --no usable decode worker--> holding (bounded) --a worker came--> placing
+    placing --> submitted --queue full--> placing, without that worker
+                          --worker lost, no token yet--> placing (at most MOVES_MAX times)
+                          --tokens--> ... --> ended | failed
+    any --closed by the caller--> cancelled at the worker
+
+Knows token ids, not text. Sampling is seeded by position, so a moved request makes the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from redis.exceptions import RedisError
+
+from services.config import RouterConfig
+from services.errors import NoWorkers, QueueFull, TandemError, WorkerLost, from_code
+from services.router.cluster_view import ClusterView
+from services.router.metrics import Metrics
+from services.router.placement import Placement, Work, choose
+from services.router.request import GenerationRequest
+from services.router.worker_client import Attempt
+from services.rpc.tandem.v1 import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+MOVES_MAX = 2
+RETRY_AFTER_DEFAULT_S = 1.0
+# What a worker answers that does not take the request: another one may.
+_REFUSALS = (QueueFull, NoWorkers)
+
+
+class PrefixLookup(Protocol):
+    async def match(self, block_hashes: list[bytes]) -> dict[str, int]: ...
+
+
+@dataclass(slots=True)
+class Job:
+    """One request on its way, and what became of it so far."""
+
+    request: GenerationRequest
+    seed: int
+    token_ids: list[int]
+    block_hashes: list[bytes]
+    max_tokens: int
+    stop_token_ids: list[int]
+    made: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    num_submissions: int = 0
+    num_moves: int = 0
+    refused: set[str] = field(default_factory=set)  # epochs of workers that did not take it
+    retry_after_s: float | None = None  # the shortest that a full worker named
+    placement: Placement | None = None
+    timings: pb.SequenceTimings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """New tokens of a job; `finish_reason` ("stop" or "length") only in the last step."""
+
+    token_ids: list[int]
+    finish_reason: str = ""
+
+
+class Dispatcher:
+    """Shared by all requests of a router."""
+
+    def __init__(
+        self, config: RouterConfig, view: ClusterView, lookup: PrefixLookup, metrics: Metrics
+    ) -> None:
+        self._config = config
+        self._view = view
+        self._lookup = lookup
+        self._metrics = metrics
+        self._rng = random.Random()
+        self._num_holding = 0
+
+    async def run(self, job: Job) -> AsyncGenerator[Step, None]:
+        """Steps until the end; closing the iterator cancels the job where it runs.
+
+        Raises QueueFull, NoWorkers, WorkerLost, or what the worker answered.
+        """
+        while True:
+            attempt = await self._submit(job)
+            try:
+                async for step in self._follow(job, attempt):
+                    yield step
+                return
+            except _REFUSALS as error:
+                if job.made:
+                    raise
+                self._note_refusal(job, error)
+            except WorkerLost as error:
+                self._note_loss(job, error)
+            finally:
+                attempt.close()
+
+    async def _submit(self, job: Job) -> Attempt:
+        job.placement = placement = await self._place(job)
+        # Nothing was awaited since the snapshot that said so.
+        client = self._view.client(placement.decode.worker_id)
+        assert client is not None
+        message = _submission(job, placement)
+        job.num_submissions += 1
+        missing = len(job.token_ids)
+        if placement.prefill_candidates:
+            self._view.note_prefill(placement.prefill_candidates[0].worker_id, missing)
+            missing = 0
+        log.debug("request %s: %s", job.request.request_id, placement.reason)
+        return client.submit(message, uncached_tokens=missing)
+
+    async def _follow(self, job: Job, attempt: Attempt) -> AsyncGenerator[Step, None]:
+        while True:
+            token_ids: list[int] = []
+            finish_reason = ""
+            failure: TandemError | None = None
+            for update in await attempt.updates():
+                token_ids.extend(update.token_ids)
+                job.cached_tokens = job.cached_tokens or update.cached_tokens
+                if update.finish_reason == "error":
+                    failure = from_code(
+                        update.error.code,
+                        update.error.message,
+                        retry_after_s=update.error.retry_after_s or None,
+                    )
+                elif update.finish_reason:
+                    finish_reason = update.finish_reason
+                    job.timings = update.timings
+            if token_ids or finish_reason:
+                job.made.extend(token_ids)
+                yield Step(token_ids, finish_reason)
+            if failure is not None:
+                raise failure
+            if finish_reason:
+                return
+
+    async def _place(self, job: Job) -> Placement:
+        matches = await self._match(job.block_hashes)
+        contract = self._view.contract()
+        work = Work(len(job.token_ids), contract.block_size if contract else 16)
+        refused = frozenset(job.refused)
+        while True:
+            workers = self._view.snapshots()
+            placement = choose(work, workers, matches, self._rng, refused=refused)
+            if placement is not None:
+                return placement
+            if job.retry_after_s is not None:
+                raise QueueFull(
+                    "the queues of all decode workers are full; try again later",
+                    retry_after_s=job.retry_after_s,
+                )
+            await self._hold(refused)
+
+    async def _match(self, block_hashes: list[bytes]) -> dict[str, int]:
+        if not block_hashes:
+            return {}
+        try:
+            async with asyncio.timeout(self._config.lookup_deadline_s):
+                return await self._lookup.match(block_hashes)
+        except (TimeoutError, RedisError, OSError) as error:
+            self._metrics.lookups_failed.inc()
+            log.debug("placing without the prefix tree: %r", error)
+            return {}
+
+    async def _hold(self, refused: frozenset[str]) -> None:
+        """Waits for a usable decode worker. Raises NoWorkers after too long, or for too many."""
+        if self._num_holding >= self._config.hold_requests_max:
+            raise NoWorkers(
+                f"no decode worker is ready and {self._num_holding} requests wait for one already",
+                retry_after_s=RETRY_AFTER_DEFAULT_S,
+            )
+        deadline_s = self._config.hold_deadline_s
+        self._num_holding += 1
+        self._metrics.requests_holding.inc()
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not self._view.has_decode_worker(refused):
+                    await self._view.wait_change()
+        except TimeoutError:
+            raise NoWorkers(
+                f"no decode worker was ready within {deadline_s:g} s",
+                retry_after_s=RETRY_AFTER_DEFAULT_S,
+            ) from None
+        finally:
+            self._num_holding -= 1
+            self._metrics.requests_holding.dec()
+
+    def _note_refusal(self, job: Job, error: TandemError) -> None:
+        assert job.placement is not None
+        job.refused.add(job.placement.decode.epoch)
+        if isinstance(error, QueueFull):
+            after_s = error.retry_after_s or RETRY_AFTER_DEFAULT_S
+            job.retry_after_s = min(after_s, job.retry_after_s or after_s)
+        self._metrics.refusals.labels(code=error.code).inc()
+
+    def _note_loss(self, job: Job, error: WorkerLost) -> None:
+        """Lets the request move, or raises what its client gets."""
+        if job.made:
+            raise WorkerLost(f"{error.message} after {len(job.made)} tokens") from error
+        if job.num_moves >= MOVES_MAX:
+            raise WorkerLost(
+                f"{error.message}; the request was moved {MOVES_MAX} times already",
+                retry_after_s=RETRY_AFTER_DEFAULT_S,
+            ) from error
+        job.num_moves += 1
+        self._metrics.moves.inc()
+        log.warning("request %s moves: %s", job.request.request_id, error.message)
+
+
+def _submission(job: Job, placement: Placement) -> pb.SubmitSequence:
+    sampling = job.request.sampling
+    return pb.SubmitSequence(
+        request_id=job.request.request_id,
+        attempt=job.num_submissions,
+        input=pb.SequenceInput(
+            token_ids=job.token_ids + job.made,
+            num_prompt_tokens=len(job.token_ids),
+            sampling=pb.Sampling(
+                temperature=sampling.effective_temperature,
+                top_k=max(0, sampling.top_k),
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                seed=job.seed,
+            ),
+            max_tokens=job.max_tokens,
+            stop_token_ids=job.stop_token_ids,
+        ),
+        prefill_candidates=[
+            pb.PrefillCandidate(worker_id=w.worker_id, epoch=w.epoch, address=w.address)
+            for w in placement.prefill_candidates
+        ],
+    )

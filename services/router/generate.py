@@ -1,0 +1,215 @@
+"""The life of a request in the router, from a checked GenerationRequest to text and usage.
+
+    prepare (tokenize, hash; off the event loop) -> dispatch (place, submit, follow) -> detokenize,
+    stop strings -> deltas
+
+Every request ends in exactly one outcome, counted in one place: stop, length, cancelled, or the
+code of an error. HTTP and gRPC both stand on this and know nothing of workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from services.config import RouterConfig
+from services.errors import DeadlineExceeded, InternalError, NoWorkers, QueueFull, TandemError
+from services.models.source import ModelFolder
+from services.models.tokenizer import Tokenizer
+from services.router.cluster_view import ClusterView
+from services.router.dispatch import Dispatcher, Job
+from services.router.metrics import Metrics
+from services.router.prompts import Chain, PromptPreparer
+from services.router.request import GenerationRequest
+from services.router.text import TextStream
+
+log = logging.getLogger(__name__)
+
+# Beyond it a router refuses: each open request costs memory and a share of the event loop.
+REQUESTS_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What became known since the delta before.
+
+    The first comes with the first token and has the prompt's ids; the last has `finish_reason`.
+    `usage` counts all up to here.
+    """
+
+    text: str
+    token_ids: list[int]
+    usage: Usage
+    finish_reason: str = ""  # "stop" or "length"
+    prompt_token_ids: list[int] | None = None
+    placement: str = ""  # why it was placed where it was
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What the router needs of the model: its tokenizer and limits, no weights."""
+
+    folder: ModelFolder
+    tokenizer: Tokenizer
+    preparer: PromptPreparer
+
+
+class Generator:
+    """Shared by all requests of a router. `model` is None until it is loaded."""
+
+    def __init__(
+        self, config: RouterConfig, view: ClusterView, dispatcher: Dispatcher, metrics: Metrics
+    ) -> None:
+        self.model: LoadedModel | None = None
+        self.config = config
+        self._view = view
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._num_running = 0
+
+    @property
+    def served_name(self) -> str:
+        if self.config.served_model_name or self.model is None:
+            return self.config.served_model_name
+        return self.model.folder.name
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens, prompt and completion together; 0 until the model is loaded."""
+        if self.model is None:
+            return 0
+        limits = [self.model.folder.config.max_model_len, self._view.max_model_len()]
+        return min(limit for limit in limits if limit is not None)
+
+    def not_ready_reason(self) -> str:
+        """Empty when requests can be served."""
+        if self.model is None:
+            return "the model is not loaded yet"
+        if self._view.has_decode_worker():
+            return ""
+        known = self._view.known()
+        if known and not any(self._view.is_compatible(w.record) for w in known):
+            return "all workers serve another model than this router"
+        return "no decode worker is ready"
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Deltas, at least one; closing the generator cancels the request wherever it is.
+
+        Raises errors of services/errors.py only.
+        """
+        outcome = "cancelled"
+        started = time.perf_counter()
+        self._num_running += 1
+        self._metrics.requests_running.inc()
+        try:
+            if self._num_running > REQUESTS_MAX:
+                raise QueueFull(f"{REQUESTS_MAX} requests are open already", retry_after_s=1.0)
+            async with aclosing(self._run(request, started)) as deltas:
+                async for delta in deltas:
+                    if delta.finish_reason:
+                        outcome = delta.finish_reason
+                    yield delta
+        except TandemError as error:
+            outcome = error.code
+            raise
+        except Exception as error:
+            outcome = InternalError.code
+            log.exception("request %s failed", request.request_id)
+            raise InternalError(f"an error inside the router: {type(error).__name__}") from error
+        finally:
+            self._num_running -= 1
+            self._metrics.requests_running.dec()
+            self._metrics.requests.labels(kind=request.kind, outcome=outcome).inc()
+            self._metrics.e2e_s.observe(time.perf_counter() - started)
+
+    async def _run(self, request: GenerationRequest, started: float) -> AsyncGenerator[Delta, None]:
+        model = self.model
+        if model is None:
+            raise NoWorkers("the model is not loaded yet", retry_after_s=1.0)
+        deadline = asyncio.get_running_loop().time() + self.config.request_deadline_s
+        job = await self._prepare(request, model)
+        self._metrics.prepare_s.observe(time.perf_counter() - started)
+        text = TextStream(model.tokenizer, request.stop)
+        steps = self._dispatcher.run(job)
+        num_sent = 0
+        last = started
+        async with aclosing(steps):
+            while True:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        step = await anext(steps)
+                except TimeoutError:
+                    raise DeadlineExceeded(
+                        f"the request took longer than {self.config.request_deadline_s:g} s"
+                    ) from None
+                piece = text.push(step.token_ids, step.finish_reason)
+                now = time.perf_counter()
+                self._observe_latency(now - last, len(piece.token_ids), first=num_sent == 0)
+                last = now
+                delta = Delta(
+                    text=piece.text,
+                    token_ids=piece.token_ids,
+                    usage=Usage(
+                        len(job.token_ids), num_sent + len(piece.token_ids), job.cached_tokens
+                    ),
+                    finish_reason=piece.finish_reason,
+                    prompt_token_ids=job.token_ids if num_sent == 0 else None,
+                    placement=job.placement.reason if job.placement else "",
+                )
+                num_sent += len(piece.token_ids)
+                self._metrics.generation_tokens.inc(len(piece.token_ids))
+                if piece.finish_reason:
+                    # Before the last delta, so that the worker is free however slow the client is.
+                    await steps.aclose()
+                    self._observe_end(job)
+                yield delta
+                if piece.finish_reason:
+                    return
+
+    async def _prepare(self, request: GenerationRequest, model: LoadedModel) -> Job:
+        max_model_len = self.max_model_len
+        request.check_against(
+            model=self.served_name,
+            vocab_size=model.folder.config.vocab_size,
+            max_model_len=max_model_len,
+        )
+        contract = self._view.contract()
+        chain = Chain.of(contract) if contract else None
+        prepared = await model.preparer.prepare(request.prompt, chain)
+        seed = request.sampling.seed
+        stop_token_ids = set(request.stop_token_ids)
+        if not request.ignore_eos:
+            stop_token_ids.update(model.tokenizer.eos_token_ids)
+        return Job(
+            request=request,
+            seed=secrets.randbits(64) if seed is None else seed % 2**64,
+            token_ids=prepared.token_ids,
+            block_hashes=prepared.block_hashes,
+            max_tokens=request.completion_limit(len(prepared.token_ids), max_model_len),
+            stop_token_ids=sorted(stop_token_ids),
+        )
+
+    def _observe_latency(self, elapsed_s: float, num_tokens: int, *, first: bool) -> None:
+        if not num_tokens:
+            return
+        if first:
+            self._metrics.ttft_s.observe(elapsed_s)
+            return
+        for _ in range(num_tokens):
+            self._metrics.itl_s.observe(elapsed_s / num_tokens)
+
+    def _observe_end(self, job: Job) -> None:
+        self._metrics.prompt_tokens.inc(len(job.token_ids))
+        self._metrics.cached_tokens.inc(job.cached_tokens)

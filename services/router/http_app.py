@@ -1,0 +1,129 @@
+"""The HTTP API: OpenAI's completions and chats, models, health, metrics.
+
+Translates only: what a request may be is decided in `request`, what becomes of it in `generate`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from services.config import RouterConfig
+from services.errors import ModelNotFound, NoWorkers
+from services.router.cluster_view import ClusterView
+from services.router.generate import Delta, Generator
+from services.router.http_body import read_json_object
+from services.router.http_cluster import add_cluster_routes
+from services.router.http_errors import JsonResponse, error_response, install_handlers
+from services.router.http_stream import EventStream, first_delta, whole_answer
+from services.router.metrics import Metrics
+from services.router.openai_replies import Replies
+from services.router.openai_requests import (
+    ChatBody,
+    CompletionBody,
+    ParsedRequest,
+    parse_chat,
+    parse_completion,
+)
+
+EXPLAIN_HEADER = "x-tandem-explain"  # sent by a client: "1" asks for the next one in the answer
+PLACEMENT_HEADER = "x-tandem-placement"
+
+Parse = Callable[[dict[str, Any], str], ParsedRequest]
+
+
+def make_app(
+    config: RouterConfig, generator: Generator, view: ClusterView, metrics: Metrics
+) -> FastAPI:
+    app = FastAPI(
+        title="Tandem",
+        description="OpenAI's API on prefill and decode workers apart from each other",
+        redirect_slashes=False,
+    )
+    install_handlers(app)
+    _add_generation(app, config, generator)
+    _add_models(app, generator)
+    _add_operations(app, generator, metrics)
+    add_cluster_routes(app, config, generator, view)
+    return app
+
+
+def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) -> None:
+    async def serve(request: Request, parse: Parse) -> Response:
+        body = await read_json_object(request, config.body_bytes_max)
+        parsed = parse(body, uuid.uuid4().hex)
+        replies = Replies(parsed, generator.served_name)
+        deltas = generator.generate(parsed.request)
+        if parsed.stream:
+            first = await first_delta(request, deltas)
+            return EventStream(first, deltas, replies, _headers(request, first))
+        answer, last = await whole_answer(request, deltas, replies)
+        return JsonResponse(answer, headers=_headers(request, last))
+
+    @app.post("/v1/completions", openapi_extra=_documented(CompletionBody))
+    async def completions(request: Request) -> Response:
+        return await serve(request, parse_completion)
+
+    @app.post("/v1/chat/completions", openapi_extra=_documented(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        return await serve(request, parse_chat)
+
+
+def _add_models(app: FastAPI, generator: Generator) -> None:
+    def model_body() -> dict[str, Any]:
+        return {
+            "id": generator.served_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "tandem",
+            "max_model_len": generator.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        data = [model_body()] if generator.model is not None else []
+        return JsonResponse({"object": "list", "data": data})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        if generator.model is None or model != generator.served_name:
+            raise ModelNotFound(
+                f"the model {model[:80]!r} is not served here; {generator.served_name!r} is",
+                param="model",
+            )
+        return JsonResponse(model_body())
+
+
+def _add_operations(app: FastAPI, generator: Generator, metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """The process answers; see /ready for whether requests are served."""
+        return JsonResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if reason := generator.not_ready_reason():
+            return error_response(NoWorkers(reason, retry_after_s=1.0))
+        return JsonResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _headers(request: Request, delta: Delta) -> dict[str, str]:
+    if request.headers.get(EXPLAIN_HEADER) in (None, "", "0"):
+        return {}
+    return {PLACEMENT_HEADER: delta.placement}
+
+
+def _documented(body: type[CompletionBody] | type[ChatBody]) -> dict[str, Any]:
+    """The body's schema for /docs: routes read it themselves, to bound it first."""
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}

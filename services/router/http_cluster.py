@@ -1,0 +1,94 @@
+"""The cluster for operators: `/v1/cluster` (state, and pool sizes to set) and `/`, a page of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import HTMLResponse, Response
+
+from services.config import RouterConfig
+from services.router.cluster_view import ClusterView, KnownWorker
+from services.router.generate import Generator
+from services.router.http_body import read_json_object
+from services.router.http_errors import JsonResponse
+from services.router.pools import POOLS, ask_sizes, check_sizes, told_pools
+
+_PAGE = Path(__file__).with_name("page.html")
+
+
+def add_cluster_routes(
+    app: FastAPI, config: RouterConfig, generator: Generator, view: ClusterView
+) -> None:
+    cluster_id = config.cluster.cluster_id
+
+    @app.get("/v1/cluster")
+    async def state() -> Response:
+        return JsonResponse(cluster_state(config, generator, view))
+
+    @app.post("/v1/cluster", status_code=202)
+    async def scale(request: Request) -> Response:
+        """Asks the pool controller for pool sizes; GET shows when they are reached."""
+        sizes = check_sizes(await read_json_object(request, config.body_bytes_max))
+        await ask_sizes(view.redis, cluster_id, sizes)
+        return JsonResponse({"wanted": sizes}, 202)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"))
+
+
+def cluster_state(config: RouterConfig, generator: Generator, view: ClusterView) -> dict[str, Any]:
+    workers = sorted(view.known(), key=lambda w: (w.record.role, w.record.worker_id))
+    reason = generator.not_ready_reason()
+    return {
+        "cluster_id": config.cluster.cluster_id,
+        "model": generator.served_name,
+        "max_model_len": generator.max_model_len,
+        "router": {"id": config.router_id, "ready": not reason, "reason": reason},
+        "redis": view.redis_state,
+        "pools": _pools(workers, told_pools(view.pools_json)),
+        "workers": [_worker(w, view) for w in workers],
+    }
+
+
+def _pools(
+    workers: list[KnownWorker], told: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The controller's word, and beside it what registered: there may be no controller."""
+    registered = Counter(w.record.role for w in workers)
+    ready = Counter(w.record.role for w in workers if w.record.state == "ready")
+    names = [p for p in POOLS if p in told or p != "router"]
+    return {
+        name: {**told.get(name, {}), "registered": registered[name], "ready": ready[name]}
+        for name in names
+    }
+
+
+def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
+    record, load = worker.record, worker.load
+    client = worker.client
+    total = load.blocks_total
+    return {
+        "id": record.worker_id,
+        "role": record.role,
+        "state": record.state,
+        "compatible": view.is_compatible(record),
+        "connected": client.is_up if client else None,
+        "address": record.address,
+        "metrics_address": record.metrics_address,
+        "host": record.host,
+        "pid": record.pid,
+        "epoch": record.epoch,
+        "started_at": record.started_at,
+        "model": record.model,
+        "compute_dtype": record.contract.compute_dtype,
+        "numerics": record.contract.numerics,
+        "block_size": record.contract.block_size,
+        "kv_use": load.blocks_used / total if total else 0.0,
+        "load": {name: getattr(load, name) for name in load.__struct_fields__},
+        "requests_here": client.num_inflight if client else 0,
+        "transports": record.transports,
+    }

@@ -1,0 +1,81 @@
+"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}.
+
+After the first streamed byte an error is one more event, `data: {"error": ...}`, and then the
+stream ends. `[DONE]` does not follow it (vLLM sends it): it says that the answer is whole. OpenAI's
+own clients raise at the event and never look for more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from services.errors import InternalError, TandemError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def error_body(error: TandemError) -> dict[str, Any]:
+    return _body(error.http_status, error.message, error.code, error.param)
+
+
+def error_response(error: TandemError) -> Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.http_status == 413:
+        headers["connection"] = "close"
+    return JsonResponse(error_body(error), error.http_status, headers)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Every error of every route takes the one shape."""
+
+    async def on_tandem(_: Request, error: Exception) -> Response:
+        assert isinstance(error, TandemError)
+        return error_response(error)
+
+    async def on_http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = {404: "not_found", 405: "method_not_allowed"}.get(
+            error.status_code, "invalid_request"
+        )
+        body = _body(error.status_code, str(error.detail), code, None)
+        return JsonResponse(body, error.status_code, dict(error.headers or {}))
+
+    async def on_gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    async def on_bug(_: Request, error: Exception) -> Response:
+        # starlette raises it again after the answer, so that the server logs it.
+        return error_response(InternalError(f"an error inside the router: {type(error).__name__}"))
+
+    app.add_exception_handler(TandemError, on_tandem)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(ClientDisconnect, on_gone)
+    app.add_exception_handler(Exception, on_bug)
+
+
+def _body(status: int, message: str, code: str, param: str | None) -> dict[str, Any]:
+    kind = _TYPES.get(status, "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,124 @@
+"""Answers that end when their client does: a whole one and a stream of server-sent events.
+
+Both listen to the connection while they wait, in every phase of the request: starlette's own
+StreamingResponse would notice only when it sends, and a queued request sends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.errors import TandemError
+from services.router.generate import Delta
+from services.router.http_errors import error_body
+from services.router.openai_replies import Replies
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_encode = msgspec.json.Encoder().encode
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Awaits `work`; raises ClientDisconnect, after `work` was cancelled, when the client goes."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events of a generation whose first delta came: then the status is known."""
+
+    def __init__(
+        self,
+        first: Delta,
+        rest: AsyncGenerator[Delta, None],
+        replies: Replies,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
+            media_type="text/event-stream",
+        )
+        # An open stream has no length.
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+        self._replies = replies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        except (ClientDisconnect, OSError):
+            log.debug("the client of %s is gone", self._replies.reply_id)
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._rest) as rest:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send_delta(send, self._first)
+            try:
+                async for delta in rest:
+                    await self._send_delta(send, delta)
+                ending = b"data: [DONE]\n\n"
+            except TandemError as error:
+                ending = b"data: " + _encode(error_body(error)) + b"\n\n"
+            await send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    async def _send_delta(self, send: Send, delta: Delta) -> None:
+        events = [b"data: " + _encode(c) + b"\n\n" for c in self._replies.chunks(delta)]
+        await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+
+
+async def first_delta(request: Request, deltas: AsyncGenerator[Delta, None]) -> Delta:
+    """Until it came nothing is sent: a refusal still gets a status of its own."""
+    try:
+        return await until_disconnect(request.receive, anext(deltas))
+    except BaseException:
+        await deltas.aclose()
+        raise
+
+
+async def whole_answer(
+    request: Request, deltas: AsyncGenerator[Delta, None], replies: Replies
+) -> tuple[dict[str, Any], Delta]:
+    """The body of an answer that is not streamed, and its last delta."""
+    return await until_disconnect(request.receive, _collect(deltas, replies))
+
+
+async def _collect(
+    deltas: AsyncGenerator[Delta, None], replies: Replies
+) -> tuple[dict[str, Any], Delta]:
+    texts: list[str] = []
+    token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
+    last: Delta | None = None
+    async with aclosing(deltas):
+        async for last in deltas:
+            texts.append(last.text)
+            token_ids.extend(last.token_ids)
+            prompt_token_ids = prompt_token_ids or last.prompt_token_ids or []
+    assert last is not None
+    return replies.whole("".join(texts), token_ids, prompt_token_ids, last), last

@@ -1,0 +1,66 @@
+"""Pool sizes between the router and the pool controller, through Redis.
+
+{tandem:CLUSTER}:scale   LIST of JSON {"prefill": 2, "decode": 1}: sizes wanted, newest first
+                         (LPUSH here; the controller takes them with RPOP)
+{tandem:CLUSTER}:pools   STRING, JSON {pool: {"wanted": n, "running": n, ...}}, written by the
+                         controller
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.config import Pool
+from services.errors import BadRequest, NoWorkers
+
+POOLS: tuple[str, ...] = get_args(Pool)
+POOL_SIZE_MAX = 4096
+# Nobody takes them while there is no controller.
+_PENDING_MAX = 64
+
+
+def check_sizes(body: dict[str, Any]) -> dict[str, int]:
+    """Raises BadRequest naming the pool at fault."""
+    allowed = f'an object of pool sizes, such as {{"prefill": 2}}; pools are {", ".join(POOLS)}'
+    if not body:
+        raise BadRequest(f"the body must be {allowed}")
+    for pool, size in body.items():
+        if pool not in POOLS:
+            raise BadRequest(f"there is no pool {pool[:80]!r}; send {allowed}", param=pool[:80])
+        if type(size) is not int or not 0 <= size <= POOL_SIZE_MAX:
+            raise BadRequest(
+                f"{pool} must be an integer from 0 to {POOL_SIZE_MAX}: the size wanted", param=pool
+            )
+    return body
+
+
+async def ask_sizes(redis: Redis, cluster_id: str, sizes: dict[str, int]) -> None:
+    """Raises NoWorkers when Redis does not answer."""
+    key = f"{{tandem:{cluster_id}}}:scale"
+    try:
+        async with redis.pipeline(transaction=True) as pipe:
+            pipe.lpush(key, msgspec.json.encode(sizes))
+            pipe.ltrim(key, 0, _PENDING_MAX - 1)
+            await pipe.execute()
+    except (RedisError, OSError) as error:
+        raise NoWorkers("pool sizes cannot be set: Redis does not answer") from error
+
+
+async def read_pools(redis: Redis, cluster_id: str) -> bytes | None:
+    """As the controller wrote them; None without a controller. Errors of redis-py pass through."""
+    value = await redis.get(f"{{tandem:{cluster_id}}}:pools")
+    return value.encode() if isinstance(value, str) else value
+
+
+def told_pools(pools_json: bytes | None) -> dict[str, dict[str, Any]]:
+    """What the controller wrote; empty without a controller."""
+    if pools_json is None:
+        return {}
+    try:
+        return msgspec.json.decode(pools_json, type=dict[str, dict[str, Any]])
+    except msgspec.DecodeError:
+        return {}

@@ -1,0 +1,188 @@
+"""One router from start to end: binds, loads the model, serves, drains.
+
+    binding -> listening (503 at /ready) -> ready -> draining (on SIGTERM or SIGINT) -> closed
+
+Listening comes first, so that probes and people see what it waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from redis.asyncio import Redis
+
+from services.config import RouterConfig
+from services.errors import ConfigError
+from services.models.source import resolve
+from services.models.tokenizer import Tokenizer
+from services.prefix_index.redis import RedisIndex
+from services.redis_client import connect
+from services.router.cluster_view import ClusterView
+from services.router.dispatch import Dispatcher
+from services.router.generate import Generator, LoadedModel
+from services.router.grpc_api import GrpcApi
+from services.router.http_app import make_app
+from services.router.metrics import Metrics
+from services.router.prompts import PromptPreparer
+
+log = logging.getLogger(__name__)
+
+DRAIN_DEADLINE_S = 30.0
+HEALTH_INTERVAL_S = 1.0
+_BACKLOG = 2048
+
+
+class Router:
+    """`run` serves until `stop` is called or the process is told to end."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._stopping = asyncio.Event()
+        self._redis: Redis = connect(config.cluster.redis_url)
+        self._metrics = Metrics()
+        self.view = ClusterView(config.cluster, self._redis)
+        self._metrics.watch(self.view)
+        lookup = RedisIndex(self._redis, config.cluster.cluster_id)
+        dispatcher = Dispatcher(config, self.view, lookup, self._metrics)
+        self.generator = Generator(config, self.view, dispatcher, self._metrics)
+        self._grpc = GrpcApi(config, self.generator)
+        self.http_port = 0
+        self.grpc_port = 0
+        self.listening = asyncio.Event()
+
+    def stop(self) -> None:
+        """Ends `run`: nothing new is accepted, live requests get the drain deadline to end."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Raises ConfigError for a taken port or a model that cannot be loaded."""
+        sock = _bind(self._config)
+        self.http_port = sock.getsockname()[1]
+        self.grpc_port = await self._grpc.start()
+        http = _HttpServer(self._app_config())
+        log.info(
+            "listening: HTTP %s:%d, gRPC %s:%d",
+            self._config.host,
+            self.http_port,
+            self._config.host,
+            self.grpc_port,
+        )
+        self.listening.set()
+        work: set[asyncio.Task[Any]] = {
+            asyncio.create_task(http.serve(sockets=[sock]), name="http"),
+            asyncio.create_task(self.view.run(), name="cluster-view"),
+            asyncio.create_task(self._load_and_watch(), name="model"),
+            asyncio.create_task(self._stopping.wait(), name="stop"),
+        }
+        try:
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await self._drain(http, work)
+
+    async def _drain(self, http: _HttpServer, work: set[asyncio.Task[Any]]) -> None:
+        log.info("draining: at most %g s", DRAIN_DEADLINE_S)
+        http.begin_stop()
+        named = {task.get_name(): task for task in work}
+        await asyncio.gather(
+            self._grpc.stop(DRAIN_DEADLINE_S), named.pop("http"), return_exceptions=True
+        )
+        for task in named.values():
+            task.cancel()
+        await asyncio.wait(named.values())
+        if self.generator.model is not None:
+            self.generator.model.preparer.close()
+        await self._redis.aclose()
+
+    async def _load_and_watch(self) -> None:
+        model = await asyncio.to_thread(_load, self._config)
+        # Only now is it known which workers serve the same model.
+        self.view.model_fingerprint = model.folder.fingerprint
+        self.generator.model = model
+        self.view.tell_change()
+        model.preparer.warm_up()
+        log.info("model %s is loaded", self.generator.served_name)
+        said: str | None = None
+        while True:
+            reason = self.generator.not_ready_reason()
+            if reason != said:
+                await self._grpc.set_ready(ready=not reason)
+                (log.warning if reason else log.info)("%s", reason or "ready")
+                said = reason
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEALTH_INTERVAL_S):
+                    await self.view.wait_change()
+
+    def _app_config(self) -> uvicorn.Config:
+        app = make_app(self._config, self.generator, self.view, self._metrics)
+        return uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=round(DRAIN_DEADLINE_S),
+        )
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers, and without its ten wake-ups a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    def begin_stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        await self._stopping.wait()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(config: RouterConfig) -> None:
+    """Blocks until SIGTERM or SIGINT. Raises ConfigError."""
+
+    async def main() -> None:
+        router = Router(config)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, router.stop)
+        await router.run()
+
+    asyncio.run(main())
+
+
+def _bind(config: RouterConfig) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.http_port))
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"HTTP port {config.host}:{config.http_port} cannot be bound ({error.strerror}); "
+            "choose another with --http-port"
+        ) from error
+    return sock
+
+
+def _load(config: RouterConfig) -> LoadedModel:
+    folder = resolve(config.model)
+    tokenizer = Tokenizer(folder.path)
+    preparer = PromptPreparer(folder.path, tokenizer, num_processes=config.tokenizer_processes)
+    return LoadedModel(folder, tokenizer, preparer)

@@ -1,0 +1,209 @@
+"""The router's end of one Decode stream to one worker: every request there shares it.
+
+States, moved by `run` alone:
+
+    down -> connecting -> up -> down (every attempt on it fails with WorkerLost) -> connecting ...
+
+An `Attempt` is one request on this worker. Its updates wait in a buffer of its own, so a client
+that reads slowly holds up nobody else; the buffer needs no back pressure, because a request makes
+at most `max_tokens` tokens and each is 4 bytes. More than that breaks the protocol and fails it.
+Commands wait in a queue that holds at most a submit and a cancel for each live request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from services.errors import InternalError, TandemError, WorkerLost
+from services.registry import Load
+from services.rpc.auth import token_metadata
+from services.rpc.options import CHANNEL_OPTIONS
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.rpc.tandem.v1 import worker_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+CONNECT_DEADLINE_S = 5.0
+BACKOFF_MIN_S = 0.1
+BACKOFF_MAX_S = 2.0
+CLOSE_DEADLINE_S = 2.0
+_LOAD_FIELDS = tuple(Load.__struct_fields__)
+
+
+class Attempt:
+    """One submission of a request to one worker; `close` it when nobody reads it any more."""
+
+    def __init__(self, client: WorkerClient, request_id: str, number: int, tokens_max: int) -> None:
+        self.worker_id = client.worker_id
+        self._client = client
+        self._request_id = request_id
+        self._number = number
+        self._tokens_left = tokens_max
+        self._updates: deque[pb.SequenceUpdate] = deque()
+        self._changed = asyncio.Event()
+        self._error: TandemError | None = None
+        self._ended = False
+
+    async def updates(self) -> list[pb.SequenceUpdate]:
+        """All that came since the last call, at least one. Raises WorkerLost, InternalError."""
+        while not self._updates:
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+        ready = list(self._updates)
+        self._updates.clear()
+        return ready
+
+    def close(self) -> None:
+        """Cancels the sequence at the worker unless it ended there. Never waits."""
+        self._client._forget(self._request_id, cancel=not self._ended and self._error is None)
+
+    def _take(self, update: pb.SequenceUpdate) -> None:
+        if update.attempt != self._number or self._ended:
+            return
+        self._tokens_left -= len(update.token_ids)
+        if self._tokens_left < 0:
+            self._fail(InternalError(f"worker {self.worker_id} sent more tokens than were asked"))
+            return
+        self._ended = bool(update.finish_reason)
+        self._updates.append(update)
+        self._changed.set()
+
+    def _fail(self, error: TandemError) -> None:
+        self._error = error
+        self._changed.set()
+
+
+class WorkerClient:
+    """Connects by itself, for ever, with a bounded back-off, until `close`."""
+
+    def __init__(
+        self, worker_id: str, address: str, token: str, *, on_change: Callable[[], None]
+    ) -> None:
+        self.worker_id = worker_id
+        self.address = address
+        self.is_up = False
+        self.load: Load | None = None
+        # Submitted since the worker last told its load: what that load cannot show yet.
+        self.num_unreported = 0
+        self.tokens_unreported = 0
+        self._token = token
+        self._on_change = on_change
+        self._attempts: dict[str, Attempt] = {}
+        self._commands: deque[pb.DecodeCommand] = deque()
+        self._command_waits = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"decode-stream-{worker_id}")
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._attempts)
+
+    def submit(self, message: pb.SubmitSequence, *, uncached_tokens: int) -> Attempt:
+        """Raises WorkerLost at once when the stream is down."""
+        if not self.is_up:
+            raise WorkerLost(f"worker {self.worker_id} is not connected")
+        made = len(message.input.token_ids) - message.input.num_prompt_tokens
+        tokens_max = message.input.max_tokens - made
+        attempt = Attempt(self, message.request_id, message.attempt, tokens_max)
+        self._attempts[message.request_id] = attempt
+        self.num_unreported += 1
+        self.tokens_unreported += uncached_tokens
+        self._send(pb.DecodeCommand(submit=message))
+        return attempt
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task], timeout=CLOSE_DEADLINE_S)
+
+    def _forget(self, request_id: str, *, cancel: bool) -> None:
+        if self._attempts.pop(request_id, None) is not None and cancel and self.is_up:
+            self._send(pb.DecodeCommand(cancel=pb.CancelSequence(request_id=request_id)))
+
+    def _send(self, command: pb.DecodeCommand) -> None:
+        self._commands.append(command)
+        self._command_waits.set()
+
+    async def _run(self) -> None:
+        backoff_s = BACKOFF_MIN_S
+        while True:
+            was_up = False
+            try:
+                async with grpc.aio.insecure_channel(
+                    self.address, options=CHANNEL_OPTIONS
+                ) as channel:
+                    await asyncio.wait_for(channel.channel_ready(), CONNECT_DEADLINE_S)
+                    was_up = True
+                    await self._serve(pb_grpc.WorkerStub(channel))  # type: ignore[no-untyped-call]
+                reason = "the worker ended the stream"
+            except TimeoutError:
+                reason = f"no connection within {CONNECT_DEADLINE_S:g} s"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except Exception as error:
+                log.exception("the stream to worker %s broke", self.worker_id)
+                reason = repr(error)
+            finally:
+                self._go_down("the router stops")
+            if was_up:
+                backoff_s = BACKOFF_MIN_S
+            log.warning(
+                "worker %s at %s is not connected: %s", self.worker_id, self.address, reason
+            )
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+
+    async def _serve(self, stub: pb_grpc.WorkerStub) -> None:
+        call = stub.Decode(metadata=token_metadata(self._token))
+        self._commands.clear()
+        writer = asyncio.create_task(self._write(call))
+        self.is_up = True
+        log.info("worker %s at %s is connected", self.worker_id, self.address)
+        self._on_change()
+        try:
+            async for update in call:
+                self._take(update)
+        finally:
+            # The stream is down: no attempt may be added while what is left is cleaned up.
+            self._go_down("its stream broke")
+            writer.cancel()
+            call.cancel()
+            await asyncio.wait([writer], timeout=CLOSE_DEADLINE_S)
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        try:
+            while True:
+                while self._commands:
+                    await call.write(self._commands.popleft())
+                self._command_waits.clear()
+                await self._command_waits.wait()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            # The reader of the same call ends with the reason and cleans up.
+            log.debug("writing to worker %s ended: %r", self.worker_id, error)
+            call.cancel()
+
+    def _take(self, update: pb.DecodeUpdate) -> None:
+        if update.HasField("load"):
+            self.load = Load(**{name: getattr(update.load, name) for name in _LOAD_FIELDS})
+            self.num_unreported = self.tokens_unreported = 0
+        for sequence in update.sequences:
+            attempt = self._attempts.get(sequence.request_id)
+            if attempt is not None:
+                attempt._take(sequence)
+
+    def _go_down(self, reason: str) -> None:
+        was_up, self.is_up = self.is_up, False
+        self.num_unreported = self.tokens_unreported = 0
+        for attempt in self._attempts.values():
+            attempt._fail(WorkerLost(f"decode worker {self.worker_id} was lost: {reason}"))
+        self._attempts.clear()
+        if was_up:
+            self._on_change()
