@@ -126,7 +126,7 @@ def _downloaded_folder(name: str, cache_dir: Path | None) -> Path:
                 cache_dir=None if cache_dir is None else cache_dir / "hub",
             )
         )
-    except Exception as error:
+    except (OSError, ValueError) as error:  # what the library's own errors derive from
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{name} is no folder here and cannot be had from the hub ({reason}); "

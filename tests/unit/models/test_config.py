@@ -1,5 +1,4 @@
 import json
-import math
 
 import pytest
 import transformers
@@ -101,11 +100,6 @@ def test_generation_config_decides_what_ends_a_sequence():
         ({"architectures": []}, "none named"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized with gptq"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported; silu is"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'.*llama3 and yarn"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "needs factor > 0"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3"),
         ({"hidden_size": None}, "hidden_size as a positive integer, not None"),
@@ -147,44 +141,3 @@ def test_a_window_in_use_is_refused(changes):
 )
 def test_a_window_that_is_not_in_use_does_not_matter(changes):
     assert ModelConfig.from_hf(llama(**changes), None).max_model_len == 512
-
-
-@pytest.mark.parametrize(
-    ("scaling", "max_model_len"),
-    [
-        ({"rope_type": "linear", "factor": 4.0}, 2048),
-        ({"rope_type": "yarn", "factor": 4.0}, 2048),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
-        (
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-            512,
-        ),
-    ],
-)
-def test_scaling_says_how_long_the_context_is(scaling, max_model_len):
-    config = ModelConfig.from_hf(llama(rope_scaling=scaling), None)
-    assert config.rope_scaling is not None
-    assert config.rope_scaling.kind == scaling["rope_type"]
-    assert config.max_model_len == max_model_len
-
-
-@pytest.mark.parametrize(
-    ("extra", "attention_factor"),
-    [
-        ({}, 0.1 * math.log(4) + 1),
-        ({"attention_factor": 1.5}, 1.5),
-        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
-    ],
-)
-def test_yarn_scales_attention_as_transformers_does(extra, attention_factor):
-    yarn = {"rope_type": "yarn", "factor": 4.0, **extra}
-    scaling = ModelConfig.from_hf(llama(rope_scaling=yarn), None).rope_scaling
-    assert scaling is not None
-    assert scaling.attention_factor == pytest.approx(attention_factor)
-    assert (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32, 1, True)

@@ -1,0 +1,82 @@
+import math
+
+import pytest
+
+from services.errors import UnsupportedModel
+from services.models.rope import RopeScaling, read_rope
+
+OLD = {"rope_theta": 500000.0, "max_position_embeddings": 512}
+
+
+def test_both_spellings_read_the_same():
+    linear = RopeScaling(kind="linear", factor=4.0)
+    old = OLD | {"rope_scaling": {"type": "linear", "factor": 4.0}}
+    parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000.0}
+    new = {"max_position_embeddings": 512, "rope_parameters": parameters}
+    assert read_rope(old) == read_rope(new) == (500000.0, linear)
+
+
+@pytest.mark.parametrize("scaling", [None, {}, {"rope_type": "default"}, {"type": "default"}])
+def test_no_scaling(scaling):
+    assert read_rope(OLD | {"rope_scaling": scaling}) == (500000.0, None)
+
+
+def test_a_theta_that_is_not_given():
+    assert read_rope({"max_position_embeddings": 512}) == (10000.0, None)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "max_model_len"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            512,
+        ),
+    ],
+)
+def test_scaling_says_how_long_the_context_is(scaling, max_model_len):
+    _, read = read_rope(OLD | {"rope_scaling": scaling})
+    assert read is not None
+    assert read.kind == scaling["rope_type"]
+    assert read.max_model_len(512) == max_model_len
+
+
+@pytest.mark.parametrize(
+    ("extra", "attention_factor"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": 1.5}, 1.5),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+    ],
+)
+def test_yarn_scales_attention_as_transformers_does(extra, attention_factor):
+    yarn = {"rope_type": "yarn", "factor": 4.0, **extra}
+    _, scaling = read_rope(OLD | {"rope_scaling": yarn})
+    assert scaling is not None
+    assert scaling.attention_factor == pytest.approx(attention_factor)
+    assert (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'.*llama3 and yarn"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "needs factor > 0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ],
+)
+def test_what_cannot_be_run_is_named(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        read_rope(OLD | changes)

@@ -1,0 +1,171 @@
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import save_file
+
+from services.errors import ConfigError, UnsupportedModel
+from services.models.source import resolve
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A Hugging Face folder as transformers saves it, with a tokenizer's place taken."""
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    path = tmp_path / "My-Model"
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def test_the_built_in_model():
+    model = resolve("smollm2")
+    assert model.name == "SmolLM2-135M-Instruct"
+    assert (model.config.vocab_size, model.config.max_model_len) == (49152, 8192)
+    assert model.config.eos_token_ids == (2,)
+    assert [file.name for file in model.weight_files] == ["model.safetensors"]
+
+
+def test_the_second_time_is_quick_and_opens_no_gguf():
+    resolve("smollm2")
+    code = (
+        "import sys, time; from services.models.source import resolve; start = time.perf_counter();"
+        "resolve('smollm2'); print(time.perf_counter() - start);"
+        "print(sorted({'gguf', 'huggingface_hub'} & set(sys.modules)));"
+        "import services.models.detokenizer, services.models.stop;"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    seconds, *loaded = run.stdout.split("\n")
+    assert float(seconds) < 0.1
+    assert loaded == ["[]", "[]", ""]
+
+
+def test_a_converted_model_keeps_its_name_when_given_as_a_folder():
+    model = resolve("smollm2")
+    assert resolve(str(model.path)) == model
+
+
+def test_a_folder(folder):
+    model = resolve(str(folder))
+    assert (model.path, model.name) == (folder, "My-Model")
+    assert model.config.num_kv_heads == 2
+    assert model.weight_files == (folder / "model.safetensors",)
+
+
+def test_a_gguf_file(tmp_path, tiny_gguf):
+    norm = {"output_norm.weight": np.ones(64, np.float32)}
+    file = tiny_gguf.write(tmp_path / "tiny.Q8_0.gguf", norm)
+    model = resolve(str(file), cache_dir=tmp_path)
+    assert model.name == "tiny"
+    assert model.path.is_relative_to(tmp_path / "models")
+
+
+def test_the_same_files_elsewhere_have_the_same_fingerprint(folder, tmp_path):
+    first = resolve(str(folder)).fingerprint
+    moved = folder.rename(tmp_path / "moved")
+    assert resolve(str(moved)).fingerprint == first
+
+
+@pytest.mark.parametrize("changed", ["config.json", "tokenizer.json", "first", "last", "header"])
+def test_every_part_counts_in_the_fingerprint(folder, changed):
+    before = resolve(str(folder)).fingerprint
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    header_bytes = int.from_bytes(content[:8], "little")
+    if changed == "first":
+        content[8 + header_bytes] ^= 1
+    elif changed == "last":
+        content[-1] ^= 1
+    elif changed == "header":
+        content[8 : 8 + header_bytes] = content[8 : 8 + header_bytes].replace(b"norm", b"morn")
+    else:
+        (folder / changed).write_text((folder / changed).read_text() + "\n")
+    weights.write_bytes(content)
+    assert resolve(str(folder)).fingerprint != before
+
+
+def test_the_index_says_which_weight_files_count(folder):
+    save_file({"x": np.zeros(1)}, folder / "consolidated.safetensors")
+    assert [file.name for file in resolve(str(folder)).weight_files] == ["model.safetensors"]
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    save_file({"y": np.zeros(1)}, folder / "b.safetensors")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors", "z": "a.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = [file.name for file in resolve(str(folder)).weight_files]
+    assert files == ["a.safetensors", "b.safetensors"]
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no b\.safetensors, which .*index\.json names"):
+        resolve(str(folder))
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_folder_that_lacks_a_file(folder, missing):
+    (folder / missing).unlink()
+    with pytest.raises(
+        ConfigError, match=rf"has no \S*{Path(missing).suffix}.*Hugging Face folder"
+    ):
+        resolve(str(folder))
+
+
+def test_files_that_are_broken(folder):
+    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ConfigError, match="not a whole safetensors file"):
+        resolve(str(folder))
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"config\.json must hold a JSON object, not a list"):
+        resolve(str(folder))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read as JSON"):
+        resolve(str(folder))
+
+
+def test_a_model_that_cannot_be_run(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel is not supported"):
+        resolve(str(folder))
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["/no/such/folder", "./nothing", "~/no-such-model", "missing.gguf", "not a name", "a/b/c/d"],
+)
+def test_nothing_found_says_what_is_accepted(model):
+    with pytest.raises(ConfigError, match=r"Hugging Face folder.*\.gguf file.*smollm2.*hub name"):
+        resolve(model)
+
+
+def test_a_hub_name_without_a_hub_fails_soon_and_clearly(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="some/model is no folder here and cannot be had"):
+        resolve("some/model", cache_dir=tmp_path)
+    assert time.monotonic() - start < 10
+
+
+def test_a_hub_name_that_was_downloaded_before(folder, tmp_path, monkeypatch):
+    """The hub's own cache, laid out as a download leaves it; nothing but the network is missing."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "hub/models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("c0ffee" + "0" * 34)
+    (repository / "snapshots").mkdir()
+    folder.rename(repository / "snapshots" / ("c0ffee" + "0" * 34))
+    model = resolve("some/model", cache_dir=tmp_path)
+    assert model.name == "some/model"
+    assert model.config.vocab_size == 32
