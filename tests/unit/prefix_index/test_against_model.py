@@ -1,0 +1,141 @@
+"""Random logs of several workers: both implementations against a model that is not clever."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from hashlib import blake2b
+from itertools import takewhile
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.prefix_index.memory import MemoryIndex
+from services.prefix_index.protocol import PrefixIndex
+from services.prefix_index.redis import RedisIndex
+from services.redis_client import connect
+
+pytestmark = pytest.mark.service
+
+# A block is its path: ((), (0,), (0, 1), ...). Its parent is the path without the last step.
+Path = tuple[int, ...]
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
+WORKERS = st.sampled_from(["w0", "w1", "w2", "w3"])
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), WORKERS, PATHS),
+        st.tuples(st.just("store"), WORKERS, PATHS),
+        st.tuples(st.just("remove"), WORKERS, PATHS),
+        st.tuples(st.just("wrong number"), WORKERS, PATHS),
+        st.tuples(st.just("wrong epoch"), WORKERS, PATHS),
+        st.tuples(st.just("reset"), WORKERS, st.just(())),
+        st.tuples(st.just("forget"), WORKERS, st.just(())),
+        st.tuples(st.just("sweep"), WORKERS, st.just(())),
+    ),
+    max_size=30,
+)
+
+
+def prefixes(path: Path) -> list[Path]:
+    return [path[: i + 1] for i in range(len(path))]
+
+
+def hashes(paths: list[Path]) -> list[bytes]:
+    return [blake2b(bytes(path), digest_size=16).digest() for path in paths]
+
+
+class Model:
+    def __init__(self) -> None:
+        self.held: dict[str, set[Path]] = {}
+
+    def match(self, path: Path) -> dict[str, int]:
+        depths = {
+            worker_id: sum(1 for _ in takewhile(held.__contains__, prefixes(path)))
+            for worker_id, held in self.held.items()
+        }
+        return {worker_id: depth for worker_id, depth in depths.items() if depth}
+
+
+class Driver:
+    """Applies operations to an index and to the model, with a correct log for each worker."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.index = index
+        self.model = Model()
+        self.epochs: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
+
+    async def apply(self, operation: str, worker_id: str, path: Path) -> None:
+        held = self.model.held.get(worker_id, set())
+        epoch, number = str(self.epochs.get(worker_id, 0)), self.numbers.get(worker_id, 0)
+        new = [p for p in prefixes(path) if p not in held]
+        gone = sorted((p for p in held if p[: len(path)] == path), key=len, reverse=True)
+        known = worker_id in self.model.held
+        match operation:
+            case "store":
+                assert await self._publish(worker_id, epoch, number, new, []) is known
+                held.update(new if known else [])
+            case "remove":
+                assert await self._publish(worker_id, epoch, number, [], gone) is known
+                held.difference_update(gone)
+            case "wrong number":
+                assert not await self._publish(worker_id, epoch, number + 1, new, [])
+            case "wrong epoch":
+                assert not await self._publish(worker_id, epoch + "x", number, [], gone)
+            case "reset":
+                self.epochs[worker_id] = int(epoch) + 1
+                self.numbers[worker_id] = 0
+                self.model.held[worker_id] = set()
+                await self.index.reset(worker_id, str(int(epoch) + 1))
+            case "forget":
+                self.model.held.pop(worker_id, None)
+                await self.index.forget(worker_id)
+            case "sweep":
+                await self.index.sweep(20_000)
+
+    async def check(self, path: Path) -> None:
+        assert await self.index.match(hashes(prefixes(path))) == self.model.match(path)
+        for worker_id, held in self.model.held.items():
+            assert await self.index.num_blocks(worker_id) == len(held)
+
+    async def _publish(
+        self, worker_id: str, epoch: str, number: int, stored: list[Path], removed: list[Path]
+    ) -> bool:
+        applied = await self.index.publish(
+            worker_id, epoch, number, hashes(stored), hashes(removed)
+        )
+        if applied:
+            self.numbers[worker_id] = number + 1
+        return applied
+
+
+async def follow(index: PrefixIndex, operations: list[tuple[str, str, Path]], probe: Path) -> None:
+    driver = Driver(index)
+    for worker_id in ("w0", "w1", "w2"):
+        await driver.apply("reset", worker_id, ())
+    for operation, worker_id, path in operations:
+        await driver.apply(operation, worker_id, path)
+        await driver.check(path or probe)
+    await driver.check(probe)
+
+
+@given(OPERATIONS, PATHS)
+@settings(max_examples=100, deadline=None)
+def test_memory_follows_the_model(operations: list[tuple[str, str, Path]], probe: Path) -> None:
+    asyncio.run(follow(MemoryIndex(), operations, probe))
+
+
+@given(OPERATIONS, PATHS)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_redis_follows_the_model(
+    redis_server: EmbeddedRedis, operations: list[tuple[str, str, Path]], probe: Path
+) -> None:
+    async def run() -> None:
+        async with connect(redis_server.url) as redis:
+            await follow(RedisIndex(redis, uuid.uuid4().hex), operations, probe)
+
+    asyncio.run(run())
