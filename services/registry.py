@@ -8,11 +8,13 @@ Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control key
 
 A record is written every `record_interval_s` by its worker and expires after `record_ttl_s`: then
 the worker is dead to everybody. The first worker sets the cluster's contract; one that differs is
-refused with a message that names each difference.
+refused with a message that names each difference, and is not seen by readers if it writes a record
+all the same. The contract goes with its last worker.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 import msgspec
@@ -20,6 +22,8 @@ from redis.asyncio import Redis
 
 from services.config import ClusterConfig
 from services.errors import Incompatible
+
+logger = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "draining"]
 PROTOCOL_VERSION = 1
@@ -80,51 +84,128 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     started_at: float = 0.0  # seconds since the Unix epoch
 
 
+# KEYS: 1 the record, 2 the set of workers, 3 the contract; all in one hash slot.
+# ARGV: 1 worker id, 2 record, 3 contract, 4 time to live in ms.
+# Returns nothing. Only a contract equal to the worker's is kept alive by it.
+_WRITE = """
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[4])
+redis.call('SADD', KEYS[2], ARGV[1])
+redis.call('PEXPIRE', KEYS[2], ARGV[4])
+local contract = redis.call('GET', KEYS[3])
+if not contract or contract == ARGV[3] then
+  redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4])
+end
+"""
+
+# KEYS: 1 the set of workers, 2 the contract, 3... records. ARGV: their worker ids, in order.
+# Drops the ids that have no record now, and the contract with the last one. Returns nothing.
+_DROP_DEAD = """
+for i = 3, #KEYS do
+  if redis.call('EXISTS', KEYS[i]) == 0 then redis.call('SREM', KEYS[1], ARGV[i - 2]) end
+end
+if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('DEL', KEYS[2]) end
+"""
+
+
 class Registry:
     """Reads and writes the records of one cluster. Errors of redis-py pass through."""
 
     def __init__(self, redis: Redis, cluster: ClusterConfig) -> None:
         self._redis = redis
-        self._prefix = f"{{tandem:{cluster.cluster_id}}}"
+        prefix = f"{{tandem:{cluster.cluster_id}}}"
+        self._workers_key = f"{prefix}:workers"
+        self._contract_key = f"{prefix}:contract"
+        self._record_prefix = f"{prefix}:worker:"
         self._ttl_ms = round(cluster.record_ttl_s * 1000)
+        self._write = redis.register_script(_WRITE)
+        self._drop_dead = redis.register_script(_DROP_DEAD)
+        self._left_out: set[str] = set()  # workers whose record `read` has complained about
 
     async def check_contract(self, contract: Contract) -> None:
         """Joins the cluster's contract, or makes it. Raises Incompatible naming the differences."""
-        key = f"{self._prefix}:contract"
-        mine = msgspec.msgpack.encode(contract)
-        await self._redis.set(key, mine, nx=True, px=self._ttl_ms)
-        found = await self._redis.get(key)
-        if found is None:
-            return
-        cluster = msgspec.msgpack.decode(found, type=Contract)
-        if differences := contract.differences(cluster):
+        await self._redis.set(self._contract_key, _shared(contract), nx=True, px=self._ttl_ms)
+        found = await self._redis.get(self._contract_key)
+        if found is not None and (differences := _differences(contract, _bytes(found))):
             raise Incompatible(
                 "this worker cannot join the cluster: its " + "; its ".join(differences)
             )
 
     async def write(self, record: WorkerRecord) -> None:
         """Keeps a worker (and the cluster's contract) alive for another time to live."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.set(
-                f"{self._prefix}:worker:{record.worker_id}",
+        await self._write(
+            keys=[self._record_key(record.worker_id), self._workers_key, self._contract_key],
+            args=[
+                record.worker_id,
                 msgspec.msgpack.encode(record),
-                px=self._ttl_ms,
-            )
-            pipe.sadd(f"{self._prefix}:workers", record.worker_id)
-            pipe.set(f"{self._prefix}:contract", msgspec.msgpack.encode(record.contract), nx=True)
-            pipe.pexpire(f"{self._prefix}:contract", self._ttl_ms)
-            await pipe.execute()
+                _shared(record.contract),
+                self._ttl_ms,
+            ],
+        )
 
     async def remove(self, worker_id: str) -> None:
-        """Removes a worker that leaves in order."""
-        await self._redis.srem(f"{self._prefix}:workers", worker_id)
-        await self._redis.delete(f"{self._prefix}:worker:{worker_id}")
+        """Removes a worker that leaves in order; the last one takes the contract with it."""
+        await self._redis.delete(self._record_key(worker_id))
+        await self._drop([worker_id])
 
     async def read(self) -> list[WorkerRecord]:
-        """Records of all workers alive, by worker id; ids whose record expired are dropped."""
-        members = await self._redis.smembers(f"{self._prefix}:workers")
-        worker_ids = sorted(m.decode() for m in members)
+        """Records of all workers alive, by worker id; ids whose record expired are dropped.
+
+        A record that this version cannot read, or whose contract is not the cluster's, is left out
+        and logged once.
+        """
+        members = await self._redis.smembers(self._workers_key)
+        worker_ids = sorted(_bytes(member).decode() for member in members)
+        self._left_out.intersection_update(worker_ids)
         if not worker_ids:
             return []
-        values = await self._redis.mget([f"{self._prefix}:worker:{w}" for w in worker_ids])
-        return [msgspec.msgpack.decode(v, type=WorkerRecord) for v in values if v is not None]
+        keys = [self._contract_key, *map(self._record_key, worker_ids)]
+        replies = await self._redis.mget(keys)
+        contract, *values = (None if reply is None else _bytes(reply) for reply in replies)
+        found = dict(zip(worker_ids, values, strict=True))
+        if dead := [worker_id for worker_id, value in found.items() if value is None]:
+            await self._drop(dead)
+        records = (
+            self._decode(worker_id, value, contract)
+            for worker_id, value in found.items()
+            if value is not None
+        )
+        return [record for record in records if record is not None]
+
+    def _decode(self, worker_id: str, value: bytes, contract: bytes | None) -> WorkerRecord | None:
+        try:
+            record = msgspec.msgpack.decode(value, type=WorkerRecord)
+            problems = [] if contract is None else _differences(record.contract, contract)
+        except msgspec.DecodeError as error:
+            problems = [f"record cannot be read by this version: {error}"]
+        if not problems:
+            self._left_out.discard(worker_id)
+            return record
+        if worker_id not in self._left_out:
+            self._left_out.add(worker_id)
+            logger.warning("worker %s is left out: its %s", worker_id, "; its ".join(problems))
+        return None
+
+    async def _drop(self, worker_ids: list[str]) -> None:
+        keys = [self._workers_key, self._contract_key, *map(self._record_key, worker_ids)]
+        await self._drop_dead(keys=keys, args=worker_ids)
+
+    def _record_key(self, worker_id: str) -> str:
+        return self._record_prefix + worker_id
+
+
+def _shared(contract: Contract) -> bytes:
+    """What is equal on all workers, as bytes that can be compared."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(contract, tensor_parallel=1))
+
+
+def _differences(mine: Contract, cluster: bytes) -> list[str]:
+    try:
+        return mine.differences(msgspec.msgpack.decode(cluster, type=Contract))
+    except msgspec.DecodeError as error:
+        return [f"version of Tandem is not the cluster's, whose contract has other fields: {error}"]
+
+
+def _bytes(value: bytes | str) -> bytes:
+    """redis-py's types admit str, for clients that decode replies; ours do not."""
+    assert isinstance(value, bytes)
+    return value

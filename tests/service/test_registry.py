@@ -1,0 +1,198 @@
+"""Worker records and the contract in a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from services.config import ClusterConfig
+from services.errors import Incompatible
+from services.registry import Contract, Load, Registry, WorkerRecord
+
+pytestmark = pytest.mark.service
+
+CONTRACT = Contract(
+    model_fingerprint="f" * 32,
+    compute_dtype="bfloat16",
+    numerics="fast",
+    block_size=16,
+    kv_dtype="bfloat16",
+    layout="v1",
+    hash_version=1,
+)
+OTHER = msgspec.structs.replace(CONTRACT, block_size=32, kv_dtype="float32")
+
+
+def a_record(worker_id: str, contract: Contract = CONTRACT) -> WorkerRecord:
+    return WorkerRecord(
+        worker_id=worker_id,
+        epoch="17:1",
+        role="decode",
+        state="ready",
+        address="127.0.0.1:4000",
+        metrics_address="127.0.0.1:4001",
+        host="here",
+        pid=1,
+        model="m",
+        max_model_len=2048,
+        contract=contract,
+        load=Load(num_running=3),
+        transports={"p0": "nixl"},
+    )
+
+
+@pytest.fixture
+def registry(redis_client: Redis, cluster_config: ClusterConfig) -> Registry:
+    return Registry(redis_client, cluster_config)
+
+
+@pytest.fixture
+def brief(redis_client: Redis, cluster_config: ClusterConfig) -> Registry:
+    """Its records live for 50 ms."""
+    return Registry(redis_client, replace(cluster_config, record_ttl_s=0.05))
+
+
+async def keys_of(redis: Redis, cluster_id: str) -> set[str]:
+    return {k.decode().split("}:")[1] async for k in redis.scan_iter(f"*{cluster_id}*", count=9999)}
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], deadline_s: float = 5.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_reads_what_was_written_by_worker_id(registry: Registry) -> None:
+    assert await registry.read() == []
+    await registry.write(a_record("w1"))
+    await registry.write(a_record("w0"))
+    changed = msgspec.structs.replace(a_record("w1"), state="draining", epoch="17:2")
+    await registry.write(changed)
+    assert await registry.read() == [a_record("w0"), changed]
+
+
+async def test_a_silent_worker_is_dead_and_its_id_is_dropped(
+    registry: Registry, brief: Registry, redis_client: Redis, cluster_id: str
+) -> None:
+    await brief.write(a_record("silent"))
+    await registry.write(a_record("alive"))
+
+    async def is_gone() -> bool:
+        return [r.worker_id for r in await registry.read()] == ["alive"]
+
+    await eventually(is_gone)
+    members = await redis_client.smembers(f"{{tandem:{cluster_id}}}:workers")  # type: ignore[misc]
+    assert members == {b"alive"}
+
+
+async def test_nothing_is_left_of_a_cluster_that_died(
+    brief: Registry, redis_client: Redis, cluster_id: str
+) -> None:
+    await brief.check_contract(CONTRACT)
+    await brief.write(a_record("w"))
+    assert await keys_of(redis_client, cluster_id) == {"workers", "worker:w", "contract"}
+
+    async def is_empty() -> bool:
+        return not await keys_of(redis_client, cluster_id)
+
+    await eventually(is_empty)
+    await brief.check_contract(OTHER)
+
+
+async def test_the_last_worker_that_leaves_takes_the_contract_with_it(
+    registry: Registry, redis_client: Redis, cluster_id: str
+) -> None:
+    await registry.check_contract(CONTRACT)
+    for worker_id in ("w0", "w1"):
+        await registry.write(a_record(worker_id))
+    await registry.remove("w0")
+    assert [r.worker_id for r in await registry.read()] == ["w1"]
+    with pytest.raises(Incompatible):
+        await registry.check_contract(OTHER)
+    await registry.remove("w1")
+    await registry.remove("never known")
+    assert await keys_of(redis_client, cluster_id) == set()
+    await registry.check_contract(OTHER)
+
+
+async def test_a_contract_that_differs_is_refused_and_each_difference_named(
+    registry: Registry,
+) -> None:
+    await registry.check_contract(CONTRACT)
+    await registry.check_contract(CONTRACT)
+    await registry.check_contract(msgspec.structs.replace(CONTRACT, tensor_parallel=2))
+    with pytest.raises(Incompatible) as caught:
+        await registry.check_contract(OTHER)
+    assert caught.value.message == (
+        "this worker cannot join the cluster: its block_size is 32, not 16; "
+        "its kv_dtype is 'float32', not 'bfloat16'"
+    )
+
+
+async def test_a_contract_of_another_version_is_refused(
+    registry: Registry, redis_client: Redis, cluster_id: str
+) -> None:
+    await redis_client.set(f"{{tandem:{cluster_id}}}:contract", msgspec.msgpack.encode({"a": 1}))
+    with pytest.raises(Incompatible, match="version of Tandem"):
+        await registry.check_contract(CONTRACT)
+
+
+async def test_a_worker_of_another_contract_is_left_out_and_keeps_no_contract_alive(
+    registry: Registry,
+    redis_client: Redis,
+    cluster_id: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    key = f"{{tandem:{cluster_id}}}:contract"
+    await registry.write(a_record("w0"))
+    await redis_client.pexpire(key, 60_000)
+    await registry.write(a_record("w1", OTHER))
+    assert await redis_client.pttl(key) > 30_000
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert [r.worker_id for r in await registry.read()] == ["w0"]
+    assert len(caplog.records) == 1
+    assert "w1" in caplog.text
+    assert "block_size is 32" in caplog.text
+
+
+async def test_another_degree_of_tensor_parallelism_is_the_same_contract(
+    registry: Registry,
+) -> None:
+    await registry.write(a_record("w0"))
+    await registry.write(a_record("w1", msgspec.structs.replace(CONTRACT, tensor_parallel=2)))
+    assert [r.contract.tensor_parallel for r in await registry.read()] == [1, 2]
+
+
+@pytest.mark.parametrize("value", [b"", b"\xc1", msgspec.msgpack.encode({"worker_id": "old"})])
+async def test_a_record_of_another_schema_is_skipped_and_logged_once(
+    registry: Registry,
+    redis_client: Redis,
+    cluster_id: str,
+    caplog: pytest.LogCaptureFixture,
+    value: bytes,
+) -> None:
+    await registry.write(a_record("new"))
+    await redis_client.set(f"{{tandem:{cluster_id}}}:worker:old", value)
+    await redis_client.sadd(f"{{tandem:{cluster_id}}}:workers", "old")  # type: ignore[misc]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert [r.worker_id for r in await registry.read()] == ["new"]
+    assert len(caplog.records) == 1
+    await registry.write(a_record("old"))
+    assert [r.worker_id for r in await registry.read()] == ["new", "old"]
+
+
+async def test_fields_that_a_newer_version_adds_are_ignored(
+    registry: Registry, redis_client: Redis, cluster_id: str
+) -> None:
+    await registry.write(a_record("w"))
+    newer = msgspec.to_builtins(a_record("w")) | {"added_later": [1]}
+    await redis_client.set(f"{{tandem:{cluster_id}}}:worker:w", msgspec.msgpack.encode(newer))
+    assert await registry.read() == [a_record("w")]

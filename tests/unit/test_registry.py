@@ -1,0 +1,38 @@
+"""The contract's comparison; what needs Redis is in tests/service/test_registry.py."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.registry import Contract
+
+CONTRACT = Contract(
+    model_fingerprint="f" * 32,
+    compute_dtype="bfloat16",
+    numerics="fast",
+    block_size=16,
+    kv_dtype="bfloat16",
+    layout="v1",
+    hash_version=1,
+)
+
+
+def test_equal_contracts_do_not_differ() -> None:
+    assert CONTRACT.differences(CONTRACT) == []
+
+
+@pytest.mark.parametrize("name", [f for f in Contract.__struct_fields__ if f != "tensor_parallel"])
+def test_each_field_counts_and_is_named(name: str) -> None:
+    value = getattr(CONTRACT, name)
+    other = msgspec.structs.replace(
+        CONTRACT, **{name: value + 1 if isinstance(value, int) else value + "x"}
+    )
+    (difference,) = CONTRACT.differences(other)
+    assert name in difference
+    assert repr(value) in difference
+    assert repr(getattr(other, name)) in difference
+
+
+def test_the_degree_of_tensor_parallelism_may_differ() -> None:
+    assert CONTRACT.differences(msgspec.structs.replace(CONTRACT, tensor_parallel=4)) == []
