@@ -118,17 +118,17 @@ class Engine:
     def restart(self, spec: SequenceSpec, unsafe_blocks: Collection[int] = ()) -> None:
         """Gives up pulled KV: the sequence waits again with `spec`, by its age at the queue's head.
 
-        `unsafe_blocks` are its blocks that a read may still write. Raises as `add` does, except
-        QueueFull, and then nothing changed.
+        `unsafe_blocks` are its blocks that a read may still write; they are quarantined. Raises as
+        `add` does, except QueueFull; the sequence is gone then.
         """
         old = self._find(spec.sequence_id)
         if Mode.FOR_PEER in (old.mode, spec.mode):
             raise InternalError(f"sequence {spec.sequence_id} is for a peer and cannot restart")
+        self._drop(old, unsafe_blocks)
         check_spec(spec, layout=self.layout, max_model_len=self.max_model_len)
         new = self._new_sequence(spec, old.arrival)
         new.num_cached_tokens = old.num_cached_tokens
         new.num_preemptions = old.num_preemptions
-        self._drop(old, unsafe_blocks)
         self._enter(new)
 
     def commit(self, sequence_id: str, first_token_id: int) -> None:
@@ -149,9 +149,14 @@ class Engine:
             self._scheduler.start(sequence)
 
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
-        """Ends a sequence in any state and frees its blocks; an unknown one is no error."""
+        """Ends a sequence in any state and frees its blocks; an unknown one is no error.
+
+        It is not heard of again, also when it just ended and that was not reported yet.
+        """
         if sequence_id in self._sequences:
             self._drop(self._sequences[sequence_id], unsafe_blocks)
+        reported = self._report.new_tokens
+        self._report.new_tokens = [new for new in reported if new.sequence_id != sequence_id]
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """No read writes these blocks any more."""

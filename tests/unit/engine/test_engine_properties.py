@@ -1,0 +1,257 @@
+"""Any order of add, step, commit, restart and remove on tiny pools gives the oracle's tokens.
+
+The machine plays the outside of one engine: clients, peers that fill or read blocks, late reads
+that scribble over quarantined blocks, and the prefix tree that follows the reported events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.engine.types import Mode, SequenceSpec
+from services.errors import NeverFits
+from tests.engine_driver import make_engine, make_spec
+from tests.toy_runner import continuation, kv_of
+
+MAX_MODEL_LEN = 14
+STEPS_MAX = 2000
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN - 1)
+modes = st.sampled_from([Mode.HERE, Mode.AWAIT_KV])
+
+
+@dataclass
+class Client:
+    """What is known outside of one sequence."""
+
+    spec: SequenceSpec
+    expected: list[int]  # the oracle's whole completion
+    made: list[int]  # of it, what is known already
+    num_cached_blocks: int | None = None  # of an AWAIT_KV sequence that was reserved
+    lent: list[int] | None = None  # FOR_PEER: reported blocks from first_wanted_block on
+    prefilled: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.spec.token_ids[: self.spec.num_prompt_tokens] + self.made
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4]),
+        num_blocks=st.integers(2, 10),
+        max_num_seqs=st.integers(1, 4),
+        max_tokens_per_step=st.integers(1, 9),
+    )
+    def start(self, block_size: int, num_blocks: int, **limits: int) -> None:
+        self.engine, self.runner = make_engine(
+            num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_MODEL_LEN, **limits
+        )
+        self.clients: dict[str, Client] = {}
+        self.quarantined: set[int] = set()
+        self.tree: dict[bytes, bytes] = {}  # block hash -> parent hash
+        self.num_added = 0
+
+    @rule(
+        prompt=prompts,
+        num_made=st.integers(0, 3),
+        mode=modes,
+        max_tokens=st.integers(1, 8),
+        stop=st.sets(st.integers(0, 15), max_size=2),
+        remote_min=st.integers(0, 6),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        num_made: int,
+        mode: Mode,
+        max_tokens: int,
+        stop: set[int],
+        remote_min: int,
+    ) -> None:
+        room = min(max_tokens, MAX_MODEL_LEN - len(prompt))
+        expected = continuation(prompt, room, stop)
+        made = expected[:num_made]
+        spec = make_spec(
+            self._new_id(),
+            prompt + made,
+            num_prompt_tokens=len(prompt),
+            mode=mode,
+            max_tokens=max_tokens,
+            stop_token_ids=sorted(stop),
+            remote_prefill_min_tokens=remote_min,
+        )
+        self._add(Client(spec, expected, made))
+
+    @rule(prompt=prompts, first_wanted=st.integers(0, 3))
+    def add_for_peer(self, prompt: list[int], first_wanted: int) -> None:
+        spec = make_spec(
+            self._new_id(), prompt, mode=Mode.FOR_PEER, first_wanted_block=first_wanted
+        )
+        self._add(Client(spec, continuation(prompt, 1), [], lent=[]))
+
+    @precondition(lambda self: self.engine.has_work())
+    @rule()
+    def step(self) -> None:
+        report = self.engine.step()
+        for reserved in report.reserved:
+            client = self.clients[reserved.sequence_id]
+            table = self.engine.block_ids(reserved.sequence_id)
+            client.num_cached_blocks = reserved.num_cached_tokens // self.engine.layout.block_size
+            assert len(table) - client.num_cached_blocks == reserved.num_missing_blocks
+            self.runner.scribble(table[client.num_cached_blocks :])
+        for run in report.final_blocks:
+            client = self.clients[run.sequence_id]
+            assert client.lent is not None
+            assert run.first_block == client.spec.first_wanted_block + len(client.lent)
+            client.lent += run.block_ids
+        for prefilled in report.prefilled:
+            client = self.clients[prefilled.sequence_id]
+            assert [prefilled.first_token_id] == client.expected
+            client.prefilled = True
+        for new in report.new_tokens:
+            client = self.clients[new.sequence_id]
+            client.made += new.token_ids
+            assert client.made == client.expected[: len(client.made)]
+            if new.finish_reason:
+                assert client.made == client.expected
+                stopped = client.made[-1] in client.spec.stop_token_ids
+                assert new.finish_reason == ("stop" if stopped else "length")
+                del self.clients[new.sequence_id]
+        for stored in report.stored:
+            assert stored.block_hash not in self.tree
+            self.tree[stored.block_hash] = stored.parent_hash
+        for block_hash in report.removed:
+            del self.tree[block_hash]
+            assert block_hash not in self.tree.values(), "removed before its children"
+
+    @precondition(lambda self: self._reserved())
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self._reserved()))
+        assert client.num_cached_blocks is not None
+        sequence_id = client.spec.sequence_id
+        self.runner.fill(
+            self.engine.block_ids(sequence_id), client.token_ids, client.num_cached_blocks
+        )
+        client.num_cached_blocks = None
+        client.made.append(client.expected[len(client.made)])
+        self.engine.commit(sequence_id, client.made[-1])
+
+    @precondition(lambda self: self._reserved())
+    @rule(data=st.data())
+    def start_local_prefill(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self._reserved()))
+        client.num_cached_blocks = None
+        self.engine.start_local_prefill(client.spec.sequence_id)
+
+    @precondition(lambda self: self._reserved())
+    @rule(data=st.data(), mode=modes, sent_first_token=st.booleans())
+    def restart(self, data: st.DataObject, mode: Mode, sent_first_token: bool) -> None:
+        client = data.draw(st.sampled_from(self._reserved()))
+        unsafe = self._draw_unsafe(data, client)
+        if sent_first_token:
+            client.made.append(client.expected[len(client.made)])
+        client.num_cached_blocks = None
+        client.spec = make_spec(
+            client.spec.sequence_id,
+            client.token_ids,
+            num_prompt_tokens=client.spec.num_prompt_tokens,
+            mode=mode,
+            max_tokens=client.spec.max_tokens,
+            stop_token_ids=client.spec.stop_token_ids,
+        )
+        self.engine.restart(client.spec, unsafe)
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(list(self.clients.values())))
+        unsafe = self._draw_unsafe(data, client) if client.num_cached_blocks is not None else []
+        del self.clients[client.spec.sequence_id]
+        self.engine.remove(client.spec.sequence_id, unsafe)
+
+    @precondition(lambda self: self.quarantined)
+    @rule(data=st.data())
+    def unquarantine(self, data: st.DataObject) -> None:
+        safe = data.draw(st.sets(st.sampled_from(sorted(self.quarantined)), min_size=1))
+        self.quarantined -= safe
+        self.engine.unquarantine(safe)
+
+    @invariant()
+    def blocks_are_whole(self) -> None:
+        self.engine.check_integrity()
+        self.runner.scribble(sorted(self.quarantined))
+        load = self.engine.load()
+        assert load.blocks_quarantined == len(self.quarantined)
+        total = load.blocks_free + load.blocks_used + load.blocks_cached + len(self.quarantined)
+        assert total == load.blocks_total
+
+    @invariant()
+    def lent_blocks_keep_their_content(self) -> None:
+        for client in self.clients.values():
+            if client.lent:
+                start = client.spec.first_wanted_block * self.engine.layout.block_size
+                wanted = kv_of(client.spec.token_ids)[start:]
+                assert self.runner.read(client.lent, len(wanted)) == wanted[: self._span(client)]
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """Peers answer, reads are fenced, and then everybody gets to the end in bounded time."""
+        self.engine.unquarantine(self.quarantined)
+        self.quarantined.clear()
+        for _ in range(STEPS_MAX):
+            while self.engine.has_work():
+                self.step()
+                self.blocks_are_whole()
+            if not self.clients:
+                break
+            for client in list(self.clients.values()):
+                if client.num_cached_blocks is not None:
+                    client.num_cached_blocks = None
+                    self.engine.start_local_prefill(client.spec.sequence_id)
+                elif client.prefilled:
+                    del self.clients[client.spec.sequence_id]
+                    self.engine.remove(client.spec.sequence_id)
+        assert not self.clients, "somebody never ends"
+        load = self.engine.load()
+        assert load.blocks_cached == len(self.tree)
+        assert load.blocks_free + load.blocks_cached == load.blocks_total
+        assert (load.num_running, load.num_waiting, load.tokens_wasted) == (0, 0, 0)
+
+    def _add(self, client: Client) -> None:
+        try:
+            self.engine.add(client.spec)
+        except NeverFits:
+            capacity = self.engine.layout.num_blocks * self.engine.layout.block_size
+            assert client.spec.num_prompt_tokens + client.spec.max_tokens > capacity
+        else:
+            self.clients[client.spec.sequence_id] = client
+
+    def _new_id(self) -> str:
+        self.num_added += 1
+        return str(self.num_added)
+
+    def _reserved(self) -> list[Client]:
+        return [c for c in self.clients.values() if c.num_cached_blocks is not None]
+
+    def _draw_unsafe(self, data: st.DataObject, client: Client) -> list[int]:
+        own = self.engine.block_ids(client.spec.sequence_id)[client.num_cached_blocks :]
+        unsafe = data.draw(st.lists(st.sampled_from(own), unique=True))
+        self.quarantined |= set(unsafe)
+        return unsafe
+
+    def _span(self, client: Client) -> int:
+        assert client.lent is not None
+        return len(client.lent) * self.engine.layout.block_size
+
+
+EngineMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestEngineMachine = EngineMachine.TestCase
