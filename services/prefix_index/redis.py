@@ -44,12 +44,19 @@ class _Script:
         self._digest = sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, redis: Redis, key: str, *args: bytes | str | int) -> Any:
-        return (await self.on_each(redis, [key], *args))[0]
+        """Loads the script when the server lost it: two more round trips."""
+        try:
+            return await redis.evalsha(self._digest, 1, key, *args)
+        except NoScriptError:
+            await redis.script_load(self._text)
+            return await redis.evalsha(self._digest, 1, key, *args)
 
     async def on_each(
         self, redis: Redis, keys: Sequence[str], *args: bytes | str | int
     ) -> list[Any]:
-        """One round trip (another two after the server lost the script): a reply for each key."""
+        """A reply for each key, in one round trip."""
+        if len(keys) == 1:  # a pipeline costs the client 30 us more
+            return [await self(redis, keys[0], *args)]
         for attempt in (1, 2):
             async with redis.pipeline(transaction=False) as pipe:
                 for key in keys:

@@ -151,6 +151,11 @@ async def test_a_server_that_lost_its_scripts_gets_them_again(
     assert await index.publish("w", "1", 0, blocks, [])
     await redis_client.script_flush()
     assert await index.match(blocks) == {"w": 5}
+    for i in range(31):
+        await index.reset(f"w{i}", "1")
+        assert await index.publish(f"w{i}", "1", 0, blocks[:1], [])
+    await redis_client.script_flush()
+    assert await index.match(blocks) == {f"w{i}": 1 for i in range(31)} | {"w": 5}
 
 
 async def test_all_keys_of_a_shard_share_a_hash_slot_and_stay_compact(
