@@ -1,0 +1,124 @@
+"""Who is in the next step, in which order, with how many tokens."""
+
+from __future__ import annotations
+
+from services.engine.block_pool import BlockPool
+from services.engine.scheduler import Schedule, Scheduler
+from services.engine.sequence import Sequence, Status
+from services.engine.types import Mode
+from tests.engine_driver import make_spec
+
+
+class Bench:
+    """A scheduler whose planned chunks count as computed, without a model."""
+
+    def __init__(self, *, num_blocks: int = 64, max_num_seqs: int = 8, tokens: int = 16) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_tokens_per_step=tokens)
+        self.sequences: list[Sequence] = []
+
+    def add(self, name: str, num_tokens: int, mode: Mode = Mode.HERE) -> Sequence:
+        sequence = Sequence.from_spec(
+            make_spec(name, list(range(num_tokens)), mode=mode, cache_salt=name.encode()),
+            arrival=len(self.sequences),
+            block_size=4,
+            chain_root=name.encode(),
+        )
+        self.sequences.append(sequence)
+        self.scheduler.enqueue(sequence)
+        return sequence
+
+    def step(self) -> list[tuple[str, int]]:
+        schedule: Schedule = self.scheduler.schedule()
+        planned = [(chunk.sequence.sequence_id, chunk.num_tokens) for chunk in schedule.chunks]
+        for chunk in schedule.chunks:
+            samples = chunk.samples
+            chunk.sequence.num_computed_tokens += chunk.num_tokens
+            if samples and chunk.sequence.mode is not Mode.FOR_PEER:
+                chunk.sequence.append(0)
+        self.scheduler.check_integrity(self.sequences)
+        return planned
+
+
+def test_decode_comes_first_and_prefill_takes_what_is_left_in_order() -> None:
+    bench = Bench(tokens=16)
+    bench.add("a", 3)
+    assert bench.step() == [("a", 3)]
+    bench.add("b", 20)
+    bench.add("c", 10)
+    assert bench.step() == [("a", 1), ("b", 15)]
+    assert bench.step() == [("a", 1), ("b", 5), ("c", 10)]
+    assert bench.step() == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_a_step_has_at_most_max_num_seqs() -> None:
+    bench = Bench(max_num_seqs=2)
+    for name in "abc":
+        bench.add(name, 2)
+    assert bench.step() == [("a", 2), ("b", 2)]
+    assert bench.step() == [("a", 1), ("b", 1)]
+    assert [s.sequence_id for s in bench.scheduler.waiting] == ["c"]
+
+
+def test_first_come_first_served_also_when_a_later_one_would_fit() -> None:
+    bench = Bench(num_blocks=4)
+    bench.add("a", 12)
+    bench.add("b", 8)
+    bench.add("c", 1)
+    assert bench.step() == [("a", 12)]
+    assert [s.sequence_id for s in bench.scheduler.waiting] == ["b", "c"]
+    assert bench.scheduler.waiting[0].block_table == []
+
+
+def test_the_last_chunk_for_a_peer_is_at_most_a_quarter_of_the_budget() -> None:
+    bench = Bench(tokens=16)
+    bench.add("a", 30, Mode.FOR_PEER)
+    assert [bench.step() for _ in range(3)] == [[("a", 16)], [("a", 10)], [("a", 4)]]
+    bench = Bench(tokens=16)
+    bench.add("b", 6, Mode.FOR_PEER)
+    assert [bench.step() for _ in range(2)] == [[("b", 3)], [("b", 3)]]
+
+
+def test_the_youngest_is_preempted_and_waits_by_its_age() -> None:
+    bench = Bench(num_blocks=5, tokens=32)
+    a, b, c = (bench.add(name, n) for name, n in (("a", 8), ("b", 4), ("c", 7)))
+    bench.step()
+    assert (a.block_table, b.block_table, c.block_table) == ([0, 1], [2], [3, 4])
+    assert bench.step() == [("a", 1), ("b", 1)]
+    assert (a.block_table, b.block_table) == ([0, 1, 3], [2, 4])
+    assert (c.status, c.num_preemptions, c.block_table) == (Status.WAITING, 1, [])
+    d = bench.add("d", 1)
+    assert bench.scheduler.waiting == [c, d]
+    assert c.token_ids == [*range(7), 0]  # what it made is kept, and computed again
+
+
+def test_nobody_takes_blocks_from_an_older_one() -> None:
+    bench = Bench(num_blocks=3)
+    a, b = bench.add("a", 7), bench.add("b", 4)
+    bench.step()
+    assert bench.step() == [("a", 1)]
+    assert (a.num_preemptions, b.num_preemptions) == (0, 1)
+    assert b.status is Status.WAITING
+
+
+def test_a_sequence_for_a_peer_is_never_preempted() -> None:
+    bench = Bench(num_blocks=5, tokens=8)
+    a = bench.add("a", 7)
+    bench.step()
+    peer = bench.add("peer", 12, Mode.FOR_PEER)
+    assert bench.step() == [("a", 1), ("peer", 7)]
+    assert bench.step() == [("peer", 3)]  # `a` lacks a block, and has nobody to take it from
+    assert (a.num_preemptions, peer.num_preemptions) == (1, 0)
+
+
+def test_has_no_work_while_the_oldest_cannot_be_admitted() -> None:
+    bench = Bench(num_blocks=2)
+    awaiting = bench.add("a", 8, Mode.AWAIT_KV)
+    bench.add("b", 1)
+    bench.step()
+    assert awaiting.status is Status.AWAITING_KV
+    assert not bench.scheduler.has_work()
+    bench.scheduler.withdraw(awaiting)
+    bench.sequences.remove(awaiting)
+    bench.pool.release(awaiting.let_go())
+    assert bench.scheduler.has_work()

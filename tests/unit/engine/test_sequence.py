@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from services.block_hash import hash_blocks
+from services.engine.sequence import Sequence
+from services.engine.types import Mode
+from tests.engine_driver import make_spec
+
+
+def make(num_tokens: int, mode: Mode = Mode.HERE, **fields: object) -> Sequence:
+    spec = make_spec("a", list(range(num_tokens)), mode=mode, **fields)
+    return Sequence.from_spec(spec, arrival=0, block_size=4, chain_root=b"root")
+
+
+def test_hashes_grow_with_the_tokens() -> None:
+    sequence = make(3)
+    assert sequence.block_hashes == []
+    for token_id in range(3, 13):
+        sequence.append(token_id)
+        assert sequence.block_hashes == hash_blocks(b"root", list(range(token_id + 1)), 4)
+
+
+def test_the_last_token_is_never_taken_from_the_cache() -> None:
+    assert [len(make(n).reusable_hashes) for n in (3, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
+
+
+def test_blocks_that_are_final() -> None:
+    for mode, expected in ((Mode.HERE, 1), (Mode.FOR_PEER, 2)):
+        sequence = make(6, mode)
+        sequence.hold([0, 1], 0)
+        assert sequence.num_final_blocks == 0
+        sequence.num_computed_tokens = 5
+        assert sequence.num_final_blocks == 1
+        sequence.num_computed_tokens = 6
+        assert sequence.num_final_blocks == expected
+
+
+def test_only_the_first_admission_counts_as_cached_and_only_of_the_prompt() -> None:
+    sequence = make(12, num_prompt_tokens=6)
+    sequence.hold([0, 1, 2], 2)
+    assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (8, 6)
+    assert sequence.let_go() == [0, 1, 2]
+    sequence.hold([0, 1, 2], 0)
+    assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (0, 6)
+
+
+def test_finish_reasons() -> None:
+    sequence = make(4, max_tokens=2, stop_token_ids=[3, 7])
+    assert sequence.finish_reason(100) == ""  # token 3 is the prompt's
+    sequence.append(7)
+    assert sequence.finish_reason(100) == "stop"
+    sequence.append(8)
+    assert sequence.finish_reason(100) == "length"
+    other = make(4, max_tokens=9)
+    other.append(1)
+    assert (other.finish_reason(6), other.finish_reason(5)) == ("", "length")
