@@ -72,7 +72,7 @@ def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
     client = worker.client
     total = load.blocks_total
     return {
-        "id": record.worker_id,
+        "worker_id": record.worker_id,
         "role": record.role,
         "state": record.state,
         "compatible": view.is_compatible(record),

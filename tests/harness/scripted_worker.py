@@ -1,0 +1,190 @@
+"""A peer that speaks the real Decode protocol and says what a test wrote down, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+from redis.asyncio import Redis
+
+from services.config import ClusterConfig
+from services.registry import Contract, Load, Registry, State, WorkerRecord
+from services.rpc.auth import TokenInterceptor
+from services.rpc.options import SERVER_OPTIONS
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+
+RECORD_INTERVAL_S = 0.3
+Say = Callable[[pb.SequenceUpdate], None]
+Script = Callable[[pb.SubmitSequence, Say], Awaitable[None]]
+
+
+def contract(fingerprint: str) -> Contract:
+    return Contract(
+        model_fingerprint=fingerprint,
+        compute_dtype="float32",
+        numerics="invariant",
+        block_size=16,
+        kv_dtype="float32",
+        layout="test",
+        hash_version=1,
+    )
+
+
+def update(
+    submit: pb.SubmitSequence, token_ids: list[int], finish_reason: str = "", **more: Any
+) -> pb.SequenceUpdate:
+    return pb.SequenceUpdate(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        token_ids=token_ids,
+        finish_reason=finish_reason,
+        **more,
+    )
+
+
+def refusal(submit: pb.SubmitSequence, code: str, retry_after_s: float = 0) -> pb.SequenceUpdate:
+    error = pb.WorkerError(code=code, message=f"says the test: {code}", retry_after_s=retry_after_s)
+    return update(submit, [], "error", error=error)
+
+
+def saying(
+    token_ids: list[int], *, finish_reason: str = "length", cached_tokens: int = 0
+) -> Script:
+    """Says these tokens, one an update, up to max_tokens; then ends with `finish_reason`."""
+
+    async def script(submit: pb.SubmitSequence, say: Say) -> None:
+        ids = token_ids[: submit.input.max_tokens]
+        for index, token_id in enumerate(ids):
+            last = index == len(ids) - 1
+            reason = "length" if len(ids) == submit.input.max_tokens else finish_reason
+            cached = cached_tokens if index == 0 else 0
+            say(update(submit, [token_id], reason if last else "", cached_tokens=cached))
+            await asyncio.sleep(0)
+
+    return script
+
+
+def refusing(code: str, retry_after_s: float = 0) -> Script:
+    async def script(submit: pb.SubmitSequence, say: Say) -> None:
+        say(refusal(submit, code, retry_after_s))
+
+    return script
+
+
+async def silent(submit: pb.SubmitSequence, say: Say) -> None:
+    """Never says anything."""
+
+
+class ScriptedWorker(WorkerServicer):
+    """`script` answers each submit; what came and what was cancelled is kept for the test."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        cluster: ClusterConfig,
+        *,
+        fingerprint: str,
+        worker_id: str = "decode-0",
+        role: str = "decode",
+        script: Script = silent,
+    ) -> None:
+        self.script = script
+        self.state: State = "ready"
+        self.load = Load(queue_max=8, blocks_total=1000)
+        self.submitted: list[pb.SubmitSequence] = []
+        self.cancelled: list[str] = []
+        self.address = ""
+        self.worker_id = worker_id
+        self.role = role
+        self._registry = Registry(redis, cluster)
+        self._token = cluster.token
+        self._contract = contract(fingerprint)
+        self._epoch = uuid.uuid4().hex
+        self._started_at = time.time()
+        self._server: grpc.aio.Server | None = None
+        self._recording: asyncio.Task[None] | None = None
+        self._streams: dict[asyncio.Queue[pb.DecodeUpdate | None], set[asyncio.Task[None]]] = {}
+
+    async def start(self) -> ScriptedWorker:
+        self._server = grpc.aio.server(
+            interceptors=[TokenInterceptor(self._token)], options=SERVER_OPTIONS
+        )
+        add_WorkerServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        await self.write_record()
+        self._recording = asyncio.create_task(self._keep_record())
+        return self
+
+    async def stop(self) -> None:
+        if self._recording is not None:
+            self._recording.cancel()
+        await self._registry.remove(self.worker_id)
+        if self._server is not None:
+            await self._server.stop(0)
+
+    def break_streams(self) -> None:
+        """Every router loses its stream, as when the worker dies; it may connect again."""
+        for queue in self._streams:
+            queue.put_nowait(None)
+
+    async def write_record(self) -> None:
+        await self._registry.write(
+            WorkerRecord(
+                worker_id=self.worker_id,
+                epoch=self._epoch,
+                role=self.role,
+                state=self.state,
+                address=self.address,
+                metrics_address="",
+                host="here",
+                pid=1,
+                model="scripted",
+                max_model_len=2048,
+                contract=self._contract,
+                load=self.load,
+                started_at=self._started_at,
+            )
+        )
+
+    async def Decode(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any
+    ) -> AsyncIterator[pb.DecodeUpdate]:
+        queue: asyncio.Queue[pb.DecodeUpdate | None] = asyncio.Queue()
+        tasks = self._streams[queue] = set()
+        reading = asyncio.create_task(self._read(request_iterator, queue, tasks))
+        try:
+            while (message := await queue.get()) is not None:
+                yield message
+        finally:
+            del self._streams[queue]
+            for task in (reading, *tasks):
+                task.cancel()
+
+    async def _read(
+        self,
+        commands: AsyncIterator[pb.DecodeCommand],
+        queue: asyncio.Queue[pb.DecodeUpdate | None],
+        tasks: set[asyncio.Task[None]],
+    ) -> None:
+        def say(update: pb.SequenceUpdate) -> None:
+            queue.put_nowait(pb.DecodeUpdate(sequences=[update]))
+
+        async for command in commands:
+            if command.HasField("submit"):
+                self.submitted.append(command.submit)
+                task = asyncio.ensure_future(self.script(command.submit, say))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            else:
+                self.cancelled.append(command.cancel.request_id)
+
+    async def _keep_record(self) -> None:
+        while True:
+            await asyncio.sleep(RECORD_INTERVAL_S)
+            await self.write_record()

@@ -1,0 +1,122 @@
+"""A router in this process, on a real Redis, with two scripted decode workers."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import httpx
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.config import ClusterConfig, RouterConfig
+from services.models.source import resolve
+from services.models.tokenizer import Tokenizer
+from services.redis_client import connect
+from services.router.server import Router
+from tests.harness.scripted_worker import ScriptedWorker, silent
+
+MODEL = "smollm2"
+BODY_BYTES_MAX = 1 << 20
+
+
+async def eventually(probe: Callable[[], bool], *, deadline_s: float = 10.0) -> None:
+    """Polls until `probe` says true. Raises TimeoutError."""
+    async with asyncio.timeout(deadline_s):
+        while not probe():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class RunningRouter:
+    router: Router
+    workers: list[ScriptedWorker]
+    tokenizer: Tokenizer
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+
+    def script(self, script: object) -> None:
+        """The same script for every worker."""
+        for worker in self.workers:
+            worker.script = script  # type: ignore[assignment]
+
+    @property
+    def submitted(self) -> list[object]:
+        return [s for w in self.workers for s in w.submitted]
+
+    @property
+    def cancelled(self) -> list[str]:
+        return [c for w in self.workers for c in w.cancelled]
+
+    def outcomes(self) -> dict[str, float]:
+        """Requests counted so far, by outcome."""
+        found: dict[str, float] = {}
+        for family in self.router.generator._metrics.requests.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    name = sample.labels["outcome"]
+                    found[name] = found.get(name, 0) + sample.value
+        return found
+
+    def num_running(self) -> float:
+        return self.router.generator._metrics.requests_running._value.get()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(redis_server: EmbeddedRedis) -> AsyncIterator[RunningRouter]:
+    cluster = ClusterConfig(f"test-{uuid.uuid4().hex[:12]}", redis_server.url, "a-token-for-tests")
+    folder = resolve(MODEL)
+    redis = connect(redis_server.url)
+    workers = [
+        await ScriptedWorker(
+            redis, cluster, fingerprint=folder.fingerprint, worker_id=f"decode-{n}"
+        ).start()
+        for n in range(2)
+    ]
+    router = Router(
+        RouterConfig(
+            cluster=cluster,
+            model=MODEL,
+            served_model_name="tiny",
+            http_port=0,
+            grpc_port=0,
+            body_bytes_max=BODY_BYTES_MAX,
+            hold_deadline_s=1.0,
+        )
+    )
+    task = asyncio.create_task(router.run())
+    await router.listening.wait()
+    url = f"http://127.0.0.1:{router.http_port}"
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as openai,
+    ):
+        started = RunningRouter(router, workers, Tokenizer(folder.path), http, openai)
+        await eventually(lambda: all(_is_up(router, w) for w in workers))
+        await eventually(lambda: not router.generator.not_ready_reason())
+        yield started
+    router.stop()
+    await task
+    for worker in workers:
+        await worker.stop()
+    await redis.aclose()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def router(running: RunningRouter) -> AsyncIterator[RunningRouter]:
+    """As it was at the start: both workers connected, silent, and nothing counted as theirs."""
+    running.script(silent)
+    await eventually(lambda: all(_is_up(running.router, w) for w in running.workers))
+    for worker in running.workers:
+        worker.submitted.clear()
+        worker.cancelled.clear()
+    yield running
+    await eventually(lambda: running.num_running() == 0)
+
+
+def _is_up(router: Router, worker: ScriptedWorker) -> bool:
+    client = router.view.client(worker.worker_id)
+    return client is not None and client.is_up

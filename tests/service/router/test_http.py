@@ -1,0 +1,303 @@
+"""The HTTP API on the real request path, against workers that speak the real protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from tests.harness.scripted_worker import Say, refusing, saying, silent, update
+from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter, eventually
+
+pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+
+EOS = 2  # of SmolLM2-Instruct: <|im_end|>
+CHAT = [{"role": "user", "content": "Hello!"}]
+
+
+def ids(router: RunningRouter, text: str) -> list[int]:
+    return router.tokenizer.encode(text)
+
+
+async def test_openai_client_streams_a_chat(router: RunningRouter) -> None:
+    made = [*ids(router, "Grüße aus Köln 🙂!"), EOS]
+    router.script(saying(made, finish_reason="stop", cached_tokens=16))
+    stream = await router.openai.chat.completions.create(
+        model="tiny", messages=CHAT, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == (
+        "Grüße aus Köln 🙂!"
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    usage = chunks[-1].usage
+    assert usage.prompt_tokens_details.cached_tokens == 16
+    assert usage.completion_tokens == len(ids(router, "Grüße aus Köln 🙂!")) + 1
+    submit = router.submitted[0]
+    assert list(submit.input.stop_token_ids) == [EOS]
+    prompt = router.tokenizer.decode(list(submit.input.token_ids), skip_special_tokens=False)
+    assert prompt.endswith("<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_completion_as_token_ids(router: RunningRouter) -> None:
+    made = ids(router, " one two three four")
+    router.script(saying(made))
+    answer = await router.openai.completions.create(
+        model="tiny",
+        prompt=[5, 6, 7],
+        max_tokens=3,
+        seed=-1,
+        temperature=0,
+        extra_body={"return_token_ids": True, "ignore_eos": True, "top_k": 5, "min_p": 0.5},
+    )
+    choice = answer.choices[0]
+    assert (choice.text, choice.finish_reason) == (" one two three", "length")
+    assert choice.token_ids == made[:3]
+    assert choice.prompt_token_ids == [5, 6, 7]
+    sent = router.submitted[0].input
+    assert list(sent.token_ids) == [5, 6, 7]
+    assert sent.sampling.seed == 2**64 - 1
+    assert (sent.sampling.temperature, sent.sampling.top_k, sent.sampling.min_p) == (0, 5, 0.5)
+    assert not sent.stop_token_ids
+    assert sent.max_tokens == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_string_ends_the_text_and_the_sequence(
+    router: RunningRouter, stream: bool
+) -> None:
+    made = ids(router, "alpha beta gamma delta epsilon")
+
+    async def script(submit: pb.SubmitSequence, say: Say) -> None:
+        for token_id in made:
+            say(update(submit, [token_id]))
+
+    router.script(script)
+    answer = await router.openai.completions.create(
+        model="tiny", prompt="x", stop=["nothing", "gam"], max_tokens=50, stream=stream
+    )
+    if stream:
+        chunks = [c async for c in answer]
+        text = "".join(c.choices[0].text for c in chunks)
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    else:
+        text = answer.choices[0].text
+        assert answer.usage.completion_tokens < len(made)
+        assert answer.choices[0].finish_reason == "stop"
+    assert text == "alpha beta "
+    await eventually(lambda: len(router.cancelled) == 1)
+
+
+async def test_full_worker_is_left_for_another(router: RunningRouter) -> None:
+    router.workers[0].script = refusing("queue_full")
+    router.workers[1].script = saying(ids(router, "fine"))
+    for _ in range(4):
+        answer = await router.openai.completions.create(model="tiny", prompt="x")
+        assert answer.choices[0].text == "fine"
+    assert len(router.workers[1].submitted) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_429_when_all_are_full(router: RunningRouter, stream: bool) -> None:
+    router.workers[0].script = refusing("queue_full", retry_after_s=7)
+    router.workers[1].script = refusing("queue_full", retry_after_s=3)
+    before = router.outcomes().get("queue_full", 0)
+    body = {"prompt": "x", "stream": stream}
+    answer = await router.http.post("/v1/completions", json=body)
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "3"
+    assert answer.json()["error"]["code"] == "queue_full"
+    assert len(router.submitted) == 2
+    assert router.outcomes()["queue_full"] == before + 1
+
+
+async def test_worker_lost_before_a_token_moves_the_request(router: RunningRouter) -> None:
+    breaking = asyncio.create_task(router.openai.completions.create(model="tiny", prompt="x"))
+    await eventually(lambda: bool(router.submitted))
+    lost = next(w for w in router.workers if w.submitted)
+    other = next(w for w in router.workers if w is not lost)
+    other.script = saying(ids(router, "moved"))
+    lost.break_streams()
+    assert (await breaking).choices[0].text == "moved"
+    first, second = lost.submitted[0], other.submitted[0]
+    assert (first.attempt, second.attempt) == (0, 1)
+    assert first.input == second.input
+
+
+async def test_worker_lost_after_a_token_ends_the_stream_with_an_error(
+    router: RunningRouter,
+) -> None:
+    async def script(submit: pb.SubmitSequence, say: Say) -> None:
+        say(update(submit, ids(router, "begun")))
+
+    router.script(script)
+    stream = await router.openai.completions.create(model="tiny", prompt="x", stream=True)
+    assert (await anext(stream)).choices[0].text == "begun"
+    for worker in router.workers:
+        worker.break_streams()
+    with pytest.raises(openai.APIError, match="was lost") as raised:
+        await anext(stream)
+    assert raised.value.code == "worker_lost"
+
+
+async def test_three_losses_end_a_request(router: RunningRouter) -> None:
+    async def script(submit: pb.SubmitSequence, say: Say) -> None:
+        for worker in router.workers:
+            worker.break_streams()
+
+    router.script(script)
+    answer = await router.http.post("/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "worker_lost"
+    assert len(router.submitted) == 3
+
+
+@pytest.mark.parametrize("phase", ["queued", "decoding", "not streaming"])
+async def test_client_gone_cancels_at_the_worker(router: RunningRouter, phase: str) -> None:
+    async def slowly(submit: pb.SubmitSequence, say: Say) -> None:
+        say(update(submit, ids(router, "begun")))
+
+    router.script(slowly if phase == "decoding" else silent)
+    before = router.outcomes().get("cancelled", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.router.http_port)
+    body = json.dumps({"prompt": "x", "stream": phase != "not streaming"}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await eventually(lambda: bool(router.submitted))
+    if phase == "decoding":
+        await reader.readuntil(b"begun")
+    writer.close()
+    await eventually(lambda: len(router.cancelled) == 1, deadline_s=2)
+    assert router.cancelled == [router.submitted[0].request_id]
+    await eventually(lambda: router.outcomes().get("cancelled", 0) == before + 1, deadline_s=2)
+
+
+async def test_slow_client_does_not_hold_up_others(router: RunningRouter) -> None:
+    """A client that reads nothing, with more text than any buffer holds, beside one that reads."""
+    long = ids(router, " word") * 2000
+
+    async def script(submit: pb.SubmitSequence, say: Say) -> None:
+        for _ in range(submit.input.max_tokens):
+            say(update(submit, long[:1]))
+        say(update(submit, [], "length"))
+
+    router.script(script)
+    _, writer = await asyncio.open_connection("127.0.0.1", router.router.http_port, limit=1024)
+    body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 2000}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await eventually(lambda: bool(router.submitted))
+    answer = await router.openai.completions.create(model="tiny", prompt="x", max_tokens=5)
+    assert answer.choices[0].text == " word" * 5
+    writer.close()
+
+
+async def test_long_prompt_goes_through_the_process_pool(router: RunningRouter) -> None:
+    router.script(saying(ids(router, "ok")))
+    text = " international" * 700
+    await router.openai.completions.create(model="tiny", prompt=text, max_tokens=1)
+    assert list(router.submitted[0].input.token_ids) == ids(router, text)
+    answer = await router.http.post("/v1/completions", json={"prompt": text * 4})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_placement_is_explained_on_request(router: RunningRouter) -> None:
+    router.script(saying(ids(router, "ok")))
+    body = {"prompt": "x"}
+    answer = await router.http.post("/v1/completions", json=body, headers={"x-tandem-explain": "1"})
+    assert answer.headers["x-tandem-placement"].startswith("decode=decode-")
+    answer = await router.http.post("/v1/completions", json=body)
+    assert "x-tandem-placement" not in answer.headers
+
+
+async def test_a_body_over_the_bound_is_413(router: RunningRouter) -> None:
+    async def chunked():  # type: ignore[no-untyped-def]
+        for _ in range(10):
+            yield b"[" * BODY_BYTES_MAX
+
+    for content in (b"x" * (10 << 20), chunked()):
+        answer = await router.http.post("/v1/completions", content=content)
+        assert answer.status_code == 413
+        assert str(BODY_BYTES_MAX) in answer.json()["error"]["message"]
+
+
+BAD = [
+    ({"prompt": "x", "model": "other"}, 404, "model", "'tiny'"),
+    ({"prompt": ""}, 400, "prompt", "non-empty"),
+    ({"prompt": []}, 400, "prompt", "non-empty"),
+    ({}, 400, "prompt", "missing"),
+    ({"prompt": [1, 49152]}, 400, "prompt", "0 to 49151"),
+    ({"prompt": [1, -1]}, 400, "prompt", "0 to 49151"),
+    ({"prompt": ["a", "b"]}, 400, "prompt", "one list of token ids"),
+    ({"prompt": [1] * 2048}, 400, "prompt", "at most 2047"),
+    ({"prompt": "x " * 4000}, 400, "prompt", "at most 2047"),
+    ({"prompt": "x" * 200_000}, 400, "prompt", "at most 131072"),
+    ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "at least 1"),
+    ({"prompt": "x", "max_tokens": 2048}, 400, "max_tokens", "at most 2047"),
+    ({"prompt": "x", "max_tokens": 2**70}, 400, "max_tokens", "at least 1"),
+    ({"prompt": "x", "temperature": 2.1}, 400, "temperature", "from 0 (greedy) to 2"),
+    ({"prompt": "x", "temperature": "hot"}, 400, "temperature", "from 0 (greedy) to 2"),
+    ({"prompt": "x", "n": 2}, 400, "n", "leave it out or send 1"),
+    ({"prompt": "x", "tomperature": 1}, 400, "tomperature", "allowed are"),
+    ({"prompt": "x", "stop_token_ids": [99999]}, 400, "stop_token_ids", "0 to 49151"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "param", "says"), BAD)
+async def test_bad_requests(
+    router: RunningRouter, body: dict[str, object], status: int, param: str, says: str
+) -> None:
+    answer = await router.http.post("/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param), error
+    assert says in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert not router.submitted
+
+
+async def test_unknown_role(router: RunningRouter) -> None:
+    body = {"messages": [{"role": "wizard", "content": "x"}]}
+    answer = await router.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "system, user, assistant" in answer.json()["error"]["message"]
+
+
+async def test_worker_errors_keep_their_status(router: RunningRouter) -> None:
+    router.script(refusing("kv_capacity_exceeded"))
+    answer = await router.http.post("/v1/completions", json={"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "kv_capacity_exceeded")
+
+
+async def test_operations(router: RunningRouter) -> None:
+    assert (await router.http.get("/health")).status_code == 200
+    assert (await router.http.get("/ready")).status_code == 200
+    assert [m.id async for m in router.openai.models.list()] == ["tiny"]
+    state = (await router.http.get("/v1/cluster")).json()
+    assert [w["worker_id"] for w in state["workers"]] == ["decode-0", "decode-1"]
+    assert state["pools"]["decode"]["ready"] == 2
+    page = await router.http.get("/")
+    assert "<title>Tandem</title>" in page.text
+    metrics = (await router.http.get("/metrics")).text
+    for name in ("tandem:time_to_first_token_seconds_bucket", "tandem:prompt_tokens_total"):
+        assert name in metrics
+    answer = await router.http.get("/v1/completions")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_scaling_is_asked_through_redis(router: RunningRouter) -> None:
+    view = router.router.view
+    key = f"{{tandem:{view.cluster.cluster_id}}}"
+    answer = await router.http.post("/v1/cluster", json={"prefill": 2, "decode": 1})
+    assert answer.status_code == 202
+    assert json.loads(await view.redis.rpop(f"{key}:scale")) == {"prefill": 2, "decode": 1}
+    await view.redis.set(f"{key}:pools", json.dumps({"decode": {"wanted": 5, "running": 2}}))
+    await eventually(lambda: view.pools_json is not None)
+    state = (await router.http.get("/v1/cluster")).json()
+    assert state["pools"]["decode"] == {"wanted": 5, "running": 2, "registered": 2, "ready": 2}
+    for body in ({}, {"decode": -1}, {"decode": True}, {"gpu": 1}):
+        assert (await router.http.post("/v1/cluster", json=body)).status_code == 400
