@@ -15,11 +15,11 @@ local live = tonumber(head[2] or 0)
 local count = math.floor(#chain / 16)
 local buckets = state .. ':b:'
 
--- The live workers that hold the block at depth `depth`, which starts at 1.
+-- The slots that hold the block at depth `depth`, which starts at 1; dropped ones among them.
 local function holders(depth)
   local at = (depth - 1) * 16
   local mask = redis.call('HGET', buckets .. chain:sub(at + 1, at + 2), chain:sub(at + 3, at + 10))
-  return bit.band(tonumber(mask or 0), live)
+  return tonumber(mask or 0)
 end
 
 local function report(mask, depth)

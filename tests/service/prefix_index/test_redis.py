@@ -58,6 +58,29 @@ async def test_a_dropped_slot_is_reused_only_after_its_bits_are_swept(
     assert await index.match(blocks) == {"w": 20}
 
 
+async def test_the_sweep_covers_the_first_and_the_last_bucket(
+    index: RedisIndex, redis_client: Redis, cluster_id: str
+) -> None:
+    blocks = [bytes([high]) * 2 + bytes(14) for high in (0, 255)]
+    await index.reset("w", "1")
+    assert await index.publish("w", "1", 0, blocks, [])
+    assert len(await entries(redis_client, cluster_id)) == 1  # the fields are equal
+    await index.forget("w")
+    await sweep_all(index)
+    assert await entries(redis_client, cluster_id) == {}
+
+
+async def test_a_client_learns_of_further_shards_by_looking_up(
+    index: RedisIndex, redis_client: Redis, cluster_id: str
+) -> None:
+    blocks = chain("a", 3)
+    for i in range(70):
+        await index.reset(f"w{i}", "1")
+        assert await index.publish(f"w{i}", "1", 0, blocks, [])
+    fresh = RedisIndex(redis_client, cluster_id)
+    assert [len(await fresh.match(blocks)) for _ in range(4)] == [31, 62, 70, 70]
+
+
 async def test_a_slot_dropped_while_a_round_is_under_way_waits_for_the_next_round(
     index: RedisIndex, redis_client: Redis, cluster_id: str
 ) -> None:
@@ -68,6 +91,8 @@ async def test_a_slot_dropped_while_a_round_is_under_way_waits_for_the_next_roun
     await index.forget("w")
     assert await index.sweep(30_000)
     await index.forget("x")
+    await index.reset("z", "1")
+    assert (await state(redis_client, cluster_id))[b"slot:z"] == b"2"
     while (await state(redis_client, cluster_id))[b"sweeping"] == b"1":
         assert await index.sweep(30_000)
     await index.reset("y", "1")

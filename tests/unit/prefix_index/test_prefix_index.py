@@ -156,19 +156,12 @@ async def test_more_resets_and_workers_than_one_shard_has_slots(index: PrefixInd
     for i in range(70):
         await hold(index, f"w{i}", blocks[: i + 1])
     everyone = {f"w{i}": i + 1 for i in range(70)} | {"w": 40}
-    assert await matches_in_the_end(index, blocks) == everyone
+    assert await index.match(blocks) == everyone
     for i in range(0, 70, 2):
         await index.forget(f"w{i}")
     assert await index.match(blocks) == {
         w: depth for w, depth in everyone.items() if w == "w" or depth % 2 == 0
     }
-
-
-async def matches_in_the_end(index: PrefixIndex, blocks: list[bytes]) -> dict[str, int]:
-    """A client may learn of one further shard with each look-up."""
-    for _ in range(5):
-        found = await index.match(blocks)
-    return found
 
 
 async def test_sweeping_changes_no_match_and_ends(index: PrefixIndex) -> None:
