@@ -58,7 +58,6 @@ class ToyRunner:
     def __init__(self, *, block_size: int, max_model_len: int = 1000) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.batches: list[StepBatch] = []
 
     def layout(self, num_blocks: int) -> BlockLayout:
         return BlockLayout(
@@ -74,7 +73,6 @@ class ToyRunner:
         self.kv = torch.full(self.layout(num_blocks).shape, -1.0)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        self.batches.append(batch)
         last = [self._compute(piece) for piece in batch.slices]
         wanted = [kv for kv, piece in zip(last, batch.slices, strict=True) if piece.wants_logits]
         return torch.stack([logits_of(kv) for kv in wanted]) if wanted else torch.empty(0)

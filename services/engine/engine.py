@@ -21,19 +21,11 @@ from services.engine.batch import SequenceSlice, StepBatch
 from services.engine.block_pool import BlockPool
 from services.engine.layout import BlockLayout
 from services.engine.load import measure_load
+from services.engine.report import PendingReport
 from services.engine.sampler import sample_next
 from services.engine.scheduler import Chunk, Scheduler
 from services.engine.sequence import Sequence, Status
-from services.engine.types import (
-    EngineLoad,
-    FinalBlocks,
-    Mode,
-    NewTokens,
-    Prefilled,
-    Reserved,
-    SequenceSpec,
-    StepReport,
-)
+from services.engine.types import EngineLoad, Mode, SequenceSpec, StepReport
 from services.errors import ConfigError, InternalError, QueueFull
 
 
@@ -73,7 +65,7 @@ class Engine:
             max_tokens_per_step=config.max_tokens_per_step,
         )
         self._sequences: dict[str, Sequence] = {}
-        self._report = StepReport()
+        self._pending = PendingReport()
         self._num_arrivals = 0
         self._num_steps = 0
 
@@ -82,9 +74,9 @@ class Engine:
         started = time.perf_counter()
         schedule = self._scheduler.schedule()
         for sequence in schedule.admitted:
-            self._report_admission(sequence)
+            self._pending.admitted(sequence)
         # Peers wait for what admission found out: tell them first, compute in the next step.
-        if schedule.chunks and not (self._report.reserved or self._report.final_blocks):
+        if schedule.chunks and not self._pending.starts_a_transfer:
             logits = self._runner.forward(_batch(schedule.chunks))
             sampling = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
             tokens = iter(sample_next(logits, sampling) if sampling else ())
@@ -143,7 +135,7 @@ class Engine:
         self._store_full_blocks(sequence)
         sequence.append(first_token_id)
         if reason := sequence.finish_reason(self.max_model_len):
-            self._report_tokens(sequence, [], reason)
+            self._pending.tokens(sequence, [], reason)
             self._drop(sequence)
         else:
             self._scheduler.start(sequence)
@@ -155,8 +147,7 @@ class Engine:
         """
         if sequence_id in self._sequences:
             self._drop(self._sequences[sequence_id], unsafe_blocks)
-        reported = self._report.new_tokens
-        self._report.new_tokens = [new for new in reported if new.sequence_id != sequence_id]
+        self._pending.forget(sequence_id)
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """No read writes these blocks any more."""
@@ -167,7 +158,7 @@ class Engine:
         return list(self._find(sequence_id).block_table)
 
     def has_work(self) -> bool:
-        return self._has_report() or self._scheduler.has_work()
+        return self._pending.has_news or self._pool.has_events or self._scheduler.has_work()
 
     def load(self) -> EngineLoad:
         return measure_load(self._sequences.values(), self._pool)
@@ -182,7 +173,7 @@ class Engine:
         self._sequences[sequence.sequence_id] = sequence
         reason = sequence.finish_reason(self.max_model_len)
         if reason and sequence.mode is not Mode.FOR_PEER:
-            self._report_tokens(sequence, [], reason)
+            self._pending.tokens(sequence, [], reason)
             self._drop(sequence)
         else:
             self._scheduler.enqueue(sequence)
@@ -190,24 +181,19 @@ class Engine:
     def _advance(self, chunk: Chunk, token_id: int | None) -> None:
         """The chunk's KV is in place, and `token_id` was sampled when nothing is missing."""
         sequence = chunk.sequence
-        if sequence.in_decode:
-            self._report.num_decode_tokens += chunk.num_tokens
-        else:
-            self._report.num_prefill_tokens += chunk.num_tokens
+        self._pending.computed(sequence, chunk.num_tokens)
         sequence.num_computed_tokens += chunk.num_tokens
         self._store_full_blocks(sequence)
         if sequence.mode is Mode.FOR_PEER:
-            self._report_final_blocks(sequence)
+            self._pending.final_blocks(sequence)
             if token_id is not None:
                 self._scheduler.withdraw(sequence)
                 sequence.status = Status.HELD
-                self._report.prefilled.append(
-                    Prefilled(sequence.sequence_id, token_id, sequence.num_cached_tokens or 0)
-                )
+                self._pending.prefilled(sequence, token_id)
         elif token_id is not None:
             sequence.append(token_id)
             reason = sequence.finish_reason(self.max_model_len)
-            self._report_tokens(sequence, [token_id], reason)
+            self._pending.tokens(sequence, [token_id], reason)
             if reason:
                 self._drop(sequence)
 
@@ -261,38 +247,8 @@ class Engine:
             raise InternalError(f"sequence {sequence_id} is {sequence.status.value}, not awaiting")
         return sequence
 
-    def _report_admission(self, sequence: Sequence) -> None:
-        if sequence.status is Status.AWAITING_KV:
-            num_missing = len(sequence.block_table) - sequence.num_stored_blocks
-            self._report.reserved.append(
-                Reserved(sequence.sequence_id, sequence.num_computed_tokens, num_missing)
-            )
-        elif sequence.mode is Mode.FOR_PEER:
-            self._report_final_blocks(sequence)
-
-    def _report_final_blocks(self, sequence: Sequence) -> None:
-        first = sequence.num_reported_blocks
-        block_ids = sequence.block_table[first : sequence.num_final_blocks]
-        if block_ids:
-            sequence.num_reported_blocks = sequence.num_final_blocks
-            self._report.final_blocks.append(FinalBlocks(sequence.sequence_id, first, block_ids))
-
-    def _report_tokens(self, sequence: Sequence, token_ids: list[int], finish_reason: str) -> None:
-        self._report.new_tokens.append(
-            NewTokens(
-                sequence.sequence_id,
-                token_ids,
-                finish_reason,
-                sequence.num_cached_tokens or 0,
-                sequence.num_preemptions,
-            )
-        )
-
-    def _has_report(self) -> bool:
-        return bool(self._report.new_tokens) or self._pool.has_events
-
     def _take_report(self, started: float) -> StepReport:
-        report, self._report = self._report, StepReport()
+        report = self._pending.take()
         self._num_steps += 1
         report.step = self._num_steps
         report.stored, report.removed = self._pool.take_events()

@@ -113,6 +113,9 @@ class EngineMachine(RuleBasedStateMachine):
             client = self.clients[prefilled.sequence_id]
             assert [prefilled.first_token_id] == client.expected
             client.prefilled = True
+            num_blocks = len(self.engine.block_ids(prefilled.sequence_id))
+            assert client.lent is not None
+            assert len(client.lent) == max(0, num_blocks - client.spec.first_wanted_block)
         for new in report.new_tokens:
             client = self.clients[new.sequence_id]
             client.made += new.token_ids

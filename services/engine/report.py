@@ -1,0 +1,77 @@
+"""What happened on an engine since its last report, gathered until the step's end."""
+
+from __future__ import annotations
+
+from services.engine.sequence import Sequence, Status
+from services.engine.types import (
+    FinalBlocks,
+    Mode,
+    NewTokens,
+    Prefilled,
+    Reserved,
+    StepReport,
+)
+
+
+class PendingReport:
+    def __init__(self) -> None:
+        self._report = StepReport()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something waits to be told, also when the model has nothing to compute."""
+        report = self._report
+        return bool(report.new_tokens or report.reserved or report.final_blocks or report.prefilled)
+
+    @property
+    def starts_a_transfer(self) -> bool:
+        return bool(self._report.reserved or self._report.final_blocks)
+
+    def admitted(self, sequence: Sequence) -> None:
+        if sequence.status is Status.AWAITING_KV:
+            num_missing = len(sequence.block_table) - sequence.num_stored_blocks
+            self._report.reserved.append(
+                Reserved(sequence.sequence_id, sequence.num_computed_tokens, num_missing)
+            )
+        elif sequence.mode is Mode.FOR_PEER:
+            self.final_blocks(sequence)
+
+    def computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """Told before the sequence moves on, so that its last chunk still counts as prefill."""
+        if sequence.in_decode:
+            self._report.num_decode_tokens += num_tokens
+        else:
+            self._report.num_prefill_tokens += num_tokens
+
+    def final_blocks(self, sequence: Sequence) -> None:
+        """Reports what became final of a FOR_PEER sequence and its reader wants."""
+        first = sequence.num_reported_blocks
+        block_ids = sequence.block_table[first : sequence.num_final_blocks]
+        if block_ids:
+            sequence.num_reported_blocks = sequence.num_final_blocks
+            self._report.final_blocks.append(FinalBlocks(sequence.sequence_id, first, block_ids))
+
+    def prefilled(self, sequence: Sequence, token_id: int) -> None:
+        self._report.prefilled.append(
+            Prefilled(sequence.sequence_id, token_id, sequence.num_cached_tokens or 0)
+        )
+
+    def tokens(self, sequence: Sequence, token_ids: list[int], finish_reason: str) -> None:
+        self._report.new_tokens.append(
+            NewTokens(
+                sequence_id=sequence.sequence_id,
+                token_ids=token_ids,
+                finish_reason=finish_reason,
+                num_cached_tokens=sequence.num_cached_tokens or 0,
+                num_preemptions=sequence.num_preemptions,
+            )
+        )
+
+    def forget(self, sequence_id: str) -> None:
+        """Nothing is told of the sequence any more. Between two steps only its end can be here."""
+        reported = self._report.new_tokens
+        self._report.new_tokens = [new for new in reported if new.sequence_id != sequence_id]
+
+    def take(self) -> StepReport:
+        report, self._report = self._report, StepReport()
+        return report
