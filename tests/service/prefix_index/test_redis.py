@@ -192,7 +192,8 @@ async def test_all_keys_of_a_shard_share_a_hash_slot_and_stay_compact(
     assert {k.partition(b"}")[0] for k in keys} == {f"{{tandem:{cluster_id}:0".encode()}
     buckets = [k for k in keys if b":prefix:b:" in k]
     assert len(buckets) > 1900
-    assert {await redis_client.object("ENCODING", k) for k in buckets[:20]} == {b"listpack"}
+    encodings = {await redis_client.object("ENCODING", k) for k in buckets[:20]}
+    assert encodings <= {b"listpack", b"ziplist"}  # as servers before 7.0 call it
 
 
 async def test_a_cancelled_look_up_leaves_the_connection_usable(
