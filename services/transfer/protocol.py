@@ -59,12 +59,15 @@ class PullResult(msgspec.Struct, frozen=True):
 
 
 class Transport(Protocol):
-    """The five verbs. All are called from the transfer thread only."""
+    """The verbs, and two questions. All are called from the transfer thread only."""
 
     name: str
 
     def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
         """Makes a peer readable and reads nothing yet. Raises TandemError when it cannot."""
+
+    def probe(self, pull_id: str, peer_id: str, deadline_s: float) -> None:
+        """A pull of one block into scratch memory, to see that the peer can be read."""
 
     def disconnect(self, peer_id: str) -> None:
         """Forgets a peer; pulls from it that are under way end FAILED."""
@@ -73,13 +76,28 @@ class Transport(Protocol):
         """Starts a pull; its result comes from `poll`."""
 
     def poll(self) -> list[PullResult]:
-        """Results that are new, without waiting. Each submitted pull gives exactly one."""
+        """Results that are new, without waiting. Each submitted pull gives exactly one.
+
+        Fences by itself, as soon as that disturbs no pull under way.
+        """
+
+    def unfenced(self) -> list[int]:
+        """Local blocks of FAILED pulls that became safe since last asked; their results are out."""
+
+    def wait_s(self) -> float | None:
+        """How long to leave it alone before the next `poll`; None: until the next other verb."""
 
     def cancel(self, pull_id: str) -> None:
         """Gives up on a pull: it ends FAILED unless it is DONE already."""
 
     def fence(self) -> list[int]:
-        """Makes sure that no byte of a FAILED pull lands any more; returns their local blocks."""
+        """Makes sure that no byte of a FAILED pull lands any more; returns their local blocks.
+
+        No pull may be under way.
+        """
+
+    def close(self) -> None:
+        """Ends all pulls FAILED (`poll` tells) and everything that could write into the pool."""
 
 
 def layout_fields(layout: BlockLayout) -> tuple[int, int, int, int, int, str]:

@@ -1,0 +1,80 @@
+"""Which local blocks a given-up read may still write, and when that must be ended.
+
+    fail(read) --> fenced --late_done(read)--> safe     its last byte has landed
+                         `--renewed()--------> safe     the reader that could write is gone
+
+A read belongs to the reader of its generation. Making the reader anew ends all of that generation
+at once, and would end pulls under way too: so it waits until there are none. Reads that were given
+up get `grace_s` to finish by themselves first; most do. Past `blocks_max` fenced blocks new pulls
+are refused, so that the pulls under way run out and the renewal comes.
+
+Pure bookkeeping: it knows no transport and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Fence:
+    def __init__(self, *, blocks_max: int, grace_s: float) -> None:
+        self._blocks_max = blocks_max
+        self._grace_s = grace_s
+        self._generation = 0
+        self._next_read = 0
+        self._reads: dict[int, list[int]] = {}  # read -> blocks that it may still write
+        self._blocks: set[int] = set()
+        self._last_failed_at = 0.0
+
+    @property
+    def generation(self) -> int:
+        """Counts the readers that were made; part of their names."""
+        return self._generation
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def holds_reads(self) -> bool:
+        """Whether any given-up read may still write somewhere, be it scratch memory."""
+        return bool(self._reads)
+
+    @property
+    def is_full(self) -> bool:
+        """New pulls must be refused until the reader is made anew."""
+        return len(self._blocks) > self._blocks_max
+
+    def fenced(self, block_ids: Iterable[int]) -> set[int]:
+        """Those of `block_ids` that may still be written."""
+        return self._blocks.intersection(block_ids)
+
+    def fail(self, block_ids: Iterable[int], now: float) -> int:
+        """A read under way was given up; answers the number to name it by in `late_done`."""
+        blocks = list(block_ids)
+        assert not self._blocks.intersection(blocks), "a fenced block was read into again"
+        read, self._next_read = self._next_read, self._next_read + 1
+        self._reads[read] = blocks
+        self._blocks.update(blocks)
+        self._last_failed_at = now
+        return read
+
+    def late_done(self, read: int) -> list[int]:
+        """The read has ended by itself; answers the blocks that are safe now."""
+        blocks = self._reads.pop(read)
+        self._blocks.difference_update(blocks)
+        return blocks
+
+    def renewal_due(self, now: float, num_pulls_under_way: int) -> bool:
+        """Whether the reader should be made anew now."""
+        if not self._reads or num_pulls_under_way:
+            return False
+        return self.is_full or now >= self._last_failed_at + self._grace_s
+
+    def renewed(self) -> list[int]:
+        """The reader of this generation is destroyed; answers the blocks that are safe now."""
+        blocks = sorted(self._blocks)
+        self._generation += 1
+        self._reads.clear()
+        self._blocks.clear()
+        return blocks

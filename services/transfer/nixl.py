@@ -1,0 +1,287 @@
+"""KV blocks read over NIXL from peers' pools: the Transport of protocol.py.
+
+The reader is an agent of its own, apart from the source that peers read (nixl_source.py), because
+a read cannot be taken back: one that was given up still writes when a stopped peer wakes, even
+after its handle was released and the peer removed. Only destroying the reader's agent ends it, and
+the metadata that peers hold of the source stays good.
+
+    submit --> NixlPull advances --> DONE
+                    `--error, deadline, cancel, disconnect--> FAILED; its reads under way are
+                       fenced (fence.py) until they end by themselves or the agent is made anew
+
+An agent is made, and a peer's metadata loaded, when first needed, and again after a renewal. It has
+no progress thread: an idle reader costs nothing, and `poll` makes the progress.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.engine.layout import BlockLayout
+from services.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Incompatible,
+    QueueFull,
+    TandemError,
+    WorkerLost,
+)
+from services.transfer.fence import Fence
+from services.transfer.nixl_agent import NixlAgent
+from services.transfer.nixl_pull import NixlPull, Read, Target, settled
+from services.transfer.protocol import LocalPool, Pull, PullResult, RemotePool
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 0.5  # for given-up reads to end by themselves; making the reader anew takes 20 ms
+_BACKOFF_MIN_S = 50e-6
+_BACKOFF_MAX_S = 1e-3
+_BACKOFF_FENCED_S = 10e-3  # when only given-up reads are left
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    metadata: bytes
+    pool: RemotePool
+
+
+class NixlReader:
+    name = "nixl"
+
+    def __init__(
+        self,
+        pool: LocalPool,
+        agent_name: str,
+        *,
+        quarantine_blocks_max: int,
+        delay_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`delay_s` holds the completion of each pull back by that long, for tests."""
+        self._pool = pool
+        self._block_bytes = BlockLayout(*pool.layout).block_bytes
+        self._num_blocks = BlockLayout(*pool.layout).num_blocks
+        self._scratch = ctypes.create_string_buffer(self._block_bytes)
+        self._agent_name = agent_name
+        self._delay_s = delay_s
+        self._clock = clock
+        self._agent: NixlAgent | None = None
+        self._fence = Fence(blocks_max=quarantine_blocks_max, grace_s=GRACE_S)
+        self._peers: dict[str, _Peer] = {}
+        self._loaded: dict[bytes, str] = {}  # metadata -> name of the peer's agent
+        self._pulls: dict[str, NixlPull] = {}
+        self._given_up: dict[int, tuple[str, Read]] = {}  # the fence's number -> peer's agent, read
+        self._results: list[PullResult] = []
+        self._unfenced: list[int] = []
+        self._backoff_s = _BACKOFF_MIN_S
+
+    def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
+        if pool.block_bytes != self._block_bytes:
+            raise Incompatible(
+                f"{peer_id} has blocks of {pool.block_bytes} bytes, here of {self._block_bytes}"
+            )
+        known = self._peers.get(peer_id)
+        if known is not None and known.metadata != metadata:
+            self.disconnect(peer_id)
+        self._load(metadata)
+        self._peers[peer_id] = _Peer(metadata, pool)
+
+    def probe(self, pull_id: str, peer_id: str, deadline_s: float) -> None:
+        pull = Pull(pull_id, peer_id, [0], [], deadline_s)
+        scratch = Target(ctypes.addressof(self._scratch), "DRAM", 0)
+        try:
+            self._begin(pull, scratch, target_ids=[0])
+        except TandemError as error:
+            self._fail(pull, error, safe_blocks=[])
+
+    def disconnect(self, peer_id: str) -> None:
+        peer = self._peers.pop(peer_id, None)
+        if peer is None:
+            return
+        for active in [each for each in self._pulls.values() if each.peer_id == peer_id]:
+            self._give_up(active, WorkerLost(f"{peer_id} was disconnected"))
+        if any(other.metadata == peer.metadata for other in self._peers.values()):
+            return
+        name = self._loaded.get(peer.metadata)
+        if name is None or self._agent is None:
+            return
+        if any(name == agent for agent, _ in self._given_up.values()):
+            return  # its endpoint is in use; it goes when the reader is made anew
+        del self._loaded[peer.metadata]
+        self._agent.remove_peer(name)
+
+    def submit(self, pull: Pull) -> None:
+        pool = self._pool
+        try:
+            self._check(pull)
+            target = Target(pool.address, pool.memory, pool.device_id)
+            self._begin(pull, target, target_ids=pull.local_block_ids)
+        except TandemError as error:
+            under_way = {
+                block for active in self._pulls.values() for block in active.pull.local_block_ids
+            }
+            under_way |= self._fence.fenced(pull.local_block_ids)
+            safe_blocks = [block for block in pull.local_block_ids if block not in under_way]
+            self._fail(pull, error, safe_blocks)
+
+    def poll(self) -> list[PullResult]:
+        moved = self._poll_given_up()
+        for active in list(self._pulls.values()):
+            moved |= self._advance(active)
+        if self._fence.renewal_due(self._clock(), len(self._pulls)):
+            self._unfenced.extend(self.fence())
+        self._backoff_s = 0.0 if moved else max(_BACKOFF_MIN_S, self._backoff_s * 2)
+        results, self._results = self._results, []
+        return results
+
+    def unfenced(self) -> list[int]:
+        block_ids, self._unfenced = self._unfenced, []
+        return block_ids
+
+    def wait_s(self) -> float | None:
+        if self._results or self._unfenced:
+            return 0.0
+        if self._pulls:
+            return min(self._backoff_s, _BACKOFF_MAX_S)
+        return _BACKOFF_FENCED_S if self._fence.holds_reads else None
+
+    def cancel(self, pull_id: str) -> None:
+        active = self._pulls.get(pull_id)
+        if active is not None:
+            self._give_up(active, WorkerLost("the pull was cancelled"))
+
+    def fence(self) -> list[int]:
+        assert not self._pulls, "fencing would end the pulls under way"
+        if self._agent is not None:
+            for _, read in self._given_up.values():
+                self._agent.release(read.handle)
+            self._agent.close()
+            self._agent = None
+        self._loaded.clear()
+        self._given_up.clear()
+        block_ids = self._fence.renewed()
+        log.info("the reader is made anew; blocks that are safe by that: %d", len(block_ids))
+        return block_ids
+
+    def close(self) -> None:
+        """Gives up all pulls (`poll` tells) and destroys the agent; the pool's memory may go."""
+        for active in list(self._pulls.values()):
+            self._give_up(active, WorkerLost("the worker stops"))
+        self._unfenced.extend(self.fence())
+
+    def _check(self, pull: Pull) -> None:
+        if pull.pull_id in self._pulls:
+            raise BadRequest(f"the pull {pull.pull_id} is under way already")
+        if not pull.local_block_ids or len(pull.local_block_ids) != len(pull.source_block_ids):
+            raise BadRequest(
+                f"{len(pull.source_block_ids)} source blocks for {len(pull.local_block_ids)} here"
+            )
+        _check_range(pull.local_block_ids, self._num_blocks)
+        if self._fence.is_full:
+            raise QueueFull("too many blocks are fenced: the reader must be made anew first")
+        for active in self._pulls.values():
+            if not set(active.pull.local_block_ids).isdisjoint(pull.local_block_ids):
+                raise BadRequest(f"a local block of it is read into by {active.pull.pull_id}")
+        if fenced := self._fence.fenced(pull.local_block_ids):
+            raise BadRequest(f"block {min(fenced)} is fenced: a read may still write it")
+
+    def _begin(self, pull: Pull, target: Target, *, target_ids: list[int]) -> None:
+        peer = self._peers.get(pull.peer_id)
+        if peer is None:
+            raise WorkerLost(f"the peer {pull.peer_id} is not connected")
+        _check_range(pull.source_block_ids, peer.pool.num_blocks)
+        self._pulls[pull.pull_id] = NixlPull(
+            pull,
+            peer_id=pull.peer_id,
+            peer_agent=self._load(peer.metadata),
+            source=peer.pool,
+            target=target,
+            target_ids=target_ids,
+            started_at=self._clock(),
+        )
+        self._backoff_s = 0.0
+
+    def _advance(self, active: NixlPull) -> bool:
+        assert self._agent is not None
+        now = self._clock()
+        pull = active.pull
+        try:
+            moved = active.advance(self._agent)
+        except TandemError as error:
+            self._give_up(active, error)
+            return True
+        if active.is_done and now >= active.started_at + self._delay_of(pull):
+            del self._pulls[pull.pull_id]
+            elapsed_s = self._clock() - active.started_at
+            self._results.append(PullResult(pull.pull_id, True, active.num_bytes, elapsed_s))
+            return True
+        if now >= active.started_at + pull.deadline_s:
+            self._give_up(active, DeadlineExceeded(f"not done in {pull.deadline_s:g} s"))
+            return True
+        return moved
+
+    def _delay_of(self, pull: Pull) -> float:
+        return self._delay_s if pull.local_block_ids else 0.0  # a probe is not held back
+
+    def _give_up(self, active: NixlPull, error: TandemError) -> None:
+        del self._pulls[active.pull.pull_id]
+        now = self._clock()
+        for read in active.reads:
+            number = self._fence.fail(read.local_ids, now)
+            self._given_up[number] = (active.peer_agent, read)
+        self._fail(active.pull, error, active.safe_blocks(), self._clock() - active.started_at)
+
+    def _fail(
+        self, pull: Pull, error: TandemError, safe_blocks: list[int], elapsed_s: float = 0.0
+    ) -> None:
+        self._results.append(PullResult(pull.pull_id, False, 0, elapsed_s, error.message))
+        self._unfenced.extend(safe_blocks)
+
+    def _poll_given_up(self) -> bool:
+        moved = False
+        for number, (_, read) in list(self._given_up.items()):
+            assert self._agent is not None
+            try:
+                done = settled(self._agent, read)
+            except TandemError as error:  # the fence stays until the reader is made anew
+                log.info("a given-up read ended badly: %s", error.message)
+                continue
+            if done:
+                del self._given_up[number]
+                self._unfenced.extend(self._fence.late_done(number))
+                moved = True
+        return moved
+
+    def _load(self, metadata: bytes) -> str:
+        if metadata not in self._loaded:
+            self._loaded[metadata] = self._made_agent().add_peer(metadata)
+        return self._loaded[metadata]
+
+    def _made_agent(self) -> NixlAgent:
+        if self._agent is None:
+            name = f"{self._agent_name}-{self._fence.generation}"
+            agent = NixlAgent(name, progress_delay_us=None)
+            pool = self._pool
+            agent.register(
+                address=pool.address,
+                num_bytes=pool.num_bytes,
+                device_id=pool.device_id,
+                memory=pool.memory,
+            )
+            agent.register(
+                address=ctypes.addressof(self._scratch),
+                num_bytes=self._block_bytes,
+                device_id=0,
+                memory="DRAM",
+            )
+            self._agent = agent
+        return self._agent
+
+
+def _check_range(block_ids: list[int], num_blocks: int) -> None:
+    if min(block_ids) < 0 or max(block_ids) >= num_blocks:
+        raise BadRequest(f"a block id is not in a pool of {num_blocks} blocks")

@@ -1,0 +1,197 @@
+"""The transfer thread of an engine process: it owns the transport and every handle.
+
+The engine's main thread hands it commands through a bounded queue and gets events by a callback in
+this thread. Nothing else may touch NIXL, which is not thread-safe and copies inside its calls.
+
+    start --> running --stop--> stopped          every pull still under way ends FAILED
+                 `--a bug--> broken --stop--> stopped   what comes is answered with the failure;
+                                                        fenced blocks stay fenced
+
+While no pull is under way it sleeps on its queue; else it polls, with a back-off up to 1 ms.
+It knows no asyncio, no tensors and no engine: the pool is an address and a size.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from services.config import TransferConfig
+from services.errors import InternalError, TandemError
+from services.transfer.events import (
+    PeerConnected,
+    Settled,
+    SourceReady,
+    TransferEvent,
+    Unfenced,
+)
+from services.transfer.nixl import NixlReader
+from services.transfer.nixl_source import NixlSource, remote_pool
+from services.transfer.protocol import LocalPool, Pull, PullResult, RemotePool, Transport
+
+__all__ = [
+    "PeerConnected",
+    "Settled",
+    "SourceReady",
+    "TransferEvent",
+    "TransferThread",
+    "Unfenced",
+]
+
+log = logging.getLogger(__name__)
+
+COMMANDS_MAX = 4096
+STOP_DEADLINE_S = 5.0
+
+
+class TransferThread:
+    """Methods may be called from one thread at a time; answers come as events."""
+
+    def __init__(
+        self,
+        pool: LocalPool,
+        config: TransferConfig,
+        agent_name: str,
+        on_event: Callable[[TransferEvent], None],
+    ) -> None:
+        """`on_event` runs in the transfer thread and must be quick."""
+        self._pool = pool
+        self._config = config
+        self._agent_name = agent_name
+        self._on_event = on_event
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+        self._transport: Transport = NixlReader(
+            pool,
+            f"{agent_name}-reader",
+            quarantine_blocks_max=config.quarantine_blocks_max,
+            delay_s=config.delay_s,
+        )
+        self._source: NixlSource | None = None
+        self._num_probes = 0
+        self._probes: dict[str, str] = {}  # pull id -> peer id
+        self._under_way: set[str] = set()
+        self._failure = ""
+        self._stopping = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends all pulls and agents. Raises InternalError when that takes over STOP_DEADLINE_S."""
+        self._enqueue(self._stop)
+        self._thread.join(STOP_DEADLINE_S)
+        if self._thread.is_alive():
+            raise InternalError(f"the transfer thread did not stop in {STOP_DEADLINE_S:g} s")
+
+    def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
+        """Answered by one PeerConnected, after a block was read into scratch memory."""
+        self._enqueue(lambda: self._connect(peer_id, metadata, pool))
+
+    def disconnect(self, peer_id: str) -> None:
+        self._enqueue(lambda: self._transport.disconnect(peer_id))
+
+    def submit(self, pull: Pull) -> None:
+        """Answered by exactly one Settled."""
+        self._enqueue(lambda: self._submit(pull))
+
+    def cancel(self, pull_id: str) -> None:
+        """The pull ends FAILED, unless it has ended already."""
+        self._enqueue(lambda: self._transport.cancel(pull_id))
+
+    def source(self, request_id: int) -> None:
+        """Answered by one SourceReady."""
+        self._enqueue(lambda: self._describe_source(request_id))
+
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        if self._commands.qsize() >= COMMANDS_MAX:
+            raise InternalError(f"{COMMANDS_MAX} commands wait for the transfer thread")
+        self._commands.put(command)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._turn()
+            except Exception as error:
+                log.exception("the transfer thread is broken")
+                self._break(f"the transfer thread is broken: {error!r}")
+
+    def _turn(self) -> None:
+        wait_s = None if self._failure else self._transport.wait_s()
+        try:
+            self._commands.get(block=wait_s != 0, timeout=wait_s)()
+            for _ in range(self._commands.qsize()):
+                self._commands.get_nowait()()
+        except Empty:
+            pass
+        if not self._failure:
+            self._report()
+
+    def _report(self) -> None:
+        for result in self._transport.poll():
+            if result.pull_id in self._probes:
+                self._answer_probe(result)
+            else:
+                self._settle(result)
+        if block_ids := self._transport.unfenced():
+            self._on_event(Unfenced(block_ids))
+
+    def _settle(self, result: PullResult) -> None:
+        self._under_way.discard(result.pull_id)
+        self._on_event(Settled(result))
+
+    def _answer_probe(self, result: PullResult) -> None:
+        peer_id = self._probes.pop(result.pull_id)
+        if not result.done and peer_id not in self._probes.values():
+            self._transport.disconnect(peer_id)
+        self._on_event(PeerConnected(peer_id, result.error))
+
+    def _connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
+        if self._failure:
+            self._on_event(PeerConnected(peer_id, self._failure))
+            return
+        try:
+            self._transport.connect(peer_id, metadata, pool)
+        except TandemError as error:
+            self._on_event(PeerConnected(peer_id, error.message))
+            return
+        self._num_probes += 1
+        pull_id = f"probe/{self._num_probes}"
+        self._probes[pull_id] = peer_id
+        self._transport.probe(pull_id, peer_id, self._config.connect_deadline_s)
+
+    def _submit(self, pull: Pull) -> None:
+        if self._failure:
+            self._settle(PullResult(pull.pull_id, False, error=self._failure))
+            return
+        self._under_way.add(pull.pull_id)
+        self._transport.submit(pull)
+
+    def _describe_source(self, request_id: int) -> None:
+        pool = remote_pool(self._pool)
+        try:
+            if self._source is None:
+                self._source = NixlSource(self._pool, f"{self._agent_name}-source")
+            metadata = self._source.metadata()
+        except TandemError as error:
+            self._on_event(SourceReady(request_id, b"", pool, error.message))
+            return
+        self._on_event(SourceReady(request_id, metadata, pool))
+
+    def _stop(self) -> None:
+        self._stopping = True
+        if not self._failure:
+            self._transport.close()
+        if self._source is not None:
+            self._source.close()
+
+    def _break(self, message: str) -> None:
+        """After a bug nothing is known of what is under way, so nothing is unfenced any more."""
+        self._failure = message
+        for pull_id in list(self._under_way):
+            self._settle(PullResult(pull_id, False, error=message))
+        for pull_id, peer_id in list(self._probes.items()):
+            del self._probes[pull_id]
+            self._on_event(PeerConnected(peer_id, message))
