@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: what a decoder computes, a file per operation."""

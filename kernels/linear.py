@@ -1,0 +1,44 @@
+"""Products with weight matrices: y = x W^T + b, for x [T, in] and W [out, in].
+
+`out`, if given, may be some columns of a wider tensor, so that several products fill one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+TILE_ROWS = 16
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, out]; the last bits of a row may depend on T."""
+    if out is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def linear_invariant(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, out]; each row's bits depend on that row alone. T is a multiple of TILE_ROWS.
+
+    A BLAS chooses its kernel, and with it the order of additions, by the shape of the product, so
+    every product here has the same shape.
+    """
+    assert x.shape[0] % TILE_ROWS == 0
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0])
+    transposed = weight.t()
+    for rows, result in zip(x.split(TILE_ROWS), out.split(TILE_ROWS), strict=True):
+        torch.mm(rows, transposed, out=result)
+    return out if bias is None else out.add_(bias)

@@ -1,0 +1,82 @@
+"""Rotary position embedding, in the half-split form of Llama checkpoints (arXiv:2104.09864).
+
+    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)     x1, x2: the halves of a head; the angle of
+                                                       pair i is position * frequency[i]
+
+Frequencies are per pair, [D / 2] in fp32; scalings change them, never the positions. They follow
+transformers' modeling_rope_utils.py digit for digit, because checkpoints were made with it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def rotary_frequencies(head_dim: int, theta: float) -> torch.Tensor:
+    """theta^(-2i / D) for pair i."""
+    return 1.0 / (theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
+
+
+def scale_llama3(
+    frequencies: torch.Tensor,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_len: int,
+) -> torch.Tensor:
+    """Long wavelengths divided by `factor`, short ones kept, between them interpolated."""
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (original_len / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)
+    return (1 - smooth) * frequencies / factor + smooth * frequencies
+
+
+def scale_yarn(
+    frequencies: torch.Tensor,
+    *,
+    theta: float,
+    factor: float,
+    original_len: int,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool,
+) -> torch.Tensor:
+    """Pairs that turn often in the original context kept, seldom ones divided by `factor`
+    (arXiv:2309.00071). The factor on cos and sin is the caller's."""
+    head_dim = 2 * frequencies.shape[0]
+
+    def pair_that_turns(times: float) -> float:
+        turns = original_len / (times * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # keeps the ramp finite
+    ramp = (torch.arange(head_dim // 2).float() - low) / (high - low)
+    interpolated = ramp.clamp(0, 1)
+    return frequencies / factor * interpolated + frequencies * (1 - interpolated)
+
+
+def rotary_angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) times `scale`, each [T, 1, D / 2] in fp32, to be used in every layer."""
+    angles = (positions.float().unsqueeze(-1) * frequencies).unsqueeze(1)
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotates x [T, heads, D]; computed in fp32, given back in x's dtype."""
+    cos, sin = angles
+    first, second = x.float().chunk(2, dim=-1)
+    out = x.new_empty(x.shape)
+    half = first.shape[-1]
+    out[..., :half] = first * cos - second * sin
+    out[..., half:] = second * cos + first * sin
+    return out

@@ -1,0 +1,129 @@
+"""A model with its KV pool on one device: a step's batch in, logits out.
+
+Decides device and dtypes from the settings and the hardware, loads the weights, owns the pool.
+Knows no scheduling: which blocks a sequence has is said in the batch, and believed.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from kernels.dispatch import kernels_for
+from kernels.kv_cache import KvPool
+from services.config import EngineConfig
+from services.engine.batch import StepBatch
+from services.engine.layout import BlockLayout
+from services.engine.model import Decoder
+from services.engine.step_inputs import make_step_inputs
+from services.engine.weights import load_weights
+from services.errors import ConfigError
+from services.models.source import ModelFolder
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's two, arm64's one
+
+
+class ModelRunner:
+    """`forward` may be called after `allocate`; not from two threads at once."""
+
+    kv: torch.Tensor  # the pool, of layout().shape; see `allocate`
+
+    def __init__(self, folder: ModelFolder, config: EngineConfig) -> None:
+        """Raises ConfigError for settings that this machine or model cannot follow, and
+        UnsupportedModel for a checkpoint that does not fit its config."""
+        torch.set_num_threads(config.num_threads)
+        self.device = _choose_device(config.device)
+        self.dtype_name = _choose_dtype(config, self.device)
+        self.kv_dtype_name = self.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
+        self.max_model_len = _choose_max_model_len(config, folder.config.max_model_len)
+        self._model_config = folder.config
+        self._block_size = config.block_size
+        self._kernels = kernels_for(self.device.type, config.numerics)
+        weights = load_weights(
+            folder.weight_files,
+            folder.config,
+            dtype=_DTYPES[self.dtype_name],
+            device=self.device,
+        )
+        self._decoder = Decoder(folder.config, weights, self._kernels)
+
+    def layout(self, num_blocks: int) -> BlockLayout:
+        return BlockLayout(
+            num_blocks=num_blocks,
+            num_kv_heads=self._model_config.num_kv_heads,
+            num_layers=self._model_config.num_layers,
+            block_size=self._block_size,
+            head_dim=self._model_config.head_dim,
+            dtype=self.kv_dtype_name,
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Makes the pool, zeroed: blocks are read whole, and only finite numbers may be masked."""
+        layout = self.layout(num_blocks)
+        dtype = _DTYPES[layout.dtype]
+        if self.device.type == "cpu":
+            self.kv = _zeroed_pages(layout.pool_bytes).view(dtype).view(layout.shape)
+        else:
+            self.kv = torch.zeros(layout.shape, dtype=dtype, device=self.device)
+        self._pool = KvPool(self.kv)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Computes the batch's tokens and stores their KV in the pool.
+
+        Answers fp32 logits [slices that want them, vocab], in the order of the slices.
+        """
+        inputs = make_step_inputs(batch, self._pool, row_multiple=self._kernels.row_multiple)
+        return self._decoder.forward(inputs, self._pool)
+
+
+def _zeroed_pages(num_bytes: int) -> torch.Tensor:
+    """Anonymous memory as uint8: page-aligned, taken from the system when first written, in huge
+    pages where it has them, because a layer's share of a block is spread over the whole pool."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _choose_device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, and torch finds no CUDA device; use cpu")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def _choose_dtype(config: EngineConfig, device: torch.device) -> str:
+    if config.numerics == "invariant":
+        return "float32"
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if _has_bfloat16(device) else "float32"
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware multiplies bfloat16; elsewhere it is emulated, slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
+            flags = next(
+                (line for line in cpuinfo if line.lower().startswith(("flags", "features"))), ""
+            )
+    except FileNotFoundError:
+        return False
+    return not _BF16_CPU_FLAGS.isdisjoint(flags.split())
+
+
+def _choose_max_model_len(config: EngineConfig, trained_for: int) -> int:
+    if config.max_model_len is None:
+        return trained_for
+    if not 1 <= config.max_model_len <= trained_for:
+        raise ConfigError(
+            f"max-model-len {config.max_model_len} is not within 1 to {trained_for}, "
+            "the context that the model was trained for"
+        )
+    return config.max_model_len
