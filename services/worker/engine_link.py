@@ -125,7 +125,7 @@ class EngineLink:
         request_id = next(self._request_ids)
         answer = self._question(request_id)
         self.send(messages.LoadBytes(request_id, sequence_id, block_ids))
-        return await asyncio.wait_for(answer, ANSWER_DEADLINE_S)  # type: ignore[no-any-return]
+        return await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
 
     async def check_integrity(self) -> str:
         """Empty when all pools are whole, else what is wrong."""

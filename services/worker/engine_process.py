@@ -126,8 +126,7 @@ class EngineProcess:
             except TandemError as error:
                 # The request at fault ends; the others on this engine do not.
                 log.warning("%s: %s", type(command).__name__, error)
-                sequence_id = getattr(command, "sequence_id", None) or command.spec.sequence_id
-                self._failed.append(Failed(sequence_id, error.code, error.message))
+                self._failed.append(Failed(_sequence_id(command), error.code, error.message))
 
     def _apply(self, command: messages.Command, frames: list[bytes]) -> None:
         match command:
@@ -262,6 +261,13 @@ class EngineProcess:
 
 def _ms_since(started: float) -> float:
     return (time.perf_counter() - started) * 1000
+
+
+def _sequence_id(command: messages.Command) -> str:
+    """The sequence a command is about; empty for those about none."""
+    if isinstance(command, messages.Add | messages.Restart):
+        return command.spec.sequence_id
+    return str(getattr(command, "sequence_id", ""))
 
 
 def main() -> None:
