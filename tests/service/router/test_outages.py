@@ -1,0 +1,155 @@
+"""What a router does without workers, with the wrong ones, and without Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.config import ClusterConfig, RouterConfig
+from services.models.source import resolve
+from services.redis_client import connect
+from services.router.server import Router
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from tests.harness.scripted_worker import Say, ScriptedWorker, saying, update
+from tests.service.router.conftest import MODEL, eventually
+
+pytestmark = pytest.mark.service
+
+BODY = {"prompt": "x", "max_tokens": 1}
+
+
+@dataclass
+class Setup:
+    router: Router
+    http: httpx.AsyncClient
+    redis: EmbeddedRedis
+    cluster: ClusterConfig
+    stack: AsyncExitStack
+    workers: list[ScriptedWorker] = field(default_factory=list)
+
+    async def add_worker(self, worker_id: str, **more: object) -> ScriptedWorker:
+        redis = await self.stack.enter_async_context(connect(self.redis.url))
+        more = {"fingerprint": resolve(MODEL).fingerprint, "script": saying([1000]), **more}
+        worker = ScriptedWorker(redis, self.cluster, worker_id=worker_id, **more)  # type: ignore[arg-type]
+        self.stack.push_async_callback(worker.stop)
+        return await worker.start()
+
+    def usable(self) -> list[str]:
+        return sorted(s.worker_id for s in self.router.view.snapshots() if s.usable)
+
+
+@pytest.fixture
+async def setup() -> AsyncIterator[Setup]:
+    """A router without workers, on a Redis of its own."""
+    async with AsyncExitStack() as stack:
+        redis = stack.enter_context(EmbeddedRedis())
+        cluster = ClusterConfig("outages", redis.url, "a-token-for-tests", record_ttl_s=2.0)
+        config = RouterConfig(
+            cluster=cluster,
+            model=MODEL,
+            served_model_name="tiny",
+            http_port=0,
+            grpc_port=0,
+            hold_deadline_s=1.5,
+            hold_requests_max=2,
+        )
+        router = Router(config)
+        task = asyncio.create_task(router.run())
+        stack.push_async_callback(asyncio.wait, [task])
+        stack.callback(router.stop)
+        await router.listening.wait()
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{router.http_port}", timeout=20)
+        )
+        await eventually(lambda: router.generator.model is not None)
+        yield Setup(router, http, redis, cluster, stack)
+
+
+async def test_holds_requests_while_there_is_no_decode_worker(setup: Setup) -> None:
+    prefill = await setup.add_worker("prefill-0", role="prefill")
+    await eventually(lambda: setup.usable() == ["prefill-0"])
+    # Two are held, a third is one too many; nobody comes for them.
+    answers = await asyncio.gather(
+        *(setup.http.post("/v1/completions", json=BODY) for _ in range(3))
+    )
+    assert [a.status_code for a in answers] == [503] * 3
+    messages = [a.json()["error"]["message"] for a in answers]
+    assert sorted("wait for one already" in m for m in messages) == [False, False, True]
+    assert all("retry-after" in a.headers for a in answers)
+    # Held, and served when one comes.
+    held = asyncio.create_task(setup.http.post("/v1/completions", json=BODY))
+    decode = await setup.add_worker("decode-0")
+    assert (await held).status_code == 200
+    (candidate,) = decode.submitted[0].prefill_candidates
+    assert (candidate.worker_id, candidate.address) == ("prefill-0", prefill.address)
+
+
+async def test_is_not_ready_when_the_workers_serve_another_model(setup: Setup) -> None:
+    wrong = await setup.add_worker("decode-0", fingerprint="another model")
+    await eventually(lambda: len(setup.router.view.known()) == 1)
+    answer = await setup.http.get("/ready")
+    assert answer.status_code == 503
+    assert "another model" in answer.json()["error"]["message"]
+    assert (await setup.http.post("/v1/completions", json=BODY)).status_code == 503
+    assert not wrong.submitted
+
+
+async def test_leaves_draining_workers_alone(setup: Setup) -> None:
+    draining = await setup.add_worker("decode-1")
+    good = await setup.add_worker("decode-2")
+    await eventually(lambda: setup.usable() == ["decode-1", "decode-2"])
+    draining.state = "draining"
+    await eventually(lambda: setup.usable() == ["decode-2"])
+    for _ in range(4):
+        assert (await setup.http.post("/v1/completions", json=BODY)).status_code == 200
+    assert len(good.submitted) == 4
+    assert not draining.submitted
+
+
+async def test_a_worker_with_an_expired_record_is_gone(setup: Setup) -> None:
+    """Its stream may still be up: a process that hangs keeps its connections."""
+    worker = await setup.add_worker("decode-0")
+    await eventually(lambda: setup.usable() == ["decode-0"])
+    assert worker._recording is not None
+    worker._recording.cancel()
+    await eventually(lambda: not setup.router.view.known())
+
+
+async def test_no_request_fails_while_redis_is_killed_and_restarted(setup: Setup) -> None:
+    async def slowly(submit: pb.SubmitSequence, say: Say) -> None:
+        for index in range(5):
+            await asyncio.sleep(0.02)
+            say(update(submit, [1000], "length" if index == 4 else ""))
+
+    for number in range(2):
+        await setup.add_worker(f"decode-{number}", script=slowly)
+    await eventually(lambda: len(setup.usable()) == 2)
+    statuses: list[int] = []
+    going_on = True
+
+    async def client() -> None:
+        while going_on:
+            body = {"prompt": "x", "max_tokens": 5}
+            statuses.append((await setup.http.post("/v1/completions", json=body)).status_code)
+
+    clients = [asyncio.create_task(client()) for _ in range(8)]
+    view = setup.router.view
+    await eventually(lambda: len(statuses) > 16)
+    setup.redis.kill()
+    await eventually(lambda: view.redis_state == "lost")
+    # Longer than a record lives.
+    num_before = len(statuses)
+    await eventually(lambda: len(statuses) > num_before + 200)
+    setup.redis.restart()
+    await eventually(lambda: view.redis_state == "ok")
+    num_before = len(statuses)
+    await eventually(lambda: len(statuses) > num_before + 50)
+    going_on = False
+    await asyncio.gather(*clients)
+    assert set(statuses) == {200}
