@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.router.generate import Delta, Usage
+from services.router.openai_replies import Replies
+from services.router.openai_requests import parse_chat, parse_completion
+
+FIRST = Delta("he", [5], Usage(3, 1, 2), prompt_token_ids=[1, 2, 3])
+LAST = Delta("y", [6, 7], Usage(3, 3, 2), finish_reason="length")
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 3,
+    "total_tokens": 6,
+    "prompt_tokens_details": {"cached_tokens": 2},
+}
+
+
+def replies(*, chat: bool, **body: Any) -> Replies:
+    if chat:
+        messages = [{"role": "user", "content": "x"}]
+        return Replies(parse_chat({"messages": messages, **body}, "id"), "m")
+    return Replies(parse_completion({"prompt": "x", **body}, "id"), "m")
+
+
+def streamed(*, chat: bool, **body: Any) -> list[dict[str, Any]]:
+    made = replies(chat=chat, stream=True, **body)
+    return [chunk for delta in (FIRST, LAST) for chunk in made.chunks(delta)]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_usage_comes_last_and_only_when_asked_for(chat: bool) -> None:
+    without = streamed(chat=chat)
+    assert all("usage" not in c for c in without)
+    chunks = streamed(chat=chat, stream_options={"include_usage": True})
+    assert len(chunks) == len(without) + 1
+    assert [c["usage"] for c in chunks] == [None] * len(without) + [USAGE]
+    assert chunks[-1]["choices"] == []
+    assert {c["id"] for c in chunks} == {"chatcmpl-id" if chat else "cmpl-id"}
+
+
+def test_a_chat_begins_with_its_role() -> None:
+    deltas = [c["choices"][0]["delta"] for c in streamed(chat=True)]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "he"}, {"content": "y"}]
+    reasons = [c["choices"][0]["finish_reason"] for c in streamed(chat=True)]
+    assert reasons == [None, None, "length"]
+
+
+def test_token_ids_are_where_vllm_has_them() -> None:
+    chunks = streamed(chat=False, return_token_ids=True)
+    assert [c["choices"][0]["token_ids"] for c in chunks] == [[5], [6, 7]]
+    assert [c["choices"][0].get("prompt_token_ids") for c in chunks] == [[1, 2, 3], None]
+    chunks = streamed(chat=True, return_token_ids=True)
+    assert [c["choices"][0].get("token_ids") for c in chunks] == [None, [5], [6, 7]]
+    assert [c.get("prompt_token_ids") for c in chunks] == [[1, 2, 3], None, None]
+    assert all("token_ids" not in c["choices"][0] for c in streamed(chat=False))
+
+
+def test_whole_answers() -> None:
+    body = replies(chat=False, return_token_ids=True).whole("hey", [5, 6, 7], [1, 2, 3], LAST)
+    assert body["object"] == "text_completion"
+    assert body["usage"] == USAGE
+    (choice,) = body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hey", "length")
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([5, 6, 7], [1, 2, 3])
+    body = replies(chat=True).whole("hey", [5, 6, 7], [1, 2, 3], LAST)
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"]["content"] == "hey"
+    assert "prompt_token_ids" not in body

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.errors import BadRequest
+from services.router.openai_fields import _NEUTRAL
+from services.router.openai_requests import ParsedRequest, parse_chat, parse_completion
+from services.router.request import ALLOWED, Conversation, Message
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def completion(**body: Any) -> ParsedRequest:
+    return parse_completion({"prompt": "x", **body}, "id")
+
+
+def chat(**body: Any) -> ParsedRequest:
+    return parse_chat({"messages": HELLO, **body}, "id")
+
+
+def refused(body: dict[str, Any], *, chats: bool = False) -> BadRequest:
+    with pytest.raises(BadRequest) as raised:
+        (parse_chat if chats else parse_completion)(body, "id")
+    return raised.value
+
+
+def test_everything_supported_arrives() -> None:
+    parsed = completion(
+        model="m",
+        temperature=0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.1,
+        seed=7,
+        max_tokens=9,
+        stop=["a", "b"],
+        stop_token_ids=[4],
+        ignore_eos=True,
+        stream=True,
+        stream_options={"include_usage": True},
+        return_token_ids=True,
+    )
+    request, sampling = parsed.request, parsed.request.sampling
+    assert (request.model, request.prompt, request.max_tokens) == ("m", "x", 9)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 3)
+    assert (sampling.min_p, sampling.seed) == (0.1, 7)
+    assert (request.stop, request.stop_token_ids, request.ignore_eos) == (("a", "b"), (4,), True)
+    assert (parsed.stream, parsed.include_usage, parsed.return_token_ids) == (True, True, True)
+
+
+def test_defaults() -> None:
+    request = completion().request
+    assert (request.max_tokens, request.default_max_tokens) == (None, 16)
+    assert request.sampling.temperature == 1
+    assert chat().request.default_max_tokens is None
+    assert completion(stop="one").request.stop == ("one",)
+    assert completion(prompt=[1, 2]).request.prompt == (1, 2)
+
+
+def test_null_means_missing() -> None:
+    names = ("temperature", "seed", "stop", "stream", "stream_options", "max_tokens", "logprobs")
+    assert completion(**dict.fromkeys(names)).request.sampling.temperature == 1
+
+
+def test_chat_messages() -> None:
+    messages = [
+        {"role": "developer", "content": "be brief", "name": "boss"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "tool_calls": None, "refusal": None},
+    ]
+    wanted = (Message("system", "be brief"), Message("user", "ab"), Message("assistant", "c"))
+    assert chat(messages=messages).request.prompt == Conversation(wanted)
+    assert chat(max_completion_tokens=5).request.max_tokens == 5
+    assert chat(max_tokens=5).request.max_tokens == 5
+
+
+BAD_COMPLETIONS: list[tuple[str, Any]] = [
+    ("prompt", 5),
+    ("prompt", True),
+    ("prompt", [True]),
+    ("prompt", [1.5]),
+    ("prompt", ["a"]),
+    ("prompt", [[1], [2]]),
+    ("prompt", {"a": 1}),
+    ("model", 5),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("temperature", [1]),
+    ("top_k", 1.5),
+    ("seed", "1"),
+    ("max_tokens", 1.5),
+    ("max_tokens", "5"),
+    ("stop", 5),
+    ("stop", [5]),
+    ("stop", {"a": 1}),
+    ("stop_token_ids", 5),
+    ("stop_token_ids", ["a"]),
+    ("ignore_eos", 1),
+    ("stream", "true"),
+    ("stream_options", {"include_usage": True}),
+    ("stream_options", {"nonsense": True}),
+    ("return_token_ids", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_COMPLETIONS)
+def test_wrong_types_name_the_field_and_what_is_allowed(name: str, value: Any) -> None:
+    error = refused({"prompt": "x", name: value})
+    assert error.param == name
+    assert ALLOWED[name] in error.message
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        "hello",
+        [],
+        [5],
+        [{"role": "user"}],
+        [{"content": "x"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": "x", "wings": 2}],
+        [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
+    ],
+)
+def test_bad_messages(messages: Any) -> None:
+    error = refused({"messages": messages}, chats=True)
+    assert error.param == "messages"
+    assert ALLOWED["messages"] in error.message
+
+
+def test_both_limits_are_ambiguous() -> None:
+    body = {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 1}
+    assert refused(body, chats=True).param == "max_tokens"
+
+
+@pytest.mark.parametrize("name", sorted(_NEUTRAL))
+def test_neutral_values_pass_and_others_name_the_field(name: str) -> None:
+    for neutral in (None, *_NEUTRAL[name]):
+        completion(**{name: neutral})
+    error = refused({"prompt": "x", name: ["something else"]})
+    assert error.param == name
+    assert "not supported" in error.message
+    assert "null" in error.message
+
+
+def test_a_number_is_not_taken_for_a_boolean() -> None:
+    assert refused({"prompt": "x", "n": True}).param == "n"
+    assert refused({"prompt": "x", "logprobs": 0}).param == "logprobs"
+    completion(presence_penalty=0, frequency_penalty=0.0, n=1)
+
+
+def test_bookkeeping_passes_and_unknown_fields_do_not() -> None:
+    completion(user="me", metadata={"a": "b"}, service_tier="auto")
+    error = refused({"prompt": "x", "y" * 500: 1})
+    assert error.param == "y" * 80
+    assert "temperature" in error.message
+    # Of the other endpoint.
+    assert refused({"prompt": "x", "messages": HELLO}).param == "messages"

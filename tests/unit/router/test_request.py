@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from services.errors import BadRequest, ContextTooLong, ModelNotFound
+from services.router.request import (
+    ALLOWED,
+    Conversation,
+    GenerationRequest,
+    Message,
+    Sampling,
+)
+
+BAD_SAMPLING = [
+    ("temperature", -0.01),
+    ("temperature", 2.01),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("top_p", 0.0),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("min_p", -0.1),
+    ("min_p", 1.1),
+    ("min_p", math.nan),
+    ("top_k", -2),
+    ("top_k", 2**31),
+    ("seed", 2**64),
+    ("seed", -(2**63) - 1),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_SAMPLING)
+def test_sampling_out_of_range_names_the_field_and_the_range(name: str, value: float) -> None:
+    with pytest.raises(BadRequest) as raised:
+        Sampling(**{name: value})  # type: ignore[arg-type]
+    assert raised.value.param == name
+    assert ALLOWED[name] in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt", ""),
+        ("prompt", ()),
+        ("messages", Conversation(())),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 2**31),
+        ("stop", ("a",) * 5),
+        ("stop", ("",)),
+        ("stop", ("x" * 1025,)),
+        ("stop_token_ids", (1,) * 129),
+    ],
+)
+def test_request_out_of_range(name: str, value: object) -> None:
+    field = "prompt" if name == "messages" else name
+    with pytest.raises(BadRequest) as raised:
+        GenerationRequest(**{"prompt": "x", field: value})  # type: ignore[arg-type]
+    assert raised.value.param == name
+    assert ALLOWED[name] in raised.value.message
+
+
+@pytest.mark.parametrize("role", ["tool", "", "User", "wizard" * 1000])
+def test_unknown_role(role: str) -> None:
+    with pytest.raises(BadRequest, match="system, user, assistant") as raised:
+        Message(role, "x")
+    assert len(raised.value.message) < 200
+
+
+def check(request: GenerationRequest) -> None:
+    request.check_against(model="tiny", vocab_size=100, max_model_len=10)
+
+
+def test_what_only_the_model_can_tell() -> None:
+    check(GenerationRequest(prompt="x", model="tiny"))
+    check(GenerationRequest(prompt=(0, 99)))
+    with pytest.raises(ModelNotFound, match="'tiny'"):
+        check(GenerationRequest(prompt="x", model="TINY"))
+    with pytest.raises(BadRequest, match="0 to 99"):
+        check(GenerationRequest(prompt=(100,)))
+    with pytest.raises(BadRequest, match="0 to 99"):
+        check(GenerationRequest(prompt="x", stop_token_ids=(-1,)))
+    with pytest.raises(ContextTooLong, match="at most 9"):
+        check(GenerationRequest(prompt=(1,) * 10))
+    with pytest.raises(ContextTooLong, match="at most 640") as raised:
+        check(GenerationRequest(prompt=Conversation((Message("user", "x" * 641),))))
+    assert raised.value.param == "messages"
+
+
+def test_completion_limit() -> None:
+    request = GenerationRequest(prompt="x")
+    assert request.completion_limit(4, 10) == 6
+    assert GenerationRequest(prompt="x", default_max_tokens=3).completion_limit(4, 10) == 3
+    assert GenerationRequest(prompt="x", default_max_tokens=16).completion_limit(4, 10) == 6
+    exact = GenerationRequest(prompt="x", max_tokens=6)
+    assert exact.completion_limit(4, 10) == 6
+    with pytest.raises(ContextTooLong, match="must be at most 5") as raised:
+        exact.completion_limit(5, 10)
+    assert raised.value.param == "max_tokens"
+    with pytest.raises(ContextTooLong, match="at most 9"):
+        request.completion_limit(10, 10)
+    with pytest.raises(BadRequest, match="without any token"):
+        request.completion_limit(0, 10)
+
+
+def test_tiny_temperatures_are_raised_and_zero_stays_greedy() -> None:
+    assert Sampling(temperature=1e-30).effective_temperature == 0.01
+    assert Sampling(temperature=0).effective_temperature == 0
+    assert Sampling(temperature=0.7).effective_temperature == 0.7

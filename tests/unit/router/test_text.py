@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.models.source import resolve
+from services.models.tokenizer import Tokenizer
+from services.router.text import Piece, TextStream
+
+EOS = 2
+
+
+@cache
+def load() -> Tokenizer:
+    return Tokenizer(resolve("smollm2").path)
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return load()
+
+
+def run(stream: TextStream, token_ids: list[int], step: int, reason: str) -> list[Piece]:
+    """Pushes `step` tokens at a time until the stream ends."""
+    pieces = []
+    for start in range(0, len(token_ids), step):
+        last = start + step >= len(token_ids)
+        pieces.append(stream.push(token_ids[start : start + step], reason if last else ""))
+        if pieces[-1].finish_reason:
+            break
+    return pieces
+
+
+@given(st.text(min_size=1, max_size=40), st.integers(1, 5))
+def test_text_is_whole_however_it_is_cut(text: str, step: int) -> None:
+    tokenizer = load()
+    ids = tokenizer.encode(text)
+    for stop in ((), ("never in it \x00",)):
+        pieces = run(TextStream(tokenizer, stop), [*ids, EOS], step, "stop")
+        assert "".join(p.text for p in pieces) == tokenizer.decode(ids)
+        assert [i for p in pieces for i in p.token_ids] == [*ids, EOS]
+        assert pieces[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("step", [1, 2, 100])
+def test_tokens_after_a_stop_string_do_not_count(tokenizer: Tokenizer, step: int) -> None:
+    ids = tokenizer.encode("one two three four five")
+    pieces = run(TextStream(tokenizer, ["thr"]), ids, step, "length")
+    assert "".join(p.text for p in pieces) == "one two "
+    assert [i for p in pieces for i in p.token_ids] == tokenizer.encode("one two three")
+    assert pieces[-1].finish_reason == "stop"
+
+
+def test_a_held_back_beginning_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+    pieces = run(TextStream(tokenizer, [" two!"]), tokenizer.encode("one two"), 1, "length")
+    assert [p.text for p in pieces] == ["one", " two"]
+    assert pieces[-1].finish_reason == "length"
+
+
+def test_the_token_that_stopped_counts_and_is_not_shown(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two")
+    piece = TextStream(tokenizer, []).push(ids, "stop")
+    assert (piece.text, piece.token_ids) == ("one", ids)
+
+
+def test_half_a_character_is_never_shown(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🙂")
+    assert len(ids) > 1
+    stream = TextStream(tokenizer, [])
+    assert [stream.push([i], "").text for i in ids] == [""] * (len(ids) - 1) + ["🙂"]
+    assert TextStream(tokenizer, []).push(ids[:-1], "length").text == "\ufffd"
