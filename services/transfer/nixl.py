@@ -18,7 +18,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from services.engine.layout import BlockLayout
@@ -104,15 +105,8 @@ class NixlReader:
             return
         for active in [each for each in self._pulls.values() if each.peer_id == peer_id]:
             self._give_up(active, WorkerLost(f"{peer_id} was disconnected"))
-        if any(other.metadata == peer.metadata for other in self._peers.values()):
-            return
-        name = self._loaded.get(peer.metadata)
-        if name is None or self._agent is None:
-            return
-        if any(name == agent for agent, _ in self._given_up.values()):
-            return  # its endpoint is in use; it goes when the reader is made anew
-        del self._loaded[peer.metadata]
-        self._agent.remove_peer(name)
+        if not any(other.metadata == peer.metadata for other in self._peers.values()):
+            self._unload(peer.metadata)
 
     def submit(self, pull: Pull) -> None:
         pool = self._pool
@@ -158,7 +152,8 @@ class NixlReader:
         assert not self._pulls, "fencing would end the pulls under way"
         if self._agent is not None:
             for _, read in self._given_up.values():
-                self._agent.release(read.handle)
+                with _logged("a handle goes with its agent"):
+                    self._agent.release(read.handle)
             self._agent.close()
             self._agent = None
         self._loaded.clear()
@@ -213,6 +208,8 @@ class NixlReader:
             moved = active.advance(self._agent)
         except TandemError as error:
             self._give_up(active, error)
+            if (peer := self._peers.get(pull.peer_id)) is not None:
+                self._unload(peer.metadata)  # the next pull joins it anew
             return True
         if active.is_done and now >= active.started_at + self._delay_of(pull):
             del self._pulls[pull.pull_id]
@@ -245,11 +242,9 @@ class NixlReader:
         moved = False
         for number, (_, read) in list(self._given_up.items()):
             assert self._agent is not None
-            try:
+            done = False
+            with _logged("its blocks stay fenced until the reader is made anew"):
                 done = settled(self._agent, read)
-            except TandemError as error:  # the fence stays until the reader is made anew
-                log.info("a given-up read ended badly: %s", error.message)
-                continue
             if done:
                 del self._given_up[number]
                 self._unfenced.extend(self._fence.late_done(number))
@@ -260,6 +255,16 @@ class NixlReader:
         if metadata not in self._loaded:
             self._loaded[metadata] = self._made_agent().add_peer(metadata)
         return self._loaded[metadata]
+
+    def _unload(self, metadata: bytes) -> None:
+        name = self._loaded.get(metadata)
+        if name is None or self._agent is None:
+            return
+        if any(name == agent for agent, _ in self._given_up.values()):
+            return  # its endpoint is in use; it goes when the reader is made anew
+        del self._loaded[metadata]
+        with _logged("NIXL has dropped the peer by itself"):
+            self._agent.remove_peer(name)
 
     def _made_agent(self) -> NixlAgent:
         if self._agent is None:
@@ -280,6 +285,15 @@ class NixlReader:
             )
             self._agent = agent
         return self._agent
+
+
+@contextmanager
+def _logged(consequence: str) -> Iterator[None]:
+    """For calls of NIXL that clean up, and may fail when a peer is lost already."""
+    try:
+        yield
+    except TandemError as error:
+        log.info("%s: %s", error.message, consequence)
 
 
 def _check_range(block_ids: list[int], num_blocks: int) -> None:

@@ -20,6 +20,12 @@ class NixlSource:
         CMA                5.2       5.8        6.0          5.6
         UCX_TLS=tcp        2.2       2.0        1.5          2.1
         one block, tcp  1.2 ms    1.0 ms     0.9 ms       1.0 ms
+
+    Over TCP a source can die of its readers: UCX 1.23 answers reads in software there, and aborts
+    the process ("ucp_request.inl: Fatal: unexpected error") when more of them are to be answered
+    on a connection that was lost. Seen for 1 of 15 readers killed in mid-read, and always for one
+    that went while the source stood still. Never seen with shared memory; a cancelled pull does
+    not do it, because its reads are left to end.
     """
 
     PROGRESS_DELAY_US = 100_000
