@@ -84,7 +84,7 @@ async def test_client_that_disconnects_leaves_nothing(
     start_cluster: StartCluster, phase: str
 ) -> None:
     options = {
-        "queued": ("--max-num-seqs", "1", "--num-blocks", "40"),
+        "queued": ("--max-num-seqs", "1", "--num-blocks", "60"),
         "prefill": ("--max-tokens-per-step", "32"),
         "transfer": ("--transfer-delay", "20"),
         "decode": (),
