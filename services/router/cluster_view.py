@@ -39,6 +39,7 @@ class KnownWorker:
     # Prefill tokens that this router sent there since the record was written.
     tokens_unreported: int = 0
     leases_unreported: int = 0
+    sent_at: float = 0.0  # monotonic seconds, when the last of them was
 
     @property
     def load(self) -> Load:
@@ -117,6 +118,7 @@ class ClusterView:
         if worker := self._workers.get(worker_id):
             worker.tokens_unreported += num_tokens
             worker.leases_unreported += 1
+            worker.sent_at = time.monotonic()
 
     def contract(self) -> Contract | None:
         """What blocks are hashed under; None while no compatible worker is known."""
@@ -183,7 +185,9 @@ class ClusterView:
             changed = True
         else:
             changed = (known.record.state, known.record.role) != (record.state, record.role)
-            if known.record.load != record.load:
+            # What never reached the worker never changes its load either: it is forgotten in time.
+            settled = time.monotonic() - known.sent_at > 2 * self.cluster.record_interval_s
+            if settled or known.record.load != record.load:
                 known.tokens_unreported = known.leases_unreported = 0
             known.record = record
         if record.role == "decode" and known.client is None:

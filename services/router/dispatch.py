@@ -109,12 +109,12 @@ class Dispatcher:
         assert client is not None
         message = _submission(job, placement)
         job.num_submissions += 1
-        missing = len(job.token_ids)
-        if placement.prefill_candidates:
-            self._view.note_prefill(placement.prefill_candidates[0].worker_id, missing)
-            missing = 0
         log.debug("request %s: %s", job.request.request_id, placement.reason)
-        return client.submit(message, uncached_tokens=missing)
+        if not placement.prefill_candidates:
+            return client.submit(message, tokens_to_prefill=placement.tokens_missing)
+        first = placement.prefill_candidates[0]
+        self._view.note_prefill(first.worker_id, placement.tokens_missing)
+        return client.submit(message, tokens_to_prefill=0)
 
     async def _follow(self, job: Job, attempt: Attempt) -> AsyncGenerator[Step, None]:
         while True:

@@ -74,18 +74,19 @@ class EventStream(Response):
             await until_disconnect(receive, self._send_all(send))
         except (ClientDisconnect, OSError):
             log.debug("the client of %s is gone", self._replies.reply_id)
+        finally:
+            await self._rest.aclose()
 
     async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._rest) as rest:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send_delta(send, self._first)
-            try:
-                async for delta in rest:
-                    await self._send_delta(send, delta)
-                ending = b"data: [DONE]\n\n"
-            except TandemError as error:
-                ending = b"data: " + _encode(error_body(error)) + b"\n\n"
-            await send({"type": "http.response.body", "body": ending, "more_body": False})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await self._send_delta(send, self._first)
+        try:
+            async for delta in self._rest:
+                await self._send_delta(send, delta)
+            ending = b"data: [DONE]\n\n"
+        except TandemError as error:
+            ending = b"data: " + _encode(error_body(error)) + b"\n\n"
+        await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _send_delta(self, send: Send, delta: Delta) -> None:
         events = [b"data: " + _encode(c) + b"\n\n" for c in self._replies.chunks(delta)]

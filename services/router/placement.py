@@ -68,6 +68,7 @@ class Work:
 class Placement:
     decode: WorkerSnapshot
     prefill_candidates: tuple[WorkerSnapshot, ...]
+    tokens_missing: int  # where the prompt will be prefilled: the first candidate, else decode
     reason: str
 
 
@@ -92,13 +93,15 @@ def choose(
     chosen = rng.choice(near_best(decode, costs))
     candidates = _order_prefill(work, prefill, matches, rng)
     cached = _cached_tokens(work, chosen, matches)
+    prefills = candidates[0] if candidates else chosen
+    tokens_missing = work.num_tokens - max(cached, _cached_tokens(work, prefills, matches))
     names = ",".join(w.worker_id for w in candidates) or "none"
     reason = (
         f"decode={chosen.worker_id} cost={costs[chosen.worker_id]:.0f} cached={cached}"
         f"/{work.num_tokens} running={chosen.num_running} waiting={chosen.num_waiting}"
         f" kv={chosen.kv_use:.2f} of={len(decode)}; prefill={names}"
     )
-    return Placement(chosen, tuple(candidates), reason)
+    return Placement(chosen, tuple(candidates), tokens_missing, reason)
 
 
 def decode_cost(

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 DRAIN_DEADLINE_S = 30.0
 HEALTH_INTERVAL_S = 1.0
+# Longer than clients keep idle connections, so that they close them and no request meets a close.
+KEEP_ALIVE_S = 75
 _BACKLOG = 2048
 
 
@@ -130,6 +132,7 @@ class Router:
             lifespan="off",
             server_header=False,
             date_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=round(DRAIN_DEADLINE_S),
         )
 

@@ -107,7 +107,7 @@ class WorkerClient:
     def num_inflight(self) -> int:
         return len(self._attempts)
 
-    def submit(self, message: pb.SubmitSequence, *, uncached_tokens: int) -> Attempt:
+    def submit(self, message: pb.SubmitSequence, *, tokens_to_prefill: int) -> Attempt:
         """Raises WorkerLost at once when the stream is down."""
         if not self.is_up:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
@@ -116,7 +116,7 @@ class WorkerClient:
         attempt = Attempt(self, message.request_id, message.attempt, tokens_max)
         self._attempts[message.request_id] = attempt
         self.num_unreported += 1
-        self.tokens_unreported += uncached_tokens
+        self.tokens_unreported += tokens_to_prefill
         self._send(pb.DecodeCommand(submit=message))
         return attempt
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -112,6 +113,28 @@ async def test_leaves_draining_workers_alone(setup: Setup) -> None:
     assert not draining.submitted
 
 
+async def test_a_live_stream_ends_whole_while_the_router_drains(setup: Setup) -> None:
+    release = asyncio.Event()
+
+    async def script(submit: pb.SubmitSequence, say: Say) -> None:
+        say(update(submit, [1000]))
+        await release.wait()
+        say(update(submit, [1001], "length"))
+
+    await setup.add_worker("decode-0", script=script)
+    await eventually(lambda: setup.usable() == ["decode-0"])
+    body = {"prompt": "x", "max_tokens": 2, "stream": True}
+    async with setup.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        assert (await anext(lines)).startswith("data: {")
+        setup.router.stop()
+        await eventually(lambda: not _listens(setup.router.http_port))
+        release.set()
+        rest = [line async for line in lines if line]
+    assert len(rest) == 2
+    assert rest[-1] == "data: [DONE]"
+
+
 async def test_a_worker_with_an_expired_record_is_gone(setup: Setup) -> None:
     """Its stream may still be up: a process that hangs keeps its connections."""
     worker = await setup.add_worker("decode-0")
@@ -153,3 +176,8 @@ async def test_no_request_fails_while_redis_is_killed_and_restarted(setup: Setup
     going_on = False
     await asyncio.gather(*clients)
     assert set(statuses) == {200}
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
