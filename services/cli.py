@@ -1,0 +1,119 @@
+"""`tandem`: the one command. Imports are inside the commands, so that each loads what it needs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="tandem",
+    help="LLM serving with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_URL = Annotated[str, typer.Option(help="address of a router")]
+
+
+@app.command()
+def up(
+    model: Annotated[
+        str, typer.Option(help="a Hugging Face folder, a .gguf file, a hub name, or smollm2")
+    ] = "smollm2",
+    prefill: Annotated[int, typer.Option(help="prefill workers")] = 1,
+    decode: Annotated[int, typer.Option(help="decode workers")] = 1,
+    host: Annotated[str, typer.Option(help="address of both public ports")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="HTTP")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC")] = 8001,
+    transport: Annotated[str, typer.Option(help="auto, nixl or grpc")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
+    numerics: Annotated[str, typer.Option(help="fast or invariant")] = "fast",
+    block_size: Annotated[int, typer.Option(help="tokens of a KV block")] = 16,
+    kv_memory: Annotated[int, typer.Option(help="bytes of a worker's KV pool")] = 1 << 30,
+    num_blocks: Annotated[int, typer.Option(help="instead of --kv-memory; 0: by memory")] = 0,
+    max_num_seqs: Annotated[int, typer.Option(help="sequences in one step of a worker")] = 64,
+    max_tokens_per_step: Annotated[int, typer.Option(help="token budget of a step")] = 512,
+    threads: Annotated[int, typer.Option(help="of a worker's engine")] = 1,
+    redis: Annotated[str, typer.Option(help="URL of a Redis to use; default: its own")] = "",
+    die_with_parent: Annotated[
+        int, typer.Option(metavar="PID", help="stop when the parent, process PID, ends")
+    ] = 0,
+) -> None:
+    """Start a whole cluster on this machine; Ctrl-C stops all of it."""
+    from services.cluster.launch_options import LaunchOptions
+    from services.cluster.launcher import up as launch
+    from services.errors import ConfigError
+
+    engine = {
+        "device": device,
+        "dtype": dtype,
+        "kv-dtype": kv_dtype,
+        "numerics": numerics,
+        "block-size": block_size,
+        "kv-memory": kv_memory,
+        "num-blocks": num_blocks,
+        "max-num-seqs": max_num_seqs,
+        "max-tokens-per-step": max_tokens_per_step,
+        "threads": threads,
+    }
+    try:
+        options = LaunchOptions(
+            model=model,
+            num_prefill=prefill,
+            num_decode=decode,
+            host=host,
+            http_port=port,
+            grpc_port=grpc_port,
+            redis_url=redis,
+            parent_pid=die_with_parent or None,
+            transport=transport,
+            engine=tuple(part for k, v in engine.items() for part in (f"--{k}", str(v))),
+        )
+        status = launch(options)
+    except ConfigError as error:
+        _fail(error.message)
+    raise typer.Exit(status)
+
+
+@app.command()
+def status(url: _URL = "http://127.0.0.1:8000") -> None:
+    """Show pools, workers, load, KV use and transports."""
+    from services.cluster.operate import OperateError, show_status
+
+    try:
+        show_status(url)
+    except OperateError as error:
+        _fail(str(error))
+
+
+@app.command()
+def scale(
+    sizes: Annotated[list[str], typer.Argument(metavar="POOL=SIZE...")],
+    url: _URL = "http://127.0.0.1:8000",
+    deadline: Annotated[float, typer.Option(help="seconds to wait until it is so")] = 60.0,
+) -> None:
+    """Set pool sizes, such as prefill=2 decode=1, and wait until they are reached."""
+    from services.cluster.operate import OperateError, scale_pools
+
+    try:
+        scale_pools(url, sizes, deadline_s=deadline)
+    except OperateError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> None:
+    print(f"tandem: {message}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Starts a command that outlives whoever asked for it: `detach.py RECORD LOG COMMAND...`.
+
+Run as a script by its path (`python -I -S`), so it imports nothing of Tandem and little else. The
+command gets a session of its own and, since this process ends at once, no parent that could take it
+along: Ray kills the children of an actor that ends. RECORD, a JSON object with `pid` and
+`start_ticks`, is in place before the command runs and before this script ends.
+"""
+
+import os
+import sys
+
+
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot: with the pid its identity."""
+    with open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[19])
+
+
+def main(record: str, log: str, *command: str) -> None:
+    read_end, write_end = os.pipe()
+    if os.fork():
+        os.close(write_end)
+        failed = os.read(read_end, 1000)  # ends when the child has become the command, or failed
+        sys.stderr.buffer.write(failed)
+        sys.exit(1 if failed else 0)
+    try:
+        os.setsid()
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        pid = os.getpid()
+        with open(f"{record}.{pid}", "w") as stream:
+            stream.write(f'{{"pid": {pid}, "start_ticks": {start_ticks(pid)}}}')
+        os.replace(f"{record}.{pid}", record)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(write_end, f"{command[0]} cannot be started: {error}".encode())
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,96 @@
+"""Ends a whole cluster when its launcher is gone, however it went: the launcher's last will.
+
+Run as a script by its path (`python -I -S guardian.py CLUSTER_ID RUN_FOLDER`), with standard input
+a pipe whose other end only the launcher holds. At its end of file everything that carries the
+cluster's id in its environment is ended, or shares a session with one that does (every process of
+a cluster is in a session that the cluster made). Imports nothing of Tandem: it must be small, and
+nothing may break it.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import time
+
+CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
+_TERM_S = 1.5  # for an orderly end; then SIGKILL
+_KILL_S = 10.0
+_SCAN_INTERVAL_S = 0.05
+
+
+def cluster_processes(cluster_id: str) -> dict[int, int]:
+    """Living processes of a cluster: pid -> session id. The caller is never among them."""
+    marker = f"{CLUSTER_ID_VARIABLE}={cluster_id}".encode()
+    sessions: dict[int, int] = {}
+    marked: set[int] = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        pid = int(entry)
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                state, _, _, session = stat.read().rpartition(")")[2].split()[:4]
+            if state in "ZX":
+                continue
+            sessions[pid] = int(session)
+            with open(f"/proc/{pid}/environ", "rb") as environ:
+                if marker in environ.read().split(b"\0"):
+                    marked.add(pid)
+        except (OSError, ValueError):  # it ended meanwhile, or is another user's
+            continue
+    # Only sessions whose leader is ours or gone: never that of a shell, whatever else happened.
+    own = {s for s in map(sessions.__getitem__, marked) if s in marked or s not in sessions}
+    own.discard(os.getsid(0))
+    return {pid: s for pid, s in sessions.items() if pid in marked or s in own}
+
+
+def signal_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def end_session(session_id: int) -> None:
+    """SIGKILL, at once, to every process of a session."""
+    pids = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.getsid(int(entry)) == session_id:
+                pids.append(int(entry))
+        except ProcessLookupError:
+            continue
+    signal_all(pids, signal.SIGKILL)
+
+
+def end_cluster(cluster_id: str, term_s: float = _TERM_S, spare: "int | None" = None) -> bool:
+    """SIGTERM, then SIGKILL until only `spare` is left; False if something would not go."""
+    term_until = time.monotonic() + term_s
+    kill_until = term_until + _KILL_S
+    asked: set[int] = set()
+    while pids := [pid for pid in cluster_processes(cluster_id) if pid != spare]:
+        now = time.monotonic()
+        if now >= kill_until:
+            return False
+        if now >= term_until:
+            signal_all(pids, signal.SIGKILL)
+        else:
+            signal_all([pid for pid in pids if pid not in asked], signal.SIGTERM)
+            asked.update(pids)
+        time.sleep(_SCAN_INTERVAL_S)
+    return True
+
+
+def main(cluster_id: str, run_folder: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while os.read(0, 1):
+        pass
+    end_cluster(cluster_id)
+    shutil.rmtree(run_folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

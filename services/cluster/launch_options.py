@@ -1,0 +1,87 @@
+"""What `tandem up` was asked for, and the commands of the processes that follow from it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cluster.pools import ClusterSpec, PoolCommand
+from services.config import Pool
+from services.errors import ConfigError
+
+_PORT_MAX = 65535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """Checked when made; raises ConfigError naming the option at fault."""
+
+    model: str = "smollm2"
+    num_prefill: int = 1
+    num_decode: int = 1
+    host: str = "127.0.0.1"  # of the two public ports
+    http_port: int = 8000
+    grpc_port: int = 8001
+    redis_url: str = ""  # empty: an embedded server
+    parent_pid: int | None = None  # its end is ours, too
+    transport: str = "auto"
+    engine: tuple[str, ...] = ()  # options of every worker, such as --dtype float32
+
+    def __post_init__(self) -> None:
+        for name, port in (("--port", self.http_port), ("--grpc-port", self.grpc_port)):
+            if not 1 <= port <= _PORT_MAX:
+                raise ConfigError(f"{name} is {port}; allowed is 1 to {_PORT_MAX}")
+        if self.http_port == self.grpc_port:
+            raise ConfigError(f"--port and --grpc-port are both {self.http_port}; they must differ")
+        for name, size in (("--prefill", self.num_prefill), ("--decode", self.num_decode)):
+            if not 0 <= size <= 64:
+                raise ConfigError(f"{name} is {size}; allowed is 0 to 64")
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{_reachable(self.host)}:{self.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{_reachable(self.host)}:{self.grpc_port}"
+
+
+def make_spec(
+    options: LaunchOptions, *, cluster_id: str, run_folder: Path, model: Path
+) -> ClusterSpec:
+    """`model` is the folder that `options.model` was resolved to."""
+    return ClusterSpec(
+        cluster_id=cluster_id,
+        run_folder=str(run_folder),
+        pools={
+            "router": _router(options, model),
+            "prefill": _worker("prefill", options, model),
+            "decode": _worker("decode", options, model),
+        },
+        wanted={"router": 1, "prefill": options.num_prefill, "decode": options.num_decode},
+        cores=sorted(os.sched_getaffinity(0)),
+    )
+
+
+def _reachable(host: str) -> str:
+    """The address to put in a URL for somebody on this machine."""
+    if host in ("0.0.0.0", "::", ""):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _router(options: LaunchOptions, model: Path) -> PoolCommand:
+    command = [sys.executable, "-m", "services.router", "--model", str(model)]
+    command += ["--router-id", "{id}", "--host", options.host]
+    command += ["--http-port", "{http_port}", "--grpc-port", "{grpc_port}"]
+    ports = {"http_port": options.http_port, "grpc_port": options.grpc_port}
+    return PoolCommand(command, ports=ports)
+
+
+def _worker(role: Pool, options: LaunchOptions, model: Path) -> PoolCommand:
+    command = [sys.executable, "-m", "services.worker", "--role", role, "--worker-id", "{id}"]
+    command += ["--model", str(model), "--cores", "{core}"]
+    command += ["--transport", options.transport, *options.engine]
+    return PoolCommand(command, pinned=True)

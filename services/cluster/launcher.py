@@ -1,0 +1,235 @@
+"""`tandem up`: the whole cluster on this machine, in the foreground, and all of it gone at its end.
+
+    check ports -> guardian -> Redis -> Ray, and beside it: model, workers, router -> ready -> watch
+
+Workers and router are started before Ray is up; their agents adopt them by their records. Ray's end
+is told and changes nothing else; Redis is started again at its address. However the launcher ends,
+nothing stays: in order it stops everything itself, after a kill -9 the guardian does.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from services.cluster import guardian, process
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.launch_options import LaunchOptions, make_spec
+from services.cluster.launch_screen import LaunchScreen
+from services.cluster.pools import ClusterSpec, Member, plan
+from services.cluster.ray_head import HeadStarted, head_environment
+from services.cluster.readiness import Readiness
+from services.cluster.signals import Interrupted, StopSignals
+from services.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
+from services.errors import ConfigError
+from services.redis_client import wait_until_answers
+
+_DRAIN_S = 2.5  # of routers and workers at the end; all must be gone in 5 s
+_REDIS_STOP_S = 0.5
+_REDIS_RETRY_S = 2.0
+
+
+def up(options: LaunchOptions) -> int:
+    """Runs until it is told to stop. Returns the exit status; raises ConfigError if it cannot."""
+    for option, port in (("--port", options.http_port), ("--grpc-port", options.grpc_port)):
+        _check_port(options.host, option, port)
+    screen = LaunchScreen(options)
+    try:
+        with StopSignals(parent_pid=options.parent_pid), _Launch(options, screen) as launch:
+            try:
+                launch.start()
+                launch.watch()
+            except Interrupted:
+                screen.say("stopping")
+    except Interrupted:
+        pass
+    return 0
+
+
+class _Launch:
+    """One cluster, from its run folder to its end."""
+
+    def __init__(self, options: LaunchOptions, screen: LaunchScreen) -> None:
+        self._options = options
+        self._screen = screen
+        self._cluster_id = f"local-{secrets.token_hex(6)}"
+        self._run_folder = Path(tempfile.mkdtemp(prefix="tandem-"))
+        self._guardian = self._start_guardian()
+        self._environment = self._make_environment()
+        self._redis: EmbeddedRedis | None = None
+        self._ray_head: subprocess.Popen[bytes] | None = None
+        self._ray_pids: dict[str, int] = {}
+
+    def __enter__(self) -> _Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends everything in order, within 5 s."""
+        if self._ray_head is not None:
+            # First, and with no grace: agents would start again what is stopped next.
+            guardian.end_session(self._ray_head.pid)
+            self._ray_head.wait()
+        redis_pid = self._redis.pid if self._redis is not None and self._redis.is_running else None
+        guardian.end_cluster(self._cluster_id, _DRAIN_S, spare=redis_pid)
+        if self._redis is not None:
+            self._redis.stop(_REDIS_STOP_S)
+        shutil.rmtree(self._run_folder, ignore_errors=True)
+        assert self._guardian.stdin is not None
+        self._guardian.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._guardian.wait(1.0)
+
+    def start(self) -> None:
+        """Returns when requests can be sent. Raises ConfigError with the reason if it cannot be."""
+        began = time.monotonic()
+        self._environment[REDIS_URL_VARIABLE] = self._start_redis()
+        self._screen.done("redis", time.monotonic() - began)
+        self._start_ray_head()
+        began = time.monotonic()
+        model, model_name = self._resolve_model()
+        self._screen.done(f"model {model_name}", time.monotonic() - began)
+        spec = make_spec(
+            self._options, cluster_id=self._cluster_id, run_folder=self._run_folder, model=model
+        )
+        members, _ = plan(spec, spec.wanted, [])
+        readiness = Readiness(
+            self._options, self._cluster_id, self._environment[REDIS_URL_VARIABLE], self._screen
+        )
+        self._start_processes(spec, members, readiness)
+        assert self._ray_head is not None
+        assert self._ray_head.stdin is not None
+        with self._ray_head.stdin as stdin:
+            stdin.write(msgspec.json.encode(spec))
+        head = readiness.wait(self._ray_head, self._run_folder / "ray_head.log")
+        self._ray_pids = head.pids
+        logs = str(self._run_folder / "logs")
+        self._screen.show_ready(model_name, members, readiness.transports(), logs)
+
+    def watch(self) -> None:
+        """Until told to stop: keeps Redis up, and tells when Ray is lost."""
+        poll = select.poll()
+        watched: dict[int, str] = {}
+
+        def watch_pid(name: str, pid: int) -> None:
+            with suppress(ProcessLookupError):
+                watched[pidfd := os.pidfd_open(pid)] = name
+                poll.register(pidfd, select.POLLIN)
+
+        for name, pid in self._ray_pids.items():
+            watch_pid(name, pid)
+        if self._redis is not None:
+            watch_pid("redis", self._redis.pid)
+        watch_pid("guardian", self._guardian.pid)
+        while True:
+            for pidfd, _ in poll.poll():
+                name = watched.pop(pidfd)
+                poll.unregister(pidfd)
+                os.close(pidfd)
+                if name == "redis":
+                    self._restart_redis()
+                    assert self._redis is not None
+                    watch_pid("redis", self._redis.pid)
+                elif name == "guardian":
+                    self._guardian = self._start_guardian()
+                    watch_pid("guardian", self._guardian.pid)
+                else:
+                    self._screen.say(
+                        f"[yellow]Ray's {name} ended: requests are served as before, but no "
+                        "process is started again or added until `tandem up` is"
+                    )
+
+    def _start_guardian(self) -> subprocess.Popen[bytes]:
+        script = guardian.__file__
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", script, self._cluster_id, str(self._run_folder)],
+            stdin=subprocess.PIPE,  # only we hold the other end: it is closed on exec
+            env={},
+            start_new_session=True,
+        )
+
+    def _make_environment(self) -> dict[str, str]:
+        # Redis inherits our own environment; it must be known as the cluster's, too.
+        os.environ[CLUSTER_ID_VARIABLE] = self._cluster_id
+        environment = process.child_environment(os.environ)
+        environment[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
+        source = str(Path(__file__).parents[2])
+        path = [source, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
+        return environment
+
+    def _start_redis(self) -> str:
+        if self._options.redis_url:
+            wait_until_answers(self._options.redis_url)
+            return self._options.redis_url
+        self._redis = EmbeddedRedis(self._run_folder / "redis")
+        self._redis.start()
+        return self._redis.url
+
+    def _restart_redis(self) -> None:
+        assert self._redis is not None
+        self._screen.say("[yellow]Redis ended; starting it again at the same address")
+        while True:
+            try:
+                self._redis.restart()
+            except ConfigError as error:
+                self._screen.say(f"[red]{error.message}")
+                time.sleep(_REDIS_RETRY_S)
+            else:
+                return
+
+    def _start_ray_head(self) -> None:
+        with (self._run_folder / "ray_head.log").open("wb") as log:
+            self._ray_head = subprocess.Popen(
+                [sys.executable, "-m", "services.cluster.ray_head", str(self._run_folder)],
+                env=head_environment(self._environment, self._run_folder),
+                cwd=self._run_folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _resolve_model(self) -> tuple[Path, str]:
+        # Slow to import; the ports are checked and Redis and Ray are started by now.
+        from services.models.source import resolve
+
+        self._screen.say("looking for the model")
+        found = resolve(self._options.model)
+        return found.path, found.name
+
+    def _start_processes(
+        self, spec: ClusterSpec, members: list[Member], readiness: Readiness
+    ) -> None:
+        for member in members:
+            command = spec.pools[member.pool].filled(member)
+            readiness.add(
+                member,
+                process.start(member.member_id, command, self._run_folder, self._environment),
+            )
+
+
+def _check_port(host: str, option: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} of {host} cannot be had ({error.strerror}). Is another cluster up? "
+                f"Choose another port with {option}"
+            ) from error
+
+
+__all__ = ["HeadStarted", "up"]

@@ -1,0 +1,116 @@
+"""When a cluster that is being started can take requests, and which part took how long.
+
+Ready: the router answers, every worker's record says ready, and Ray's controller is there. A
+process that ends before that is a failed start: its last words are the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from redis import Redis
+
+from services.cluster.launch_options import LaunchOptions
+from services.cluster.launch_screen import LaunchScreen
+from services.cluster.pools import Member
+from services.cluster.process import DetachedProcess
+from services.cluster.ray_head import HeadStarted
+from services.errors import ConfigError
+from services.registry import WorkerRecord
+
+_DEADLINE_S = 300.0
+_INTERVAL_S = 0.05
+_REPLY_DEADLINE_S = 2.0
+_LOG_TAIL_LINES = 15
+
+
+@dataclass(slots=True)
+class Readiness:
+    options: LaunchOptions
+    cluster_id: str
+    redis_url: str = field(repr=False)
+    screen: LaunchScreen
+    _waiting: dict[str, tuple[Member, DetachedProcess, float]] = field(default_factory=dict)
+
+    def add(self, member: Member, started: DetachedProcess) -> None:
+        self._waiting[member.member_id] = (member, started, time.monotonic())
+
+    def wait(self, ray_head: subprocess.Popen[bytes], ray_log: Path) -> HeadStarted:
+        """Raises ConfigError saying which part did not come up, with the end of its log."""
+        give_up_at = time.monotonic() + _DEADLINE_S
+        head: HeadStarted | None = None
+        with Redis.from_url(self.redis_url, socket_timeout=_REPLY_DEADLINE_S) as redis:
+            while self._waiting or head is None:
+                for member_id in [m for m in self._waiting if self._is_ready(m, redis)]:
+                    _, started, began = self._waiting.pop(member_id)
+                    started.close()
+                    self.screen.done(member_id, time.monotonic() - began)
+                if head is None:
+                    head = self._read_head(ray_head, ray_log)
+                for member_id, (_, started, _) in self._waiting.items():
+                    if started.wait(0):
+                        raise _failed(member_id, started.log_path)
+                if time.monotonic() > give_up_at:
+                    raise ConfigError(
+                        f"not ready after {_DEADLINE_S:g} s: "
+                        + ", ".join([*self._waiting, *(["Ray"] if head is None else [])])
+                    )
+                time.sleep(_INTERVAL_S)
+        return head
+
+    def transports(self) -> dict[str, str]:
+        """By worker, what it and its peers use; the choice asked for while no pair is known."""
+        workers = self._get_json("/v1/cluster")["workers"]
+        return {
+            worker["worker_id"]: " ".join(sorted(set(worker["transports"].values())))
+            or self.options.transport
+            for worker in workers
+        }
+
+    def _is_ready(self, member_id: str, redis: Redis) -> bool:
+        member = self._waiting[member_id][0]
+        if member.pool == "router":
+            return self._router_is_ready()
+        record = redis.get(f"{{tandem:{self.cluster_id}}}:worker:{member_id}")
+        if not isinstance(record, bytes):
+            return False
+        return msgspec.msgpack.decode(record, type=WorkerRecord).state == "ready"
+
+    def _router_is_ready(self) -> bool:
+        try:
+            self._get_json("/ready")
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _get_json(self, path: str) -> Any:
+        url = self.options.http_url + path
+        with urllib.request.urlopen(url, timeout=_REPLY_DEADLINE_S) as reply:
+            return json.load(reply)
+
+    def _read_head(self, ray_head: subprocess.Popen[bytes], log: Path) -> HeadStarted | None:
+        assert ray_head.stdout is not None
+        if not select.select([ray_head.stdout], [], [], 0)[0]:
+            return None
+        line = ray_head.stdout.readline()
+        if not line:
+            raise _failed("Ray's head", log)
+        head = msgspec.json.decode(line, type=HeadStarted)
+        self.screen.done("ray head", head.head_s)
+        self.screen.done("ray controller", head.controller_s)
+        return head
+
+
+def _failed(what: str, log: Path) -> ConfigError:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    tail = "\n".join(lines[-_LOG_TAIL_LINES:])
+    return ConfigError(f"{what} ended while it was started; the end of its log:\n{tail}")

@@ -1,0 +1,87 @@
+"""The pool controller's side of Redis: scale requests come in, the pools' state goes out.
+
+    {tandem:CLUSTER}:scale   LIST of JSON sizes, LPUSHed by routers, taken by BRPOP
+    {tandem:CLUSTER}:pools   STRING, JSON of `pools.describe`, written on each change, and again
+                             whenever BRPOP comes back: a Redis that lost it gets it anew
+
+Routers ask here so that they need no Ray. While Redis is lost nobody can ask and nobody can read:
+the channel tries again, and the controller does not notice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from services.redis_client import CONNECT_TIMEOUT_S, REPLY_TIMEOUT_S
+
+log = logging.getLogger(__name__)
+
+_TAKE_TIMEOUT_S = 15
+_RETRY_INTERVAL_S = 1.0
+
+
+class ScaleChannel:
+    """`on_request` is called, in a thread of this channel, with each request's decoded JSON."""
+
+    def __init__(self, redis_url: str, cluster_id: str, on_request: Callable[[object], None]):
+        self._requests = f"{{tandem:{cluster_id}}}:scale"
+        self._pools = f"{{tandem:{cluster_id}}}:pools"
+        self._on_request = on_request
+        self._state: dict[str, object] | None = None
+        self._lost = False
+        self._redis = Redis.from_url(
+            redis_url,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_timeout=_TAKE_TIMEOUT_S + REPLY_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="scale-requests", daemon=True).start()
+
+    def publish(self, state: dict[str, object]) -> None:
+        """Written now, or as soon as Redis is there again."""
+        self._state = state
+        try:
+            self._write()
+        except RedisError as error:
+            self._note_lost(error)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._write()
+                taken = self._redis.brpop([self._requests], timeout=_TAKE_TIMEOUT_S)
+            except RedisError as error:
+                self._note_lost(error)
+                time.sleep(_RETRY_INTERVAL_S)
+                continue
+            if self._lost:
+                log.info("Redis answers again")
+                self._lost = False
+            if taken is not None:
+                self._take(taken[1])
+
+    def _take(self, body: bytes | str) -> None:
+        try:
+            self._on_request(json.loads(body))
+        except ValueError as error:
+            log.error("a scale request is refused: %s", error)
+
+    def _write(self) -> None:
+        if self._state is not None:
+            self._redis.set(self._pools, json.dumps(self._state))
+
+    def _note_lost(self, error: RedisError) -> None:
+        if not self._lost:
+            log.warning("Redis is lost, pools stay as they are: %s", error)
+        self._lost = True
