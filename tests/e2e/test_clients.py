@@ -1,0 +1,197 @@
+"""The cluster as its users meet it: the openai client, gRPC by reflection, limits and errors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from services.rpc.tandem.v1 import inference_pb2 as pb
+from services.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tests.e2e.conftest import StartCluster
+from tests.harness.client import complete, golden, open_client, stream_completion, tokens_of
+from tests.harness.cluster import LocalCluster, wait_for
+
+MODEL = "SmolLM2-135M-Instruct"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def test_openai_client_streams_a_chat_answer(cluster: LocalCluster) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
+    assert [m.id for m in client.models.list()] == [MODEL]
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=30,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert "Paris" in text
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens > 3
+    whole = client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=30,
+    )
+    assert whole.choices[0].message.content == text
+
+
+def test_grpc_client_made_from_reflection_alone(cluster: LocalCluster) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
+        pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+        method = pool.FindServiceByName("tandem.v1.Inference").methods_by_name["Generate"]
+        request_class = GetMessageClass(method.input_type)
+        reply_class = GetMessageClass(method.output_type)
+        generate = channel.unary_stream(
+            "/tandem.v1.Inference/Generate",
+            request_serializer=request_class.SerializeToString,
+            response_deserializer=reply_class.FromString,
+        )
+        request = request_class(chat={"messages": QUESTION}, max_tokens=30)
+        request.sampling.temperature = 0
+        replies: list[Any] = list(generate(request, timeout=60))
+    assert "Paris" in "".join(r.text for r in replies)
+    assert replies[-1].finish_reason in ("stop", "length")
+    assert replies[-1].usage.completion_tokens == sum(len(r.token_ids) for r in replies)
+
+
+def test_stop_strings_end_the_text_before_them(cluster: LocalCluster) -> None:
+    body = {"prompt": golden(0)[0][0], "max_tokens": 40, "temperature": 0, "stop": ["answer"]}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["text"].endswith("The ")
+    cluster.wait_idle()
+
+
+BAD_REQUESTS: dict[str, tuple[bytes | dict[str, Any], int, str]] = {
+    "not JSON": (b"{", 400, "JSON"),
+    "bad UTF-8": (b'{"prompt": "\xff"}', 400, "UTF-8"),
+    "wrong type": ({"prompt": "a", "max_tokens": "ten"}, 400, "max_tokens"),
+    "unknown model": ({"prompt": "a", "model": "gpt-5"}, 404, "gpt-5"),
+    "empty prompt": ({"prompt": ""}, 400, "prompt"),
+    "prompt too long": ({"prompt": [1] * 9000}, 400, "8192"),
+    "max_tokens 0": ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    "max_tokens too large": ({"prompt": "a", "max_tokens": 9000}, 400, "8192"),
+    "temperature": ({"prompt": "a", "temperature": 2.5}, 400, "temperature"),
+    "10 MB body": (b'{"prompt": "' + b"a" * 10_000_000 + b'"}', 413, "bytes"),
+    "never fits": ({"prompt": [5] * 6000, "max_tokens": 2000}, 400, "KV pool"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_http_requests(cluster: LocalCluster, name: str) -> None:
+    body, status, says = BAD_REQUESTS[name]
+    content: dict[str, Any] = {"json": body} if isinstance(body, dict) else {"content": body}
+    headers = {"content-type": "application/json"}
+    response = httpx.post(f"{cluster.url}/v1/completions", headers=headers, timeout=60, **content)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert says in error["message"]
+    cluster.wait_idle()
+
+
+def test_unknown_role(cluster: LocalCluster) -> None:
+    body = {"messages": [{"role": "oracle", "content": "hi"}]}
+    response = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 400
+    assert "user" in response.json()["error"]["message"]
+
+
+BAD_CALLS: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
+    "unknown model": (pb.GenerateRequest(text="a", model="x"), grpc.StatusCode.NOT_FOUND, "x"),
+    "no prompt": (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+    "max_tokens 0": (
+        pb.GenerateRequest(text="a", max_tokens=0),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "max_tokens",
+    ),
+    "temperature": (
+        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(temperature=9)),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "temperature",
+    ),
+    "prompt too long": (
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 9000)),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "8192",
+    ),
+    "unknown role": (
+        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="oracle", content="hi")])),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "user",
+    ),
+    "never fits": (
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 6000), max_tokens=2000),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "KV pool",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_grpc_requests(cluster: LocalCluster, name: str) -> None:
+    request, code, says = BAD_CALLS[name]
+    with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(InferenceStub(channel).Generate(request, timeout=60))
+        assert caught.value.code() == code
+        assert says in caught.value.details()
+
+
+def test_bad_utf8_over_grpc(cluster: LocalCluster) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
+        call = channel.unary_stream("/tandem.v1.Inference/Generate")
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(b"\x12\x01\xff", timeout=30))  # field 2, `text`, one byte
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_does_not_fit_now_waits_and_a_full_queue_answers_429(
+    start_cluster: StartCluster,
+) -> None:
+    options = ("--num-blocks", "60", "--queue-max", "2", "--transport", "nixl")
+    prompt, expected = golden(6)[0][0], golden(6)[1][0]
+    with start_cluster(*options) as cluster:
+        decode = cluster.workers["decode-0"]
+
+        async def tokens(first: int) -> list[int]:
+            # Another first token: nothing is shared, so two of them do not fit at once.
+            async with open_client(cluster) as client:
+                events = [
+                    e async for e in stream_completion(client, [first, *prompt[1:]], max_tokens=24)
+                ]
+            return tokens_of(events)
+
+        running = asyncio.create_task(tokens(prompt[0]))
+        await asyncio.to_thread(
+            wait_for, lambda: decode.state().load.blocks_used, deadline_s=30, what="first"
+        )
+        waiting = [asyncio.create_task(tokens(first)) for first in (7, 8)]
+        await asyncio.to_thread(
+            wait_for, lambda: decode.state().load.num_waiting == 2, deadline_s=30, what="queue"
+        )
+        async with open_client(cluster) as client:
+            body = {"prompt": [9, *prompt[1:]], "max_tokens": 24}
+            refused = await client.post("/v1/completions", json=body)
+            assert refused.status_code == 429, refused.text
+            assert float(refused.headers["retry-after"]) > 0
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert await running == expected[:24]
+            assert [len(t) for t in await asyncio.gather(*waiting)] == [24, 24]
+            assert (await complete(client, prompt, max_tokens=4)).token_ids == expected[:4]
+        await asyncio.to_thread(cluster.wait_idle)
