@@ -162,7 +162,7 @@ class ClusterView:
         for worker_id in [w for w in self._workers if w not in records]:
             worker = self._workers[worker_id]
             if complete or not _is_up(worker.client):
-                log.warning("worker %s is gone: its record expired", worker_id)
+                log.warning("worker %s is gone: it left, or its record expired", worker_id)
                 self._drop(worker_id)
                 changed = True
         for client in [c for c in self._leaving if not c.num_inflight]:
