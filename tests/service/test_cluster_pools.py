@@ -1,0 +1,245 @@
+"""The pool controller and its agents on a real Ray head, with small stand-ins for the processes.
+
+The tests talk to the controller as a router does, through Redis, and to the rest with signals.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from redis import Redis
+
+from services.cluster import guardian, process
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.pools import ClusterSpec, PoolCommand
+from services.cluster.ray_head import HeadStarted, head_environment
+from services.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE
+
+pytestmark = pytest.mark.service
+
+OBEDIENT = "import signal; signal.pause()"
+DEAF = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); [signal.pause() for _ in 'ab']"
+)
+ROOT = Path(__file__).parents[2]
+
+
+def eventually(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
+    """What `condition` returns as soon as it is true."""
+    give_up_at = time.monotonic() + deadline_s
+    while not (found := condition()):
+        assert time.monotonic() < give_up_at, "it never came about"
+        time.sleep(0.05)
+    return found
+
+
+@dataclass(slots=True)
+class RealCluster:
+    spec: ClusterSpec
+    redis: Redis
+    environment: dict[str, str] = field(repr=False)
+    sessions: list[int] = field(default_factory=list)
+
+    def start_ray(self) -> HeadStarted:
+        run_folder = Path(self.spec.run_folder)
+        with (run_folder / "ray_head.log").open("ab") as log:
+            head = subprocess.Popen(
+                [sys.executable, "-m", "services.cluster.ray_head", str(run_folder)],
+                env=head_environment(self.environment, run_folder),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.sessions.append(head.pid)
+        told, _ = head.communicate(msgspec.json.encode(self.spec), timeout=60)
+        assert told, (run_folder / "ray_head.log").read_text()
+        return msgspec.json.decode(told, type=HeadStarted)
+
+    def pools(self) -> dict[str, Any]:
+        value = self.redis.get(f"{{tandem:{self.spec.cluster_id}}}:pools")
+        return json.loads(value) if isinstance(value, bytes) else {}
+
+    def scale(self, **sizes: object) -> None:
+        self.redis.lpush(f"{{tandem:{self.spec.cluster_id}}}:scale", json.dumps(sizes))
+
+    def running(self, pool: str) -> dict[str, int]:
+        """Process id -> pid of what the controller says is running."""
+        agents = self.pools().get(pool, {}).get("agents", [])
+        return {a["id"]: a["pid"] for a in agents if a["state"] == "running"}
+
+    def has(self, pool: str, size: int) -> bool:
+        agents = self.pools().get(pool, {}).get("agents", [])
+        return len(agents) == size == len(self.running(pool))
+
+    def actors(self, kind: str) -> set[int]:
+        """Pids of the actors of a class."""
+        found = set()
+        for pid in guardian.cluster_processes(self.spec.cluster_id):
+            try:
+                if psutil.Process(pid).cmdline()[:1] == [f"ray::{kind}"]:
+                    found.add(pid)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
+    cluster_id = f"test-{uuid.uuid4().hex[:12]}"
+    run_folder = tmp_path_factory.mktemp("run")
+    stand_in = [sys.executable, "-S", "-c", OBEDIENT, "{id}"]
+    spec = ClusterSpec(
+        cluster_id=cluster_id,
+        run_folder=str(run_folder),
+        pools={
+            "router": PoolCommand(stand_in),
+            "prefill": PoolCommand(stand_in, pinned=True),
+            "decode": PoolCommand([sys.executable, "-S", "-c", DEAF, "{id}"], pinned=True),
+        },
+        wanted={"router": 1, "prefill": 1, "decode": 1},
+        cores=[0, 1],
+        drain_deadline_s=1.0,
+    )
+    with EmbeddedRedis() as server, Redis.from_url(server.url) as redis:
+        environment = {
+            **os.environ,
+            CLUSTER_ID_VARIABLE: cluster_id,
+            REDIS_URL_VARIABLE: server.url,
+            "PYTHONPATH": str(ROOT),
+        }
+        made = RealCluster(spec, redis, environment)
+        # One process runs before Ray does, as the launcher starts them: it has to be adopted.
+        early = process.start("prefill-0", stand_in, run_folder, environment)
+        try:
+            made.start_ray()
+            eventually(lambda: all(made.has(p, 1) for p in ("router", "prefill", "decode")))
+            assert made.running("prefill") == {"prefill-0": early.pid}
+            yield made
+        finally:
+            early.close()
+            for session in made.sessions:
+                guardian.end_session(session)
+            assert guardian.end_cluster(cluster_id, 0.1)
+
+
+def test_processes_run_apart_from_ray(cluster: RealCluster) -> None:
+    for pool in ("router", "decode"):
+        (pid,) = cluster.running(pool).values()
+        assert os.getsid(pid) == pid
+        assert psutil.Process(pid).ppid() not in guardian.cluster_processes(cluster.spec.cluster_id)
+        environment = psutil.Process(pid).environ()
+        assert environment[CLUSTER_ID_VARIABLE] == cluster.spec.cluster_id
+        assert not [name for name in environment if name.startswith("RAY_")]
+
+
+def test_ray_listens_on_this_machine_only(cluster: RealCluster) -> None:
+    addresses = set()
+    for pid in guardian.cluster_processes(cluster.spec.cluster_id):
+        for connection in psutil.Process(pid).net_connections():
+            if connection.status == psutil.CONN_LISTEN:
+                addresses.add(connection.laddr.ip.removeprefix("::ffff:"))
+    assert addresses == {"127.0.0.1"}
+
+
+def test_a_crashed_process_is_started_again(cluster: RealCluster) -> None:
+    before = cluster.running("prefill")["prefill-0"]
+    os.kill(before, signal.SIGKILL)
+    after = eventually(lambda: cluster.running("prefill").get("prefill-0", before) != before)
+    assert after
+    assert cluster.has("prefill", 1)
+
+
+def test_pools_grow_and_shrink_by_the_newest(cluster: RealCluster) -> None:
+    oldest = cluster.running("prefill")
+    cluster.scale(prefill=3)
+    eventually(lambda: cluster.has("prefill", 3))
+    grown = cluster.running("prefill")
+    assert set(grown) == {"prefill-0", "prefill-1", "prefill-2"}
+    cores = {a["core"] for a in cluster.pools()["prefill"]["agents"]}
+    assert cores == {0, 1}
+    cluster.scale(prefill=1)
+    eventually(lambda: cluster.has("prefill", 1))
+    assert cluster.running("prefill") == oldest
+    alive = guardian.cluster_processes(cluster.spec.cluster_id)
+    assert {i for i, pid in grown.items() if pid in alive} == {"prefill-0"}
+    assert len(cluster.actors("Agent")) == 3
+
+
+def test_one_that_does_not_drain_in_time_is_killed(cluster: RealCluster) -> None:
+    (deaf,) = cluster.running("decode").values()
+    cluster.scale(decode=0)
+    eventually(lambda: cluster.has("decode", 0), 10)
+    eventually(lambda: deaf not in guardian.cluster_processes(cluster.spec.cluster_id))
+    cluster.scale(decode=1)
+    eventually(lambda: cluster.has("decode", 1))
+
+
+def test_a_request_that_makes_no_sense_changes_nothing(cluster: RealCluster) -> None:
+    before = cluster.pools()
+    cluster.scale(prefill="many")
+    cluster.scale(workers=3)
+    requests = f"{{tandem:{cluster.spec.cluster_id}}}:scale"
+    eventually(lambda: cluster.redis.llen(requests) == 0)
+    assert cluster.pools() == before
+
+
+def test_killed_agents_come_back_and_adopt_what_runs(cluster: RealCluster) -> None:
+    before = {p: cluster.running(p) for p in ("router", "prefill", "decode")}
+    agents = cluster.actors("Agent")
+    for pid in agents:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: len(cluster.actors("Agent") - agents) == 3)
+    (router,) = before["router"].values()
+    assert psutil.pid_exists(router)
+    # The new agent watches the old process: when that dies, there is a next one.
+    os.kill(router, signal.SIGKILL)
+    eventually(lambda: cluster.running("router").get("router-0", router) != router)
+    assert {p: cluster.running(p) for p in ("prefill", "decode")} == {
+        p: before[p] for p in ("prefill", "decode")
+    }
+    stand_ins = [
+        pid
+        for pid in guardian.cluster_processes(cluster.spec.cluster_id)
+        if psutil.Process(pid).cmdline()[-1:] == ["router-0"]
+    ]
+    assert stand_ins == list(cluster.running("router").values())
+
+
+def test_a_killed_controller_remembers_the_sizes(cluster: RealCluster) -> None:
+    cluster.scale(prefill=2)
+    eventually(lambda: cluster.has("prefill", 2))
+    running = cluster.running("prefill")
+    (controller,) = cluster.actors("PoolController")
+    os.kill(controller, signal.SIGKILL)
+    eventually(lambda: cluster.actors("PoolController") - {controller})
+    cluster.scale(router=2)
+    eventually(lambda: cluster.has("router", 2))
+    assert cluster.running("prefill") == running
+    cluster.scale(router=1, prefill=1)
+    eventually(lambda: cluster.has("router", 1) and cluster.has("prefill", 1))
+
+
+def test_processes_outlive_ray_and_are_adopted_by_the_next(cluster: RealCluster) -> None:
+    before = {p: cluster.running(p) for p in ("router", "prefill", "decode")}
+    guardian.end_session(cluster.sessions[-1])
+    eventually(lambda: not cluster.actors("Agent"))
+    alive = guardian.cluster_processes(cluster.spec.cluster_id)
+    assert all(pid in alive for pool in before.values() for pid in pool.values())
+    cluster.redis.delete(f"{{tandem:{cluster.spec.cluster_id}}}:pools")
+    cluster.start_ray()
+    eventually(lambda: all(cluster.has(p, 1) for p in before))
+    assert {p: cluster.running(p) for p in before} == before
