@@ -39,6 +39,7 @@ def linear_invariant(
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0])
     transposed = weight.t()
-    for rows, result in zip(x.split(TILE_ROWS), out.split(TILE_ROWS), strict=True):
-        torch.mm(rows, transposed, out=result)
+    for first in range(0, x.shape[0], TILE_ROWS):
+        rows = slice(first, first + TILE_ROWS)
+        torch.mm(x[rows], transposed, out=out[rows])
     return out if bias is None else out.add_(bias)

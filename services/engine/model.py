@@ -60,13 +60,13 @@ class Decoder:
         num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_kv_heads
         heads = self._project(x, layer.qkv).view(x.shape[0], -1, self._config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            queries, keys, _ = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-            normed = (self._norm(queries, layer.q_norm), self._norm(keys, layer.k_norm))
-            rotated = self._kernels.rotate(torch.cat(normed, dim=1), angles)
+            normed_queries = self._norm(heads[:, :num_heads], layer.q_norm)
+            normed_keys = self._norm(heads[:, num_heads:-num_kv_heads], layer.k_norm)
+            rotated = self._kernels.rotate(torch.cat((normed_queries, normed_keys), 1), angles)
         else:
-            rotated = self._kernels.rotate(heads[:, : num_heads + num_kv_heads], angles)
+            rotated = self._kernels.rotate(heads[:, :-num_kv_heads], angles)
         tokens = slice(0, inputs.num_tokens)
-        keys, values = rotated[tokens, num_heads:], heads[tokens, num_heads + num_kv_heads :]
+        keys, values = rotated[tokens, num_heads:], heads[tokens, -num_kv_heads:]
         pool.write(index, inputs.token_rows, keys, values)
         return rotated[:, :num_heads]
 
@@ -88,10 +88,12 @@ class Decoder:
         """[rows, columns of all parts side by side]."""
         if len(parts) == 1:
             return self._kernels.linear(x, parts[0].weight, parts[0].bias)
-        widths = [part.weight.shape[0] for part in parts]
-        out = x.new_empty(x.shape[0], sum(widths))
-        for part, columns in zip(parts, out.split(widths, dim=1), strict=True):
-            self._kernels.linear(x, part.weight, part.bias, out=columns)
+        out = x.new_empty(x.shape[0], sum(part.weight.shape[0] for part in parts))
+        first = 0
+        for part in parts:
+            width = part.weight.shape[0]
+            self._kernels.linear(x, part.weight, part.bias, out=out[:, first : first + width])
+            first += width
         return out
 
 
