@@ -210,7 +210,7 @@ class EngineProcess:
                 connected = messages.PeerConnected(peer_id, error)
                 self._transfers.send(msgspec.msgpack.encode(connected))
             case transfer.SourceReady():
-                source = messages.Source(event.request_id, event.metadata, event.pool)
+                source = messages.Source(event.request_id, event.metadata, event.pool, event.error)
                 self._transfers.send(msgspec.msgpack.encode(source))
 
     def _apply_transfer_events(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ import msgspec
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
 from services.worker.convert import contract_from, contract_message, load_message
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from services.worker.worker import Worker
@@ -61,6 +64,8 @@ class Servicer(WorkerServicer):
                 response.transports.insert(0, "nixl")
                 response.nixl_metadata = source.metadata
                 response.pool = msgspec.msgpack.encode(source.pool)
+            else:
+                log.warning("NIXL cannot serve blocks here: %s", source.error)
         if self._worker.config.transfer.transport == "nixl":
             response.transports.remove("grpc")
         return response

@@ -53,7 +53,7 @@ class Worker:
         self.state: State = "starting"
         self._stop_deadline_s = config.drain_deadline_s
         self._stopping = asyncio.Event()
-        self._load = Load(queue_max=config.engine.queue_max)
+        self._load = Load()
         self._address = ""
         self._metrics_address = ""
         self._model = ""
@@ -115,6 +115,7 @@ class Worker:
             ready.block_bytes >> 10,
             {name: round(ms) for name, ms in ready.load_ms.items()},
         )
+        self._load = Load(queue_max=config.engine.queue_max, blocks_total=ready.num_blocks)
         self._model, self._max_model_len = config.engine.model, ready.max_model_len
         self.contract = Contract(
             model_fingerprint=ready.model_fingerprint,
