@@ -80,6 +80,8 @@ class Engine:
             logits = self._runner.forward(_batch(schedule.chunks))
             sampling = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
             tokens = iter(sample_next(logits, sampling) if sampling else ())
+            if logits.is_cuda:  # blocks are final for peers when the kernels are done, not before
+                torch.cuda.current_stream(logits.device).synchronize()
             for chunk in schedule.chunks:
                 self._advance(chunk, next(tokens) if chunk.samples else None)
         return self._take_report(started)

@@ -10,11 +10,23 @@ from collections.abc import Sequence as Many
 
 import torch
 
+from kernels.sampling import Draw, sample
 from services.engine.sequence import Sequence
 
 
 def sample_next(logits: torch.Tensor, sequences: Many[Sequence]) -> list[int]:
     """The token that follows each sequence; logits are fp32 [len(sequences), vocab]."""
-    assert all(s.sampling.temperature == 0 for s in sequences)
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    return tokens
+    token_ids: list[int] = sample(logits, [_draw(sequence) for sequence in sequences]).tolist()
+    return token_ids
+
+
+def _draw(sequence: Sequence) -> Draw:
+    sampling = sequence.sampling
+    return Draw(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        position=sequence.num_tokens,
+    )
