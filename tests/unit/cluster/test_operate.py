@@ -1,0 +1,45 @@
+"""What `tandem scale` asks for and waits for, and what it says when no router is there."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from services.cluster.operate import OperateError, differences, parse_sizes, show_status
+
+
+def pool(wanted: int, running: int, ready: int, num_agents: int | None = None) -> dict[str, object]:
+    agents = [{}] * (running if num_agents is None else num_agents)
+    return {"wanted": wanted, "running": running, "ready": ready, "agents": agents}
+
+
+def test_sizes_are_read() -> None:
+    assert parse_sizes(["prefill=2", "decode=0"]) == {"prefill": 2, "decode": 0}
+
+
+@pytest.mark.parametrize("argument", ["prefill", "=2", "prefill=", "prefill=-1", "prefill=two"])
+def test_what_is_no_size_is_named(argument: str) -> None:
+    with pytest.raises(OperateError, match="is not POOL=SIZE"):
+        parse_sizes([argument])
+
+
+def test_reached_means_wanted_running_ready_and_nothing_left_to_go() -> None:
+    assert differences({"prefill": pool(2, 2, 2)}, {"prefill": 2}) == []
+    assert differences({"prefill": pool(1, 2, 2)}, {"prefill": 2})
+    assert differences({"prefill": pool(2, 1, 2)}, {"prefill": 2})
+    assert differences({"prefill": pool(2, 2, 1)}, {"prefill": 2})
+    assert differences({"prefill": pool(1, 1, 1, num_agents=2)}, {"prefill": 1})
+    assert differences({}, {"prefill": 1}) == ["prefill: 0 running, 0 ready, 1 wanted"]
+
+
+def test_routers_have_no_records_to_be_ready_by() -> None:
+    assert differences({"router": pool(1, 1, 0)}, {"router": 1}) == []
+
+
+def test_no_router_is_a_clear_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(OperateError, match=f"no router answers at {url}.*--url"):
+            show_status(url)

@@ -1,0 +1,101 @@
+"""Detached processes: nobody's children, found by their records, never mistaken for others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.cluster import process
+from services.cluster.process import DetachedProcess
+from services.errors import ConfigError
+
+WAIT = [sys.executable, "-S", "-c", "import signal; print('up', flush=True); signal.pause()"]
+DEAF = [
+    sys.executable,
+    "-S",
+    "-c",
+    "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True); signal.pause()",
+]
+Start = Callable[[list[str]], DetachedProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    made: list[DetachedProcess] = []
+
+    def start_one(command: list[str]) -> DetachedProcess:
+        made.append(process.start("decode-0", command, tmp_path, {"MARK": "1"}))
+        while not made[-1].log_path.read_text():
+            assert not made[-1].wait(0.01)
+        return made[-1]
+
+    yield start_one
+    for one in made:
+        one.send(signal.SIGKILL)
+        assert one.wait(5)
+        one.close()
+
+
+def test_a_started_process_is_in_its_own_session_and_no_child_of_ours(start: Start) -> None:
+    started = start(WAIT)
+    seen = psutil.Process(started.pid)
+    assert os.getsid(started.pid) == started.pid
+    assert seen.ppid() != os.getpid()
+    assert seen.environ()["MARK"] == "1"
+    assert started.log_path.read_text() == "up\n"
+
+
+def test_it_is_found_again_while_it_lives_only(start: Start, tmp_path: Path) -> None:
+    started = start(WAIT)
+    found = process.find("decode-0", tmp_path)
+    assert found is not None
+    assert found.pid == started.pid
+    found.send(signal.SIGKILL)
+    assert found.wait(5)
+    found.close()
+    assert process.find("decode-0", tmp_path) is None
+
+
+def test_a_pid_that_another_process_got_is_not_taken_for_ours(tmp_path: Path) -> None:
+    record = tmp_path / "processes" / "decode-0.json"
+    record.parent.mkdir()
+    record.write_text(json.dumps({"pid": os.getpid(), "start_ticks": 1}))
+    assert process.find("decode-0", tmp_path) is None
+
+
+def test_without_a_record_there_is_none(tmp_path: Path) -> None:
+    assert process.find("decode-0", tmp_path) is None
+
+
+def test_stop_drains_and_kills_what_does_not_drain(start: Start) -> None:
+    gentle = start(WAIT)
+    gentle.stop(30.0)
+    assert gentle.wait(0)
+    gentle.log_path.unlink()
+    deaf = start(DEAF)
+    deaf.stop(0.1)
+    assert deaf.wait(0)
+
+
+def test_a_wait_ends_when_it_is_woken(start: Start) -> None:
+    started = start(WAIT)
+    wake = os.eventfd(1)
+    assert not started.wait(None, wake)
+    os.close(wake)
+
+
+def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="decode-0: /no/such/program cannot be started"):
+        process.start("decode-0", ["/no/such/program"], tmp_path, {})
+
+
+def test_settings_of_ray_are_not_handed_on() -> None:
+    kept = process.child_environment({"RAY_JOB_ID": "1", "PATH": "/bin", "TANDEM_X": "y"})
+    assert kept == {"PATH": "/bin", "TANDEM_X": "y"}

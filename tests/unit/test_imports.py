@@ -1,0 +1,59 @@
+"""What programs load: the router and the CLI stay light, whatever import-linter cannot see."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = (
+    "torch",
+    "transformers",
+    "kernels",
+    "services.engine",
+    "services.worker",
+    "services.transfer",
+)
+
+
+def loaded_by(module: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}, sys; print(*sys.modules)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module", ["services.router.server", "services.cli", "services.cluster.launcher"]
+)
+def test_the_router_and_the_launcher_load_no_engine(module: str) -> None:
+    assert loaded_by(module).isdisjoint(HEAVY)
+
+
+def test_the_cli_loads_what_a_command_needs_only_when_it_runs() -> None:
+    loaded = loaded_by("services.cli")
+    assert loaded.isdisjoint(("ray", "redis", "grpc", "fastapi", "numpy", "services.cluster"))
+
+
+def test_only_the_cluster_knows_ray() -> None:
+    assert "ray" not in loaded_by("services.router.server")
+    assert "ray" not in loaded_by("services.cluster.launcher")
+
+
+def test_no_hand_written_file_is_longer_than_400_lines() -> None:
+    files = [
+        path
+        for folder in ("services", "kernels", "tests", "benchmarks", "deploy")
+        for path in (ROOT / folder).rglob("*.py")
+        if "services/rpc/tandem" not in path.as_posix()
+    ]
+    assert len(files) > 50
+    assert [str(p) for p in files if len(p.read_text(encoding="utf-8").splitlines()) > 400] == []
