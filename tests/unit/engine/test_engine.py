@@ -16,9 +16,7 @@ from services.engine.types import (
     SequenceSpec,
 )
 from services.errors import (
-    BadRequest,
     ConfigError,
-    ContextTooLong,
     InternalError,
     NeverFits,
     QueueFull,
@@ -299,19 +297,6 @@ class TestAwaitKv:
 
 
 class TestRefusal:
-    def test_prompt_longer_than_the_context(self) -> None:
-        engine, _ = make_engine(max_model_len=6)
-        with pytest.raises(ContextTooLong, match=r"6 tokens; .* at most 5"):
-            engine.add(make_spec("a", PROMPT))
-
-    def test_what_can_never_fit(self) -> None:
-        engine, _ = make_engine(num_blocks=2)
-        engine.add(make_spec("fits", PROMPT, max_tokens=2))
-        with pytest.raises(NeverFits, match=r"6 tokens and max_tokens of 3 .* 8 tokens"):
-            engine.add(make_spec("a", PROMPT, max_tokens=3))
-        with pytest.raises(NeverFits, match="9 tokens; the KV pool holds 8"):
-            engine.add(make_spec("b", list(range(9)), mode=Mode.FOR_PEER))
-
     def test_what_does_not_fit_now_waits(self) -> None:
         engine, _ = make_engine(num_blocks=2)
         engine.add(make_spec("held", PROMPT, mode=Mode.FOR_PEER))
@@ -329,14 +314,22 @@ class TestRefusal:
             engine.add(make_spec("b", PROMPT))
         assert caught.value.retry_after_s
 
-    @pytest.mark.parametrize(
-        ("token_ids", "fields"),
-        [([], {}), ([1], {"num_prompt_tokens": 2}), ([-1], {}), ([1], {"max_tokens": 0})],
-    )
-    def test_nonsense(self, token_ids: list[int], fields: dict[str, int]) -> None:
-        engine, _ = make_engine()
-        with pytest.raises(BadRequest):
-            engine.add(make_spec("a", token_ids, **fields))
+    def test_what_is_refused_leaves_nothing_behind(self) -> None:
+        engine, _ = make_engine(num_blocks=2)
+        with pytest.raises(NeverFits):
+            engine.add(make_spec("a", PROMPT, max_tokens=3))
+        assert not engine.has_work()
+        engine.add(make_spec("a", PROMPT, max_tokens=2))
+
+    def test_a_restart_that_is_refused_ends_the_sequence_with_its_blocks_fenced(self) -> None:
+        engine, _ = make_engine(num_blocks=2)
+        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV, max_tokens=2))
+        engine.step()
+        with pytest.raises(NeverFits):
+            engine.restart(make_spec("a", PROMPT, max_tokens=3), unsafe_blocks=[1])
+        engine.check_integrity()
+        load = engine.load()
+        assert (load.blocks_used, load.blocks_quarantined, load.num_awaiting_kv) == (0, 1, 0)
 
     def test_a_live_id_and_an_unknown_one(self) -> None:
         engine, _ = make_engine()

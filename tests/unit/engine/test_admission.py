@@ -1,0 +1,68 @@
+"""What an engine of 4 blocks of 4 tokens and a context of 12 lets in, and what it says else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.engine.admission import check_spec
+from services.engine.types import Mode
+from services.errors import BadRequest, ContextTooLong, NeverFits
+from tests.engine_driver import make_spec
+from tests.toy_runner import ToyRunner
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+def check(
+    token_ids: list[int], *, num_blocks: int = 4, max_model_len: int = 12, **fields: Any
+) -> None:
+    layout = ToyRunner(block_size=4).layout(num_blocks)
+    check_spec(make_spec("a", token_ids, **fields), layout=layout, max_model_len=max_model_len)
+
+
+def test_the_longest_prompt_leaves_room_for_one_token() -> None:
+    check(list(range(11)))
+    with pytest.raises(ContextTooLong, match=r"12 tokens; .* at most 11") as caught:
+        check(list(range(12)))
+    assert caught.value.param == "prompt"
+
+
+def test_a_moved_sequence_may_be_at_the_end_of_the_context_and_not_beyond() -> None:
+    check(list(range(12)), num_prompt_tokens=6)
+    with pytest.raises(ContextTooLong):
+        check(list(range(13)), num_prompt_tokens=6)
+
+
+def test_prompt_and_max_tokens_must_fit_the_whole_pool() -> None:
+    check(PROMPT, num_blocks=2, max_tokens=2)
+    with pytest.raises(NeverFits, match=r"6 tokens and max_tokens of 3 .* 8 tokens") as caught:
+        check(PROMPT, num_blocks=2, max_tokens=3)
+    assert caught.value.param == "max_tokens"
+
+
+def test_the_context_bounds_what_max_tokens_can_take() -> None:
+    check(PROMPT, num_blocks=3, max_tokens=1000)
+
+
+def test_for_a_peer_only_the_prompt_must_fit() -> None:
+    check(list(range(8)), num_blocks=2, mode=Mode.FOR_PEER, max_tokens=100)
+    with pytest.raises(NeverFits, match=r"9 tokens; the KV pool holds 8 tokens \(2 blocks of 4\)"):
+        check(list(range(9)), num_blocks=2, mode=Mode.FOR_PEER)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "fields"),
+    [
+        ([], {}),
+        ([1], {"num_prompt_tokens": 0}),
+        ([1], {"num_prompt_tokens": 2}),
+        ([-1], {}),
+        ([1 << 32], {}),
+        ([1], {"max_tokens": 0}),
+    ],
+)
+def test_nonsense(token_ids: list[int], fields: dict[str, int]) -> None:
+    with pytest.raises(BadRequest):
+        check(token_ids, **fields)

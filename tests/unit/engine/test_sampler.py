@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import torch
+
+from services.engine.sampler import sample_next
+from services.engine.sequence import Sequence
+from services.engine.types import SamplingParams
+from tests.engine_driver import make_spec
+
+LOGITS = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
+
+
+def sequence_of(num_tokens: int, *, num_made: int = 0, **sampling: float) -> Sequence:
+    spec = make_spec(
+        "a",
+        list(range(num_tokens)),
+        num_prompt_tokens=num_tokens - num_made,
+        sampling=SamplingParams(**sampling),
+    )
+    return Sequence.from_spec(spec, arrival=0, block_size=4, chain_root=b"root")
+
+
+def test_greedy_takes_the_largest() -> None:
+    assert sample_next(LOGITS, [sequence_of(3)]) == [int(LOGITS.argmax())]
+
+
+def test_a_draw_depends_on_the_seed_and_the_index_in_the_whole_sequence() -> None:
+    here = sample_next(LOGITS, [sequence_of(9, temperature=1.0, seed=5)])
+    moved = sample_next(LOGITS, [sequence_of(9, num_made=4, temperature=1.0, seed=5)])
+    assert here == moved
+    others = [sequence_of(n, temperature=1.0, seed=5) for n in range(1, 9)]
+    assert len(set(sample_next(LOGITS.repeat(8, 1), others))) > 1
+    seeds = [sequence_of(9, temperature=1.0, seed=seed) for seed in range(8)]
+    assert len(set(sample_next(LOGITS.repeat(8, 1), seeds))) > 1
+
+
+def test_each_row_has_its_own_parameters() -> None:
+    best = [int(i) for i in LOGITS[0].topk(2).indices]
+    rows = [sequence_of(4), *(sequence_of(4, temperature=5.0, top_k=2, seed=s) for s in range(20))]
+    greedy, *drawn = sample_next(LOGITS.repeat(21, 1), rows)
+    assert greedy == best[0]
+    assert set(drawn) == set(best)
