@@ -152,6 +152,8 @@ class EmbeddedRedis:
                 f"port {self.port}",
                 f"requirepass {self._password}",
                 "daemonize no",
+                # A title would be written over its environment, by which its cluster is known.
+                "set-proc-title no",
                 'save ""',
                 "appendonly no",
                 "databases 1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ from rich.table import Table
 
 _REPLY_DEADLINE_S = 5.0
 _POLL_INTERVAL_S = 0.25
+_PIPE_COLUMNS = 200
 
 
 class OperateError(Exception):
@@ -23,7 +25,8 @@ class OperateError(Exception):
 def show_status(url: str) -> None:
     """Prints pools and workers. Raises OperateError."""
     state = _ask(url, "GET")
-    console = Console(highlight=False, soft_wrap=True)
+    # Tables in a file or a pipe are not broken to fit a screen that is not there.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
     router = state["router"]
     ready = "[green]ready[/]" if router["ready"] else f"[yellow]not ready[/]: {router['reason']}"
     console.print(f"{state['model']} at {url}: {ready}; redis {state['redis']}\n")

@@ -1,0 +1,241 @@
+"""`tandem up` as a person meets it: started, disturbed, stopped, killed; with the real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.cluster import guardian
+
+pytestmark = pytest.mark.service
+
+ROOT = Path(__file__).parents[2]
+START_DEADLINE_S = 180.0
+# Stands for make: starts the launcher, tells its pid, and waits.
+PARENT = """
+import os, subprocess, sys
+command = [*sys.argv[1:], "--die-with-parent", str(os.getpid())]
+print(subprocess.Popen(command, stdout=sys.stderr).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def eventually(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
+    """What `condition` returns as soon as it is true."""
+    give_up_at = time.monotonic() + deadline_s
+    while not (found := condition()):
+        assert time.monotonic() < give_up_at, "it never came about"
+        time.sleep(0.05)
+    return found
+
+
+def free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+def command(http_port: int, grpc_port: int, *options: str) -> list[str]:
+    ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
+    return [sys.executable, "-m", "services.cli", "up", *ports, "--kv-memory", "67108864", *options]
+
+
+@dataclass(slots=True)
+class Up:
+    """A cluster that `tandem up` started, under a parent as make is one."""
+
+    parent: subprocess.Popen[bytes]
+    launcher_pid: int
+    screen: Path
+    http_port: int
+    grpc_port: int
+    cluster_id: str = field(default="")
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self.http_port}{path}", timeout=10
+        ) as reply:
+            return json.load(reply)
+
+    def complete(self) -> str:
+        body = {"model": self.get("/v1/models")["data"][0]["id"], "prompt": "The sky is"}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.http_port}/v1/completions",
+            json.dumps({**body, "max_tokens": 4, "temperature": 0}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return str(json.load(reply)["choices"][0]["text"])
+
+    def pids(self, name: str) -> list[int]:
+        """Of the cluster's processes with this in their command lines."""
+        found = []
+        for pid in guardian.cluster_processes(self.cluster_id):
+            try:
+                if name in " ".join(psutil.Process(pid).cmdline()):
+                    found.append(pid)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    screen = tmp_path_factory.mktemp("up") / "screen"
+    http_port, grpc_port = free_ports()
+    with screen.open("wb") as out:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, *command(http_port, grpc_port)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=out,
+            start_new_session=True,
+        )
+    assert parent.stdout is not None
+    made = Up(parent, int(parent.stdout.readline()), screen, http_port, grpc_port)
+    try:
+        eventually(lambda: "Ctrl-C stops" in _screen(made), START_DEADLINE_S)
+        made.cluster_id = made.get("/v1/cluster")["cluster_id"]
+        yield made
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        if made.cluster_id:
+            eventually(lambda: not guardian.cluster_processes(made.cluster_id), 10)
+
+
+def _screen(up: Up) -> str:
+    text = up.screen.read_text()
+    assert _runs(up.launcher_pid), text
+    return text
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_screen_has_what_a_person_needs(up: Up) -> None:
+    text = up.screen.read_text()
+    assert f"http://127.0.0.1:{up.http_port}" in text
+    assert f"127.0.0.1:{up.grpc_port}" in text
+    for worker in ("router-0", "prefill-0", "decode-0"):
+        assert re.search(rf"^{worker} +(router|prefill|decode) +\S+ +(any|\d+)", text, re.M)
+    assert f"curl http://127.0.0.1:{up.http_port}/v1/chat/completions" in text
+    assert "where the start went" in text
+    assert up.complete()
+
+
+def test_secrets_are_in_no_command_line_and_no_file(up: Up) -> None:
+    (pid, *_) = up.pids("services.worker --role decode")
+    environment = psutil.Process(pid).environ()
+    secrets = environment["TANDEM_CLUSTER_TOKEN"], environment["TANDEM_REDIS_URL"].split("@")[0]
+    lines = [" ".join(p.cmdline()) for p in psutil.process_iter()]
+    assert not [line for line in lines for secret in secrets if secret in line]
+    assert not [secret for secret in secrets if secret in up.screen.read_text()]
+
+
+def test_a_second_one_on_a_taken_port_says_which_and_what_to_do(up: Up) -> None:
+    free, _ = free_ports()
+    for ports, option in (((up.http_port, free), "--port"), ((free, up.grpc_port), "--grpc-port")):
+        done = subprocess.run(
+            command(*ports), cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+        )
+        assert done.returncode == 1
+        taken = up.http_port if option == "--port" else up.grpc_port
+        assert f"port {taken} of 127.0.0.1 cannot be had" in done.stderr
+        assert done.stderr.rstrip().endswith(f"with {option}")
+
+
+def test_scale_and_status_talk_to_it(up: Up) -> None:
+    url = f"http://127.0.0.1:{up.http_port}"
+
+    def tandem(*arguments: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-m", "services.cli", *arguments, "--url", url],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+
+    assert tandem("scale", "prefill=2") == "prefill=2\n"
+    assert "prefill-1" in tandem("status")
+    assert tandem("scale", "prefill=1", "decode=1") == "prefill=1 decode=1\n"
+    running = up.pids("services.worker --role prefill")
+    assert len(running) == 1
+
+
+def test_redis_is_started_again_where_it_was(up: Up) -> None:
+    (server,) = up.pids("valkey-server")
+    os.kill(server, signal.SIGKILL)
+    eventually(lambda: up.pids("valkey-server") and up.pids("valkey-server") != [server])
+    eventually(lambda: up.get("/v1/cluster")["redis"] == "ok")
+    assert up.complete()
+
+
+def test_requests_are_served_without_ray(up: Up) -> None:
+    (gcs,) = up.pids("gcs/gcs_server")
+    (decode,) = up.pids("services.worker --role decode")
+    os.kill(gcs, signal.SIGKILL)
+    eventually(lambda: "gcs_server ended" in up.screen.read_text())
+    assert up.complete()
+    assert up.pids("services.worker --role decode") == [decode]
+
+
+def test_nothing_is_left_when_the_parent_is_killed(up: Up) -> None:
+    assert up.pids("valkey-server")
+    up.parent.kill()
+    eventually(lambda: not _runs(up.launcher_pid), 5)
+    eventually(lambda: not guardian.cluster_processes(up.cluster_id), 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_when_the_launcher_ends_in_the_middle_of_its_start(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    screen = tmp_path / "screen"
+    with screen.open("wb") as out:
+        launcher = subprocess.Popen(
+            command(*free_ports()),
+            cwd=ROOT,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            start_new_session=True,
+        )
+    ids: list[str] = []
+    try:
+        (folder,) = eventually(lambda: list(tmp_path.glob("tandem-*/processes")))
+        (record, *_) = eventually(lambda: list(folder.glob("*.json")))
+        worker = psutil.Process(json.loads(record.read_text())["pid"])
+        ids.append(worker.environ()["TANDEM_CLUSTER_ID"])
+        launcher.send_signal(number)
+        launcher.wait(5)
+        eventually(lambda: not guardian.cluster_processes(ids[0]), 5)
+        eventually(lambda: not list(tmp_path.glob("tandem-*")), 5)
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for cluster_id in ids:
+            guardian.end_cluster(cluster_id, 0)
