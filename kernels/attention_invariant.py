@@ -42,6 +42,7 @@ class InvariantPagedAttention:
         assert dtype == pool.dtype == torch.float32
         self._pool = pool
         self._group_size = num_heads // pool.num_kv_heads
+        self._tiles_per_query = -(-self._group_size // ROW_TILE)
         padded_to = math.lcm(KEY_TILE, pool.block_size)
         self._parts = [self._tiled(group) for group in make_groups(spans, pool, padded_to)]
 
@@ -60,12 +61,15 @@ class InvariantPagedAttention:
     def _attend_one_query(
         self, part: _TiledGroup, queries: torch.Tensor, kv: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Queries [B, heads, D]: row tiles are (sequence, KV head)."""
+        """Queries [B, heads, D]: row tiles are (sequence, KV head), or several of a large group."""
         head_dim = queries.shape[-1]
-        tiles = _row_tiles(queries.reshape(-1, self._group_size, head_dim))
+        rows = _padded_rows(queries.reshape(-1, self._group_size, head_dim))
+        if self._tiles_per_query > 1:
+            kv = kv.repeat_interleave(self._tiles_per_query, dim=2)
         keys, values = kv.flatten(1, 2)
-        result = _attend_tiles(part, tiles, keys, values)
-        out.view(-1, self._group_size, head_dim).copy_(result[:, : self._group_size])
+        result = _attend_tiles(part, rows.view(-1, ROW_TILE, head_dim), keys, values)
+        used = result.view(rows.shape)[:, : self._group_size]
+        out.view(-1, self._group_size, head_dim).copy_(used)
 
     def _attend_chunk(
         self, part: _TiledGroup, queries: torch.Tensor, kv: torch.Tensor, out: torch.Tensor
@@ -76,17 +80,19 @@ class InvariantPagedAttention:
         by_head = queries.view(shape).transpose(0, 1).reshape(shape[1], 1, -1, head_dim)
         out_by_head = out.view(shape).transpose(0, 1)
         for head in range(shape[1]):
-            tiles = _row_tiles(by_head[head]).view(-1, ROW_TILE, head_dim)
+            tiles = _padded_rows(by_head[head]).view(-1, ROW_TILE, head_dim)
             keys, values = kv[:, 0, head].unsqueeze(1).expand(-1, tiles.shape[0], -1, -1)
             result = _attend_tiles(part, tiles, keys, values).view(-1, head_dim)
             used = result[: num_queries * self._group_size]
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
     def _tiled(self, group: AttentionGroup) -> _TiledGroup:
-        """The masks of a group whose queries are seen row by row: (sequence or KV head, query)."""
+        """With its mask. Row tiles come in the order of their last visible key, so that those that
+        see a key tile are the last ones: sequences by context length, queries by position."""
         device = self._pool.device
         if group.num_queries == 1:
-            lens = torch.tensor(group.context_lens).repeat_interleave(self._pool.num_kv_heads)
+            tiles_per_sequence = self._pool.num_kv_heads * self._tiles_per_query
+            lens = torch.tensor(group.context_lens).repeat_interleave(tiles_per_sequence)
             visible = lens.unsqueeze(1).expand(-1, ROW_TILE)
         else:
             context_len = group.context_lens[0]
@@ -106,10 +112,10 @@ class InvariantPagedAttention:
         )
 
 
-def _row_tiles(rows: torch.Tensor) -> torch.Tensor:
-    """[N, r, D] padded with zero rows to whole row tiles: [N, multiple of 16, D]."""
-    num_tiles, num_rows, head_dim = rows.shape
-    padded = rows.new_zeros(num_tiles, -(-num_rows // ROW_TILE) * ROW_TILE, head_dim)
+def _padded_rows(rows: torch.Tensor) -> torch.Tensor:
+    """[..., r, D] with zero rows behind, to a multiple of the row tile."""
+    num_groups, num_rows, head_dim = rows.shape
+    padded = rows.new_zeros(num_groups, -(-num_rows // ROW_TILE) * ROW_TILE, head_dim)
     padded[:, :num_rows] = rows
     return padded
 

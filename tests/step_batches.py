@@ -1,0 +1,62 @@
+"""Batches for a ModelRunner: prompts put into blocks, whole, in chunks, or beside one another."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.engine.batch import SequenceSlice, StepBatch
+from services.engine.runner import ModelRunner
+
+
+@dataclass(slots=True)
+class Progress:
+    """A sequence in a runner's pool, computed up to `done`."""
+
+    token_ids: Sequence[int]
+    block_table: list[int]
+    done: int = 0
+
+    def take(self, num_tokens: int) -> SequenceSlice:
+        """The next tokens, as many as asked for or as there are."""
+        first, self.done = self.done, min(self.done + num_tokens, len(self.token_ids))
+        return SequenceSlice(
+            list(self.token_ids[first : self.done]), self.done, self.block_table, True
+        )
+
+
+def place(runner: ModelRunner, prompts: Sequence[Sequence[int]], seed: int = 0) -> list[Progress]:
+    """Allocates a pool and scatters the prompts' blocks over it."""
+    block_size = runner.layout(1).block_size
+    counts = [-(-len(prompt) // block_size) for prompt in prompts]
+    runner.allocate(sum(counts) + 3)
+    free = list(range(sum(counts) + 3))
+    random.Random(seed).shuffle(free)
+    return [
+        Progress(prompt, [free.pop() for _ in range(count)])
+        for prompt, count in zip(prompts, counts, strict=True)
+    ]
+
+
+def logits_after(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
+    """[vocab] after the whole prompt, computed at once and alone."""
+    (sequence,) = place(runner, [prompt])
+    return runner.forward(StepBatch([sequence.take(len(prompt))]))[0]
+
+
+def mixed_steps(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], chunks: Sequence[int], seed: int
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """All prompts through random steps of random chunks: (prompt, tokens done, logits [vocab])."""
+    choose = random.Random(seed)
+    sequences = place(runner, prompts, seed)
+    unfinished = list(range(len(prompts)))
+    while unfinished:
+        chosen = choose.sample(unfinished, choose.randint(1, len(unfinished)))
+        slices = [sequences[i].take(choose.choice(chunks)) for i in chosen]
+        for i, logits in zip(chosen, runner.forward(StepBatch(slices)), strict=True):
+            yield i, sequences[i].done, logits
+        unfinished = [i for i, s in enumerate(sequences) if s.done < len(s.token_ids)]

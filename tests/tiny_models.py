@@ -1,0 +1,83 @@
+"""Small checkpoints with random weights, one for each thing that the decoder has to understand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from services.models.source import ModelFolder, read_folder
+
+_SIZES = {
+    "vocab_size": 203,
+    "hidden_size": 48,
+    "intermediate_size": 76,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+# name: model class, config class, what the config has beyond the sizes
+_FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama-llama3-tied": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": _LLAMA3, "tie_word_embeddings": True},
+    ),
+    "llama-linear-biases": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama-one-kv-head": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
+    "mistral-wide-heads": (
+        MistralForCausalLM,
+        MistralConfig,
+        {"head_dim": 16, "sliding_window": None},
+    ),
+    "qwen2-yarn": (Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": _YARN}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+}
+FAMILIES = tuple(_FAMILIES)
+
+
+def make_tiny_model(family: str, path: Path) -> tuple[ModelFolder, PreTrainedModel]:
+    """A folder as from the hub, and transformers' own model of it, both in fp32."""
+    model_class, config_class, beyond = _FAMILIES[family]
+    torch.manual_seed(7)
+    model = model_class(config_class(**(_SIZES | beyond))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms too: zeros and ones hide mistakes
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return read_folder(path), model

@@ -1,0 +1,52 @@
+"""The decoder against transformers, on random weights of every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.config import EngineConfig
+from services.engine.batch import SequenceSlice, StepBatch
+from services.engine.runner import ModelRunner
+from tests.step_batches import mixed_steps
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+PROMPTS = [
+    torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (1, 9, 40, 230)
+]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+def test_logits_equal_those_of_transformers_however_a_prompt_is_cut(
+    family: str, numerics: str, tmp_path: Path
+) -> None:
+    folder, reference = make_tiny_model(family, tmp_path)
+    config = EngineConfig(model="", dtype="float32", numerics=numerics, block_size=8)
+    runner = ModelRunner(folder, config)
+    with torch.no_grad():
+        expected = [reference(torch.tensor([prompt])).logits[0] for prompt in PROMPTS]
+    for index, num_done, logits in mixed_steps(runner, PROMPTS, chunks=(1, 7, 64), seed=1):
+        torch.testing.assert_close(logits, expected[index][num_done - 1], rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_stays_near_float32(family: str, tmp_path: Path) -> None:
+    folder, reference = make_tiny_model(family, tmp_path)
+    runner = ModelRunner(folder, EngineConfig(model="", dtype="bfloat16", device="cpu"))
+    runner.allocate(16)
+    prompt = PROMPTS[-1]
+    (logits,) = runner.forward(
+        StepBatch([SequenceSlice(prompt, len(prompt), list(range(15)), True)])
+    )
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt])).logits[0, -1]
+    correlation = torch.corrcoef(torch.stack((logits, expected)))[0, 1]
+    assert logits.dtype == torch.float32
+    assert correlation > 0.99

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import torch
+
+from kernels.norm import rms_norm
+
+
+def test_equals_the_formula_in_float64() -> None:
+    x = torch.randn(5, 48) * 3
+    weight = torch.randn(48)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_is_normalized_in_float32() -> None:
+    """4,096 equal values: a sum kept in bfloat16 would stop growing at 256 of them."""
+    x = torch.full((1, 4096), 3.0, dtype=torch.bfloat16)
+    result = rms_norm(x, torch.ones(4096, dtype=torch.bfloat16), 0.0)
+    assert result.dtype == torch.bfloat16
+    assert bool((result == 1.0).all())
+
+
+def test_a_rows_bits_do_not_depend_on_the_number_of_rows() -> None:
+    x = torch.randn(64, 577)
+    weight = torch.randn(577)
+    together = rms_norm(x, weight, 1e-5)
+    for first, last in ((0, 1), (3, 19), (16, 64)):
+        assert torch.equal(rms_norm(x[first:last], weight, 1e-5), together[first:last])

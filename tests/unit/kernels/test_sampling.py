@@ -1,0 +1,130 @@
+"""Sampling: the distribution, the filters against their plain definition, independence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.philox import uniform
+from kernels.sampling import Draw, sample
+
+PLAIN = Draw(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
+
+
+def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
+    return 2 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+def kept_probabilities(logits: torch.Tensor, draw: Draw) -> dict[int, float]:
+    """What may be drawn, most likely first: min_p, then top_k, then top_p, by their definition."""
+    scaled = logits.double() / draw.temperature
+    probabilities = torch.softmax(scaled, 0).tolist()
+    ranked = sorted(range(len(probabilities)), key=lambda i: (-float(logits[i]), i))
+    ranked = [i for i in ranked if probabilities[i] >= draw.min_p * probabilities[ranked[0]]]
+    ranked = ranked[: draw.top_k or None]
+    mass = math.fsum(probabilities[i] for i in ranked)
+    kept: dict[int, float] = {}
+    for i in ranked:
+        if math.fsum(kept.values()) >= draw.top_p * mass:
+            break
+        kept[i] = probabilities[i]
+    total = math.fsum(kept.values())
+    return {i: p / total for i, p in kept.items()}
+
+
+def test_temperature_0_takes_the_first_of_the_largest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [1.0, 0.0, -1.0]])
+    greedy = replace(PLAIN, temperature=0.0)
+    assert sample(logits, [greedy, replace(greedy, seed=9)]).tolist() == [1, 0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    logits_seed=st.integers(0, 1000),
+    vocab_size=st.sampled_from([2, 50, 3000]),
+    temperature=st.sampled_from([0.3, 1.0, 4.0]),
+    top_k=st.sampled_from([0, 1, 7, 400, 5000]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.3, 1e-6]),
+    min_p=st.sampled_from([0.0, 1e-3, 0.2, 1.0]),
+    position=st.integers(0, 10**6),
+)
+def test_the_token_is_where_the_uniform_number_falls(
+    logits_seed: int,
+    vocab_size: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    position: int,
+) -> None:
+    logits = random_logits(1, vocab_size, logits_seed)
+    draw = Draw(temperature, top_k, top_p, min_p, seed=logits_seed, position=position)
+    kept = kept_probabilities(logits[0], draw)
+    u = uniform(draw.seed, draw.position)
+    edges = np.cumsum(list(kept.values()))
+    near = [u - 1e-5, u, u + 1e-5]  # fp32 weights move an edge by less
+    possible = {list(kept)[min(int(np.searchsorted(edges, x)), len(kept) - 1)] for x in near}
+    assert int(sample(logits, [draw])) in possible
+
+
+def test_ties_are_ranked_by_token_id() -> None:
+    logits = torch.zeros(1, 1000)
+    drawn = {
+        int(sample(logits, [replace(PLAIN, top_k=3, position=position)])) for position in range(60)
+    }
+    assert drawn == {0, 1, 2}
+
+
+@pytest.mark.parametrize("draw", [PLAIN, replace(PLAIN, temperature=3.0, top_k=8, top_p=0.9)])
+def test_frequencies_are_the_probabilities(draw: Draw) -> None:
+    """Chi-square over 20,000 positions, against the 99.99% quantile (Wilson-Hilferty)."""
+    num_draws = 20_000
+    logits = random_logits(1, 12)
+    expected = kept_probabilities(logits[0], draw)
+    draws = [replace(draw, position=position) for position in range(num_draws)]
+    tokens = sample(logits.expand(num_draws, -1), draws)
+    counts = torch.bincount(tokens, minlength=12).tolist()
+    assert {i for i, count in enumerate(counts) if count} <= expected.keys()
+    chi_square = sum(
+        (counts[i] - num_draws * p) ** 2 / (num_draws * p) for i, p in expected.items()
+    )
+    freedom = len(expected) - 1
+    quantile = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert chi_square < quantile
+
+
+def test_seeds_are_independent() -> None:
+    """Neighbouring seeds at one position draw as uniformly as neighbouring positions do."""
+    logits = torch.zeros(1, 4)
+    tokens = sample(logits.expand(4000, -1), [replace(PLAIN, seed=seed) for seed in range(4000)])
+    assert torch.bincount(tokens).sub(1000).abs().max() < 150
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    logits = random_logits(9, 5000, seed=3)
+    kinds = [
+        replace(PLAIN, temperature=3.0),
+        replace(PLAIN, temperature=0.0),
+        replace(PLAIN, temperature=2.0, top_p=0.95),
+        replace(PLAIN, top_k=40, min_p=0.01),
+    ]
+    draws = [replace(kinds[i % 4], seed=i, position=100 + i) for i in range(9)]
+    together = sample(logits, draws)
+    for i in range(9):
+        assert int(sample(logits[i : i + 1], draws[i : i + 1])) == together[i]
+    order = [4, 0, 8, 2]
+    assert torch.equal(sample(logits[order], [draws[i] for i in order]), together[order])
+
+
+def test_hidden_tokens_and_tiny_temperatures() -> None:
+    logits = torch.full((1, 600), float("-inf"))
+    logits[0, [5, 599]] = torch.tensor([1.0, 1.5])
+    drawn = {int(sample(logits, [replace(PLAIN, seed=seed)])) for seed in range(40)}
+    assert drawn == {5, 599}
+    assert int(sample(logits, [replace(PLAIN, temperature=1e-38)])) == 599
