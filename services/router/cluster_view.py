@@ -130,6 +130,16 @@ class ClusterView:
         records = [w.record for w in self._workers.values()]
         return min((r.max_model_len for r in records if self.is_compatible(r)), default=None)
 
+    def pool_tokens(self) -> int | None:
+        """Tokens that the smallest KV pool of a decode worker holds; None while none is known."""
+        workers = [w for w in self._workers.values() if w.record.role == "decode"]
+        sizes = [
+            w.load.blocks_total * w.record.contract.block_size
+            for w in workers
+            if self.is_compatible(w.record)
+        ]
+        return min((size for size in sizes if size), default=None)
+
     def is_compatible(self, record: WorkerRecord) -> bool:
         return record.contract.model_fingerprint == self.model_fingerprint
 

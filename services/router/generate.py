@@ -197,7 +197,9 @@ class Generator:
             seed=secrets.randbits(64) if seed is None else seed % 2**64,
             token_ids=prepared.token_ids,
             block_hashes=prepared.block_hashes,
-            max_tokens=request.completion_limit(len(prepared.token_ids), max_model_len),
+            max_tokens=request.completion_limit(
+                len(prepared.token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
+            ),
             stop_token_ids=sorted(stop_token_ids),
         )
 

@@ -152,8 +152,13 @@ class GenerationRequest:
                 param=self._prompt_name,
             )
 
-    def completion_limit(self, num_prompt_tokens: int, max_model_len: int) -> int:
-        """Tokens that may be made. Raises ContextTooLong when prompt and completion do not fit."""
+    def completion_limit(
+        self, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int | None = None
+    ) -> int:
+        """Tokens that may be made. Raises ContextTooLong when prompt and completion do not fit.
+
+        A limit that the client did not name also leaves room in a KV pool of `pool_tokens`.
+        """
         left = max_model_len - num_prompt_tokens
         if num_prompt_tokens < 1:
             raise refusal(self._prompt_name, "without any token")
@@ -164,7 +169,8 @@ class GenerationRequest:
                 param=self._prompt_name,
             )
         if self.max_tokens is None:
-            return min(left, self.default_max_tokens or left)
+            pool_left = left if pool_tokens is None else max(1, pool_tokens - num_prompt_tokens)
+            return min(left, pool_left, self.default_max_tokens or left)
         if self.max_tokens > left:
             raise ContextTooLong(
                 f"max_tokens is {self.max_tokens}; it must be at most {left}: the context has "

@@ -105,6 +105,13 @@ def test_completion_limit() -> None:
         request.completion_limit(0, 10)
 
 
+def test_a_completion_without_a_limit_leaves_room_in_the_pool() -> None:
+    request = GenerationRequest(prompt="a")
+    assert request.completion_limit(10, 100, pool_tokens=64) == 54
+    assert request.completion_limit(70, 100, pool_tokens=64) == 1  # the worker says it never fits
+    assert request.completion_limit(10, 100) == 90
+
+
 def test_tiny_temperatures_are_raised_and_zero_stays_greedy() -> None:
     assert Sampling(temperature=1e-30).effective_temperature == 0.01
     assert Sampling(temperature=0).effective_temperature == 0
