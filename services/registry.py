@@ -65,6 +65,7 @@ class Load(msgspec.Struct, frozen=True):
     num_leases: int = 0
     num_pulls: int = 0
     step: int = 0
+    tokens_wasted: int = 0  # slots of blocks that live sequences hold and do not fill
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):

@@ -173,6 +173,7 @@ class Worker:
             num_leases=self.prefill.num_leases,
             num_pulls=self.decode.num_pulls,
             step=report.tick,
+            tokens_wasted=engine.tokens_wasted,
         )
         self.decode.on_report(report, load_message(self._load))
         self._membership.on_report(step)

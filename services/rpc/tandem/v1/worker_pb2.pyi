@@ -121,7 +121,7 @@ class WorkerError(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls")
+    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls", "tokens_wasted")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class WorkerLoad(_message.Message):
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_PULLS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_WASTED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     queue_max: int
@@ -144,7 +145,8 @@ class WorkerLoad(_message.Message):
     num_leases: int
     step: int
     num_pulls: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ...) -> None: ...
+    tokens_wasted: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ...) -> None: ...
 
 class DecodeUpdate(_message.Message):
     __slots__ = ("sequences", "load")
