@@ -6,6 +6,7 @@ Knows no scheduling: which blocks a sequence has is said in the batch, and belie
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -60,7 +61,10 @@ class ModelRunner:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Makes the pool, zeroed: blocks are read whole, and only finite numbers may be masked."""
+        """Makes the pool, zeroed: blocks are read whole, and only finite numbers may be masked.
+
+        Raises ConfigError when there is no memory for it.
+        """
         layout = self.layout(num_blocks)
         dtype = _DTYPES[layout.dtype]
         if self.device.type == "cpu":
@@ -82,8 +86,12 @@ class ModelRunner:
 def _zeroed_pages(num_bytes: int) -> torch.Tensor:
     """Anonymous memory as uint8: page-aligned, taken from the system when first written, in huge
     pages where it has them, because a layer's share of a block is spread over the whole pool."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ConfigError(f"no memory for a KV pool of {num_bytes:,} bytes: {error}") from error
+    # Only a hint: a kernel that was built without huge pages answers EINVAL.
+    with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from services.errors import UnsupportedModel
+from services.errors import ConfigError, UnsupportedModel
 from services.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -57,7 +57,8 @@ class ModelWeights:
 def load_weights(
     files: Sequence[Path], config: ModelConfig, *, dtype: torch.dtype, device: torch.device
 ) -> ModelWeights:
-    """Raises UnsupportedModel naming the tensors that are missing, surplus or wrongly shaped."""
+    """Raises UnsupportedModel naming the tensors that are missing, surplus or wrongly shaped, and
+    ConfigError naming a file that cannot be read."""
     stored = _map_files(files)
     _check(stored, expected_shapes(config), tied=config.tie_word_embeddings)
     builder = _Builder(stored, dtype, device)
@@ -108,9 +109,12 @@ def _layer_shapes(config: ModelConfig) -> Shapes:
 def _map_files(files: Sequence[Path]) -> dict[str, torch.Tensor]:
     tensors = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no dict
-                tensors[name] = opened.get_tensor(name)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no dict
+                    tensors[name] = opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
     return tensors
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.engine.weights import load_weights
-from services.errors import UnsupportedModel
+from services.engine.weights import ModelWeights, load_weights
+from services.errors import ConfigError, UnsupportedModel
 from services.models.source import ModelFolder, read_folder
 from tests.tiny_models import make_tiny_model
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> ModelFolder:
     return make_tiny_model("llama", tmp_path)[0]
 
 
-def load(folder: ModelFolder, dtype: torch.dtype = torch.float32):
+def load(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> ModelWeights:
     return load_weights(folder.weight_files, folder.config, dtype=dtype, device=CPU)
 
 
@@ -59,6 +59,12 @@ def test_a_surplus_tensor_is_named(folder: ModelFolder) -> None:
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(48)
     rewrite(folder, tensors)
     with pytest.raises(UnsupportedModel, match=r"has model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load(folder)
+
+
+def test_a_broken_file_is_named(folder: ModelFolder) -> None:
+    (folder.path / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read as safetensors"):
         load(folder)
 
 
