@@ -179,10 +179,24 @@ class _Builder:
     def _joined(self, *names: str) -> tuple[Linear, ...]:
         """One matrix for products of the same input, where it costs no copy that is not made
         anyway: mapped tensors stay apart."""
-        parts = tuple(self._linear(name) for name in names)
-        if parts[0].weight is self._stored[f"{names[0]}.weight"]:
-            return parts
-        weight = torch.cat([part.weight for part in parts])
-        biases = [part.bias for part in parts if part.bias is not None]
-        assert len(biases) in (0, len(parts))
-        return (Linear(weight, torch.cat(biases) if biases else None),)
+        first = self._stored[f"{names[0]}.weight"]
+        if first.dtype == self._dtype and first.device == self._device:
+            return tuple(self._linear(name) for name in names)
+        has_bias = f"{names[0]}.bias" in self._stored
+        return (
+            Linear(
+                self._stacked([f"{name}.weight" for name in names]),
+                self._stacked([f"{name}.bias" for name in names]) if has_bias else None,
+            ),
+        )
+
+    def _stacked(self, names: list[str]) -> torch.Tensor:
+        parts = [self._stored[name] for name in names]
+        num_rows = sum(len(part) for part in parts)
+        shape = (num_rows, *parts[0].shape[1:])
+        stacked = torch.empty(shape, dtype=self._dtype, device=self._device)
+        first = 0
+        for part in parts:
+            stacked[first : first + len(part)] = part
+            first += len(part)
+        return stacked
