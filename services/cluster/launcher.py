@@ -114,7 +114,7 @@ class _Launch:
         head = readiness.wait(self._ray_head, self._run_folder / "ray_head.log")
         self._ray_pids = head.pids
         logs = str(self._run_folder / "logs")
-        self._screen.show_ready(model_name, members, readiness.transports(), logs)
+        self._screen.show_ready(model_name, members, readiness.transports, logs)
 
     def watch(self) -> None:
         """Until told to stop: keeps Redis up, and tells when Ray is lost."""
@@ -166,6 +166,9 @@ class _Launch:
         source = str(Path(__file__).parents[2])
         path = [source, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
+        # What a killed process leaves behind goes with the run folder.
+        environment["TMPDIR"] = str(self._run_folder / "tmp")
+        (self._run_folder / "tmp").mkdir()
         return environment
 
     def _start_redis(self) -> str:

@@ -31,6 +31,7 @@ _DEADLINE_S = 300.0
 _INTERVAL_S = 0.05
 _REPLY_DEADLINE_S = 2.0
 _LOG_TAIL_LINES = 15
+_PAIRS_DEADLINE_S = 5.0  # without pairs the cluster serves, too: decode workers prefill
 
 
 @dataclass(slots=True)
@@ -39,9 +40,12 @@ class Readiness:
     cluster_id: str
     redis_url: str = field(repr=False)
     screen: LaunchScreen
+    transports: dict[str, str] = field(default_factory=dict)  # of each decode worker's pairs
+    _members: list[Member] = field(default_factory=list)
     _waiting: dict[str, tuple[Member, DetachedProcess, float]] = field(default_factory=dict)
 
     def add(self, member: Member, started: DetachedProcess) -> None:
+        self._members.append(member)
         self._waiting[member.member_id] = (member, started, time.monotonic())
 
     def wait(self, ray_head: subprocess.Popen[bytes], ray_log: Path) -> HeadStarted:
@@ -65,25 +69,36 @@ class Readiness:
                         + ", ".join([*self._waiting, *(["Ray"] if head is None else [])])
                     )
                 time.sleep(_INTERVAL_S)
+            self._wait_for_pairs(redis)
         return head
 
-    def transports(self) -> dict[str, str]:
-        """By worker, what it and its peers use; the choice asked for while no pair is known."""
-        workers = self._get_json("/v1/cluster")["workers"]
-        return {
-            worker["worker_id"]: " ".join(sorted(set(worker["transports"].values())))
-            or self.options.transport
-            for worker in workers
-        }
+    def _wait_for_pairs(self, redis: Redis) -> None:
+        """Until every decode worker has connected every prefill worker, or a bound."""
+        began = time.monotonic()
+        sources = {m.member_id for m in self._members if m.pool == "prefill"}
+        readers = {m.member_id for m in self._members if m.pool == "decode"}
+        while sources and readers and time.monotonic() - began < _PAIRS_DEADLINE_S:
+            records = [self._record(member_id, redis) for member_id in readers]
+            self.transports = {
+                r.worker_id: " ".join(set(r.transports.values())) for r in records if r
+            }
+            if all(r is not None and sources <= set(r.transports) for r in records):
+                self.screen.done("pairs", time.monotonic() - began)
+                return
+            time.sleep(_INTERVAL_S)
 
     def _is_ready(self, member_id: str, redis: Redis) -> bool:
         member = self._waiting[member_id][0]
         if member.pool == "router":
             return self._router_is_ready()
+        record = self._record(member_id, redis)
+        return record is not None and record.state == "ready"
+
+    def _record(self, member_id: str, redis: Redis) -> WorkerRecord | None:
         record = redis.get(f"{{tandem:{self.cluster_id}}}:worker:{member_id}")
         if not isinstance(record, bytes):
-            return False
-        return msgspec.msgpack.decode(record, type=WorkerRecord).state == "ready"
+            return None
+        return msgspec.msgpack.decode(record, type=WorkerRecord)
 
     def _router_is_ready(self) -> bool:
         try:

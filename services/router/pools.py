@@ -18,7 +18,7 @@ from services.config import Pool
 from services.errors import BadRequest, NoWorkers
 
 POOLS: tuple[str, ...] = get_args(Pool)
-POOL_SIZE_MAX = 4096
+POOL_SIZE_MAX = 64
 # Nobody takes them while there is no controller.
 _PENDING_MAX = 64
 
