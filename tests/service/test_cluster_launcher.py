@@ -149,7 +149,8 @@ def test_secrets_are_in_no_command_line_and_no_file(up: Up) -> None:
     (pid, *_) = up.pids("services.worker --role decode")
     environment = psutil.Process(pid).environ()
     secrets = environment["TANDEM_CLUSTER_TOKEN"], environment["TANDEM_REDIS_URL"].split("@")[0]
-    lines = [" ".join(p.cmdline()) for p in psutil.process_iter()]
+    # Processes that ended meanwhile have None.
+    lines = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
     assert not [line for line in lines for secret in secrets if secret in line]
     assert not [secret for secret in secrets if secret in up.screen.read_text()]
 
