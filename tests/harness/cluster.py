@@ -110,11 +110,15 @@ class LocalCluster:
         self.wait_ready()
         return self
 
-    def start_worker(self, worker_id: str, role: str, *more: str) -> WorkerProcess:
+    def start_worker(
+        self, worker_id: str, role: str, *more: str, environment: dict[str, str] | None = None
+    ) -> WorkerProcess:
         log = self.folder / f"{worker_id}.log"
         command = [sys.executable, "-m", "services.worker", "--role", role]
         command += ["--model", self.model, "--worker-id", worker_id, *self.options, *more]
-        worker = WorkerProcess(worker_id, role, self._spawn(command, log), log, self.token)
+        worker = WorkerProcess(
+            worker_id, role, self._spawn(command, log, environment), log, self.token
+        )
         self.workers[worker_id] = worker
         return worker
 
@@ -181,9 +185,12 @@ class LocalCluster:
                 self.router.kill()
                 self.router.wait()
 
-    def _spawn(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, command: list[str], log: Path, more: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
+            **(more or {}),
             "TANDEM_CLUSTER_ID": self.cluster_id,
             "TANDEM_REDIS_URL": self.redis.url,
             "TANDEM_CLUSTER_TOKEN": self.token,
