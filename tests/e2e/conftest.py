@@ -34,11 +34,11 @@ def running_cluster(
         cluster.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster(
     redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalCluster]:
-    """One prefill and one decode worker over NIXL, for all tests of a module."""
+    """One prefill and one decode worker over NIXL, for all tests that leave it whole."""
     folder = tmp_path_factory.mktemp("cluster")
     with running_cluster(redis_server, folder, "--transport", "nixl") as started:
         yield started

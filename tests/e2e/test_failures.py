@@ -56,12 +56,13 @@ async def test_prefill_worker_killed_under_sixteen_streams(start_cluster: StartC
         started = asyncio.Event()
         async with open_client(cluster) as client:
             streams = [
-                asyncio.create_task(collect(client, prompts[n % 4], started)) for n in range(16)
+                asyncio.create_task(collect(client, prompts[n % 4], started, max_tokens=24))
+                for n in range(16)
             ]
             await asyncio.wait_for(started.wait(), 60)
             cluster.workers.pop("prefill-0").kill()
             done = await asyncio.gather(*streams)
-        assert [tokens_of(events) for events in done] == [expected[n % 4] for n in range(16)]
+        assert [tokens_of(events) for events in done] == [expected[n % 4][:24] for n in range(16)]
         await asyncio.to_thread(cluster.wait_idle)
 
 
@@ -119,12 +120,12 @@ async def test_client_that_disconnects_leaves_nothing(
 async def test_redis_killed_and_started_again_under_load(tmp_path: Path) -> None:
     prompts, expected = golden(0, 1, 2, 3, 5)
     with EmbeddedRedis() as redis, running_cluster(redis, tmp_path) as cluster:
-        load = asyncio.create_task(complete_all(cluster, prompts * 3))
+        load = asyncio.create_task(complete_all(cluster, prompts * 3, max_tokens=24))
         redis.kill()
-        during = await complete_all(cluster, prompts)
+        during = await complete_all(cluster, prompts, max_tokens=24)
         redis.restart()
-        answers = [*await load, *during, *await complete_all(cluster, prompts)]
-        assert [a.token_ids for a in answers] == expected * 5
+        answers = [*await load, *during, *await complete_all(cluster, prompts, max_tokens=24)]
+        assert [a.token_ids for a in answers] == [tokens[:24] for tokens in expected] * 5
         async with Redis.from_url(redis.url) as client:
             index = RedisIndex(client, cluster.cluster_id)
             async with asyncio.timeout(20):
@@ -137,13 +138,13 @@ async def test_two_and_two_serve_64_and_workers_join_meanwhile(start_cluster: St
     prompts, expected = golden(0, 1, 2, 3, 4, 5)
     with start_cluster(prefill=2, decode=2) as cluster:
         load = asyncio.create_task(
-            complete_all(cluster, [prompts[n % 6] for n in range(64)], max_tokens=32)
+            complete_all(cluster, [prompts[n % 6] for n in range(64)], max_tokens=16)
         )
         cluster.start_worker("prefill-2", "prefill")
         cluster.start_worker("decode-2", "decode")
         await asyncio.to_thread(cluster.wait_ready)
         answers = await load
-        assert [a.token_ids for a in answers] == [expected[n % 6][:32] for n in range(64)]
-        late = await complete_all(cluster, prompts, max_tokens=32)
-        assert [a.token_ids for a in late] == [tokens[:32] for tokens in expected]
+        assert [a.token_ids for a in answers] == [expected[n % 6][:16] for n in range(64)]
+        late = await complete_all(cluster, prompts, max_tokens=16)
+        assert [a.token_ids for a in late] == [tokens[:16] for tokens in expected]
         await asyncio.to_thread(cluster.wait_idle)
