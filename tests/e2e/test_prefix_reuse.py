@@ -8,7 +8,7 @@ from tests.harness.cluster import LocalCluster
 
 async def test_repeated_prompt_of_1500_tokens(cluster: LocalCluster) -> None:
     base = golden(7)[0][0]
-    prompt = (base + base)[:1500]
+    prompt = [11, *base, *base][:1500]  # shares no block with any other test
 
     def moved() -> float:
         return metric(cluster, "decode-0", "tandem_kv_bytes_pulled_total", transport="nixl")
