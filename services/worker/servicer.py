@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import grpc
 import msgspec
 
+from services.config import WorkerConfig
+from services.registry import Contract, Load
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
 from services.worker.convert import contract_from, contract_message, load_message
+from services.worker.decode_service import DecodeService
+from services.worker.engine_link import EngineLink
+from services.worker.peers import Peers
+from services.worker.prefill_service import PrefillService
 
 log = logging.getLogger(__name__)
 
-if TYPE_CHECKING:
-    from services.worker.worker import Worker
+
+class Served(Protocol):
+    """What a worker shows to its servicer."""
+
+    config: WorkerConfig
+    epoch: str
+    contract: Contract
+    link: EngineLink
+    peers: Peers
+    decode: DecodeService
+    prefill: PrefillService
+
+    @property
+    def draining(self) -> bool: ...
+
+    def load(self) -> Load: ...
+
+    def stop(self, deadline_s: float) -> None: ...
 
 
 class Servicer(WorkerServicer):
     """Translates and delegates; holds no state."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Served) -> None:
         self._worker = worker
 
     async def Decode(  # noqa: N802
