@@ -88,7 +88,7 @@ class TransferConfig:
     local_prefill_max_tokens: int = 64  # at most this much missing: prefill where it decodes
     connect_deadline_s: float = 5.0
     heartbeat_interval_s: float = 0.5  # of a source, on the lease's stream
-    heartbeat_timeout_s: float = 15.0  # a source whose engine made no step for this long is hung
+    heartbeat_timeout_s: float = 30.0  # a source whose engine made no step for this long is hung
     pull_deadline_s: float = 30.0  # of one run of blocks; then its blocks are quarantined
     release_deadline_s: float = 5.0
     quarantine_blocks_max: int = 256  # beyond it no new pulls until the agent is made anew
@@ -111,6 +111,7 @@ class WorkerConfig:
     port: int = 0  # 0: chosen by the system
     metrics_port: int = 0
     drain_deadline_s: float = 30.0
+    engine_hang_timeout_s: float = 60.0  # without a turn of its loop while somebody waits
     cores: tuple[int, ...] = ()  # to pin the engine to; empty: anywhere
 
     def __post_init__(self) -> None:

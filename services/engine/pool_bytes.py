@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from services.engine.layout import BlockLayout
+from services.errors import InternalError
 
 
 class PoolBytes:
@@ -21,9 +22,9 @@ class PoolBytes:
         return chosen.cpu().numpy().tobytes()
 
     def write(self, block_ids: list[int], data: bytes) -> None:
-        """Fills the blocks; raises ValueError when the size does not fit them."""
+        """Fills the blocks. Raises InternalError when the size does not fit them."""
+        if len(data) != len(block_ids) * self._blocks.shape[1]:
+            raise InternalError(f"{len(data)} bytes are not {len(block_ids)} blocks")
         source = np.frombuffer(data, np.uint8).copy().reshape(len(block_ids), -1)
-        if source.shape[1] != self._blocks.shape[1]:
-            raise ValueError(f"{len(data)} bytes are not {len(block_ids)} blocks")
         index = torch.tensor(block_ids, device=self._blocks.device)
         self._blocks[index] = torch.from_numpy(source).to(self._blocks.device)

@@ -65,7 +65,7 @@ class Attempt:
 
     def close(self) -> None:
         """Cancels the sequence at the worker unless it ended there. Never waits."""
-        self._client._forget(self._request_id, cancel=not self._ended and self._error is None)
+        self._client._forget(self._request_id, cancel=not self._ended)
 
     def _take(self, update: pb.SequenceUpdate) -> None:
         if update.attempt != self._number or self._ended:
@@ -185,7 +185,7 @@ class WorkerClient:
                     await call.write(self._commands.popleft())
                 self._command_waits.clear()
                 await self._command_waits.wait()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        except Exception as error:
             # The reader of the same call ends with the reason and cleans up.
             log.debug("writing to worker %s ended: %r", self.worker_id, error)
             call.cancel()

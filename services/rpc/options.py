@@ -19,7 +19,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *_PINGS,
     *_SIZES,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # A restarted worker on the same address must not inherit a channel that is backing off.
     ("grpc.use_local_subchannel_pool", 1),

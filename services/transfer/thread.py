@@ -165,6 +165,7 @@ class TransferThread:
     def _submit(self, pull: Pull) -> None:
         if self._failure:
             self._settle(PullResult(pull.pull_id, False, error=self._failure))
+            self._on_event(Unfenced(pull.local_block_ids))  # it never started
             return
         self._under_way.add(pull.pull_id)
         self._transport.submit(pull)

@@ -100,6 +100,7 @@ class DecodeService:
         stream.push_load(load)
         self._streams.add(stream)
         reading = asyncio.create_task(self._read_commands(stream, commands))
+        reading.add_done_callback(stream.on_reader_done)
         try:
             while True:
                 yield await stream.next_message()
@@ -146,7 +147,7 @@ class DecodeService:
         self._sequences[sequence_id] = sequence
         stream.sequence_ids.add(sequence_id)
         if self.draining:
-            self._end_with_error(sequence, "worker_lost", "this worker is draining")
+            self._end_with_error(sequence, "no_workers", "this worker is draining")
             return
         self._link.send(Add(spec))
 
@@ -167,6 +168,8 @@ class DecodeService:
         candidates = list(sequence.candidates)
         while candidates:
             lease = await self._lease(candidates.pop(0))
+            if self._is_over(sequence):
+                return
             if lease is None:
                 continue
             try:
@@ -179,10 +182,17 @@ class DecodeService:
                         sequence, token, stats
                     ),
                 )
-            except (TandemError, TimeoutError) as error:
-                log.warning("prefill of %s failed: %s", sequence.request_id, error)
+            except Exception as error:
+                # Whatever it was, nothing that was pulled is trusted: only a whole lease commits.
+                expected = isinstance(error, TandemError)
+                log.warning(
+                    "prefill of %s failed: %s",
+                    sequence.request_id,
+                    error,
+                    exc_info=None if expected else error,
+                )
                 self._metrics.prefill_failures.inc()
-                if self._finish_if_over(sequence):
+                if self._is_over(sequence) or self._finish_if_over(sequence):
                     return
                 if not lease.pulled_anything:
                     continue
@@ -191,6 +201,8 @@ class DecodeService:
                     return
                 reserved = await reserved_again
                 continue
+            if self._is_over(sequence):
+                return
             self._record(sequence, lease)
             self._link.send(Commit(sequence.sequence_id, first_token_id))
             return
@@ -209,6 +221,7 @@ class DecodeService:
             config=self._config.transfer,
             token=self._config.cluster.token,
             reader_id=self._config.worker_id,
+            block_size=self._block_size,
             block_bytes=self._block_bytes,
         )
 
@@ -261,12 +274,12 @@ class DecodeService:
 
     def _prefill_ended(self, sequence: DecodeSequence, task: asyncio.Task[None]) -> None:
         sequence.prefilling = None
-        if task.cancelled() or (error := task.exception()) is None:
+        if self._is_over(sequence) or not (task.cancelled() or task.exception()):
             return
-        log.error("prefill of %s broke", sequence.request_id, exc_info=error)
-        if sequence.sequence_id in self._sequences:
-            self._link.send(Remove(sequence.sequence_id))
-            self._end_with_error(sequence, "internal_error", repr(error))
+        error = "cancelled" if task.cancelled() else repr(task.exception())
+        log.error("prefill of %s broke: %s", sequence.request_id, error)
+        self._link.send(Remove(sequence.sequence_id))
+        self._end_with_error(sequence, "internal_error", f"its prefill broke: {error}")
 
     def _on_new_tokens(self, new: NewTokens) -> None:
         sequence = self._sequences.get(new.sequence_id)
@@ -284,6 +297,7 @@ class DecodeService:
     def _on_failed(self, failed: Failed) -> None:
         sequence = self._sequences.get(failed.sequence_id)
         if sequence is not None:
+            self._link.send(Remove(failed.sequence_id))  # the engine may hold it, or know it not
             self._end_with_error(sequence, failed.code, failed.message)
 
     def _send_tokens(self, sequence: DecodeSequence, token_ids: list[int]) -> None:
@@ -326,6 +340,9 @@ class DecodeService:
         if sequence is not None:
             self._forget(sequence)
             self._link.send(Remove(sequence_id))
+
+    def _is_over(self, sequence: DecodeSequence) -> bool:
+        return self._sequences.get(sequence.sequence_id) is not sequence
 
     def _forget(self, sequence: DecodeSequence) -> None:
         self._sequences.pop(sequence.sequence_id, None)

@@ -80,11 +80,14 @@ class EngineLink:
             asyncio.create_task(self._read(self._transfers)),
             asyncio.create_task(self._watch(self._process)),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_done)
         await asyncio.wait(
             [ready, self._ended], timeout=LOAD_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED
         )
         if not ready.done():
-            raise WorkerLost(f"the engine did not start: {await self.ended()}")
+            reason = self._ended.result() if self._ended.done() else "its model does not load"
+            raise WorkerLost(f"the engine did not start in {LOAD_DEADLINE_S:g} s: {reason}")
         return ready.result()  # type: ignore[no-any-return]
 
     async def ended(self) -> str:
@@ -134,6 +137,12 @@ class EngineLink:
         self.send(messages.CheckIntegrity(request_id))
         reply: messages.Integrity = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
         return reply.message
+
+    def kill(self, reason: str) -> None:
+        """Ends an engine that hangs: `ended` answers with the reason."""
+        self._end(reason)
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     async def stop(self) -> None:
         """Asks the engine to end, and ends it after a bound."""
@@ -188,6 +197,11 @@ class EngineLink:
                 self._answer(request_id, InternalError(error) if error else frames[1].buffer)
             case messages.Fatal(message):
                 self._end(message)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.error("reading from the engine broke", exc_info=task.exception())
+            self._end(f"reading from the engine broke: {task.exception()!r}")
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()

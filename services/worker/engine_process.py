@@ -32,7 +32,7 @@ from services.errors import TandemError
 from services.models.source import resolve
 from services.telemetry import configure_logging
 from services.transfer import thread as transfer
-from services.transfer.protocol import LocalPool, Pull, layout_fields
+from services.transfer.protocol import LocalPool, Pull, PullResult, layout_fields
 from services.worker import messages
 from services.worker.pull_ledger import PullLedger
 from services.worker.settings import EngineSettings
@@ -124,11 +124,12 @@ class EngineProcess:
             try:
                 self._apply(command, frames)
             except TandemError as error:
-                # The request at fault ends; the others on this engine do not.
-                log.warning("%s: %s", type(command).__name__, error)
-                self._failed.append(Failed(_sequence_id(command), error.code, error.message))
+                self._refuse(command, error)
 
     def _apply(self, command: messages.Command, frames: list[bytes]) -> None:
+        if isinstance(command, messages.Commit | messages.Remove | messages.Restart):
+            # They may follow from a pull that settled in this very turn: the ledger must know.
+            self._apply_transfer_events()
         match command:
             case messages.Add(spec):
                 self._engine.add(spec)
@@ -158,6 +159,18 @@ class EngineProcess:
             case messages.Shutdown():
                 self._stopping = True
 
+    def _refuse(self, command: messages.Command, error: TandemError) -> None:
+        """The request at fault ends, and whoever waits for an answer gets it; the others go on."""
+        log.warning("%s: %s", type(command).__name__, error)
+        match command:
+            case messages.StartPull(pull_id):
+                failed = PullResult(pull_id, done=False, error=error.message)
+                self._send(messages.PullsSettled([failed]))
+            case messages.LoadBytes(request_id):
+                self._send(messages.BlockData(request_id, error.message))
+            case _:
+                self._failed.append(Failed(_sequence_id(command), error.code, error.message))
+
     def _give_up(self, sequence_id: str) -> list[int]:
         pull_ids, unsafe = self._ledger.give_up(sequence_id)
         for pull_id in pull_ids:
@@ -174,8 +187,8 @@ class EngineProcess:
             local_block_ids=table[command.first_block : last],
             deadline_s=command.deadline_s,
         )
-        self._ledger.start(command.sequence_id, pull)
         self._transfer.submit(pull)
+        self._ledger.start(command.sequence_id, pull)
 
     def _load_bytes(self, request_id: int, sequence_id: str, block_ids: list[int]) -> None:
         held = set(self._engine.block_ids(sequence_id))

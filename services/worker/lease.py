@@ -29,7 +29,18 @@ from services.worker.engine_link import EngineLink
 from services.worker.messages import StartPull, StoreBytes
 from services.worker.peers import Peer
 
+_ENGINE_MARGIN_S = 5.0
 _SILENCES = 10  # heartbeats that may be missed in a row before the source counts as gone
+
+
+# What grpc.aio raises when the other side or the channel is gone; a write to a call that has ended
+# is an InvalidStateError, a call on a closed channel a UsageError.
+_BROKEN_CALL = (
+    grpc.aio.AioRpcError,
+    grpc.aio.UsageError,
+    asyncio.InvalidStateError,
+    TimeoutError,
+)
 
 
 class LeaseLost(WorkerLost):
@@ -58,6 +69,7 @@ class ReaderLease:
         config: TransferConfig,
         token: str,
         reader_id: str,
+        block_size: int,
         block_bytes: int,
     ) -> None:
         self.peer = peer
@@ -65,12 +77,18 @@ class ReaderLease:
         self._config = config
         self._token = token
         self._reader_id = reader_id
+        self._block_size = block_size
         self._block_bytes = block_bytes
         self._lease_id = uuid.uuid4().hex
         self._epoch = ""
         self._next_block = 0
+        self._end_block = 0
         self.stats = PullStats()
         self.pulled_anything = False
+
+    @property
+    def _silence_s(self) -> float:
+        return self._config.heartbeat_interval_s * _SILENCES
 
     async def run(
         self,
@@ -82,6 +100,8 @@ class ReaderLease:
     ) -> int:
         """Pulls every missing block and returns the first token. Raises TandemError."""
         self._next_block = first_missing_block
+        self._end_block = -(-len(spec.token_ids) // self._block_size)
+        num_missing = self._end_block - first_missing_block
         call = self.peer.stub.Prefill(metadata=token_metadata(self._token))
         try:
             start = pb.StartPrefill(
@@ -92,16 +112,26 @@ class ReaderLease:
                 reader_worker_id=self._reader_id,
                 transport=self.peer.transport,
             )
-            await call.write(pb.PrefillCommand(start=start))
+            async with asyncio.timeout(self._silence_s):
+                await call.write(pb.PrefillCommand(start=start))
             async with asyncio.TaskGroup() as pulls:
                 first_token_id = await self._follow(call, pulls, spec.sequence_id)
                 on_first_token(first_token_id, self.stats)
+            # Counted by pulls that ended well, so a task that vanished is missed here, too.
+            if self.stats.num_blocks != num_missing:
+                moved = f"{self.stats.num_blocks} of {num_missing} blocks"
+                raise LeaseLost(f"{self.peer.worker_id} sent {moved}")
             await self._release(call)
             return first_token_id
         except BaseExceptionGroup as group:
             raise _first_error(group) from group
-        except grpc.aio.AioRpcError as error:
-            raise LeaseLost(f"{self.peer.worker_id}: {error.code().name}") from error
+        except _BROKEN_CALL as error:
+            raise LeaseLost(f"{self.peer.worker_id}: {_describe(error)}") from error
+        except asyncio.CancelledError:
+            # A channel that is closed under a call cancels it; that is not our cancellation.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise LeaseLost(f"the connection to {self.peer.worker_id} was closed") from None
         finally:
             call.cancel()
 
@@ -132,6 +162,8 @@ class ReaderLease:
         if run.first_block != self._next_block:
             raise LeaseLost(f"a run starts at block {run.first_block}, not {self._next_block}")
         self._next_block += len(run.block_ids)
+        if self._next_block > self._end_block:
+            raise LeaseLost(f"a run ends at block {self._next_block}, after {self._end_block}")
         self.pulled_anything = True
         if self.peer.transport == "nixl":
             await self._pull_by_nixl(sequence_id, run)
@@ -149,7 +181,9 @@ class ReaderLease:
             source_block_ids=list(run.block_ids),
             deadline_s=self._config.pull_deadline_s,
         )
-        result = await self._link.pull(pull)
+        # The transfer thread keeps the deadline; the margin is for an engine that hangs.
+        async with asyncio.timeout(self._config.pull_deadline_s + _ENGINE_MARGIN_S):
+            result = await self._link.pull(pull)
         if not result.done:
             raise LeaseLost(f"a read from {self.peer.worker_id} failed: {result.error}")
 
@@ -165,7 +199,7 @@ class ReaderLease:
         first, last = run.first_block, run.first_block + len(run.block_ids)
         async for message in call:
             num_blocks, rest = divmod(len(message.data), self._block_bytes)
-            if rest or first + num_blocks > last:
+            if rest or not num_blocks or first + num_blocks > last:
                 raise LeaseLost(f"{self.peer.worker_id} sent bytes that are not the blocks")
             self._link.send(StoreBytes("", sequence_id, first, num_blocks), message.data)
             first += num_blocks
@@ -188,11 +222,12 @@ class ReaderLease:
 
     async def _read(self, call: Any) -> pb.PrefillEvent:
         """The next event. A source that is silent for longer than its heartbeats allow is gone."""
-        silence_s = self._config.heartbeat_interval_s * _SILENCES
         try:
-            event: pb.PrefillEvent = await asyncio.wait_for(call.read(), silence_s)
+            # Not wait_for: in Python 3.11 it can swallow a cancellation.
+            async with asyncio.timeout(self._silence_s):
+                event: pb.PrefillEvent = await call.read()
         except TimeoutError:
-            raise LeaseLost(f"{self.peer.worker_id} was silent for {silence_s} s") from None
+            raise LeaseLost(f"{self.peer.worker_id} was silent for {self._silence_s} s") from None
         if event is grpc.aio.EOF:  # type: ignore[attr-defined]
             raise LeaseLost(f"{self.peer.worker_id} closed the stream")
         return event
@@ -202,9 +237,12 @@ def _first_error(group: BaseExceptionGroup) -> BaseException:
     """What to report of a group: our own errors before what they caused."""
     errors = [e for e in group.exceptions if not isinstance(e, BaseExceptionGroup)]
     ours = [e for e in errors if isinstance(e, TandemError)]
-    calls = [e for e in errors if isinstance(e, grpc.aio.AioRpcError | TimeoutError)]
     if ours:
         return ours[0]
-    if calls:
-        return LeaseLost(f"a pull failed: {calls[0]!r}")
+    if broken := [e for e in errors if isinstance(e, _BROKEN_CALL)]:
+        return LeaseLost(f"a pull failed: {_describe(broken[0])}")
     return errors[0] if errors else group
+
+
+def _describe(error: BaseException) -> str:
+    return error.code().name if isinstance(error, grpc.aio.AioRpcError) else repr(error)

@@ -50,15 +50,15 @@ class Peer:
 
     @property
     def peer_id(self) -> str:
-        return f"{self.worker_id}-{self.epoch}"
+        return _peer_id(self.worker_id, self.epoch)
 
 
 @dataclass(slots=True)
 class _Entry:
-    address: str
-    epoch: str
+    record: tuple[str, str, str]  # worker id, epoch, address
     connecting: asyncio.Task[Peer]
-    failed_at: float = field(default=0.0)
+    failed_at: float = 0.0
+    seen_at: float = field(default_factory=time.monotonic)  # in the registry, or by a request
 
 
 class Peers:
@@ -68,81 +68,95 @@ class Peers:
         self._config = config
         self._epoch = epoch
         self._link = link
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _Entry] = {}  # by peer id: a worker id and an epoch
         self.contract: Contract | None = None
 
     @property
     def transports(self) -> dict[str, str]:
         """Peer worker id -> transport, for each pair that is connected."""
         return {
-            worker_id: entry.connecting.result().transport
-            for worker_id, entry in self._entries.items()
+            entry.record[0]: entry.connecting.result().transport
+            for entry in list(self._entries.values())
             if _succeeded(entry.connecting)
         }
 
     async def get(self, worker_id: str, epoch: str, address: str) -> Peer:
         """A connected peer. Raises TandemError when it cannot be had in `connect_deadline_s`."""
-        entry = self._entries.get(worker_id)
-        if entry is None or entry.epoch != epoch:
+        entry = self._entries.get(_peer_id(worker_id, epoch))
+        if entry is None:
             entry = self._open(worker_id, epoch, address)
-        waiting = asyncio.shield(entry.connecting)
         try:
-            return await asyncio.wait_for(waiting, self._config.transfer.connect_deadline_s)
+            async with asyncio.timeout(self._config.transfer.connect_deadline_s):
+                return await asyncio.shield(entry.connecting)
         except TimeoutError:
             raise WorkerLost(f"no connection to {worker_id} yet") from None
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise WorkerLost(f"{worker_id} went while it was connected") from None
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
-        """Connects to sources that are new and forgets those that are gone."""
-        alive = {r.worker_id: r for r in records if r.worker_id != self._config.worker_id}
-        for worker_id, record in alive.items():
-            entry = self._entries.get(worker_id)
-            stale = entry is None or entry.epoch != record.epoch or self._may_retry(entry)
-            if record.role == "prefill" and record.state == "ready" and stale:
-                self._open(worker_id, record.epoch, record.address)
-        for worker_id in [w for w in self._entries if w not in alive]:
-            self._close(worker_id)
+        """Connects to sources that are new and forgets those that are gone for long.
+
+        One that is merely missing is kept for a time to live: a Redis that was restarted empty
+        lacks records of workers that are well.
+        """
+        now = time.monotonic()
+        for record in records:
+            peer_id = _peer_id(record.worker_id, record.epoch)
+            if (entry := self._entries.get(peer_id)) is not None:
+                entry.seen_at = now
+            wanted = record.role == "prefill" and record.state == "ready"
+            if not wanted or record.worker_id == self._config.worker_id:
+                continue
+            if entry is None or self._may_retry(entry):
+                self._open(record.worker_id, record.epoch, record.address)
+        for peer_id, entry in list(self._entries.items()):
+            if now - entry.seen_at > self._config.cluster.record_ttl_s:
+                self._close(peer_id)
 
     async def aclose(self) -> None:
-        for worker_id in list(self._entries):
-            self._close(worker_id)
+        for peer_id in list(self._entries):
+            self._close(peer_id)
 
     def _may_retry(self, entry: _Entry) -> bool:
         failed = entry.connecting.done() and not _succeeded(entry.connecting)
         return failed and time.monotonic() - entry.failed_at > _RETRY_S
 
     def _open(self, worker_id: str, epoch: str, address: str) -> _Entry:
-        self._close(worker_id)
+        peer_id = _peer_id(worker_id, epoch)
+        self._close(peer_id)
         connecting = asyncio.create_task(self._connect(worker_id, epoch, address))
-        entry = _Entry(address, epoch, connecting)
-        connecting.add_done_callback(lambda task: self._opened(worker_id, entry, task))
-        self._entries[worker_id] = entry
+        entry = _Entry((worker_id, epoch, address), connecting)
+        connecting.add_done_callback(lambda task: self._opened(entry, task))
+        self._entries[peer_id] = entry
         return entry
 
-    def _opened(self, worker_id: str, entry: _Entry, task: asyncio.Task[Peer]) -> None:
+    def _opened(self, entry: _Entry, task: asyncio.Task[Peer]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             entry.failed_at = time.monotonic()
-            log.warning("cannot read from %s at %s: %s", worker_id, entry.address, error)
+            log.warning("cannot read from %s at %s: %s", entry.record[0], entry.record[2], error)
 
-    def _close(self, worker_id: str) -> None:
-        entry = self._entries.pop(worker_id, None)
+    def _close(self, peer_id: str) -> None:
+        entry = self._entries.pop(peer_id, None)
         if entry is None:
             return
         if _succeeded(entry.connecting):
-            peer = entry.connecting.result()
-            if peer.transport == "nixl":
-                self._link.send(DisconnectPeer(peer.peer_id))
-            closing = asyncio.ensure_future(peer.channel.close(None))
+            self._link.send(DisconnectPeer(peer_id))
+            channel = entry.connecting.result().channel
+            closing = asyncio.ensure_future(channel.close(None))
             closing.add_done_callback(lambda task: task.cancelled() or task.exception())
         else:
             entry.connecting.cancel()
 
     async def _connect(self, worker_id: str, epoch: str, address: str) -> Peer:
         channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        peer = Peer(worker_id, epoch, WorkerStub(channel), channel)  # type: ignore[no-untyped-call]
         try:
-            peer = Peer(worker_id, epoch, WorkerStub(channel), channel)  # type: ignore[no-untyped-call]
             response = await self._introduce(peer)
             peer.transport = await self._agree(peer, response)
         except BaseException:
+            self._link.send(DisconnectPeer(peer.peer_id))
             await channel.close(None)
             raise
         log.info("blocks of %s (epoch %s) come over %s", worker_id, epoch, peer.transport)
@@ -197,6 +211,10 @@ class Peers:
         if "nixl" in self._wanted() and "nixl" not in response.transports:
             log.warning("%s has no NIXL: its blocks come over gRPC, slower", peer.worker_id)
         return "grpc"
+
+
+def _peer_id(worker_id: str, epoch: str) -> str:
+    return f"{worker_id}-{epoch}"
 
 
 def _succeeded(task: asyncio.Task[Peer]) -> bool:

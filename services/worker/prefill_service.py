@@ -25,12 +25,12 @@ from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.worker.convert import sequence_spec
 from services.worker.engine_link import EngineLink
 from services.worker.messages import Add, Remove, Report
+from services.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
 _FETCH_BYTES_MAX = 8 << 20  # of one message of block bytes
 _START_DEADLINE_S = 5.0
-_EVENTS_MAX = 4096  # a lease has at most a few events a step
 
 
 @dataclass(slots=True)
@@ -38,23 +38,30 @@ class Lease:
     """One reader's hold on the blocks of one sequence."""
 
     lease_id: str
-    events: asyncio.Queue[object] = field(default_factory=lambda: asyncio.Queue(_EVENTS_MAX))
+    # At most one event for each block of the prompt, and one release.
+    events: asyncio.Queue[object] = field(default_factory=asyncio.Queue)
 
 
 class PrefillService:
     """All leases of this worker as a source."""
 
     def __init__(
-        self, config: WorkerConfig, epoch: str, link: EngineLink, *, block_bytes: int
+        self,
+        config: WorkerConfig,
+        epoch: str,
+        link: EngineLink,
+        metrics: WorkerMetrics,
+        *,
+        block_bytes: int,
     ) -> None:
         self._config = config
         self._epoch = epoch
         self._link = link
+        self._metrics = metrics
         self._block_bytes = block_bytes
         self._leases: dict[str, Lease] = {}
         self._tick = 0
         self.draining = False
-        self.bytes_served = 0
 
     @property
     def num_leases(self) -> int:
@@ -105,7 +112,8 @@ class PrefillService:
         interval_s = self._config.transfer.heartbeat_interval_s
         while True:
             try:
-                event = await asyncio.wait_for(lease.events.get(), interval_s)
+                async with asyncio.timeout(interval_s):
+                    event = await lease.events.get()
             except TimeoutError:
                 yield pb.PrefillEvent(heartbeat=pb.Heartbeat(step=self._tick))
                 continue
@@ -133,6 +141,7 @@ class PrefillService:
         async for command in commands:
             if command.WhichOneof("command") == "release":
                 lease.events.put_nowait(command.release)
+                return
 
     async def fetch(
         self, request: pb.FetchBlocksRequest, context: Any
@@ -144,7 +153,7 @@ class PrefillService:
         for first in range(0, len(request.block_ids), blocks_a_message):
             block_ids = list(request.block_ids[first : first + blocks_a_message])
             data = await self._link.load_bytes(request.lease_id, block_ids)
-            self.bytes_served += len(data)
+            self._metrics.kv_bytes_served.inc(len(data))
             yield pb.BlockBytes(data=bytes(data))
 
 

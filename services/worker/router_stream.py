@@ -7,9 +7,12 @@ slowly gets fewer, larger ones, and one that stops reading is cut off at a bound
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from services.errors import WorkerLost
 from services.rpc.tandem.v1 import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 _UPDATES_MAX = 1 << 16
 
@@ -35,12 +38,19 @@ class RouterStream:
         self._load = load
         self._changed.set()
 
+    def on_reader_done(self, task: asyncio.Task[None]) -> None:
+        """A reader that broke ends the stream: its router must not wait on a deaf one."""
+        if not task.cancelled() and task.exception() is not None:
+            log.error("reading a router's commands broke", exc_info=task.exception())
+            self._closed = True
+            self._changed.set()
+
     async def next_message(self) -> pb.DecodeUpdate:
         """All that gathered since the last message; waits until there is something."""
         await self._changed.wait()
         self._changed.clear()
         if self._closed:
-            raise WorkerLost("the router does not read its stream")
+            raise WorkerLost("the stream was cut off")
         message = pb.DecodeUpdate(sequences=self._updates, load=self._load)
         self._updates, self._load = [], None
         return message

@@ -12,6 +12,8 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Coroutine
+from typing import Any
 
 import grpc.aio
 
@@ -35,6 +37,7 @@ from services.worker.servicer import Servicer
 log = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.05
+_WATCH_INTERVAL_S = 1.0
 _CLOSE_S = 1.0
 
 
@@ -59,6 +62,7 @@ class Worker:
         self._model = ""
         self._max_model_len = 0
         self._started_at = time.time()
+        self._reported_at = time.monotonic()
 
     @property
     def draining(self) -> bool:
@@ -95,12 +99,17 @@ class Worker:
         self.link.on_report = self._on_report
         self.state = "ready"
         try:
-            await membership.join(self.contract)
-            log.info("%s %s ready at %s", self.config.role, self.config.worker_id, self._address)
-            await self._until_stopped()
+            if await self._unless_stopped(membership.join(self.contract)):
+                log.info(
+                    "%s %s ready at %s", self.config.role, self.config.worker_id, self._address
+                )
+                await self._unless_stopped(self._watch_engine())
             self.state = "draining"
             await membership.refresh()
-            await self._drain()
+            await self._unless_ended(self._drain())
+        except WorkerLost:
+            await server.stop(None)  # at once: no stream may wait for an engine that is gone
+            raise
         finally:
             await self.peers.aclose()
             await membership.leave()
@@ -129,7 +138,9 @@ class Worker:
         self._metrics = WorkerMetrics(worker_id=config.worker_id, role=config.role)
         self.peers = Peers(config, self.epoch, self.link)
         self.peers.contract = self.contract
-        self.prefill = PrefillService(config, self.epoch, self.link, block_bytes=ready.block_bytes)
+        self.prefill = PrefillService(
+            config, self.epoch, self.link, self._metrics, block_bytes=ready.block_bytes
+        )
         self.decode = DecodeService(
             config,
             self.link,
@@ -158,6 +169,7 @@ class Worker:
         return server
 
     def _on_report(self, report: Report) -> None:
+        self._reported_at = time.monotonic()
         step = report.report
         engine = step.load
         self.prefill.on_report(report)
@@ -200,14 +212,41 @@ class Worker:
             started_at=self._started_at,
         )
 
-    async def _until_stopped(self) -> None:
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether the work ended before `stop`. Raises WorkerLost when the engine ends first."""
         stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            return await self._unless_ended(work, stopping)
+        finally:
+            stopping.cancel()
+
+    async def _unless_ended(
+        self, work: Coroutine[Any, Any, None], *others: asyncio.Task[Any]
+    ) -> bool:
+        """Waits for the work or one of the others; whether it was the work."""
+        working = asyncio.create_task(work)
         ended = asyncio.create_task(self.link.ended())
-        await asyncio.wait([stopping, ended], return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if ended.done():
-            raise WorkerLost(ended.result())
-        ended.cancel()
+        try:
+            await asyncio.wait([working, ended, *others], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                await working  # raises what it raised
+                return True
+            if ended.done():
+                raise WorkerLost(ended.result())
+            return False
+        finally:
+            working.cancel()
+            ended.cancel()
+
+    async def _watch_engine(self) -> None:
+        """For ever: an engine that reports nothing while somebody waits for it is ended."""
+        deadline_s = self.config.engine_hang_timeout_s
+        while True:
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            if not self.decode.num_sequences and not self.prefill.num_leases:
+                self._reported_at = time.monotonic()  # silence counts from when somebody waits
+            elif (silent_s := time.monotonic() - self._reported_at) > deadline_s:
+                self.link.kill(f"the engine made no turn for {silent_s:.0f} s")
 
     async def _drain(self) -> None:
         """Takes nothing new; waits until nobody holds anything here, at most for the deadline."""

@@ -1,0 +1,189 @@
+"""A reader whose source misbehaves at a chosen moment: each request goes on or ends, none leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from tests.harness.scripted_source import Reader, accepted, prefilled, reader_of, run
+
+pytestmark = pytest.mark.service
+
+Commands = AsyncIterator[pb.PrefillCommand]
+Events = AsyncIterator[pb.PrefillEvent]
+ALL_BLOCKS = (1, 2, 3, 4, 5, 6, 7)
+
+
+async def released(commands: Commands, lease_id: str, *, epoch: str = "e") -> pb.PrefillEvent:
+    await anext(aiter(commands))  # release
+    return pb.PrefillEvent(released=pb.Released(epoch=epoch, lease_id=lease_id, whole=True))
+
+
+async def whole(commands: Commands, context: Any) -> Events:
+    start = (await anext(aiter(commands))).start
+    yield accepted()
+    yield run(0, *ALL_BLOCKS[:3])
+    yield run(3, *ALL_BLOCKS[3:])
+    yield prefilled()
+    yield await released(commands, start.lease_id)
+
+
+async def ended(reader: Reader) -> None:
+    """The prefill task of the one request ended, and the source sees no stream."""
+    async with asyncio.timeout(5):
+        while reader.service.num_pulls or reader.source.num_open:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def tokens(reader: Reader) -> list[int]:
+    return [token for update in reader.stream.updates for token in update.token_ids]
+
+
+async def test_a_whole_lease_commits() -> None:
+    async with reader_of(whole) as reader:
+        await asyncio.wait_for(reader.submit(), 5)
+        assert reader.link.names() == ["Commit"]
+        assert tokens(reader) == [5]
+        await ended(reader)
+
+
+async def test_release_waits_for_the_reads() -> None:
+    async with reader_of(whole, pull_s=0.5) as reader:
+        task = reader.submit()
+        async with asyncio.timeout(5):
+            while not tokens(reader):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert reader.link.names() == []  # the first token is out, nothing is committed
+        await asyncio.wait_for(task, 5)
+        assert reader.link.names() == ["Commit"]
+
+
+@pytest.mark.parametrize("how", ["abort", "server", "channel"])
+async def test_source_lost_while_the_last_pull_runs(how: str) -> None:
+    """The read still ends DONE, but nobody confirms the lease: prefilled here, after the token."""
+
+    async def dies(commands: Commands, context: Any) -> Events:
+        await anext(aiter(commands))
+        yield accepted()
+        yield run(0, *ALL_BLOCKS)
+        yield prefilled()
+        if how == "abort":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        await anext(aiter(commands))
+
+    async with reader_of(dies, pull_s=0.5) as reader:
+        task = reader.submit()
+        async with asyncio.timeout(5):
+            while not tokens(reader):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        if how == "server":
+            await reader.server.stop(None)
+        elif how == "channel":
+            await reader.channel.close(None)
+        await asyncio.wait_for(task, 10)
+        assert reader.link.names() == ["Restart"]
+        assert reader.link.sent[-1].spec.token_ids[-1] == 5  # type: ignore[union-attr]
+        assert reader.service.num_sequences == 1
+        assert not any(u.finish_reason for u in reader.stream.updates)
+
+
+async def test_channel_closed_in_mid_lease_is_no_cancellation() -> None:
+    async def computes(commands: Commands, context: Any) -> Events:
+        await anext(aiter(commands))
+        yield accepted()
+        for step in range(10_000):
+            await asyncio.sleep(0.05)
+            yield pb.PrefillEvent(heartbeat=pb.Heartbeat(step=step))
+
+    async with reader_of(computes) as reader:
+        task = reader.submit()
+        await asyncio.sleep(0.3)
+        await reader.channel.close(None)
+        await asyncio.wait_for(task, 5)
+        assert reader.link.names() == ["StartLocalPrefill"]
+
+
+@pytest.mark.parametrize(
+    ("name", "events"),
+    [
+        ("too few", [run(0, *ALL_BLOCKS[:6]), prefilled()]),
+        ("too many", [run(0, *ALL_BLOCKS, 8), prefilled()]),
+        ("a gap", [run(0, 1, 2), run(3, 4, 5, 6, 7), prefilled()]),
+        ("twice", [run(0, *ALL_BLOCKS), run(0, *ALL_BLOCKS), prefilled()]),
+        ("none", [prefilled()]),
+    ],
+)
+async def test_runs_that_are_not_the_prompt_never_commit(
+    name: str, events: list[pb.PrefillEvent]
+) -> None:
+    async def wrong(commands: Commands, context: Any) -> Events:
+        start = (await anext(aiter(commands))).start
+        yield accepted()
+        for event in events:
+            yield event
+        yield await released(commands, start.lease_id)
+
+    async with reader_of(wrong) as reader:
+        await asyncio.wait_for(reader.submit(), 5)
+        assert "Commit" not in reader.link.names(), name
+        assert reader.link.names()[-1] in ("Restart", "StartLocalPrefill")
+        await ended(reader)
+
+
+@pytest.mark.parametrize("wrong", ["epoch", "lease", "not whole"])
+async def test_released_of_another_lease_never_commits(wrong: str) -> None:
+    async def lies(commands: Commands, context: Any) -> Events:
+        start = (await anext(aiter(commands))).start
+        yield accepted()
+        yield run(0, *ALL_BLOCKS)
+        yield prefilled()
+        event = await released(commands, "other" if wrong == "lease" else start.lease_id)
+        event.released.epoch = "other" if wrong == "epoch" else "e"
+        event.released.whole = wrong != "not whole"
+        yield event
+
+    async with reader_of(lies) as reader:
+        await asyncio.wait_for(reader.submit(), 5)
+        assert reader.link.names() == ["Restart"]
+
+
+async def test_silent_source_is_given_up() -> None:
+    async def silent(commands: Commands, context: Any) -> Events:
+        await anext(aiter(commands))
+        yield accepted()
+        await asyncio.Event().wait()
+
+    async with reader_of(silent) as reader:
+        await asyncio.wait_for(reader.submit(), 5)
+        assert reader.link.names() == ["StartLocalPrefill"]
+        await ended(reader)
+
+
+async def test_cancels_at_random_moments_leak_neither_task_nor_stream() -> None:
+    async def runs(commands: Commands, context: Any) -> Events:
+        await anext(aiter(commands))
+        yield accepted()
+        for number in range(7):
+            await asyncio.sleep(0.003)
+            yield run(number, number)
+        await asyncio.Event().wait()
+
+    rng = random.Random(5)
+    async with reader_of(runs) as reader:
+        tasks = []
+        for first in range(0, 300, 30):
+            names = [f"r{first + n}" for n in range(30)]
+            tasks += [reader.submit(name) for name in names]
+            for name in names:
+                await asyncio.sleep(rng.random() * 0.003)
+                reader.cancel(name)
+        await ended(reader)
+        done, pending = await asyncio.wait(tasks, timeout=5)
+        assert (len(done), len(pending)) == (300, 0)
+        assert reader.service.num_sequences == 0
