@@ -45,11 +45,11 @@ def up(
     ] = 0,
 ) -> None:
     """Start a whole cluster on this machine; Ctrl-C stops all of it."""
-    from services.cluster.launch_options import LaunchOptions
+    from services.cluster.launch_options import LaunchOptions, check_worker_options
     from services.cluster.launcher import up as launch
     from services.errors import ConfigError
 
-    engine = {
+    engine: dict[str, str | int] = {
         "device": device,
         "dtype": dtype,
         "kv-dtype": kv_dtype,
@@ -62,6 +62,7 @@ def up(
         "threads": threads,
     }
     try:
+        check_worker_options(engine, transport)
         options = LaunchOptions(
             model=model,
             num_prefill=prefill,

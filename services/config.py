@@ -19,6 +19,9 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 Numerics = Literal["fast", "invariant"]
 Transport = Literal["auto", "nixl", "grpc"]
 
+# Options whose names on the command line are shorter.
+_OPTIONS = {"kv_bytes_max": "kv-memory", "num_threads": "threads"}
+
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
@@ -76,6 +79,9 @@ class EngineConfig:
             _check_positive(name, getattr(self, name))
         for name in ("queue_max", "num_threads"):
             _check_positive(name, getattr(self, name))
+        for name, limit in (("num_blocks", self.num_blocks), ("max_model_len", self.max_model_len)):
+            if limit is not None:
+                _check_positive(name, limit)
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
             raise ConfigError("numerics=invariant computes in float32; use dtype auto or float32")
 
@@ -131,7 +137,9 @@ class RouterConfig:
     router_id: str = "router-0"
     tokenizer_processes: int = 1
     body_bytes_max: int = 4 << 20
-    lookup_deadline_s: float = 0.005  # of the prefix tree; then placement goes without
+    # Of a look-up in the prefix tree, the loop's own delay under a burst counted in; then
+    # placement goes without.
+    lookup_deadline_s: float = 0.02
     hold_requests_max: int = 256  # requests that wait while a pool is empty
     hold_deadline_s: float = 30.0
     request_deadline_s: float = 600.0
@@ -148,4 +156,5 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def _check_positive(name: str, value: int) -> None:
     if value < 1:
-        raise ConfigError(f"{name} is {value}; it must be at least 1")
+        option = _OPTIONS.get(name, name.replace("_", "-"))
+        raise ConfigError(f"{option} is {value}; it must be at least 1")

@@ -10,6 +10,7 @@
       QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
       NoWorkers             503  UNAVAILABLE          a pool is empty
       WorkerLost            503  UNAVAILABLE          the worker died, hung or was cut off
+        LeaseLost           503  UNAVAILABLE          before `released`: the pulled is worthless
       DeadlineExceeded      504  DEADLINE_EXCEEDED
       Incompatible          500  FAILED_PRECONDITION  two parts that may not work together
       ConfigError           500  FAILED_PRECONDITION  wrong settings, found at start
@@ -93,6 +94,10 @@ class WorkerLost(TandemError):
     http_status = 503
     grpc_code = "UNAVAILABLE"
     retryable = True
+
+
+class LeaseLost(WorkerLost):
+    code = "lease_lost"
 
 
 class DeadlineExceeded(TandemError):

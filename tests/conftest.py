@@ -6,11 +6,16 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from hypothesis import settings
 from redis.asyncio import Redis
 
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.config import ClusterConfig
 from services.redis_client import connect
+
+# No example is slow by itself; a busy machine must not make one look so.
+settings.register_profile("tandem", deadline=None)
+settings.load_profile("tandem")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""Streams a chat answer with OpenAI's own client: `python docs/examples/openai_client.py [URL]`."""
+"""Streams a chat answer with OpenAI's own client (pip install openai).
+
+python docs/examples/openai_client.py [URL]
+"""
 
 import sys
 
@@ -9,7 +12,7 @@ def main(url: str = "http://127.0.0.1:8000/v1") -> None:
     client = OpenAI(base_url=url, api_key="not needed")
     stream = client.chat.completions.create(
         model=client.models.list().data[0].id,
-        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        messages=[{"role": "user", "content": "What is gravity? Explain in two sentences."}],
         max_tokens=100,
         temperature=0,
         stream=True,

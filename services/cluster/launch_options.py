@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.cluster.pools import ClusterSpec, PoolCommand
-from services.config import Pool
+from services.config import EngineConfig, Pool, TransferConfig
 from services.errors import ConfigError
 
 _PORT_MAX = 65535
@@ -46,6 +47,15 @@ class LaunchOptions:
     @property
     def grpc_address(self) -> str:
         return f"{_reachable(self.host)}:{self.grpc_port}"
+
+
+def check_worker_options(engine: Mapping[str, str | int], transport: str) -> None:
+    """Raises ConfigError as a worker would, before anything is started."""
+    TransferConfig(transport=transport)  # type: ignore[arg-type]
+    names = {"kv-memory": "kv_bytes_max", "threads": "num_threads"}
+    fields = {names.get(k, k.replace("-", "_")): v for k, v in engine.items()}
+    fields["num_blocks"] = fields["num_blocks"] or None  # type: ignore[assignment]
+    EngineConfig(model="", **fields)  # type: ignore[arg-type]
 
 
 def make_spec(

@@ -146,7 +146,7 @@ class _Launch:
                 else:
                     self._screen.say(
                         f"[yellow]Ray's {name} ended: requests are served as before, but no "
-                        "process is started again or added until `tandem up` is"
+                        "process is started again or added until `tandem up` is started again"
                     )
 
     def _start_guardian(self) -> subprocess.Popen[bytes]:

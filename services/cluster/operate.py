@@ -45,7 +45,8 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
         if missing := differences(pools, wanted):
             if time.monotonic() > give_up_at:
                 raise OperateError(
-                    f"not reached in {deadline_s:g} s, still being worked at: {'; '.join(missing)}"
+                    f"not reached in {deadline_s:g} s: {'; '.join(missing)}. Where a pool "
+                    "controller runs it goes on; if Ray's head has died, nothing is scaled"
                 )
             time.sleep(_POLL_INTERVAL_S)
             continue
@@ -77,13 +78,13 @@ def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
 
 
 def _ask(url: str, method: str, body: dict[str, int] | None = None) -> Any:
-    request = urllib.request.Request(
-        f"{url.rstrip('/')}/v1/cluster",
-        method=method,
-        data=None if body is None else json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
     try:
+        request = urllib.request.Request(
+            f"{url.rstrip('/')}/v1/cluster",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
         with urllib.request.urlopen(request, timeout=_REPLY_DEADLINE_S) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as error:

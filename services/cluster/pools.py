@@ -93,8 +93,10 @@ def check_sizes(sizes: object) -> dict[Pool, int]:
     for pool, size in sizes.items():
         if pool not in POOLS:
             raise ValueError(f"there is no pool {pool!r}; pools are {', '.join(POOLS)}")
-        if type(size) is not int or not 0 <= size <= POOL_SIZE_MAX:
-            raise ValueError(f"the size of {pool} is {size!r}; allowed is 0 to {POOL_SIZE_MAX}")
+        least = 1 if pool == "router" else 0  # without a router nobody could ask for one
+        if type(size) is not int or not least <= size <= POOL_SIZE_MAX:
+            allowed = f"{least} to {POOL_SIZE_MAX}"
+            raise ValueError(f"the size of {pool} is {size!r}; allowed is {allowed}")
     return dict(sizes)
 
 

@@ -24,6 +24,7 @@ CONVERSION_FILE = "tandem_conversion.json"  # in the converted folder: what it w
 
 # Part of the cache's key: raise it whenever a conversion would write anything else than before.
 _VERSION = 1
+_KEY_BYTES = 1 << 20
 _QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|T?Q\d\w*|MXFP4\w*|BF16|F16|F32|FP16|FP32)$", re.I)
 
 
@@ -57,10 +58,15 @@ def model_name(gguf_file: Path) -> str:
 
 def _place(gguf_file: Path, cache_dir: Path | None) -> Path:
     root = cache_dir or Path(os.environ.get(CACHE_DIR_VARIABLE) or Path.home() / ".cache/tandem")
-    stat = gguf_file.stat()
-    key = json.dumps([str(gguf_file.resolve()), stat.st_size, stat.st_mtime_ns, _VERSION])
-    digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-    return root / "models" / f"{model_name(gguf_file)}-{digest}"
+    # By content, so that every copy of a file shares one conversion. Both ends tell files of one
+    # size apart: the first has the metadata, the last the weights.
+    size = gguf_file.stat().st_size
+    digest = hashlib.blake2b(f"{_VERSION} {size}".encode(), digest_size=8)
+    with gguf_file.open("rb") as file:
+        digest.update(file.read(_KEY_BYTES))
+        file.seek(max(0, size - _KEY_BYTES))
+        digest.update(file.read(_KEY_BYTES))
+    return root / "models" / f"{model_name(gguf_file)}-{digest.hexdigest()}"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from services.errors import BadRequest
 from services.router.openai_fields import strip_unused
@@ -25,6 +25,7 @@ from services.router.request import (
 # OpenAI's and vLLM's default for completions; chats run to the end of the context.
 COMPLETION_MAX_TOKENS = 16
 _ROLE_ALIASES = {"developer": "system"}
+_ALTERNATIVES = ("str", "list[int]", "list[str]")
 
 
 class StreamOptions(BaseModel):
@@ -111,6 +112,14 @@ class _Body(BaseModel):
 class CompletionBody(_Body):
     prompt: str | list[int] = Field(description=ALLOWED["prompt"])
 
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _unwrap(cls, prompt: object) -> object:
+        """Some clients send a list of prompts even for one."""
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            return prompt[0]
+        return prompt
+
 
 class ChatBody(_Body):
     messages: list[ChatMessage] = Field(description=ALLOWED["messages"])
@@ -184,9 +193,11 @@ def _as_bad_request(error: ValidationError) -> BadRequest:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = first["loc"]
     name = str(place[0])
-    where = ".".join(str(part) for part in place[:4])
     verb = (
         "is missing; it" if first["type"] == "missing" and len(place) == 1 else "is not valid; it"
     )
-    detail = f" ({where}: {first['msg']})" if len(place) > 1 else ""
+    # Names of the alternatives of a union, such as `str`, are pydantic's and tell a client nothing.
+    inside = [str(part) for part in place[1:4] if part not in _ALTERNATIVES]
+    where = ".".join([name, *inside])
+    detail = f" ({where}: {first['msg']})" if inside else ""
     return BadRequest(f"{name} {verb} must be {ALLOWED[name]}{detail}", param=name)

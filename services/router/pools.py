@@ -19,6 +19,7 @@ from services.errors import BadRequest, NoWorkers
 
 POOLS: tuple[str, ...] = get_args(Pool)
 POOL_SIZE_MAX = 64
+POOL_SIZE_MIN = {"router": 1, "prefill": 0, "decode": 0}  # without a router nobody could ask again
 # Nobody takes them while there is no controller.
 _PENDING_MAX = 64
 
@@ -31,9 +32,11 @@ def check_sizes(body: dict[str, Any]) -> dict[str, int]:
     for pool, size in body.items():
         if pool not in POOLS:
             raise BadRequest(f"there is no pool {pool[:80]!r}; send {allowed}", param=pool[:80])
-        if type(size) is not int or not 0 <= size <= POOL_SIZE_MAX:
+        least = POOL_SIZE_MIN[pool]
+        if type(size) is not int or not least <= size <= POOL_SIZE_MAX:
             raise BadRequest(
-                f"{pool} must be an integer from 0 to {POOL_SIZE_MAX}: the size wanted", param=pool
+                f"{pool} must be an integer from {least} to {POOL_SIZE_MAX}: the size wanted",
+                param=pool,
             )
     return body
 

@@ -21,7 +21,7 @@ import grpc.aio
 
 from services.config import TransferConfig
 from services.engine.types import SequenceSpec
-from services.errors import TandemError, WorkerLost
+from services.errors import LeaseLost, TandemError, WorkerLost
 from services.rpc.auth import token_metadata
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.worker.convert import sequence_input
@@ -41,10 +41,6 @@ _BROKEN_CALL = (
     asyncio.InvalidStateError,
     TimeoutError,
 )
-
-
-class LeaseLost(WorkerLost):
-    """The lease ended before `released`: what was pulled under it is worth nothing."""
 
 
 @dataclass(slots=True)

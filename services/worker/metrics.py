@@ -15,6 +15,20 @@ from services.registry import Load
 from services.worker.lease import PullStats
 from services.worker.peers import Peer
 
+_HELP = {
+    "num_running": "Sequences in the batch",
+    "num_waiting": "Sequences in the queue",
+    "queue_max": "Sequences that the queue holds",
+    "queued_tokens": "Tokens that wait to be prefilled here",
+    "blocks_total": "Blocks of the KV pool",
+    "blocks_used": "Blocks that a live sequence references",
+    "blocks_cached": "Blocks that nobody references and that can be reused",
+    "blocks_quarantined": "Blocks that a read may still write",
+    "num_leases": "Prefill streams served here",
+    "num_pulls": "Requests that are pulling blocks",
+    "step": "Turns of the engine's loop",
+    "tokens_wasted": "Slots that live sequences hold and do not fill",
+}
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
@@ -86,9 +100,7 @@ class _Gauges(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily]:
         load = self._load()
         for name in load.__struct_fields__:
-            family = GaugeMetricFamily(
-                f"tandem_{name}", f"WorkerLoad.{name}", labels=list(self._labels)
-            )
+            family = GaugeMetricFamily(f"tandem_{name}", _HELP[name], labels=list(self._labels))
             family.add_metric(list(self._labels.values()), getattr(load, name))
             yield family
         pairs = GaugeMetricFamily(

@@ -70,12 +70,12 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: replace(ENGINE, dtype="float16"), "dtype is 'float16'"),
     (lambda: replace(ENGINE, kv_dtype="int8"), "kv-dtype is 'int8'"),
     (lambda: replace(ENGINE, numerics="exact"), "numerics is 'exact'"),
-    (lambda: replace(ENGINE, block_size=0), "block_size is 0; it must be at least 1"),
-    (lambda: replace(ENGINE, kv_bytes_max=-1), "kv_bytes_max"),
-    (lambda: replace(ENGINE, max_num_seqs=0), "max_num_seqs"),
-    (lambda: replace(ENGINE, max_tokens_per_step=0), "max_tokens_per_step"),
-    (lambda: replace(ENGINE, queue_max=0), "queue_max"),
-    (lambda: replace(ENGINE, num_threads=0), "num_threads"),
+    (lambda: replace(ENGINE, block_size=0), "block-size is 0; it must be at least 1"),
+    (lambda: replace(ENGINE, kv_bytes_max=-1), "kv-memory"),
+    (lambda: replace(ENGINE, max_num_seqs=0), "max-num-seqs"),
+    (lambda: replace(ENGINE, max_tokens_per_step=0), "max-tokens-per-step"),
+    (lambda: replace(ENGINE, queue_max=0), "queue-max"),
+    (lambda: replace(ENGINE, num_threads=0), "threads"),
     (lambda: replace(ENGINE, numerics="invariant", dtype="bfloat16"), "float32"),
     (lambda: replace(ENGINE, numerics="invariant", kv_dtype="bfloat16"), "float32"),
     (lambda: TransferConfig(transport="tcp"), "auto, nixl, grpc"),  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: RouterConfig(
             cluster=CLUSTER, model="m", served_model_name="m", hold_requests_max=0
         ),
-        "hold_requests_max",
+        "hold-requests-max",
     ),
 ]
 

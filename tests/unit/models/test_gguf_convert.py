@@ -1,5 +1,4 @@
 import multiprocessing
-import os
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,8 +28,14 @@ def test_another_file_is_another_conversion(tmp_path, tiny_gguf, monkeypatch):
     file = tiny_gguf.write(tmp_path / "tiny.gguf", NORM)
     first = converted_folder(file)
     assert first.is_relative_to(tmp_path / "cache")
-    os.utime(file, ns=(0, 0))
-    assert converted_folder(file) != first
+    copy = tmp_path / "copy" / "tiny.gguf"
+    copy.parent.mkdir()
+    copy.write_bytes(file.read_bytes())
+    assert converted_folder(copy) == first
+    other = bytearray(file.read_bytes())
+    other[-1] ^= 1
+    copy.write_bytes(other)
+    assert converted_folder(copy) != first
     monkeypatch.setattr(gguf_convert, "_VERSION", 0)
     assert converted_folder(file) not in (first, None)
 

@@ -81,7 +81,7 @@ BAD_COMPLETIONS: list[tuple[str, Any]] = [
     ("prompt", True),
     ("prompt", [True]),
     ("prompt", [1.5]),
-    ("prompt", ["a"]),
+    ("prompt", ["a", "b"]),
     ("prompt", [[1], [2]]),
     ("prompt", {"a": 1}),
     ("model", 5),
@@ -162,3 +162,17 @@ def test_bookkeeping_passes_and_unknown_fields_do_not() -> None:
     assert "temperature" in error.message
     # Of the other endpoint.
     assert refused({"prompt": "x", "messages": HELLO}).param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("sent", "prompt"), [(["one string"], "one string"), ([[5, 6]], (5, 6)), ([5], (5,))]
+)
+def test_a_list_of_one_prompt_is_that_prompt(sent: Any, prompt: Any) -> None:
+    assert parse_completion({"prompt": sent}, "r").request.prompt == prompt
+
+
+def test_two_prompts_are_refused_without_names_of_the_validator() -> None:
+    with pytest.raises(BadRequest) as raised:
+        parse_completion({"prompt": ["a", "b"]}, "r")
+    assert raised.value.param == "prompt"
+    assert "prompt.str" not in raised.value.message

@@ -114,7 +114,7 @@ def test_cancelling_and_disconnecting_what_is_unknown_is_nothing(
     assert isinstance(events.get(timeout=DEADLINE_S), thread.Settled)
 
 
-def test_after_a_bug_everything_is_answered_and_nothing_is_unfenced(
+def test_after_a_bug_everything_is_answered_and_only_what_never_started_is_unfenced(
     monkeypatch: pytest.MonkeyPatch,
     transfer: thread.TransferThread,
     events: SimpleQueue[thread.TransferEvent],
@@ -133,6 +133,7 @@ def test_after_a_bug_everything_is_answered_and_nothing_is_unfenced(
         assert isinstance(settled, thread.Settled)
         assert not settled.result.done
         assert "a bug" in settled.result.error
+    assert events.get(timeout=DEADLINE_S) == thread.Unfenced([3, 4])  # of the one never started
     transfer.connect("peer", b"metadata", REMOTE)
     connected = events.get(timeout=DEADLINE_S)
     assert isinstance(connected, thread.PeerConnected)
