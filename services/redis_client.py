@@ -21,6 +21,7 @@ from services.errors import ConfigError
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0
 CONNECTIONS_MAX = 64
+_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 def connect(url: str) -> Redis:
@@ -42,6 +43,8 @@ def wait_until_answers(
     `alive` tells whether the server can still come up: False ends the wait at once.
     """
     give_up_at = time.monotonic() + deadline_s
+    if not url.startswith(_SCHEMES):
+        raise ConfigError(f"a Redis URL must begin with one of {', '.join(_SCHEMES)}")
     with SyncRedis.from_url(
         url,
         socket_connect_timeout=CONNECT_TIMEOUT_S,

@@ -8,9 +8,7 @@ from services.rpc.tandem.v1 import inference_pb2 as pb
 from services.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 
 
-def main(
-    address: str = "127.0.0.1:8001", question: str = "What is gravity? Explain in two sentences."
-) -> None:
+def main(address: str = "127.0.0.1:8001", question: str = "What is gravity?") -> None:
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=question)])
     request = pb.GenerateRequest(
         chat=chat, max_tokens=100, sampling=pb.SamplingParams(temperature=0)
