@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -14,6 +15,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+bench = typer.Typer(help="Measure what this machine makes of Tandem.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 _URL = Annotated[str, typer.Option(help="address of a router")]
 
@@ -105,6 +109,17 @@ def scale(
         scale_pools(url, sizes, deadline_s=deadline)
     except OperateError as error:
         _fail(str(error))
+
+
+@bench.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def transfer(context: typer.Context) -> None:
+    """Compare NIXL and gRPC through Tandem with what they do raw (options: --help)."""
+    # As a command: this one loads no engine.
+    command = [sys.executable, "-m", "services.bench.transfer", *context.args]
+    os.execv(sys.executable, command)
 
 
 def _fail(message: str) -> None:

@@ -68,7 +68,7 @@ class ModelRunner:
         layout = self.layout(num_blocks)
         dtype = _DTYPES[layout.dtype]
         if self.device.type == "cpu":
-            self.kv = _zeroed_pages(layout.pool_bytes).view(dtype).view(layout.shape)
+            self.kv = zeroed_pages(layout.pool_bytes).view(dtype).view(layout.shape)
         else:
             self.kv = torch.zeros(layout.shape, dtype=dtype, device=self.device)
         self._pool = KvPool(self.kv)
@@ -83,7 +83,7 @@ class ModelRunner:
         return self._decoder.forward(inputs, self._pool)
 
 
-def _zeroed_pages(num_bytes: int) -> torch.Tensor:
+def zeroed_pages(num_bytes: int) -> torch.Tensor:
     """Anonymous memory as uint8: page-aligned, taken from the system when first written, in huge
     pages where it has them, because a layer's share of a block is spread over the whole pool."""
     try:

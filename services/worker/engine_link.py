@@ -37,9 +37,17 @@ _replies: msgspec.msgpack.Decoder[messages.Reply] = msgspec.msgpack.Decoder(mess
 class EngineLink:
     """One engine process. `on_report` and `on_settled` are called on the event loop."""
 
-    def __init__(self, config: WorkerConfig, epoch: str) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        epoch: str,
+        *,
+        engine_module: str = "services.worker.engine_process",
+    ) -> None:
+        """`engine_module` is run as a command: the engine process, or a bench's stand-in."""
         self._config = config
         self._epoch = epoch
+        self._engine_module = engine_module
         self.on_report: Callable[[messages.Report], None] = lambda report: None
         self._pulls: dict[str, asyncio.Future[PullResult]] = {}
         self._answers: dict[object, asyncio.Future[Any]] = {}
@@ -60,7 +68,7 @@ class EngineLink:
         self._commands.bind(commands)
         self._transfers.bind(transfers)
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.worker.engine_process", stdin=asyncio.subprocess.PIPE
+            sys.executable, "-m", self._engine_module, stdin=asyncio.subprocess.PIPE
         )
         settings = EngineSettings(
             worker_id=self._config.worker_id,

@@ -51,16 +51,8 @@ class EngineProcess:
 
     def __init__(self, settings: EngineSettings) -> None:
         load_ms: dict[str, float] = {}
-        started = time.perf_counter()
-        folder = resolve(settings.engine.model)
-        load_ms["resolve"] = _ms_since(started)
-        started = time.perf_counter()
-        self._runner = ModelRunner(folder, settings.engine)
-        load_ms["weights"] = _ms_since(started)
-        started = time.perf_counter()
-        self._engine = Engine(settings.engine, self._runner, folder.fingerprint)
+        self._runner, self._engine, fingerprint = self._load(settings, load_ms)
         self._bytes = PoolBytes(self._runner.kv, self._engine.layout)
-        load_ms["kv_pool"] = _ms_since(started)
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PAIR)
         self._commands.connect(settings.commands_address)
@@ -80,7 +72,22 @@ class EngineProcess:
         self._tick = 0
         self._failed: list[Failed] = []
         self._stopping = False
-        self._send(self._ready(folder.fingerprint, load_ms))
+        self._send(self._ready(fingerprint, load_ms))
+
+    def _load(
+        self, settings: EngineSettings, load_ms: dict[str, float]
+    ) -> tuple[ModelRunner, Engine, str]:
+        """The model, the engine and the model's fingerprint; where the time went, in `load_ms`."""
+        started = time.perf_counter()
+        folder = resolve(settings.engine.model)
+        load_ms["resolve"] = _ms_since(started)
+        started = time.perf_counter()
+        runner = ModelRunner(folder, settings.engine)
+        load_ms["weights"] = _ms_since(started)
+        started = time.perf_counter()
+        engine = Engine(settings.engine, runner, folder.fingerprint)
+        load_ms["kv_pool"] = _ms_since(started)
+        return runner, engine, folder.fingerprint
 
     def run(self) -> None:
         """Turns until `Shutdown` comes or the I/O process dies."""
@@ -283,7 +290,7 @@ def _sequence_id(command: messages.Command) -> str:
     return str(getattr(command, "sequence_id", ""))
 
 
-def main() -> None:
+def main(kind: type[EngineProcess] = EngineProcess) -> None:
     """Entry of `python -m services.worker.engine_process`; started by the I/O process only."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineSettings)
     configure_logging(f"{settings.worker_id}/engine")
@@ -292,7 +299,7 @@ def main() -> None:
         os.sched_setaffinity(0, set(settings.cores) & os.sched_getaffinity(0) or {0})
     context: zmq.Context[Any] = zmq.Context.instance()
     try:
-        EngineProcess(settings).run()
+        kind(settings).run()
     except BaseException as error:
         log.exception("the engine ends")
         message = error.message if isinstance(error, TandemError) else repr(error)

@@ -1,0 +1,78 @@
+"""The source worker of the gRPC bench: the real PrefillService, and a raw stream beside it.
+
+`python -m services.bench.grpc_source MODEL NUM_BLOCKS` prints the port it listens on, and lives
+until its standard input closes. No registry, no router: the bench's process is the reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from services.bench.grpc_worker import RAW_METHOD, RAW_SERVICE, TOKEN, engine_link, worker_config
+from services.rpc.auth import TokenInterceptor
+from services.rpc.options import SERVER_OPTIONS
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from services.worker.metrics import WorkerMetrics
+from services.worker.prefill_service import PrefillService
+
+
+class SourceServicer(WorkerServicer):
+    """The two calls of a lease, as services/worker/servicer.py delegates them."""
+
+    def __init__(self, prefill: PrefillService) -> None:
+        self._prefill = prefill
+
+    async def Prefill(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.PrefillCommand], context: Any
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        async for event in self._prefill.serve(request_iterator, context):
+            yield event
+
+    async def FetchBlocks(  # noqa: N802
+        self, request: pb.FetchBlocksRequest, context: Any
+    ) -> AsyncIterator[pb.BlockBytes]:
+        async for message in self._prefill.fetch(request, context):
+            yield message
+
+
+async def raw_stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
+    """`request` is "BYTES MESSAGE_BYTES": that many bytes, the same message again and again."""
+    rest, message_bytes = (int(word) for word in request.split())
+    message = bytes(min(rest, message_bytes))
+    while rest > 0:
+        yield message if rest >= len(message) else message[:rest]
+        rest -= len(message)
+
+
+async def run(model: str, num_blocks: int) -> None:
+    config = worker_config("source", model, num_blocks)
+    link = engine_link(config)
+    ready = await link.start()
+    metrics = WorkerMetrics(worker_id=config.worker_id, role=config.role)
+    prefill = PrefillService(config, "1", link, metrics, block_bytes=ready.block_bytes)
+    link.on_report = prefill.on_report
+    server = grpc.aio.server(interceptors=[TokenInterceptor(TOKEN)], options=SERVER_OPTIONS)
+    add_WorkerServicer_to_server(SourceServicer(prefill), server)  # type: ignore[no-untyped-call]
+    handler = grpc.unary_stream_rpc_method_handler(raw_stream)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(RAW_SERVICE, {RAW_METHOD: handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    try:
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await server.stop(None)
+        await link.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(run(sys.argv[1], int(sys.argv[2])))
