@@ -82,7 +82,9 @@ class GrpcBench:
         watched = SimpleNamespace(Prefill=stub.Prefill, FetchBlocks=self._watched(stub.FetchBlocks))
         self._peer = Peer("source", "1", cast(WorkerStub, watched), self._channel, "grpc")
         self._raw_channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._raw = self._raw_channel.unary_stream(f"/{RAW_SERVICE}/{RAW_METHOD}")
+        self._raw = self._raw_channel.unary_stream(
+            f"/{RAW_SERVICE}/{RAW_METHOD}", request_serializer=None, response_deserializer=None
+        )
 
     async def row(self, num_blocks: int, repeats: int) -> dict[str, dict[str, float]]:
         """Figures of both methods for `num_blocks` blocks."""
@@ -106,8 +108,8 @@ class GrpcBench:
         return figures
 
     async def close(self) -> None:
-        await self._channel.close()
-        await self._raw_channel.close()
+        await self._channel.close(None)
+        await self._raw_channel.close(None)
         await self._link.stop()
         assert self._process.stdin is not None
         self._process.stdin.close()

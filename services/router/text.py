@@ -36,7 +36,7 @@ class TextStream:
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
         if self._stop is None:
             text = self._detokenizer.push(shown)
-            return Piece(text + self._flush(finish_reason), token_ids, finish_reason)
+            return Piece(text + self._rest(finish_reason), token_ids, finish_reason)
         texts = []
         # One by one, to know which token completed a stop string.
         for index, token_id in enumerate(shown):
@@ -45,11 +45,12 @@ class TextStream:
             if hit:
                 return Piece("".join(texts), token_ids[: index + 1], "stop")
         if finish_reason:
-            text, hit = self._stop.push(self._detokenizer.flush())
+            text, hit = self._stop.push(self._rest(finish_reason))
             texts.append(text if hit else text + self._stop.flush())
             if hit:
                 finish_reason = "stop"
         return Piece("".join(texts), token_ids, finish_reason)
 
-    def _flush(self, finish_reason: str) -> str:
-        return self._detokenizer.flush() if finish_reason else ""
+    def _rest(self, finish_reason: str) -> str:
+        """What the detokenizer held back, less a character that the end cut in half."""
+        return self._detokenizer.flush().rstrip("\ufffd") if finish_reason else ""
