@@ -116,7 +116,7 @@ def _pools_table(pools: dict[str, Any]) -> Table:
 
 
 def _workers_table(workers: list[dict[str, Any]]) -> Table:
-    columns = ("worker", "role", "state", "running", "waiting", "queued tokens", "KV", "transport")
+    columns = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV", "transport")
     table = Table(*columns, box=None, pad_edge=False)
     for worker in workers:
         load = worker["load"]
@@ -125,10 +125,11 @@ def _workers_table(workers: list[dict[str, Any]]) -> Table:
             worker["worker_id"],
             worker["role"],
             worker["state"] if worker["compatible"] else f"{worker['state']}, incompatible",
+            f"{max(0.0, time.time() - worker['started_at']):.0f} s",
             str(load["num_running"]),
             str(load["num_waiting"]),
             str(load["queued_tokens"]),
-            f"{worker['kv_use']:.0%} of {load['blocks_total']} blocks",
+            f"{worker['kv_use']:.0%} of {load['blocks_total']}",
             ", ".join(transports) or "-",
         )
     return table
