@@ -66,9 +66,14 @@ async def measure(
     # Importing NIXL and torch takes seconds: wrong options are told before.
     from services.bench.grpc_bench import RAW_MESSAGE_BYTES
 
+    load_average = os.getloadavg()[0]
     models = [await _measure_model(each, repeats, idle_s, console) for each in plans]
     return {
-        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
+        "machine": {
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+            "load_average_before": round(load_average, 2),
+        },
         "ucx_tls": os.environ.get("UCX_TLS", "default"),
         "raw_grpc_message_bytes": RAW_MESSAGE_BYTES,
         "repeats": repeats,
