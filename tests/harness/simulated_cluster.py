@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -34,44 +34,9 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.prefill_service import PrefillService
 from services.worker.pull_ledger import PullLedger
 from tests.engine_driver import make_engine
+from tests.harness.simulated_loop import SimulatedLoop
 
 _CLOSE, _CUT = object(), object()
-
-
-class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stands until `advance`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.errors: list[str] = []
-        self.set_exception_handler(lambda _, context: self.errors.append(str(context)))
-
-    def call(self, action: Callable[[], None]) -> None:
-        """Runs it as the services' code runs, and then what follows from it."""
-
-        async def run() -> None:
-            action()
-
-        self.run_until_complete(run())
-        self.settle()
-
-    def time(self) -> float:
-        return self.now
-
-    def settle(self) -> None:
-        """Runs until everything waits for a message or for the clock."""
-        for _ in range(1000):
-            self.call_soon(self.stop)
-            self.run_forever()
-            if not self._ready:  # type: ignore[attr-defined]
-                assert not self.errors, self.errors
-                return
-        raise AssertionError("the services never come to rest")
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-        self.settle()
 
 
 class Socket:
@@ -318,4 +283,4 @@ class PeersOf:
 
 def _broken() -> grpc.aio.AioRpcError:
     nothing = grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "cut")
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "cut", None)

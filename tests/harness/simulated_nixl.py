@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.engine import sequence
 from services.errors import WorkerLost
 from services.transfer.descriptors import Span
 from services.transfer.nixl_agent import ReadState
@@ -22,6 +23,8 @@ Copy = tuple[int, int]  # source address, local address, of one block
 class SimulatedRead:
     waiting: list[Copy]
     failed: bool = False
+    is_seen: bool = False  # by the checks, which then note whose it is
+    owner: sequence.Sequence | None = None
 
 
 @dataclass

@@ -18,13 +18,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.engine.sequence import Sequence, Status
 from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.worker import messages
-from services.worker.engine_process import _decoder
-from tests.harness.simulated_cluster import Node, PeersOf, SimulatedLoop, Stream
-from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
-from tests.toy_runner import ToyRunner, continuation, kv_of
+from tests.harness.simulated_cluster import Node, PeersOf, Stream
+from tests.harness.simulated_loop import SimulatedLoop
+from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
+from tests.harness.transfer_checks import TransferChecks
+from tests.toy_runner import ToyRunner, continuation
 
 MAX_MODEL_LEN = 14
 ROUNDS_MAX = 400
@@ -41,7 +40,7 @@ class Request:
     is_over: bool = False
 
 
-class TransferMachine(RuleBasedStateMachine):
+class TransferMachine(TransferChecks, RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
         num_blocks=st.integers(0, 6),
@@ -63,7 +62,7 @@ class TransferMachine(RuleBasedStateMachine):
         block_bytes = ToyRunner(block_size=block_size).layout(1).block_bytes
         self.fabric = SimulatedFabric(block_bytes)
         self.agents: list[SimulatedAgent] = []
-        self.patches = [
+        self.patches: list[Any] = [
             patch("services.transfer.nixl.NixlAgent", self._new_agent),
             patch("services.transfer.nixl_pull.PIECE_BYTES_MAX", piece_blocks * block_bytes),
             patch("services.worker.lease.time", SimpleNamespace(monotonic=self.loop.time)),
@@ -201,62 +200,9 @@ class TransferMachine(RuleBasedStateMachine):
     def invariants_hold(self) -> None:
         if not hasattr(self, "readers"):
             return
-        for node in self._nodes():
-            node.engine.check_integrity()
-        self._no_read_writes_a_block_of_others()
-        self._nothing_awaited_is_found_by_hash()
-        self._sources_hold_what_is_leased()
+        self._check_cluster()
         for task in self.tasks:
             assert not task.done() or task.result(), "a router's stream ended"
-
-    def _no_read_writes_a_block_of_others(self) -> None:
-        for read, (node, owner, blocks) in self._targets():
-            allowed = set(node.engine._pool._quarantined)
-            if owner is not None and owner.status is Status.AWAITING_KV:
-                allowed |= set(owner.block_table[owner.num_stored_blocks :])
-            strangers = set(blocks) - allowed
-            assert not strangers, f"{read} may still write blocks {strangers} of {node.worker_id}"
-
-    def _nothing_awaited_is_found_by_hash(self) -> None:
-        for node in self.readers:
-            for sequence in node.engine._sequences.values():
-                if sequence.status is Status.AWAITING_KV:
-                    for block in sequence.block_table[sequence.num_stored_blocks :]:
-                        assert node.engine._pool.is_writable(block), (
-                            f"block {block} is hashed or shared before its lease was released"
-                        )
-                    stored = sequence.num_stored_blocks * sequence.block_size
-                    wanted = kv_of(sequence.token_ids)[:stored]
-                    found = node.runner.read(sequence.block_table, stored) if stored else []
-                    assert found == wanted, "a block in the cache is not what its hash says"
-
-    def _sources_hold_what_is_leased(self) -> None:
-        for node in self.sources.values():
-            held = set(node.engine._sequences)
-            leased = {
-                stream.start.lease_id
-                for stream in self.streams
-                if stream.start and stream.source is node and stream.is_open_at_source
-            }
-            waiting = [_decoder.decode(frames[0]) for frames in node.socket.received]
-            leaving = {each.sequence_id for each in waiting if isinstance(each, messages.Remove)}
-            assert held <= leased | leaving, "blocks are held for a stream that is closed"
-        for stream in self.streams:
-            if stream.lent and stream.is_open_at_source and not stream.source.is_dead:
-                self._check_lent(stream)
-
-    def _check_lent(self, stream: Stream) -> None:
-        assert stream.start is not None
-        engine, lease_id = stream.source.engine, stream.start.lease_id
-        table = engine.block_ids(lease_id) if lease_id in engine._sequences else []
-        first = stream.start.first_missing_block
-        assert table[first : first + len(stream.lent)] == stream.lent, (
-            "a source let go of blocks that its reader may still read"
-        )
-        size = engine.layout.block_size
-        wanted = kv_of(list(stream.start.input.token_ids))[first * size :]
-        wanted = wanted[: len(stream.lent) * size]
-        assert stream.source.runner.read(stream.lent, len(wanted)) == wanted
 
     def teardown(self) -> None:
         if not hasattr(self, "readers"):
@@ -316,37 +262,11 @@ class TransferMachine(RuleBasedStateMachine):
         self.loop.advance(seconds)
         self.invariants_hold()
 
-    def _nodes(self) -> list[Node]:
-        return [*self.readers, *self.sources.values()]
-
-    def _wires(self) -> list[Any]:
-        return [s.deliver_to_source for s in self.streams if s.to_source] + [
-            s.deliver_to_reader for s in self.streams if s.to_reader
-        ]
-
-    def _reads(self) -> list[tuple[SimulatedAgent, SimulatedRead]]:
-        return [(a, read) for a in self.agents for read in a.reads.values() if read.waiting]
-
     def _new_agent(self, name: str, *, progress_delay_us: int | None) -> SimulatedAgent:
         self.agents = [agent for agent in self.agents if not agent.is_closed]
         agent = SimulatedAgent(self.fabric, name)
         self.agents.append(agent)
         return agent
-
-    def _targets(self) -> list[tuple[SimulatedRead, tuple[Node, Sequence | None, list[int]]]]:
-        """Each read that may still write, whose it was when it was first seen, and where."""
-        found = []
-        for agent, read in self._reads():
-            node = next(n for n in self.readers if agent.name.startswith(f"{n.peer_id}-"))
-            start, size = node.remote_pool.address, self.fabric.block_bytes
-            blocks = [(local - start) // size for _, local in read.waiting]
-            owner = read.__dict__.get("owner", "unseen")
-            if owner == "unseen":
-                sequences = node.engine._sequences.values()
-                owner = next((s for s in sequences if set(blocks) <= set(s.block_table)), None)
-                read.__dict__["owner"] = owner
-            found.append((read, (node, owner, blocks)))
-        return found
 
     def _start_source(self, worker_id: str, epoch: int) -> None:
         peers = PeersOf({}, [])
@@ -361,25 +281,6 @@ class TransferMachine(RuleBasedStateMachine):
         self.tasks.append(self.loop.create_task(self._route(node, commands)))
         self._watch_commits(node)
         self.loop.settle()
-
-    def _watch_commits(self, node: Node) -> None:
-        commit = node.engine.commit
-
-        def checked(sequence_id: str, first_token_id: int) -> None:
-            request_id = sequence_id.rpartition("#")[0]
-            streams = [s for s in self.streams if s.start and s.start.request_id == request_id]
-            assert streams, "a commit without a lease"
-            stream = streams[-1]
-            released, start = stream.released, stream.start
-            assert released is not None, "a commit before `released`"
-            assert start is not None
-            assert (released.epoch, released.lease_id) == (stream.source.epoch, start.lease_id)
-            tokens = node.engine._sequences[sequence_id].token_ids
-            found = node.runner.read(node.engine.block_ids(sequence_id), len(tokens))
-            assert found == kv_of(tokens), "what is committed is not the prompt's KV"
-            commit(sequence_id, first_token_id)
-
-        node.engine.commit = checked  # type: ignore[method-assign]
 
     async def _route(self, node: Node, commands: asyncio.Queue[pb.DecodeCommand]) -> None:
         async def read() -> AsyncIterator[pb.DecodeCommand]:
@@ -398,5 +299,7 @@ class TransferMachine(RuleBasedStateMachine):
                     request.is_over = True
 
 
-TransferMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TransferMachine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None
+)
 TestTransferMachine = TransferMachine.TestCase
