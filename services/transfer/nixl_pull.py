@@ -17,8 +17,8 @@ from services.transfer.descriptors import BlockPairs, pieces, spans
 from services.transfer.nixl_agent import NixlAgent, ReadState
 from services.transfer.protocol import Pull, RemotePool
 
-# CMA makes about 6 GB/s, so a piece keeps others waiting for about 3 ms. Half of it costs 2 to 7%
-# of the speed: each piece has about 0.1 ms of its own.
+# CMA makes about 6 GB/s, so a piece keeps others waiting for about 3 ms. With half of that
+# reads were 1 to 7% slower: each piece has 0.05 ms or more of its own.
 PIECE_BYTES_MAX = 16 << 20
 READS_MAX = 2  # of one pull: one is under way while the next is started
 
