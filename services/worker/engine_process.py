@@ -249,8 +249,8 @@ class EngineProcess:
             if safe:
                 self._engine.unquarantine(safe)
 
-    def _send(self, reply: messages.Reply, data: bytes | None = None) -> None:
-        frames = [msgspec.msgpack.encode(reply)]
+    def _send(self, reply: messages.Reply, data: bytes | memoryview | None = None) -> None:
+        frames: list[bytes | memoryview] = [msgspec.msgpack.encode(reply)]
         if data is not None:
             frames.append(data)
         self._commands.send_multipart(frames, copy=len(frames) == 1)

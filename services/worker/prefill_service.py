@@ -29,7 +29,7 @@ from services.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
-_FETCH_BYTES_MAX = 8 << 20  # of one message of block bytes
+_FETCH_BYTES_MAX = 2 << 20  # of one message of block bytes: small enough to stay in the caches
 _START_DEADLINE_S = 5.0
 
 
