@@ -120,7 +120,7 @@ class EngineLink:
     async def connect_peer(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
         """Raises Incompatible when the engine cannot read the peer's pool."""
         answer = self._question(("peer", peer_id))
-        self.send(messages.ConnectPeer(peer_id, "nixl", metadata, pool))
+        self.send(messages.ConnectPeer(peer_id, metadata, pool))
         reply: messages.PeerConnected = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
         if reply.error:
             raise Incompatible(reply.error)

@@ -155,7 +155,7 @@ class EngineProcess:
                 self._bytes.write(block_ids[first_block : first_block + num_blocks], frames[1])
             case messages.LoadBytes(request_id, sequence_id, block_ids):
                 self._load_bytes(request_id, sequence_id, block_ids)
-            case messages.ConnectPeer(peer_id, _, metadata, pool):
+            case messages.ConnectPeer(peer_id, metadata, pool):
                 self._transfer.connect(peer_id, metadata, pool)
             case messages.DisconnectPeer(peer_id):
                 self._transfer.disconnect(peer_id)

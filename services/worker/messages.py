@@ -43,10 +43,9 @@ class Remove(msgspec.Struct, frozen=True, tag=True):
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
-    """Make a peer's pool readable by `transport`; answered by `PeerConnected`."""
+    """Make a peer's pool readable over NIXL; answered by `PeerConnected`."""
 
     peer_id: str
-    transport: str
     metadata: bytes
     pool: RemotePool
 

@@ -103,7 +103,9 @@ async def test_channel_closed_in_mid_lease_is_no_cancellation() -> None:
 
     async with reader_of(computes) as reader:
         task = reader.submit()
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(5):
+            while not reader.source.num_open:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         await reader.channel.close(None)
         await asyncio.wait_for(task, 5)
         assert reader.link.names() == ["StartLocalPrefill"]
