@@ -21,14 +21,28 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class PrefillCandidate(_message.Message):
-    __slots__ = ("worker_id", "epoch", "address")
+    __slots__ = ("worker_id", "epoch", "address", "cached_blocks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
     address: str
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    cached_blocks: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
+
+class PrefixHolder(_message.Message):
+    __slots__ = ("worker_id", "epoch", "address", "num_blocks")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: str
+    address: str
+    num_blocks: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class SequenceInput(_message.Message):
     __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt")
@@ -47,16 +61,18 @@ class SequenceInput(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
 class SubmitSequence(_message.Message):
-    __slots__ = ("request_id", "attempt", "input", "prefill_candidates")
+    __slots__ = ("request_id", "attempt", "input", "prefill_candidates", "prefix_holders")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HOLDERS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     input: SequenceInput
     prefill_candidates: _containers.RepeatedCompositeFieldContainer[PrefillCandidate]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ...) -> None: ...
+    prefix_holders: _containers.RepeatedCompositeFieldContainer[PrefixHolder]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ...) -> None: ...
 
 class CancelSequence(_message.Message):
     __slots__ = ("request_id",)
@@ -157,32 +173,64 @@ class DecodeUpdate(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class StartPrefill(_message.Message):
-    __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "reader_worker_id", "transport")
+    __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "reader_worker_id", "transport", "rate", "prefix_holders", "verify_every")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
     FIRST_MISSING_BLOCK_FIELD_NUMBER: _ClassVar[int]
     READER_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_EVERY_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     request_id: str
     input: SequenceInput
     first_missing_block: int
     reader_worker_id: str
     transport: str
-    def __init__(self, lease_id: _Optional[str] = ..., request_id: _Optional[str] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., first_missing_block: _Optional[int] = ..., reader_worker_id: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
+    rate: PairRate
+    prefix_holders: _containers.RepeatedCompositeFieldContainer[PrefixHolder]
+    verify_every: int
+    def __init__(self, lease_id: _Optional[str] = ..., request_id: _Optional[str] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., first_missing_block: _Optional[int] = ..., reader_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., rate: _Optional[_Union[PairRate, _Mapping]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., verify_every: _Optional[int] = ...) -> None: ...
+
+class HoldBlocks(_message.Message):
+    __slots__ = ("lease_id", "block_hashes", "first_missing_block", "reader_worker_id", "transport", "verify_every")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_MISSING_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    READER_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_EVERY_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    first_missing_block: int
+    reader_worker_id: str
+    transport: str
+    verify_every: int
+    def __init__(self, lease_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., first_missing_block: _Optional[int] = ..., reader_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., verify_every: _Optional[int] = ...) -> None: ...
+
+class PairRate(_message.Message):
+    __slots__ = ("latency_s", "bytes_per_s")
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    latency_s: float
+    bytes_per_s: float
+    def __init__(self, latency_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class ReleaseLease(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class PrefillCommand(_message.Message):
-    __slots__ = ("start", "release")
+    __slots__ = ("start", "release", "hold")
     START_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
     start: StartPrefill
     release: ReleaseLease
-    def __init__(self, start: _Optional[_Union[StartPrefill, _Mapping]] = ..., release: _Optional[_Union[ReleaseLease, _Mapping]] = ...) -> None: ...
+    hold: HoldBlocks
+    def __init__(self, start: _Optional[_Union[StartPrefill, _Mapping]] = ..., release: _Optional[_Union[ReleaseLease, _Mapping]] = ..., hold: _Optional[_Union[HoldBlocks, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("epoch",)
@@ -199,12 +247,22 @@ class Refused(_message.Message):
     def __init__(self, message: _Optional[str] = ..., wait_estimate_s: _Optional[float] = ...) -> None: ...
 
 class BlockRun(_message.Message):
-    __slots__ = ("first_block", "block_ids")
+    __slots__ = ("first_block", "block_ids", "checksums")
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     first_block: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    checksums: _containers.RepeatedCompositeFieldContainer[BlockChecksum]
+    def __init__(self, first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[_Union[BlockChecksum, _Mapping]]] = ...) -> None: ...
+
+class BlockChecksum(_message.Message):
+    __slots__ = ("index", "xxh3")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    XXH3_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    xxh3: int
+    def __init__(self, index: _Optional[int] = ..., xxh3: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
     __slots__ = ("first_token_id", "cached_tokens")
@@ -213,6 +271,12 @@ class Prefilled(_message.Message):
     first_token_id: int
     cached_tokens: int
     def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
 
 class Released(_message.Message):
     __slots__ = ("epoch", "lease_id", "whole")
@@ -225,26 +289,30 @@ class Released(_message.Message):
     def __init__(self, epoch: _Optional[str] = ..., lease_id: _Optional[str] = ..., whole: bool = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step",)
+    __slots__ = ("step", "turn_s_max")
     STEP_FIELD_NUMBER: _ClassVar[int]
+    TURN_S_MAX_FIELD_NUMBER: _ClassVar[int]
     step: int
-    def __init__(self, step: _Optional[int] = ...) -> None: ...
+    turn_s_max: float
+    def __init__(self, step: _Optional[int] = ..., turn_s_max: _Optional[float] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("accepted", "refused", "run", "prefilled", "released", "heartbeat")
+    __slots__ = ("accepted", "refused", "run", "prefilled", "released", "heartbeat", "held")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     refused: Refused
     run: BlockRun
     prefilled: Prefilled
     released: Released
     heartbeat: Heartbeat
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., run: _Optional[_Union[BlockRun, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    held: Held
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., run: _Optional[_Union[BlockRun, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., held: _Optional[_Union[Held, _Mapping]] = ...) -> None: ...
 
 class FetchBlocksRequest(_message.Message):
     __slots__ = ("lease_id", "block_ids")
@@ -259,6 +327,30 @@ class BlockBytes(_message.Message):
     DATA_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("num_bytes",)
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
+
+class ListChainsRequest(_message.Message):
+    __slots__ = ("blocks_max",)
+    BLOCKS_MAX_FIELD_NUMBER: _ClassVar[int]
+    blocks_max: int
+    def __init__(self, blocks_max: _Optional[int] = ...) -> None: ...
+
+class ListChainsResponse(_message.Message):
+    __slots__ = ("chains",)
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    chains: _containers.RepeatedCompositeFieldContainer[BlockChain]
+    def __init__(self, chains: _Optional[_Iterable[_Union[BlockChain, _Mapping]]] = ...) -> None: ...
+
+class BlockChain(_message.Message):
+    __slots__ = ("block_hashes",)
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Contract(_message.Message):
     __slots__ = ("model_fingerprint", "compute_dtype", "numerics", "block_size", "kv_dtype", "layout", "hash_version", "protocol_version", "tensor_parallel")
@@ -283,32 +375,44 @@ class Contract(_message.Message):
     def __init__(self, model_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., hash_version: _Optional[int] = ..., protocol_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("worker_id", "epoch", "contract", "transports")
+    __slots__ = ("worker_id", "epoch", "contract", "transports", "host")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
     contract: Contract
     transports: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
+    host: HostIdentity
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ...) -> None: ...
+
+class HostIdentity(_message.Message):
+    __slots__ = ("boot_id", "pid_namespace")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    pid_namespace: str
+    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("worker_id", "epoch", "contract", "transports", "nixl_metadata", "pool")
+    __slots__ = ("worker_id", "epoch", "contract", "transports", "nixl_metadata", "pool", "host")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
     contract: Contract
     transports: _containers.RepeatedScalarFieldContainer[str]
     nixl_metadata: bytes
     pool: bytes
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., nixl_metadata: _Optional[bytes] = ..., pool: _Optional[bytes] = ...) -> None: ...
+    host: HostIdentity
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., nixl_metadata: _Optional[bytes] = ..., pool: _Optional[bytes] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_s",)
@@ -325,7 +429,7 @@ class GetStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStateResponse(_message.Message):
-    __slots__ = ("load", "worker_id", "epoch", "draining", "integrity_ok", "integrity_message", "transports")
+    __slots__ = ("load", "worker_id", "epoch", "draining", "integrity_ok", "integrity_message", "transports", "rates")
     class TransportsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +437,13 @@ class GetStateResponse(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class RatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: PairRate
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[PairRate, _Mapping]] = ...) -> None: ...
     LOAD_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -340,6 +451,7 @@ class GetStateResponse(_message.Message):
     INTEGRITY_OK_FIELD_NUMBER: _ClassVar[int]
     INTEGRITY_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
     load: WorkerLoad
     worker_id: str
     epoch: str
@@ -347,4 +459,5 @@ class GetStateResponse(_message.Message):
     integrity_ok: bool
     integrity_message: str
     transports: _containers.ScalarMap[str, str]
-    def __init__(self, load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., draining: bool = ..., integrity_ok: bool = ..., integrity_message: _Optional[str] = ..., transports: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    rates: _containers.MessageMap[str, PairRate]
+    def __init__(self, load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., draining: bool = ..., integrity_ok: bool = ..., integrity_message: _Optional[str] = ..., transports: _Optional[_Mapping[str, str]] = ..., rates: _Optional[_Mapping[str, PairRate]] = ...) -> None: ...

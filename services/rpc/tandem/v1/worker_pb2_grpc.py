@@ -49,6 +49,16 @@ class WorkerStub(object):
                 request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.FetchBlocksRequest.SerializeToString,
                 response_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.BlockBytes.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_stream(
+                '/tandem.v1.Worker/Probe',
+                request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.BlockBytes.FromString,
+                _registered_method=True)
+        self.ListChains = channel.unary_unary(
+                '/tandem.v1.Worker/ListChains',
+                request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListChainsRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListChainsResponse.FromString,
+                _registered_method=True)
         self.Connect = channel.unary_unary(
                 '/tandem.v1.Worker/Connect',
                 request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ConnectRequest.SerializeToString,
@@ -83,6 +93,10 @@ class WorkerServicer(object):
 
         reader: start ......................... release
         source:   accepted, run..., prefilled ...        released | refused | heartbeat (any time)
+
+        `release` says that every read is done; it may come before `prefilled`. The source answers
+        `released` after `prefilled`. With `hold` instead of `start` nothing is computed: the source
+        names what it has of a chain of blocks and keeps it for the lease (runs, then `held`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,6 +104,20 @@ class WorkerServicer(object):
 
     def FetchBlocks(self, request, context):
         """Bytes of blocks that a live lease holds: the transport for pairs without NIXL.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Probe(self, request, context):
+        """Bytes that mean nothing, to measure a pair with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListChains(self, request, context):
+        """The chains of blocks that this worker used last, for one that starts and wants to be warm.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,6 +162,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.FetchBlocks,
                     request_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.FetchBlocksRequest.FromString,
                     response_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.BlockBytes.SerializeToString,
+            ),
+            'Probe': grpc.unary_stream_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ProbeRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.BlockBytes.SerializeToString,
+            ),
+            'ListChains': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListChains,
+                    request_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListChainsRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListChainsResponse.SerializeToString,
             ),
             'Connect': grpc.unary_unary_rpc_method_handler(
                     servicer.Connect,
@@ -232,6 +270,60 @@ class Worker(object):
             '/tandem.v1.Worker/FetchBlocks',
             services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.FetchBlocksRequest.SerializeToString,
             services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.BlockBytes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Worker/Probe',
+            services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ProbeRequest.SerializeToString,
+            services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.BlockBytes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListChains(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/ListChains',
+            services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListChainsRequest.SerializeToString,
+            services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListChainsResponse.FromString,
             options,
             channel_credentials,
             insecure,
