@@ -1,0 +1,35 @@
+"""Pools of simulated tensor-parallel ranks, filled by slicing the whole model's heads."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.engine.layout import BlockLayout
+from services.transfer.descriptors import BlockPairs
+from services.transfer.tensor_parallel import ParallelLayout
+
+Bytes = NDArray[np.uint8]
+
+
+def whole_model(seed: int, layout: BlockLayout) -> Bytes:
+    """Random contents of a pool with all heads: [num_blocks, num_kv_heads, bytes of a head]."""
+    rng = np.random.default_rng(seed)
+    shape = (layout.num_blocks, layout.num_kv_heads, -1)
+    return rng.integers(0, 256, layout.pool_bytes, dtype=np.uint8).reshape(shape)
+
+
+def rank_pools(whole: Bytes, layout: ParallelLayout) -> list[Bytes]:
+    """What each rank's memory holds, flat. The share of rank r, in the plain way of saying it."""
+    num_heads = whole.shape[1]
+    groups = min(layout.degree, num_heads)
+    shares = np.split(whole, groups, axis=1)
+    return [shares[rank * groups // layout.degree].reshape(-1) for rank in range(layout.degree)]
+
+
+def expected_pools(whole: Bytes, local: ParallelLayout, blocks: BlockPairs) -> list[Bytes]:
+    """Each local rank's memory after the blocks were read into zeros."""
+    moved = np.zeros((local.whole.num_blocks, *whole.shape[1:]), np.uint8)
+    for source_id, local_id in zip(blocks.source_ids, blocks.local_ids, strict=True):
+        moved[local_id] = whole[source_id]
+    return rank_pools(moved, local)
