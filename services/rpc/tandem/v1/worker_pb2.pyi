@@ -389,12 +389,18 @@ class ConnectRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ...) -> None: ...
 
 class HostIdentity(_message.Message):
-    __slots__ = ("boot_id", "pid_namespace")
+    __slots__ = ("boot_id", "pid_namespace", "uid", "cma", "rdma")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    CMA_FIELD_NUMBER: _ClassVar[int]
+    RDMA_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     pid_namespace: str
-    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ...) -> None: ...
+    uid: int
+    cma: bool
+    rdma: bool
+    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., uid: _Optional[int] = ..., cma: bool = ..., rdma: bool = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("worker_id", "epoch", "contract", "transports", "nixl_metadata", "pool", "host")
