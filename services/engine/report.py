@@ -29,19 +29,23 @@ class PendingReport:
 
     def admitted(self, sequence: Sequence) -> None:
         if sequence.status is Status.AWAITING_KV:
-            num_missing = len(sequence.block_table) - sequence.num_stored_blocks
+            missing = sequence.block_table[sequence.num_stored_blocks :]
             self._report.reserved.append(
-                Reserved(sequence.sequence_id, sequence.num_computed_tokens, num_missing)
+                Reserved(sequence.sequence_id, sequence.num_computed_tokens, missing)
             )
         elif sequence.mode is Mode.FOR_PEER:
             self.final_blocks(sequence)
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Told before the sequence moves on, so that its last chunk still counts as prefill."""
+        before = sequence.num_computed_tokens
+        context_tokens = num_tokens * before + num_tokens * (num_tokens - 1) // 2
         if sequence.in_decode:
             self._report.num_decode_tokens += num_tokens
+            self._report.num_decode_context_tokens += context_tokens
         else:
             self._report.num_prefill_tokens += num_tokens
+            self._report.num_prefill_context_tokens += context_tokens
 
     def final_blocks(self, sequence: Sequence) -> None:
         """Reports what became final of a FOR_PEER sequence and its reader wants."""

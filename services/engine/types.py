@@ -45,6 +45,8 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     cache_salt: bytes = b""
     remote_prefill_min_tokens: int = 0  # AWAIT_KV: with fewer tokens missing, prefill here at once
     first_wanted_block: int = 0  # FOR_PEER: blocks before it are not reported
+    prefix_blocks: int = 0  # HERE, FOR_PEER: so many first blocks are to come from a peer
+    reader_rate: tuple[float, float] | None = None  # FOR_PEER: latency_s, bytes_per_s of its pulls
 
 
 class Reserved(msgspec.Struct, frozen=True):
@@ -52,7 +54,7 @@ class Reserved(msgspec.Struct, frozen=True):
 
     sequence_id: str
     num_cached_tokens: int  # a multiple of the block size
-    num_missing_blocks: int
+    block_ids: list[int]  # its block table from the first missing block on
 
 
 class FinalBlocks(msgspec.Struct, frozen=True):
@@ -114,7 +116,9 @@ class StepReport(msgspec.Struct):
     step: int = 0
     step_ms: float = 0.0
     num_prefill_tokens: int = 0
+    num_prefill_context_tokens: int = 0  # tokens before each of those, summed
     num_decode_tokens: int = 0
+    num_decode_context_tokens: int = 0
     reserved: list[Reserved] = []
     final_blocks: list[FinalBlocks] = []
     prefilled: list[Prefilled] = []

@@ -126,7 +126,7 @@ class Reader:
             prefill_candidates=[pb.PrefillCandidate(worker_id="p0", epoch="e", address="x")],
         )
         self.service._submit(self.stream, message)  # type: ignore[arg-type]
-        self.service._on_reserved(Reserved(f"{request_id}#1", 0, 7))
+        self.service._on_reserved(Reserved(f"{request_id}#1", 0, list(range(7))))
         task = self.service._sequences[f"{request_id}#1"].prefilling
         assert task is not None
         return task

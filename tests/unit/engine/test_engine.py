@@ -33,6 +33,7 @@ def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
     assert engine.has_work()
     first = engine.step()
     assert (first.step, first.num_prefill_tokens, first.num_decode_tokens) == (1, 6, 0)
+    assert first.num_prefill_context_tokens == 0 + 1 + 2 + 3 + 4 + 5
     assert engine.block_ids("a") == [0, 1]
     assert first.load == EngineLoad(
         num_running=1, blocks_total=16, blocks_free=14, blocks_used=2, tokens_wasted=1
@@ -43,6 +44,7 @@ def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
     assert outcome.token_ids["a"] == continuation(PROMPT, 5)
     assert outcome.ends["a"].finish_reason == "length"
     assert [r.num_decode_tokens for r in outcome.reports] == [0, 1, 1, 1, 1]
+    assert [r.num_decode_context_tokens for r in outcome.reports] == [0, 6, 7, 8, 9]
     # 6 + 5 tokens, the last without KV: two full blocks stay as prefix, the third is free.
     assert engine.load() == EngineLoad(blocks_total=16, blocks_free=14, blocks_cached=2)
 
@@ -205,7 +207,7 @@ class TestAwaitKv:
         engine, runner = make_engine()
         first, *rest = continuation(PROMPT, 5)
         engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
-        assert engine.step().reserved == [Reserved("a", 0, 2)]
+        assert engine.step().reserved == [Reserved("a", 0, [0, 1])]
         assert not engine.has_work()
         table = engine.block_ids("a")
         assert table == [0, 1]
@@ -238,7 +240,7 @@ class TestAwaitKv:
         engine, runner = make_engine()
         drive_all(engine, make_spec("warm", PROMPT))
         engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
-        assert engine.step().reserved == [Reserved("a", 4, 1)]
+        assert engine.step().reserved == [Reserved("a", 4, [2])]
         runner.fill(engine.block_ids("a"), PROMPT, 1)
         engine.commit("a", continuation(PROMPT, 1)[0])
         outcome = drive(engine)

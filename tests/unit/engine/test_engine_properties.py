@@ -102,7 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
             client = self.clients[reserved.sequence_id]
             table = self.engine.block_ids(reserved.sequence_id)
             client.num_cached_blocks = reserved.num_cached_tokens // self.engine.layout.block_size
-            assert len(table) - client.num_cached_blocks == reserved.num_missing_blocks
+            assert table[client.num_cached_blocks :] == reserved.block_ids
             self.runner.scribble(table[client.num_cached_blocks :])
         for run in report.final_blocks:
             client = self.clients[run.sequence_id]
