@@ -34,14 +34,21 @@ _LOG_TAIL_BYTES = 2000
 
 
 class EmbeddedRedis:
-    """One server on a private port of 127.0.0.1 with a random password."""
+    """One server on a private port of `host`, by default this machine alone, with a password."""
 
-    def __init__(self, folder: Path | None = None, *, memory_bytes_max: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        memory_bytes_max: int = 1 << 30,
+        host: str = "127.0.0.1",
+    ) -> None:
         """`folder` gets the server's log and outlives it; by default a temporary one is used."""
         self._owns_folder = folder is None
         self._folder = folder or Path(tempfile.mkdtemp(prefix="tandem-redis-"))
         self._folder.mkdir(parents=True, exist_ok=True)
         self._memory_bytes_max = memory_bytes_max
+        self._host = host
         self._password = secrets.token_urlsafe(32)
         self._port: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,7 +70,7 @@ class EmbeddedRedis:
     @property
     def url(self) -> str:
         """Contains the password: hand it on in the environment, never on a command line."""
-        return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
+        return f"redis://:{self._password}@{self._host}:{self.port}/0"
 
     @property
     def is_running(self) -> bool:
@@ -78,7 +85,7 @@ class EmbeddedRedis:
             return
         for attempt in range(_START_ATTEMPTS):
             try:
-                self._start_on(_free_port(), deadline_s)
+                self._start_on(_free_port(self._host), deadline_s)
                 return
             except ConfigError:
                 # Another process can have taken the port since it was found free.
@@ -148,7 +155,7 @@ class EmbeddedRedis:
     def _settings(self) -> str:
         return "\n".join(
             (
-                "bind 127.0.0.1",
+                f"bind {self._host}",
                 f"port {self.port}",
                 f"requirepass {self._password}",
                 "daemonize no",
@@ -169,13 +176,13 @@ class EmbeddedRedis:
         return self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((host, port))
             except OSError:
                 continue
             return port
-    raise ConfigError(f"no free port of 127.0.0.1 in {_PORTS.start} to {_PORTS.stop - 1}")
+    raise ConfigError(f"no free port of {host} in {_PORTS.start} to {_PORTS.stop - 1}")

@@ -21,6 +21,7 @@ from services.cluster.embedded_redis import EmbeddedRedis
 from services.rpc.auth import token_metadata
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tests.harness.network import Place
 
 START_DEADLINE_S = 120.0
 
@@ -111,10 +112,19 @@ class LocalCluster:
         return self
 
     def start_worker(
-        self, worker_id: str, role: str, *more: str, environment: dict[str, str] | None = None
+        self,
+        worker_id: str,
+        role: str,
+        *more: str,
+        environment: dict[str, str] | None = None,
+        at: Place | None = None,
     ) -> WorkerProcess:
+        """`at`: where in a `Network` it runs; Redis must then be reachable from there."""
         log = self.folder / f"{worker_id}.log"
         command = [sys.executable, "-m", "services.worker", "--role", role]
+        if at is not None:
+            command = [*at.prefix, *command, "--host", at.address]
+            environment = {**at.environment, **(environment or {})}
         command += ["--model", self.model, "--worker-id", worker_id, *self.options, *more]
         worker = WorkerProcess(
             worker_id, role, self._spawn(command, log, environment), log, self.token
