@@ -97,6 +97,12 @@ class Network:
     def heal(self, host: Place) -> None:
         self._command(host, is_up=True)
 
+    @property
+    def num_bytes_home(self) -> int:
+        """That came to this machine over the network so far."""
+        counter = Path(f"/sys/class/net/{self.home.device}/statistics/rx_bytes")
+        return int(counter.read_text())
+
     def close(self) -> None:
         assert self._hub.stdin is not None
         assert self._hub.stdout is not None
