@@ -26,7 +26,8 @@ class PeerConnected:
     """Answer to `connect`."""
 
     peer_id: str
-    error: str  # empty: connected, and a self-test read passed
+    error: str  # empty: connected, and all self-test reads passed
+    reads: tuple[tuple[int, float], ...] = ()  # bytes and seconds of those, the first one apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from services.errors import (
 from services.transfer.fence import Fence
 from services.transfer.nixl_agent import NixlAgent
 from services.transfer.nixl_pull import NixlPull, Read, Target, settled
-from services.transfer.protocol import LocalPool, Pull, PullResult, RemotePool
+from services.transfer.protocol import PROBE_BYTES, LocalPool, Pull, PullResult, RemotePool
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ class NixlReader:
         self._pool = pool
         self._block_bytes = BlockLayout(*pool.layout).block_bytes
         self._num_blocks = BlockLayout(*pool.layout).num_blocks
-        self._scratch = ctypes.create_string_buffer(self._block_bytes)
+        self._scratch_blocks = max(1, PROBE_BYTES // self._block_bytes)
+        self._scratch = ctypes.create_string_buffer(self._scratch_blocks * self._block_bytes)
         self._agent_name = agent_name
         self._delay_s = delay_s
         self._clock = clock
@@ -91,11 +92,14 @@ class NixlReader:
         self._load(metadata)
         self._peers[peer_id] = _Peer(metadata, pool)
 
-    def probe(self, pull_id: str, peer_id: str, deadline_s: float) -> None:
-        pull = Pull(pull_id, peer_id, [0], [], deadline_s)
+    def probe(self, pull_id: str, peer_id: str, num_blocks: int, deadline_s: float) -> None:
+        peer = self._peers.get(peer_id)
+        there = peer.pool.num_blocks if peer is not None else 1
+        block_ids = list(range(max(1, min(num_blocks, self._scratch_blocks, there))))
+        pull = Pull(pull_id, peer_id, block_ids, [], deadline_s)
         scratch = Target(ctypes.addressof(self._scratch), "DRAM", 0)
         try:
-            self._begin(pull, scratch, target_ids=[0])
+            self._begin(pull, scratch, target_ids=block_ids)
         except TandemError as error:
             self._fail(pull, error, safe_blocks=[])
 
@@ -279,7 +283,7 @@ class NixlReader:
             )
             agent.register(
                 address=ctypes.addressof(self._scratch),
-                num_bytes=self._block_bytes,
+                num_bytes=len(self._scratch),
                 device_id=0,
                 memory="DRAM",
             )

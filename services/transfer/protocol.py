@@ -19,6 +19,8 @@ import msgspec
 
 from services.engine.layout import BlockLayout
 
+PROBE_BYTES = 4 << 20  # that two reads of a joining pair move, to see its bandwidth
+
 
 class LocalPool(msgspec.Struct, frozen=True):
     """This process's KV pool: an address for NIXL, and the layout of what lies there."""
@@ -66,8 +68,11 @@ class Transport(Protocol):
     def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
         """Makes a peer readable and reads nothing yet. Raises TandemError when it cannot."""
 
-    def probe(self, pull_id: str, peer_id: str, deadline_s: float) -> None:
-        """A pull of one block into scratch memory, to see that the peer can be read."""
+    def probe(self, pull_id: str, peer_id: str, num_blocks: int, deadline_s: float) -> None:
+        """A pull of a few blocks into scratch memory, to see that the peer can be read.
+
+        At most PROBE_BYTES, but one block always.
+        """
 
     def disconnect(self, peer_id: str) -> None:
         """Forgets a peer; pulls from it that are under way end FAILED."""

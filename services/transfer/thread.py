@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from services.config import TransferConfig
@@ -44,6 +45,17 @@ log = logging.getLogger(__name__)
 
 COMMANDS_MAX = 4096
 STOP_DEADLINE_S = 5.0
+# Blocks of the reads a new peer is tested with. The first one connects, too, and is not measured;
+# the last ones are cut to what the scratch memory holds.
+_PROBES = (1, 1, 1 << 20, 1 << 20)
+
+
+@dataclass(slots=True)
+class _Probing:
+    """A peer that is tested, read after read."""
+
+    peer_id: str
+    reads: list[tuple[int, float]] = field(default_factory=list)
 
 
 class TransferThread:
@@ -71,7 +83,7 @@ class TransferThread:
         )
         self._source: NixlSource | None = None
         self._num_probes = 0
-        self._probes: dict[str, str] = {}  # pull id -> peer id
+        self._probes: dict[str, _Probing] = {}  # by pull id
         self._under_way: set[str] = set()
         self._failure = ""
         self._stopping = False
@@ -87,7 +99,7 @@ class TransferThread:
             raise InternalError(f"the transfer thread did not stop in {STOP_DEADLINE_S:g} s")
 
     def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
-        """Answered by one PeerConnected, after a block was read into scratch memory."""
+        """Answered by one PeerConnected, after blocks were read into scratch memory."""
         self._enqueue(lambda: self._connect(peer_id, metadata, pool))
 
     def disconnect(self, peer_id: str) -> None:
@@ -143,10 +155,16 @@ class TransferThread:
         self._on_event(Settled(result))
 
     def _answer_probe(self, result: PullResult) -> None:
-        peer_id = self._probes.pop(result.pull_id)
-        if not result.done and peer_id not in self._probes.values():
+        probing = self._probes.pop(result.pull_id)
+        probing.reads.append((result.num_bytes, result.elapsed_s))
+        if result.done and len(probing.reads) < len(_PROBES):
+            self._probe(probing)
+            return
+        peer_id = probing.peer_id
+        if not result.done and all(p.peer_id != peer_id for p in self._probes.values()):
             self._transport.disconnect(peer_id)
-        self._on_event(PeerConnected(peer_id, result.error))
+        reads = tuple(probing.reads[1:]) if result.done else ()
+        self._on_event(PeerConnected(peer_id, result.error, reads))
 
     def _connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
         if self._failure:
@@ -157,10 +175,14 @@ class TransferThread:
         except TandemError as error:
             self._on_event(PeerConnected(peer_id, error.message))
             return
+        self._probe(_Probing(peer_id))
+
+    def _probe(self, probing: _Probing) -> None:
         self._num_probes += 1
         pull_id = f"probe/{self._num_probes}"
-        self._probes[pull_id] = peer_id
-        self._transport.probe(pull_id, peer_id, self._config.connect_deadline_s)
+        self._probes[pull_id] = probing
+        num_blocks = _PROBES[len(probing.reads)]
+        self._transport.probe(pull_id, probing.peer_id, num_blocks, self._config.connect_deadline_s)
 
     def _submit(self, pull: Pull) -> None:
         if self._failure:
@@ -193,6 +215,6 @@ class TransferThread:
         self._failure = message
         for pull_id in list(self._under_way):
             self._settle(PullResult(pull_id, False, error=message))
-        for pull_id, peer_id in list(self._probes.items()):
+        for pull_id, probing in list(self._probes.items()):
             del self._probes[pull_id]
-            self._on_event(PeerConnected(peer_id, message))
+            self._on_event(PeerConnected(probing.peer_id, message))

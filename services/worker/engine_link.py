@@ -117,13 +117,16 @@ class EngineLink:
         self.send(command)
         return future
 
-    async def connect_peer(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
-        """Raises Incompatible when the engine cannot read the peer's pool."""
+    async def connect_peer(
+        self, peer_id: str, metadata: bytes, pool: RemotePool
+    ) -> list[tuple[int, float]]:
+        """Bytes and seconds of a few reads. Raises Incompatible when the pool cannot be read."""
         answer = self._question(("peer", peer_id))
         self.send(messages.ConnectPeer(peer_id, metadata, pool))
         reply: messages.PeerConnected = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
         if reply.error:
             raise Incompatible(reply.error)
+        return reply.reads
 
     async def describe_source(self) -> messages.Source:
         request_id = next(self._request_ids)

@@ -226,8 +226,8 @@ class EngineProcess:
             case transfer.Unfenced():
                 self._settled.put(event)
                 self._wake_sender.send(b"")
-            case transfer.PeerConnected(peer_id, error):
-                connected = messages.PeerConnected(peer_id, error)
+            case transfer.PeerConnected(peer_id, error, reads):
+                connected = messages.PeerConnected(peer_id, error, list(reads))
                 self._transfers.send(msgspec.msgpack.encode(connected))
             case transfer.SourceReady():
                 source = messages.Source(event.request_id, event.metadata, event.pool, event.error)

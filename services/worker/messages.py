@@ -139,7 +139,8 @@ class PullsSettled(msgspec.Struct, frozen=True, tag=True):
 
 class PeerConnected(msgspec.Struct, frozen=True, tag=True):
     peer_id: str
-    error: str  # empty: connected, and a self-test read passed
+    error: str  # empty: connected, and all self-test reads passed
+    reads: list[tuple[int, float]] = []  # bytes and seconds of those
 
 
 class BlockData(msgspec.Struct, frozen=True, tag=True):
