@@ -46,6 +46,13 @@ def main(
     transport: str = "auto",
     local_prefill_max_tokens: int = 64,
     transfer_delay: Annotated[float, typer.Option(help="for tests: seconds added to a pull")] = 0.0,
+    heartbeat_timeout: Annotated[
+        float, typer.Option(help="seconds without a step, then a source counts as hung")
+    ] = 30.0,
+    pull_deadline: Annotated[float, typer.Option(help="seconds for one run of blocks")] = 30.0,
+    engine_hang_timeout: Annotated[
+        float, typer.Option(help="seconds without a turn of its own engine, then it is ended")
+    ] = 60.0,
     drain_deadline: Annotated[float, typer.Option(help="seconds")] = 30.0,
 ) -> None:
     """Runs one worker until it is drained."""
@@ -73,6 +80,8 @@ def main(
             transfer=TransferConfig(
                 transport=transport,  # type: ignore[arg-type]
                 local_prefill_max_tokens=local_prefill_max_tokens,
+                heartbeat_timeout_s=heartbeat_timeout,
+                pull_deadline_s=pull_deadline,
                 delay_s=transfer_delay,
             ),
             worker_id=worker_id,
@@ -80,6 +89,7 @@ def main(
             port=port,
             metrics_port=metrics_port,
             drain_deadline_s=drain_deadline,
+            engine_hang_timeout_s=engine_hang_timeout,
             cores=tuple(int(core) for core in cores.split(",") if core),
         )
         asyncio.run(_run(config))
