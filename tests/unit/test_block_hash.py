@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services import block_hash as module
 from services.block_hash import HASH_BYTES, block_hash, chain_root, hash_blocks, tenant_salt
 
 FIELDS = {
@@ -31,6 +32,23 @@ def test_values_never_change() -> None:
         "159442da63a5f20df7d160ffa57dccd7",
         "436bcc073dd428f3048c14dc8a7d4535",
     ]
+
+
+def test_it_is_compiled_here() -> None:
+    assert module._block_hash is not None
+
+
+@given(TOKENS, st.sampled_from([1, 3, 16, 28, 29, 40]))
+def test_compiled_and_plain_agree(tokens: list[int], block_size: int) -> None:
+    plain = module._hash_blocks_plainly(ROOT, tokens, block_size)
+    assert hash_blocks(ROOT, tokens, block_size) == plain
+    assert hash_blocks(ROOT, tuple(tokens), block_size) == plain
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_token_id_that_is_none_is_refused(token: int) -> None:
+    with pytest.raises(OverflowError):
+        hash_blocks(ROOT, [token] * 16, 16)
 
 
 def test_equal_in_another_process() -> None:

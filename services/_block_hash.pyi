@@ -1,0 +1,3 @@
+from collections.abc import Sequence
+
+def chain(root: bytes, token_ids: Sequence[int], block_size: int, key: bytes) -> list[bytes]: ...
