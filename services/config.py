@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 Numerics = Literal["fast", "invariant"]
 Transport = Literal["auto", "nixl", "grpc"]
+PrefillAt = Literal["auto", "remote", "local"]
 
 # Options whose names on the command line are shorter.
 _OPTIONS = {"kv_bytes_max": "kv-memory", "num_threads": "threads"}
@@ -91,6 +92,7 @@ class TransferConfig:
     """How KV blocks travel to this worker, and what is done when they do not."""
 
     transport: Transport = "auto"
+    prefill_at: PrefillAt = "auto"  # where prompts are computed; auto: by predicted time
     local_prefill_max_tokens: int = 64  # at most this much missing: prefill where it decodes
     connect_deadline_s: float = 5.0
     heartbeat_interval_s: float = 0.5  # of a source, on the lease's stream
@@ -102,6 +104,7 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         _check_choice("transport", self.transport, get_args(Transport))
+        _check_choice("prefill-at", self.prefill_at, get_args(PrefillAt))
 
 
 @dataclass(frozen=True, slots=True)

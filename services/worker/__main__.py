@@ -44,6 +44,9 @@ def main(
     threads: int = 1,
     cores: Annotated[str, typer.Option(help="cores to pin the engine to, such as 0 or 0,1")] = "",
     transport: str = "auto",
+    prefill_at: Annotated[
+        str, typer.Option(help="auto, remote or local: where prompts are computed")
+    ] = "auto",
     local_prefill_max_tokens: int = 64,
     transfer_delay: Annotated[float, typer.Option(help="for tests: seconds added to a pull")] = 0.0,
     heartbeat_timeout: Annotated[
@@ -79,6 +82,7 @@ def main(
             ),
             transfer=TransferConfig(
                 transport=transport,  # type: ignore[arg-type]
+                prefill_at=prefill_at,  # type: ignore[arg-type]
                 local_prefill_max_tokens=local_prefill_max_tokens,
                 heartbeat_timeout_s=heartbeat_timeout,
                 pull_deadline_s=pull_deadline,

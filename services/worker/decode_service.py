@@ -136,12 +136,16 @@ class DecodeService:
 
     def _submit(self, stream: RouterStream, submit: pb.SubmitSequence) -> None:
         sequence_id = f"{submit.request_id}#{submit.attempt}"
+        transfer = self._config.transfer
         candidates = [c for c in submit.prefill_candidates if c.worker_id != self._config.worker_id]
+        if transfer.prefill_at == "local":
+            candidates = []
+        forced = transfer.prefill_at == "remote"
         spec = sequence_spec(
             submit.input,
             sequence_id=sequence_id,
             mode=Mode.AWAIT_KV if candidates else Mode.HERE,
-            remote_prefill_min_tokens=self._config.transfer.local_prefill_max_tokens + 1,
+            remote_prefill_min_tokens=0 if forced else transfer.local_prefill_max_tokens + 1,
         )
         sequence = DecodeSequence(submit.request_id, submit.attempt, spec, candidates, stream)
         self._sequences[sequence_id] = sequence
