@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -117,12 +117,24 @@ def scale(
 )
 def transfer(context: typer.Context) -> None:
     """Compare NIXL and gRPC through Tandem with what they do raw (options: --help)."""
+    _run_bench("transfer", context)
+
+
+@bench.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def index(context: typer.Context) -> None:
+    """Time look-ups and publishing of the prefix tree in Redis (options: --help)."""
+    _run_bench("index", context)
+
+
+def _run_bench(name: str, context: typer.Context) -> NoReturn:
     # As a command: this one loads no engine.
-    command = [sys.executable, "-m", "services.bench.transfer", *context.args]
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, [sys.executable, "-m", f"services.bench.{name}", *context.args])
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     print(f"tandem: {message}", file=sys.stderr)
     raise typer.Exit(1)
 
