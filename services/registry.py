@@ -21,6 +21,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from services.config import ClusterConfig
+from services.cost_model import PairRate, WorkerRates
 from services.errors import Incompatible
 
 logger = logging.getLogger(__name__)
@@ -81,8 +82,14 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     max_model_len: int
     contract: Contract
     load: Load = Load()
-    transports: dict[str, str] = {}  # peer worker id -> nixl or grpc
+    rates: WorkerRates = WorkerRates()
+    pairs: dict[str, PairRate] = {}  # peer worker id -> how its blocks come here
     started_at: float = 0.0  # seconds since the Unix epoch
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """Peer worker id -> nixl or grpc."""
+        return {peer: rate.transport for peer, rate in self.pairs.items()}
 
 
 # KEYS: 1 the record, 2 the set of workers, 3 the contract; all in one hash slot.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from services.cost_model import PairRate
 from services.engine.types import Mode, SamplingParams, SequenceSpec
 from services.registry import Contract, Load
 from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.transfer.reach import HostIdentity
 
 
 def sequence_spec(
@@ -63,3 +67,21 @@ def contract_from(message: pb.Contract) -> Contract:
 
 def load_message(load: Load) -> pb.WorkerLoad:
     return pb.WorkerLoad(**{name: getattr(load, name) for name in load.__struct_fields__})
+
+
+def host_message(host: HostIdentity) -> pb.HostIdentity:
+    return pb.HostIdentity(**msgspec.structs.asdict(host))
+
+
+def host_from(message: pb.HostIdentity) -> HostIdentity:
+    return HostIdentity(
+        boot_id=message.boot_id,
+        pid_namespace=message.pid_namespace,
+        uid=message.uid,
+        cma=message.cma,
+        rdma=message.rdma,
+    )
+
+
+def rate_message(rate: PairRate) -> pb.PairRate:
+    return pb.PairRate(latency_s=rate.latency_s, bytes_per_s=rate.bytes_per_s)

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from services.cost_model import PairRate
 from services.registry import Load
 from services.worker.lease import PullStats
 from services.worker.peers import Peer
@@ -29,6 +30,23 @@ _HELP = {
     "step": "Turns of the engine's loop",
     "tokens_wasted": "Slots that live sequences hold and do not fill",
 }
+_PAIRS: tuple[tuple[str, str, Callable[[PairRate], float]], ...] = (
+    (
+        "tandem_pair_transport",
+        "1 for the transport that blocks of `peer` come over",
+        lambda rate: 1,
+    ),
+    (
+        "tandem_pair_bytes_per_second",
+        "How fast blocks of `peer` come, as measured",
+        lambda rate: rate.bytes_per_s,
+    ),
+    (
+        "tandem_pair_latency_seconds",
+        "Of the smallest pull from `peer`, as measured",
+        lambda rate: rate.latency_s,
+    ),
+)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
@@ -72,10 +90,10 @@ class WorkerMetrics:
         host: str,
         port: int,
         load: Callable[[], Load],
-        transports: Callable[[], Mapping[str, str]],
+        pairs: Callable[[], Mapping[str, PairRate]],
     ) -> int:
         """Starts the endpoint; returns its port."""
-        self._registry.register(_Gauges(self._labels, load, transports))
+        self._registry.register(_Gauges(self._labels, load, pairs))
         server, _ = start_http_server(port, addr=host, registry=self._registry)
         return int(server.server_address[1])
 
@@ -91,11 +109,11 @@ class _Gauges(Collector):
         self,
         labels: Mapping[str, str],
         load: Callable[[], Load],
-        transports: Callable[[], Mapping[str, str]],
+        pairs: Callable[[], Mapping[str, PairRate]],
     ) -> None:
         self._labels = labels
         self._load = load
-        self._transports = transports
+        self._pairs = pairs
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         load = self._load()
@@ -103,11 +121,9 @@ class _Gauges(Collector):
             family = GaugeMetricFamily(f"tandem_{name}", _HELP[name], labels=list(self._labels))
             family.add_metric(list(self._labels.values()), getattr(load, name))
             yield family
-        pairs = GaugeMetricFamily(
-            "tandem_pair_transport",
-            "1 for the transport that blocks of `peer` come over",
-            labels=[*self._labels, "peer", "transport"],
-        )
-        for peer, transport in self._transports().items():
-            pairs.add_metric([*self._labels.values(), peer, transport], 1)
-        yield pairs
+        pairs = self._pairs()
+        for name, text, value in _PAIRS:
+            family = GaugeMetricFamily(name, text, labels=[*self._labels, "peer", "transport"])
+            for peer, rate in pairs.items():
+                family.add_metric([*self._labels.values(), peer, rate.transport], value(rate))
+            yield family

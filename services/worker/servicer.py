@@ -13,11 +13,18 @@ from services.config import WorkerConfig
 from services.registry import Contract, Load
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
-from services.worker.convert import contract_from, contract_message, load_message
+from services.transfer.reach import host_identity
+from services.worker.convert import (
+    contract_from,
+    contract_message,
+    host_message,
+    load_message,
+    rate_message,
+)
 from services.worker.decode_service import DecodeService
 from services.worker.engine_link import EngineLink
-from services.worker.peers import Peers
 from services.worker.prefill_service import PrefillService
+from services.worker.rates import Rates
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +36,7 @@ class Served(Protocol):
     epoch: str
     contract: Contract
     link: EngineLink
-    peers: Peers
+    rates: Rates
     decode: DecodeService
     prefill: PrefillService
 
@@ -79,6 +86,7 @@ class Servicer(WorkerServicer):
             epoch=self._worker.epoch,
             contract=contract_message(contract),
             transports=["grpc"],
+            host=host_message(host_identity()),
         )
         if "nixl" in request.transports and self._worker.config.transfer.transport != "grpc":
             source = await self._worker.link.describe_source()
@@ -100,6 +108,7 @@ class Servicer(WorkerServicer):
         self, request: pb.GetStateRequest, context: Any
     ) -> pb.GetStateResponse:
         message = await self._worker.link.check_integrity()
+        pairs = self._worker.rates.pairs
         return pb.GetStateResponse(
             load=load_message(self._worker.load()),
             worker_id=self._worker.config.worker_id,
@@ -107,5 +116,6 @@ class Servicer(WorkerServicer):
             draining=self._worker.draining,
             integrity_ok=not message,
             integrity_message=message,
-            transports=self._worker.peers.transports,
+            transports={peer: rate.transport for peer, rate in pairs.items()},
+            rates={peer: rate_message(rate) for peer, rate in pairs.items()},
         )

@@ -32,6 +32,7 @@ from services.worker.messages import Ready, Report
 from services.worker.metrics import WorkerMetrics
 from services.worker.peers import Peers
 from services.worker.prefill_service import PrefillService
+from services.worker.rates import Rates
 from services.worker.servicer import Servicer
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Worker:
     """Composes the parts, and moves the worker through its states."""
 
     link: EngineLink
+    rates: Rates
     peers: Peers
     decode: DecodeService
     prefill: PrefillService
@@ -136,8 +138,8 @@ class Worker:
             hash_version=HASH_VERSION,
         )
         self._metrics = WorkerMetrics(worker_id=config.worker_id, role=config.role)
-        self.peers = Peers(config, self.epoch, self.link)
-        self.peers.contract = self.contract
+        self.rates = Rates(config, block_bytes=ready.block_bytes)
+        self.peers = Peers(config, self.epoch, self.link, self.rates, self.contract)
         self.prefill = PrefillService(
             config, self.epoch, self.link, self._metrics, block_bytes=ready.block_bytes
         )
@@ -150,7 +152,7 @@ class Worker:
             max_model_len=ready.max_model_len,
         )
         port = self._metrics.serve(
-            config.host, config.metrics_port, self.load, lambda: self.peers.transports
+            config.host, config.metrics_port, self.load, lambda: self.rates.pairs
         )
         self._metrics_address = f"{config.host}:{port}"
 
@@ -172,6 +174,7 @@ class Worker:
         self._reported_at = time.monotonic()
         step = report.report
         engine = step.load
+        self.rates.on_step(step)
         self.prefill.on_report(report)
         self._load = Load(
             num_running=engine.num_running,
@@ -208,7 +211,8 @@ class Worker:
             max_model_len=self._max_model_len,
             contract=self.contract,
             load=self._load,
-            transports=self.peers.transports,
+            rates=self.rates.worker,
+            pairs=self.rates.pairs,
             started_at=self._started_at,
         )
 

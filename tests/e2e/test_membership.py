@@ -65,7 +65,7 @@ async def test_auto_falls_back_for_the_pair_that_has_no_nixl(
         pairs = cluster.records()["decode-0"]["transports"]
         assert pairs == {"prefill-0": "nixl", "prefill-1": "grpc"}
         log = cluster.workers["decode-0"].log.read_text()
-        assert "prefill-1 has no NIXL: its blocks come over gRPC" in log
+        assert "come over grpc: NIXL does not work: the source has none" in log
         assert "blocks of prefill-0" in log
         cluster.workers.pop("prefill-0").stop()
         answers = await complete_all(cluster, prompts, max_tokens=16)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+
+from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from services.cost_model import DEFAULT_PREFILL, default_pair, token_contexts
+from services.engine.types import StepReport
+from services.worker.rates import HANG_FLOOR_S, Rates, hang_timeout_s
+
+
+def make_rates(**transfer: float) -> Rates:
+    config = WorkerConfig(
+        role="decode",
+        cluster=ClusterConfig("c", "redis://", "t"),
+        engine=EngineConfig(model="m", max_tokens_per_step=256),
+        transfer=TransferConfig(**transfer),  # type: ignore[arg-type]
+        worker_id="d0",
+    )
+    return Rates(config, block_bytes=1000)
+
+
+def prefill_step(num_tokens: int, ms: float, *, num_decode: int = 0) -> StepReport:
+    return StepReport(
+        step_ms=ms,
+        num_prefill_tokens=num_tokens,
+        num_prefill_context_tokens=token_contexts(num_tokens, 0),
+        num_decode_tokens=num_decode,
+    )
+
+
+def test_the_record_says_whether_anything_was_measured() -> None:
+    rates = make_rates()
+    assert (rates.worker.measured, rates.worker.prefill) == (False, DEFAULT_PREFILL)
+    assert (rates.worker.step_tokens, rates.worker.block_bytes) == (256, 1000)
+    rates.on_step(StepReport())  # a turn without work
+    assert not rates.worker.measured
+    rates.on_step(prefill_step(100, 400.0))
+    assert rates.worker.measured
+    assert rates.worker.prefill.seconds(100) == pytest.approx(0.4, rel=0.05)
+
+
+def test_what_decode_takes_of_a_mixed_step_is_not_counted_as_prefill() -> None:
+    rates = make_rates()
+    for num_decode in (1, 10, 20, 30) * 10:
+        rates.on_step(StepReport(step_ms=20.0 + 5.0 * num_decode, num_decode_tokens=num_decode))
+    for _ in range(20):
+        rates.on_step(prefill_step(100, 100.0 + 5.0 * 30, num_decode=30))
+    assert rates.worker.prefill.seconds(100) == pytest.approx(0.1, rel=0.15)
+    assert rates.worker.decode.seconds(10) == pytest.approx(0.07, rel=0.15)
+
+
+def test_a_pair_tells_the_transport_in_use_and_forgets_with_its_peer() -> None:
+    rates = make_rates()
+    rates.use("p0", "nixl")
+    assert rates.pair("p0") is None
+    assert rates.pairs == {"p0": default_pair("nixl")}
+    rates.on_pull("p0", "nixl", 1 << 20, 0.01)
+    rates.on_pull("p0", "grpc", 1 << 20, 0.1)
+    assert rates.pairs["p0"].seconds(1 << 20) == pytest.approx(0.01, rel=0.05)
+    rates.use("p0", "grpc")
+    assert rates.pairs["p0"].transport == "grpc"
+    assert rates.pairs["p0"].seconds(1 << 20) == pytest.approx(0.1, rel=0.05)
+    rates.forget("p0")
+    assert (rates.pairs, rates.pair("p0", "nixl")) == ({}, None)
+
+
+def test_a_probe_starts_the_pair_anew() -> None:
+    rates = make_rates()
+    for _ in range(50):
+        rates.on_pull("p0", "nixl", 1 << 20, 1.0)
+    rates.on_probe("p0", "nixl", [(1 << 20, 0.01)])
+    measured = rates.pair("p0", "nixl")
+    assert measured is not None
+    assert measured.seconds(1 << 20) == pytest.approx(0.01, rel=0.05)
+
+
+def test_failures_count_until_a_pull_ends_well() -> None:
+    rates = make_rates()
+    rates.on_pull_failed("p0", "nixl")
+    rates.on_pull_failed("p0", "nixl")
+    assert (rates.failures("p0", "nixl"), rates.failures("p0", "grpc")) == (2, 0)
+    rates.on_pull("p0", "nixl", 1, 0.1)
+    assert rates.failures("p0", "nixl") == 0
+
+
+def test_the_deadline_is_wide_and_the_config_caps_it() -> None:
+    rates = make_rates(pull_deadline_s=30.0, delay_s=2.0)
+    rates.use("p0", "nixl")
+    assert rates.pull_deadline_s("p0", 1 << 30) == 30.0
+    rates.on_pull("p0", "nixl", 1 << 20, 0.01)
+    assert rates.pull_deadline_s("p0", 1 << 20) == pytest.approx(1.0 + 2.0 + 0.2, rel=0.05)
+    assert rates.pull_deadline_s("p0", 1 << 40) == 30.0
+
+
+def test_a_hung_source_is_told_from_one_with_long_turns() -> None:
+    assert hang_timeout_s(0.0, 30.0) == 30.0  # it does not say
+    assert hang_timeout_s(0.01, 30.0) == HANG_FLOOR_S
+    assert hang_timeout_s(1.2, 30.0) == pytest.approx(12.0)
+    assert hang_timeout_s(60.0, 30.0) == 30.0
+    assert hang_timeout_s(0.01, 1.0) == 1.0  # a config below the floor is meant
+
+
+def test_the_longest_turn_fades() -> None:
+    rates = make_rates()
+    rates.on_step(prefill_step(512, 4000.0))
+    assert rates.turn_s_max == 4.0
+    for _ in range(200):
+        rates.on_step(prefill_step(512, 100.0))
+    assert rates.turn_s_max == pytest.approx(0.1, rel=0.2)
+
+
+def test_a_place_in_the_queue_comes_free_as_often_as_requests_end() -> None:
+    rates = make_rates()
+    assert rates.retry_after_s == 1.0
+    for second in range(100):
+        rates.on_end(4.0 * second)
+    assert rates.retry_after_s == pytest.approx(4.0, rel=0.05)
+    for tick in range(100):
+        rates.on_end(400.0 + 0.001 * tick)
+    assert rates.retry_after_s == 0.1
