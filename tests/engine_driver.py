@@ -60,3 +60,9 @@ def drive(engine: Engine, outcome: Outcome | None = None, *, steps_max: int = 10
         outcome.take(engine.step())
         engine.check_integrity()
     raise AssertionError(f"the engine still has work after {steps_max} steps")
+
+
+def drive_all(engine: Engine, *specs: SequenceSpec) -> Outcome:
+    for spec in specs:
+        engine.add(spec)
+    return drive(engine)

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from services.engine.eviction import EvictionPolicy, LeastRecentlyUsed
 from services.engine.types import StoredBlock
 
+_LISTED_PER_BLOCK_MAX = 16  # hot chains: bounds how often long shared prefixes are repeated
+
 
 @dataclass(slots=True)
 class _Block:
@@ -189,6 +191,42 @@ class BlockPool:
         removed = list(self._removed)
         self._stored, self._removed = {}, {}
         return stored, removed
+
+    def hot_chains(self, blocks_max: int) -> list[list[bytes]]:
+        """Hashes of the most lately used chains, each from its root on.
+
+        At most `blocks_max` blocks, a prefix that chains share counted once; the last chain may be
+        cut short.
+        """
+        leaves = [b for b in self._by_hash.values() if not self._blocks[b].num_children]
+        leaves.sort(key=self._heat, reverse=True)
+        chains: list[list[bytes]] = []
+        taken: set[int] = set()  # prefix-closed
+        num_listed = 0
+        for leaf in leaves:
+            room = blocks_max - len(taken)
+            if room <= 0 or num_listed > _LISTED_PER_BLOCK_MAX * blocks_max:
+                break
+            chain = self._chain(leaf)
+            num_shared = sum(block_id in taken for block_id in chain)
+            chain = chain[: num_shared + room]
+            taken.update(chain)
+            num_listed += len(chain)
+            chains.append([hash_ for b in chain if (hash_ := self._blocks[b].block_hash)])
+        return chains
+
+    def _heat(self, block_id: int) -> tuple[bool, int]:
+        block = self._blocks[block_id]
+        return block.num_references > 0, block.last_used
+
+    def _chain(self, leaf: int) -> list[int]:
+        """Block ids from the root to a hashed block."""
+        chain = []
+        block_id: int | None = leaf
+        while block_id is not None:
+            chain.append(block_id)
+            block_id = self._blocks[block_id].parent_id
+        return chain[::-1]
 
     def _fits(self, matched: list[int], num_blocks: int) -> bool:
         unreferenced = sum(not self._blocks[b].num_references for b in matched)

@@ -17,16 +17,18 @@ import torch
 from services.block_hash import chain_root
 from services.config import EngineConfig
 from services.engine.admission import check_spec
-from services.engine.batch import SequenceSlice, StepBatch
+from services.engine.batch import StepBatch
 from services.engine.block_pool import BlockPool
-from services.engine.layout import BlockLayout
+from services.engine.block_table import check_own, check_trusted, give_back, store_blocks
+from services.engine.chains import Chains
+from services.engine.layout import BlockLayout, num_blocks_of
 from services.engine.load import measure_load
 from services.engine.report import PendingReport
 from services.engine.sampler import sample_next
 from services.engine.scheduler import Chunk, Scheduler
 from services.engine.sequence import Sequence, Status
 from services.engine.types import EngineLoad, Mode, SequenceSpec, StepReport
-from services.errors import ConfigError, InternalError, QueueFull
+from services.errors import InternalError, QueueFull, TandemError
 
 
 class Runner(Protocol):
@@ -52,7 +54,7 @@ class Runner(Protocol):
 class Engine:
     def __init__(self, config: EngineConfig, runner: Runner, model_fingerprint: str) -> None:
         """Allocates the KV pool. Raises ConfigError when not even one block fits."""
-        self.layout = runner.layout(_num_blocks(config, runner))
+        self.layout = runner.layout(num_blocks_of(config, runner.layout(1).block_bytes))
         self.max_model_len = runner.max_model_len
         runner.allocate(self.layout.num_blocks)
         self._runner = runner
@@ -65,6 +67,7 @@ class Engine:
             max_tokens_per_step=config.max_tokens_per_step,
         )
         self._sequences: dict[str, Sequence] = {}
+        self._chains = Chains(self._pool)
         self._pending = PendingReport()
         self._num_arrivals = 0
         self._num_steps = 0
@@ -77,7 +80,7 @@ class Engine:
             self._pending.admitted(sequence)
         # Peers wait for what admission found out: tell them first, compute in the next step.
         if schedule.chunks and not self._pending.starts_a_transfer:
-            logits = self._runner.forward(_batch(schedule.chunks))
+            logits = self._runner.forward(schedule.batch)
             sampling = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
             tokens = iter(sample_next(logits, sampling) if sampling else ())
             if logits.is_cuda:  # blocks are final for peers when the kernels are done, not before
@@ -91,23 +94,15 @@ class Engine:
 
         One that is over already (a moved one, whose last token ended it) is reported as such.
         """
-        if spec.sequence_id in self._sequences:
-            raise InternalError(f"sequence {spec.sequence_id} is on this engine already")
+        self._check_new(spec.sequence_id)
         check_spec(spec, layout=self.layout, max_model_len=self.max_model_len)
-        if len(self._scheduler.waiting) >= self._config.queue_max:
-            raise QueueFull(
-                f"{len(self._scheduler.waiting)} requests wait already; the queue holds "
-                f"{self._config.queue_max}",
-                retry_after_s=1.0,
-            )
+        self._check_queue(len(self._scheduler.waiting))
         self._num_arrivals += 1
         self._enter(self._new_sequence(spec, self._num_arrivals))
 
     def start_local_prefill(self, sequence_id: str) -> None:
         """An AWAIT_KV sequence, none of whose blocks was filled, is computed here after all."""
-        sequence = self._awaiting(sequence_id)
-        sequence.mode = Mode.HERE
-        self._scheduler.start(sequence)
+        self._scheduler.start(self._awaiting_all(sequence_id))
 
     def restart(self, spec: SequenceSpec, unsafe_blocks: Collection[int] = ()) -> None:
         """Gives up pulled KV: the sequence waits again with `spec`, by its age at the queue's head.
@@ -131,8 +126,7 @@ class Engine:
         The first token is with the client already: it is not reported again, only an end that it
         may bring.
         """
-        sequence = self._awaiting(sequence_id)
-        sequence.mode = Mode.HERE
+        sequence = self._awaiting_all(sequence_id)
         sequence.num_computed_tokens = sequence.num_tokens
         self._store_full_blocks(sequence)
         sequence.append(first_token_id)
@@ -142,13 +136,86 @@ class Engine:
         else:
             self._scheduler.start(sequence)
 
+    def continue_prefill(
+        self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int] = ()
+    ) -> None:
+        """The first `num_blocks` blocks of a sequence that awaits its prefix are in place and
+        trusted; the rest is computed here. With the cached ones only, nothing came.
+
+        `unsafe_blocks` are own blocks after them that a read may still write; they are quarantined,
+        and others take their place. Raises QueueFull when there are none, and InternalError for
+        blocks that cannot be trusted; the sequence is gone then.
+        """
+        sequence = self._awaiting(sequence_id)
+        if sequence.mode is Mode.AWAIT_KV:
+            raise InternalError(f"sequence {sequence_id} awaits all its KV, not a prefix")
+        try:
+            check_trusted(
+                sequence_id,
+                sequence.block_table,
+                unsafe_blocks,
+                num_stored_blocks=sequence.num_stored_blocks,
+                num_blocks=num_blocks,
+            )
+            unsafe = set(unsafe_blocks)
+            fresh = self._pool.allocate(len(unsafe))
+            if fresh is None:
+                raise QueueFull("no blocks are left in place of some that a read may still write")
+        except TandemError:
+            self._drop(sequence, unsafe_blocks)
+            raise
+        others = dict(zip(unsafe, fresh, strict=True))
+        self._pool.quarantine(unsafe)
+        sequence.block_table = [others.get(b, b) for b in sequence.block_table]
+        # At least the last token is computed, whatever came.
+        sequence.take_prefix(min(num_blocks, len(sequence.reusable_hashes)))
+        self._store_full_blocks(sequence)
+        if sequence.mode is Mode.FOR_PEER:
+            self._pending.final_blocks(sequence)
+        self._scheduler.start(sequence)
+
+    def hold(
+        self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int = 0
+    ) -> None:
+        """Keeps what is cached of a chain for a reader until `remove`: reported at once."""
+        self._check_new(sequence_id)
+        self._check_queue(len(self._chains))
+        chain = self._chains.hold(sequence_id, block_hashes)
+        self._pending.held(sequence_id, chain.block_table, first_wanted_block)
+
+    def adopt(self, sequence_id: str, block_hashes: list[bytes]) -> None:
+        """Takes blocks for a chain that comes from outside, until `commit_adopted` or `remove`.
+
+        Evicts nothing: the chain is cut short where no FREE block is left.
+        """
+        self._check_new(sequence_id)
+        self._check_queue(len(self._chains))
+        chain = self._chains.adopt(sequence_id, block_hashes)
+        num_cached = chain.num_cached_blocks
+        missing = chain.block_table[num_cached:]
+        self._pending.reserved(sequence_id, num_cached * self.layout.block_size, missing)
+
+    def commit_adopted(
+        self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int] = ()
+    ) -> None:
+        """The first `num_blocks` blocks of an adopted chain are in place and trusted: they are
+        cached from now on, and the chain is gone."""
+        self._chains.commit(sequence_id, num_blocks, unsafe_blocks)
+        self._pending.forget(sequence_id)
+
+    def hot_chains(self, blocks_max: int) -> list[list[bytes]]:
+        """Hashes of the chains used last, root to leaf; `blocks_max` different blocks at most."""
+        return self._pool.hot_chains(blocks_max)
+
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
-        """Ends a sequence in any state and frees its blocks; an unknown one is no error.
+        """Ends a sequence or chain in any state and frees its blocks; an unknown one is no error.
 
         It is not heard of again, also when it just ended and that was not reported yet.
         """
         if sequence_id in self._sequences:
             self._drop(self._sequences[sequence_id], unsafe_blocks)
+        elif sequence_id in self._chains:
+            self._chains.remove(sequence_id, unsafe_blocks)
         self._pending.forget(sequence_id)
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
@@ -156,19 +223,22 @@ class Engine:
         self._pool.unquarantine(block_ids)
 
     def block_ids(self, sequence_id: str) -> list[int]:
-        """The sequence's block table; of an AWAIT_KV one it stays as it is until `commit`."""
+        """The block table of a sequence or chain; while KV is awaited it stays as it is."""
+        if sequence_id in self._chains:
+            return self._chains.block_ids(sequence_id)
         return list(self._find(sequence_id).block_table)
 
     def has_work(self) -> bool:
         return self._pending.has_news or self._pool.has_events or self._scheduler.has_work()
 
     def load(self) -> EngineLoad:
-        return measure_load(self._sequences.values(), self._pool)
+        return measure_load(self._sequences.values(), self._chains, self._pool)
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is wrong with the blocks or the queues."""
         sequences = self._sequences.values()
-        self._pool.check_integrity(s.block_table for s in sequences)
+        tables = [s.block_table for s in sequences]
+        self._pool.check_integrity([*tables, *self._chains.block_tables])
         self._scheduler.check_integrity(sequences)
 
     def _enter(self, sequence: Sequence) -> None:
@@ -201,29 +271,24 @@ class Engine:
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
         """Lets others find what became full. A block that is there already takes its place."""
-        table, hashes = sequence.block_table, sequence.block_hashes
         num_full_blocks = sequence.num_computed_tokens // self.layout.block_size
-        for i in range(sequence.num_stored_blocks, num_full_blocks):
-            table[i] = self._pool.store(
-                table[i],
-                parent_id=table[i - 1] if i else None,
-                parent_hash=hashes[i - 1] if i else sequence.chain_root,
-                block_hash=hashes[i],
-            )
-            sequence.num_stored_blocks = i + 1
+        store_blocks(
+            self._pool,
+            sequence.block_table,
+            sequence.block_hashes,
+            chain_root=sequence.chain_root,
+            first=sequence.num_stored_blocks,
+            last=num_full_blocks,
+        )
+        sequence.num_stored_blocks = max(sequence.num_stored_blocks, num_full_blocks)
 
     def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
         """The one place where a sequence leaves the engine and its blocks are freed."""
-        unsafe = set(unsafe_blocks)
-        strangers = unsafe.difference(sequence.block_table[sequence.num_stored_blocks :])
-        if strangers:
-            raise InternalError(
-                f"blocks {sorted(strangers)} are not own blocks of sequence {sequence.sequence_id}"
-            )
+        own = sequence.block_table[sequence.num_stored_blocks :]
+        check_own(sequence.sequence_id, own, unsafe_blocks)
         del self._sequences[sequence.sequence_id]
         self._scheduler.withdraw(sequence)
-        self._pool.quarantine(unsafe)
-        self._pool.release([b for b in sequence.let_go() if b not in unsafe])
+        give_back(self._pool, sequence.let_go(), unsafe_blocks)
 
     def _new_sequence(self, spec: SequenceSpec, arrival: int) -> Sequence:
         root = chain_root(
@@ -238,6 +303,17 @@ class Engine:
             spec, arrival=arrival, block_size=self.layout.block_size, chain_root=root
         )
 
+    def _check_new(self, sequence_id: str) -> None:
+        if sequence_id in self._sequences or sequence_id in self._chains:
+            raise InternalError(f"sequence {sequence_id} is on this engine already")
+
+    def _check_queue(self, num_queued: int) -> None:
+        if num_queued >= self._config.queue_max:
+            raise QueueFull(
+                f"{num_queued} requests wait already; the queue holds {self._config.queue_max}",
+                retry_after_s=1.0,
+            )
+
     def _find(self, sequence_id: str) -> Sequence:
         if sequence_id not in self._sequences:
             raise InternalError(f"no sequence {sequence_id} is on this engine")
@@ -249,6 +325,12 @@ class Engine:
             raise InternalError(f"sequence {sequence_id} is {sequence.status.value}, not awaiting")
         return sequence
 
+    def _awaiting_all(self, sequence_id: str) -> Sequence:
+        sequence = self._awaiting(sequence_id)
+        if sequence.mode is not Mode.AWAIT_KV:
+            raise InternalError(f"sequence {sequence_id} awaits its prefix, not all its KV")
+        return sequence
+
     def _take_report(self, started: float) -> StepReport:
         report = self._pending.take()
         self._num_steps += 1
@@ -257,31 +339,3 @@ class Engine:
         report.load = self.load()
         report.step_ms = (time.perf_counter() - started) * 1000
         return report
-
-
-def _num_blocks(config: EngineConfig, runner: Runner) -> int:
-    if config.num_blocks is not None:
-        num_blocks, given = config.num_blocks, f"num_blocks is {config.num_blocks}"
-    else:
-        block_bytes = runner.layout(1).block_bytes
-        num_blocks = config.kv_bytes_max // block_bytes
-        given = f"kv_bytes_max is {config.kv_bytes_max}, and a block takes {block_bytes} bytes"
-    if num_blocks < 1:
-        raise ConfigError(f"{given}; the KV pool needs at least one block")
-    return num_blocks
-
-
-def _batch(chunks: list[Chunk]) -> StepBatch:
-    return StepBatch([_slice(chunk) for chunk in chunks])
-
-
-def _slice(chunk: Chunk) -> SequenceSlice:
-    sequence = chunk.sequence
-    start = sequence.num_computed_tokens
-    end = start + chunk.num_tokens
-    return SequenceSlice(
-        token_ids=sequence.token_ids[start:end],
-        context_len=end,
-        block_table=sequence.block_table,
-        wants_logits=chunk.samples,
-    )

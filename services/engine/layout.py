@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.config import EngineConfig
+from services.errors import ConfigError
+
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 ALIGNMENT_BYTES = 64
 
@@ -58,3 +61,15 @@ class BlockLayout:
             f"block-major heads={self.num_kv_heads} layers={self.num_layers} "
             f"block={self.block_size} head_dim={self.head_dim} dtype={self.dtype}"
         )
+
+
+def num_blocks_of(config: EngineConfig, block_bytes: int) -> int:
+    """How large the settings want the pool. Raises ConfigError when not even one block fits."""
+    if config.num_blocks is not None:
+        num_blocks, given = config.num_blocks, f"num_blocks is {config.num_blocks}"
+    else:
+        num_blocks = config.kv_bytes_max // block_bytes
+        given = f"kv_bytes_max is {config.kv_bytes_max}, and a block takes {block_bytes} bytes"
+    if num_blocks < 1:
+        raise ConfigError(f"{given}; the KV pool needs at least one block")
+    return num_blocks

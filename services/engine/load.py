@@ -6,20 +6,25 @@ from collections import Counter
 from collections.abc import Collection
 
 from services.engine.block_pool import BlockPool
+from services.engine.chains import Chains
 from services.engine.sequence import Sequence, Status
 from services.engine.types import EngineLoad, Mode
 
 
-def measure_load(sequences: Collection[Sequence], pool: BlockPool) -> EngineLoad:
-    """A sequence counts once: as waiting, awaiting KV, running, or admitted for a peer."""
+def measure_load(sequences: Collection[Sequence], chains: Chains, pool: BlockPool) -> EngineLoad:
+    """A sequence counts once: as waiting, awaiting KV, running, or computed (to be) for a peer.
+
+    A held chain is for a peer, an adopted one awaits KV.
+    """
     statuses = Counter(s.status for s in sequences)
-    num_for_peer = sum(s.mode is Mode.FOR_PEER and bool(s.block_table) for s in sequences)
-    num_held = statuses[Status.HELD]
+    num_computing_for_peer = sum(
+        s.mode is Mode.FOR_PEER and s.status is Status.RUNNING for s in sequences
+    )
     return EngineLoad(
-        num_running=statuses[Status.RUNNING] - (num_for_peer - num_held),
+        num_running=statuses[Status.RUNNING] - num_computing_for_peer,
         num_waiting=statuses[Status.WAITING],
-        num_awaiting_kv=statuses[Status.AWAITING_KV],
-        num_for_peer=num_for_peer,
+        num_awaiting_kv=statuses[Status.AWAITING_KV] + chains.num_adopted,
+        num_for_peer=num_computing_for_peer + statuses[Status.HELD] + chains.num_held,
         queued_tokens=sum(s.num_queued_tokens for s in sequences),
         blocks_total=pool.num_blocks,
         blocks_free=pool.num_free,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.engine.sequence import Sequence, Status
 from services.engine.types import (
     FinalBlocks,
+    Held,
     Mode,
     NewTokens,
     Prefilled,
@@ -21,7 +22,13 @@ class PendingReport:
     def has_news(self) -> bool:
         """Whether something waits to be told, also when the model has nothing to compute."""
         report = self._report
-        return bool(report.new_tokens or report.reserved or report.final_blocks or report.prefilled)
+        return bool(
+            report.new_tokens
+            or report.reserved
+            or report.final_blocks
+            or report.prefilled
+            or report.held
+        )
 
     @property
     def starts_a_transfer(self) -> bool:
@@ -30,11 +37,18 @@ class PendingReport:
     def admitted(self, sequence: Sequence) -> None:
         if sequence.status is Status.AWAITING_KV:
             missing = sequence.block_table[sequence.num_stored_blocks :]
-            self._report.reserved.append(
-                Reserved(sequence.sequence_id, sequence.num_computed_tokens, missing)
-            )
-        elif sequence.mode is Mode.FOR_PEER:
+            self.reserved(sequence.sequence_id, sequence.num_computed_tokens, missing)
+        if sequence.mode is Mode.FOR_PEER:
             self.final_blocks(sequence)
+
+    def reserved(self, sequence_id: str, num_cached_tokens: int, missing: list[int]) -> None:
+        self._report.reserved.append(Reserved(sequence_id, num_cached_tokens, missing))
+
+    def held(self, sequence_id: str, block_table: list[int], first_wanted_block: int) -> None:
+        """A chain is held: what of it the reader wants, and how much there is."""
+        if wanted := block_table[first_wanted_block:]:
+            self._report.final_blocks.append(FinalBlocks(sequence_id, first_wanted_block, wanted))
+        self._report.held.append(Held(sequence_id, len(block_table)))
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Told before the sequence moves on, so that its last chunk still counts as prefill."""
@@ -72,9 +86,12 @@ class PendingReport:
         )
 
     def forget(self, sequence_id: str) -> None:
-        """Nothing is told of the sequence any more. Between two steps only its end can be here."""
-        reported = self._report.new_tokens
-        self._report.new_tokens = [new for new in reported if new.sequence_id != sequence_id]
+        """Nothing is told of the sequence any more that was not told yet."""
+        report = self._report
+        report.new_tokens = [new for new in report.new_tokens if new.sequence_id != sequence_id]
+        report.reserved = [r for r in report.reserved if r.sequence_id != sequence_id]
+        report.final_blocks = [f for f in report.final_blocks if f.sequence_id != sequence_id]
+        report.held = [held for held in report.held if held.sequence_id != sequence_id]
 
     def take(self) -> StepReport:
         report, self._report = self._report, StepReport()

@@ -7,7 +7,8 @@ Blocks: admission reserves all that a sequence's tokens need, or the sequence wa
 nothing. While it decodes it takes one more when its last is full; when the pool has none, the
 youngest running sequence is preempted: it gives its blocks back, waits again by its age, and
 computes them again. Never preempted: AWAITING_KV (reads are in flight) and FOR_PEER (a reader
-trusts its blocks).
+trusts its blocks). One that awaits its prefix only (`prefix_blocks`) was admitted with all its
+blocks too; after that it is like any other, and preempted it awaits nothing any more.
 
 Why two sequences cannot preempt each other for ever: nobody takes blocks from an older one, for who
 finds no younger victim preempts himself; waiting sequences are admitted by age, so nobody younger
@@ -22,6 +23,7 @@ from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from services.engine.batch import SequenceSlice, StepBatch
 from services.engine.block_pool import BlockPool
 from services.engine.sequence import Sequence, Status
 from services.engine.types import Mode
@@ -39,12 +41,28 @@ class Chunk:
         """Whether a token follows: nothing is missing after this chunk."""
         return self.num_tokens == self.sequence.num_missing_tokens
 
+    @property
+    def slice(self) -> SequenceSlice:
+        sequence = self.sequence
+        start = sequence.num_computed_tokens
+        end = start + self.num_tokens
+        return SequenceSlice(
+            token_ids=sequence.token_ids[start:end],
+            context_len=end,
+            block_table=sequence.block_table,
+            wants_logits=self.samples,
+        )
+
 
 @dataclass(slots=True)
 class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
+
+    @property
+    def batch(self) -> StepBatch:
+        return StepBatch([chunk.slice for chunk in self.chunks])
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         self.chunks.append(Chunk(sequence, num_tokens))
@@ -67,8 +85,9 @@ class Scheduler:
         insort(self.waiting, sequence, key=_arrival)
 
     def start(self, sequence: Sequence) -> None:
-        """A sequence that has all its blocks joins the running ones."""
+        """A sequence that has all its blocks, and awaits none of them, joins the running ones."""
         self.withdraw(sequence)
+        sequence.await_nothing()
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_arrival)
 
@@ -132,29 +151,21 @@ class Scheduler:
             assert reservation is not None
             sequence.hold(reservation.block_table, reservation.num_cached_blocks)
             schedule.admitted.append(sequence)
-            if self._waits_for_kv(sequence):
+            if sequence.lacks_kv:
                 self.withdraw(sequence)
                 sequence.status = Status.AWAITING_KV
                 self.awaiting.append(sequence)
                 continue
-            if sequence.mode is Mode.AWAIT_KV:
-                sequence.mode = Mode.HERE
             self.start(sequence)
             self._add_chunk(schedule, sequence)
 
     def _can_admit(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether there is a seat and all its blocks, when `num_tokens` are planned already."""
-        if sequence.mode is Mode.AWAIT_KV:
+        if sequence.may_await_kv:
             seat = len(self.awaiting) < self._max_num_seqs
         else:
             seat = len(self.running) < self._max_num_seqs and num_tokens < self._max_tokens
         return seat and self._pool.can_reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
-
-    def _waits_for_kv(self, sequence: Sequence) -> bool:
-        return (
-            sequence.mode is Mode.AWAIT_KV
-            and sequence.num_missing_tokens >= sequence.remote_prefill_min_tokens
-        )
 
     def _has_room(self, schedule: Schedule) -> bool:
         return schedule.num_tokens < self._max_tokens and len(schedule.chunks) < self._max_num_seqs

@@ -3,7 +3,8 @@
     WAITING ---admit---> RUNNING ---(finish)---> gone                 Mode.HERE
        |  ^                 |  `--(computed)---> HELD --remove--> gone  Mode.FOR_PEER
        |  '----preempt------'
-       `---admit---> AWAITING_KV --commit or start_local_prefill--> RUNNING (as HERE from then on)
+       `---admit---> AWAITING_KV --commit or start_local_prefill--> RUNNING (AWAIT_KV: HERE now)
+                          |------continue_prefill--> RUNNING (HERE and FOR_PEER with a prefix)
                           `------restart--> WAITING
 
 The scheduler moves WAITING and RUNNING, the engine the rest. A WAITING sequence references no
@@ -47,6 +48,7 @@ class Sequence:
     chain_root: bytes
     block_hashes: list[bytes]  # of the full blocks of token_ids
     num_reported_blocks: int  # FOR_PEER: the reader was told of these, or does not want them
+    num_prefix_blocks: int  # HERE, FOR_PEER: to come from a peer, if they are not cached; 0: none
     status: Status = Status.WAITING
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # tokens whose KV is in the blocks
@@ -59,6 +61,8 @@ class Sequence:
     def from_spec(
         cls, spec: SequenceSpec, *, arrival: int, block_size: int, chain_root: bytes
     ) -> Sequence:
+        num_reusable = (len(spec.token_ids) - 1) // block_size
+        awaits_all = spec.mode is Mode.AWAIT_KV
         return cls(
             sequence_id=spec.sequence_id,
             mode=spec.mode,
@@ -73,6 +77,7 @@ class Sequence:
             chain_root=chain_root,
             block_hashes=hash_blocks(chain_root, spec.token_ids, block_size),
             num_reported_blocks=spec.first_wanted_block,
+            num_prefix_blocks=0 if awaits_all else min(spec.prefix_blocks, num_reusable),
         )
 
     @property
@@ -103,6 +108,18 @@ class Sequence:
         return self.block_hashes[: (len(self.token_ids) - 1) // self.block_size]
 
     @property
+    def may_await_kv(self) -> bool:
+        """Whether its admission may end in AWAITING_KV."""
+        return self.mode is Mode.AWAIT_KV or self.num_prefix_blocks > 0
+
+    @property
+    def lacks_kv(self) -> bool:
+        """Admitted, with less cached than is to come from outside."""
+        if self.mode is Mode.AWAIT_KV:
+            return self.num_missing_tokens >= self.remote_prefill_min_tokens
+        return self.num_prefix_blocks > self.num_stored_blocks
+
+    @property
     def in_decode(self) -> bool:
         return self.num_computed_tokens >= self.num_prefill_tokens
 
@@ -110,7 +127,9 @@ class Sequence:
     def num_queued_tokens(self) -> int:
         """Prefill that this engine still has to do for it, as far as is known before admission."""
         if self.status is Status.WAITING:
-            return self.num_tokens
+            return self.num_tokens - self.num_prefix_blocks * self.block_size
+        if self.status is Status.AWAITING_KV and self.mode is not Mode.AWAIT_KV:
+            return self.num_tokens - self.num_prefix_blocks * self.block_size
         if self.status is Status.RUNNING and not self.in_decode:
             return self.num_missing_tokens
         return 0
@@ -140,8 +159,25 @@ class Sequence:
         self.num_computed_tokens = num_cached_blocks * self.block_size
         self.num_prefill_tokens = len(self.token_ids)
         if self.num_cached_tokens is None:
-            countable = self.num_tokens if self.mode is Mode.FOR_PEER else self.num_prompt_tokens
-            self.num_cached_tokens = min(self.num_computed_tokens, countable)
+            self.num_cached_tokens = self._countable(self.num_computed_tokens)
+
+    def take_prefix(self, num_blocks: int) -> None:
+        """The KV of its first `num_blocks` blocks is in place: some of it came from a peer."""
+        came = num_blocks - self.num_stored_blocks
+        self.num_computed_tokens = num_blocks * self.block_size
+        if came:
+            self.num_cached_tokens = self._countable(self.num_computed_tokens)
+
+    def await_nothing(self) -> None:
+        """What it has now is all that comes from outside; what is missing is computed here."""
+        if self.mode is Mode.AWAIT_KV:
+            self.mode = Mode.HERE
+        self.num_prefix_blocks = 0
+
+    def _countable(self, num_tokens: int) -> int:
+        """Of its first tokens, those that count as reused."""
+        most = self.num_tokens if self.mode is Mode.FOR_PEER else self.num_prompt_tokens
+        return min(num_tokens, most)
 
     def let_go(self) -> list[int]:
         """It holds nothing any more; answers the blocks to release."""

@@ -4,9 +4,13 @@ A sequence on an engine is in one of three modes, named by who computes its prom
 
     HERE      this engine prefills and decodes it
     AWAIT_KV  blocks for the whole prompt are reserved, then reported (`Reserved`); they are filled
-              from outside, until `commit_pulled` or `start_local_prefill` or `restart`
+              from outside, until `commit` or `start_local_prefill` or `restart`
     FOR_PEER  this engine prefills it, reports blocks as they become final (`FinalBlocks`) and the
               first token (`Prefilled`), and holds every block until `remove`
+
+HERE and FOR_PEER with `prefix_blocks` that are not all cached wait first, as AWAIT_KV does, until
+`continue_prefill` says how many of them came from outside. Chains of blocks without tokens, which
+are held for a reader (`FinalBlocks`, `Held`) or adopted from a peer (`Reserved`), are in chains.py.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ class SequenceSpec(msgspec.Struct, frozen=True):
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """An AWAIT_KV sequence holds all blocks of its prompt and waits for the rest of its KV."""
+    """A sequence has all its blocks and waits for KV from outside; or so does an adopted chain."""
 
     sequence_id: str
     num_cached_tokens: int  # a multiple of the block size
@@ -58,7 +62,8 @@ class Reserved(msgspec.Struct, frozen=True):
 
 
 class FinalBlocks(msgspec.Struct, frozen=True):
-    """Blocks of a FOR_PEER sequence that will not change any more, in order, without gaps."""
+    """Blocks of a FOR_PEER sequence or a held chain that will not change any more, in order,
+    without gaps."""
 
     sequence_id: str
     first_block: int
@@ -70,7 +75,14 @@ class Prefilled(msgspec.Struct, frozen=True):
 
     sequence_id: str
     first_token_id: int
-    num_cached_tokens: int = 0  # of token_ids, reused from this engine's cache
+    num_cached_tokens: int = 0  # of token_ids, not computed for it: cached here or at a peer
+
+
+class Held(msgspec.Struct, frozen=True):
+    """So many of a chain's first blocks are here, and stay until `remove`."""
+
+    sequence_id: str
+    num_blocks: int
 
 
 class NewTokens(msgspec.Struct, frozen=True):
@@ -79,7 +91,7 @@ class NewTokens(msgspec.Struct, frozen=True):
     sequence_id: str
     token_ids: list[int]
     finish_reason: str = ""  # "", "stop" or "length"
-    num_cached_tokens: int = 0  # of the prompt, reused from this engine's cache
+    num_cached_tokens: int = 0  # of the prompt, not computed for it: cached here or at a peer
     num_preemptions: int = 0
 
 
@@ -122,6 +134,7 @@ class StepReport(msgspec.Struct):
     reserved: list[Reserved] = []
     final_blocks: list[FinalBlocks] = []
     prefilled: list[Prefilled] = []
+    held: list[Held] = []
     new_tokens: list[NewTokens] = []
     failed: list[Failed] = []
     stored: list[StoredBlock] = []  # parents before children

@@ -141,6 +141,14 @@ class EngineLink:
         self.send(messages.LoadBytes(request_id, sequence_id, block_ids))
         return await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
 
+    async def list_chains(self, blocks_max: int) -> list[list[bytes]]:
+        """Block hashes of the chains used last, each from its root on."""
+        request_id = next(self._request_ids)
+        answer = self._question(request_id)
+        self.send(messages.ListChains(request_id, blocks_max))
+        reply: messages.Chains = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        return reply.chains
+
     async def check_integrity(self) -> str:
         """Empty when all pools are whole, else what is wrong."""
         request_id = next(self._request_ids)
@@ -202,7 +210,7 @@ class EngineLink:
                 self._answer("ready", reply)
             case messages.PeerConnected():
                 self._answer(("peer", reply.peer_id), reply)
-            case messages.Source() | messages.Integrity():
+            case messages.Source() | messages.Integrity() | messages.Chains():
                 self._answer(reply.request_id, reply)
             case messages.BlockData(request_id, error):
                 self._answer(request_id, InternalError(error) if error else frames[1].buffer)

@@ -43,6 +43,13 @@ TICK_S = 0.25
 _IDLE_S = 3600.0
 _COMMANDS_PER_TURN_MAX = 1024
 _PR_SET_PDEATHSIG = 1
+_ENDS_OF_PULLS = (  # commands after which a read must not land in the sequence's blocks
+    messages.Commit
+    | messages.CommitAdopted
+    | messages.ContinuePrefill
+    | messages.Remove
+    | messages.Restart
+)
 _decoder: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
 
 
@@ -134,7 +141,7 @@ class EngineProcess:
                 self._refuse(command, error)
 
     def _apply(self, command: messages.Command, frames: list[bytes]) -> None:
-        if isinstance(command, messages.Commit | messages.Remove | messages.Restart):
+        if isinstance(command, _ENDS_OF_PULLS):
             # They may follow from a pull that settled in this very turn: the ledger must know.
             self._apply_transfer_events()
         match command:
@@ -146,6 +153,19 @@ class EngineProcess:
                 self._engine.restart(spec, self._give_up(spec.sequence_id))
             case messages.Commit(sequence_id, first_token_id):
                 self._engine.commit(sequence_id, first_token_id)
+            case messages.ContinuePrefill(sequence_id, num_blocks):
+                unsafe = self._give_up(sequence_id)
+                self._engine.continue_prefill(sequence_id, num_blocks, unsafe)
+            case messages.Hold(sequence_id, block_hashes, first_wanted_block):
+                self._engine.hold(sequence_id, block_hashes, first_wanted_block)
+            case messages.Adopt(sequence_id, block_hashes):
+                self._engine.adopt(sequence_id, block_hashes)
+            case messages.CommitAdopted(sequence_id, num_blocks):
+                unsafe = self._give_up(sequence_id)
+                self._engine.commit_adopted(sequence_id, num_blocks, unsafe)
+            case messages.ListChains(request_id, blocks_max):
+                chains = self._engine.hot_chains(blocks_max)
+                self._send(messages.Chains(request_id, chains))
             case messages.Remove(sequence_id):
                 self._engine.remove(sequence_id, self._give_up(sequence_id))
             case messages.StartPull():

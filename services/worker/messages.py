@@ -36,8 +36,44 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
     first_token_id: int
 
 
+class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):
+    """So many first blocks of a sequence that awaits its prefix are good; the rest is computed."""
+
+    sequence_id: str
+    num_blocks: int  # the cached ones counted in
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Keep what is cached of a chain for a reader, until `Remove`; reported `Held`."""
+
+    sequence_id: str
+    block_hashes: list[bytes]
+    first_wanted_block: int
+
+
+class Adopt(msgspec.Struct, frozen=True, tag=True):
+    """Take FREE blocks for a chain that comes from a peer; reported `Reserved`."""
+
+    sequence_id: str
+    block_hashes: list[bytes]
+
+
+class CommitAdopted(msgspec.Struct, frozen=True, tag=True):
+    """So many first blocks of an adopted chain are good: they are cached, and the chain is over."""
+
+    sequence_id: str
+    num_blocks: int
+
+
+class ListChains(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the chains used last; answered by `Chains`."""
+
+    request_id: int
+    blocks_max: int
+
+
 class Remove(msgspec.Struct, frozen=True, tag=True):
-    """The sequence is over for whoever asked: abort it, or free what it holds for a peer."""
+    """The sequence or chain is over for whoever asked: abort it, or free what a peer held."""
 
     sequence_id: str
 
@@ -101,6 +137,11 @@ Command = (
     | StartLocalPrefill
     | Restart
     | Commit
+    | ContinuePrefill
+    | Hold
+    | Adopt
+    | CommitAdopted
+    | ListChains
     | Remove
     | ConnectPeer
     | DisconnectPeer
@@ -150,6 +191,11 @@ class BlockData(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
+class Chains(msgspec.Struct, frozen=True, tag=True):
+    request_id: int
+    chains: list[list[bytes]]  # block hashes, each chain from its root on
+
+
 class Source(msgspec.Struct, frozen=True, tag=True):
     request_id: int
     metadata: bytes  # empty without NIXL
@@ -168,6 +214,8 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Reply = Ready | Report | PullsSettled | PeerConnected | BlockData | Source | Integrity | Fatal
+Reply = (
+    Ready | Report | PullsSettled | PeerConnected | BlockData | Chains | Source | Integrity | Fatal
+)
 
 __all__ = ["Command", "LocalPool", "Mode", "Reply"]

@@ -10,7 +10,7 @@ from services.block_hash import hash_blocks
 from services.engine.block_pool import BlockPool, Reservation
 from services.engine.types import StoredBlock
 
-ROOT = b"root"
+ROOT = b"root of 16 bytes"
 
 
 def chain(*tokens: int) -> list[bytes]:

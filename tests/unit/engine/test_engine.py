@@ -1,4 +1,4 @@
-"""Engine on the toy runner: the life of each mode, with exact block ids."""
+"""Engine on the toy runner: sequences that it prefills and decodes itself, with exact block ids."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from services.config import EngineConfig
 from services.engine.engine import Engine
 from services.engine.types import (
     EngineLoad,
-    FinalBlocks,
     Mode,
     NewTokens,
-    Prefilled,
-    Reserved,
-    SequenceSpec,
 )
 from services.errors import (
     ConfigError,
@@ -21,7 +17,7 @@ from services.errors import (
     NeverFits,
     QueueFull,
 )
-from tests.engine_driver import Outcome, drive, make_engine, make_spec
+from tests.engine_driver import Outcome, drive, drive_all, make_engine, make_spec
 from tests.toy_runner import ToyRunner, continuation, kv_of
 
 PROMPT = [3, 1, 4, 1, 5, 9]  # one full block of 4 and half of the next
@@ -167,137 +163,6 @@ class TestPreemption:
         assert outcome.ends["a"].num_preemptions == 1
 
 
-class TestForPeer:
-    def test_blocks_are_reported_when_final_and_held_until_removed(self) -> None:
-        engine, _ = make_engine(max_tokens_per_step=8)
-        prompt = list(range(14))
-        engine.add(make_spec("a", prompt, mode=Mode.FOR_PEER))
-        outcome = drive(engine)
-        assert [r.num_prefill_tokens for r in outcome.reports] == [8, 4, 2]
-        assert [r.final_blocks for r in outcome.reports] == [
-            [FinalBlocks("a", 0, [0, 1])],
-            [FinalBlocks("a", 2, [2])],
-            [FinalBlocks("a", 3, [3])],
-        ]
-        assert outcome.reports[-1].prefilled == [Prefilled("a", continuation(prompt, 1)[0], 0)]
-        assert (engine.load().num_for_peer, engine.load().blocks_used) == (1, 4)
-        engine.remove("a")
-        assert (engine.load().num_for_peer, engine.load().blocks_used) == (0, 0)
-
-    def test_cached_blocks_are_reported_before_anything_is_computed(self) -> None:
-        engine, _ = make_engine()
-        drive_all(engine, make_spec("warm", list(range(8))))
-        engine.add(make_spec("a", list(range(14)), mode=Mode.FOR_PEER, first_wanted_block=1))
-        report = engine.step()
-        assert report.final_blocks == [FinalBlocks("a", 1, [1])]
-        assert report.num_prefill_tokens == 0
-        outcome = drive(engine)
-        assert [r.final_blocks for r in outcome.reports] == [[FinalBlocks("a", 2, [3, 4])]]
-        assert outcome.reports[-1].prefilled[0].num_cached_tokens == 8
-
-    def test_unwanted_blocks_are_not_reported(self) -> None:
-        engine, _ = make_engine()
-        engine.add(make_spec("a", PROMPT, mode=Mode.FOR_PEER, first_wanted_block=1))
-        outcome = drive(engine)
-        assert [r.final_blocks for r in outcome.reports] == [[FinalBlocks("a", 1, [1])]]
-
-
-class TestAwaitKv:
-    def test_reserves_waits_and_decodes_after_the_commit(self) -> None:
-        engine, runner = make_engine()
-        first, *rest = continuation(PROMPT, 5)
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
-        assert engine.step().reserved == [Reserved("a", 0, [0, 1])]
-        assert not engine.has_work()
-        table = engine.block_ids("a")
-        assert table == [0, 1]
-        runner.fill(table, PROMPT, 0)
-        engine.commit("a", first)
-        outcome = drive(engine)
-        assert outcome.token_ids["a"] == rest
-        assert len(outcome.reports[0].stored) == 1
-        assert engine.load().blocks_used == 0
-
-    def test_nothing_is_shared_before_the_commit(self) -> None:
-        engine, runner = make_engine()
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
-        engine.step()
-        outcome = drive_all(engine, make_spec("b", PROMPT))
-        assert outcome.ends["b"].num_cached_tokens == 0
-        runner.fill(engine.block_ids("a"), PROMPT, 0)
-        engine.commit("a", continuation(PROMPT, 1)[0])
-        assert engine.block_ids("a")[0] == 2  # what b stored meanwhile takes the pulled one's place
-        assert drive(engine).token_ids["a"] == continuation(PROMPT, 5)[1:]
-
-    def test_with_little_missing_it_is_prefilled_here_at_once(self) -> None:
-        engine, _ = make_engine()
-        spec = make_spec("a", PROMPT, mode=Mode.AWAIT_KV, remote_prefill_min_tokens=7)
-        outcome = drive_all(engine, spec)
-        assert outcome.token_ids["a"] == continuation(PROMPT, 5)
-        assert all(not r.reserved for r in outcome.reports)
-
-    def test_only_the_missing_blocks_are_asked_for(self) -> None:
-        engine, runner = make_engine()
-        drive_all(engine, make_spec("warm", PROMPT))
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
-        assert engine.step().reserved == [Reserved("a", 4, [2])]
-        runner.fill(engine.block_ids("a"), PROMPT, 1)
-        engine.commit("a", continuation(PROMPT, 1)[0])
-        outcome = drive(engine)
-        assert outcome.token_ids["a"] == continuation(PROMPT, 5)[1:]
-        assert outcome.ends["a"].num_cached_tokens == 4
-
-    def test_local_prefill_after_all(self) -> None:
-        engine, _ = make_engine()
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
-        engine.step()
-        engine.start_local_prefill("a")
-        assert drive(engine).token_ids["a"] == continuation(PROMPT, 5)
-
-    def test_restart_quarantines_what_may_still_be_written(self) -> None:
-        engine, runner = make_engine(num_blocks=4)
-        made = continuation(PROMPT, 5)
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
-        engine.step()
-        spec = make_spec("a", PROMPT + made[:1], num_prompt_tokens=6)
-        engine.restart(spec, unsafe_blocks=[1])
-        assert engine.load().blocks_quarantined == 1
-        engine.step()
-        assert engine.block_ids("a") == [0, 2]
-        runner.scribble([1])
-        assert drive(engine).token_ids["a"] == made[2:]
-        engine.unquarantine([1])
-        assert engine.load().blocks_quarantined == 0
-        engine.check_integrity()
-
-    def test_restart_of_a_sequence_that_is_over_reports_its_end(self) -> None:
-        engine, _ = make_engine()
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV, max_tokens=1))
-        engine.step()
-        spec = make_spec("a", PROMPT + continuation(PROMPT, 1), num_prompt_tokens=6, max_tokens=1)
-        engine.restart(spec)
-        assert engine.step().new_tokens == [NewTokens("a", [], "length", 0, 0)]
-        assert engine.load().blocks_used == 0
-
-    def test_a_commit_whose_token_ends_it_reports_the_end_alone(self) -> None:
-        engine, runner = make_engine()
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV, stop_token_ids=[11]))
-        engine.step()
-        runner.fill(engine.block_ids("a"), PROMPT, 0)
-        engine.commit("a", 11)
-        assert engine.has_work()
-        assert engine.step().new_tokens == [NewTokens("a", [], "stop", 0, 0)]
-        assert engine.load() == EngineLoad(blocks_total=16, blocks_free=15, blocks_cached=1)
-
-    def test_a_foreign_block_cannot_be_quarantined(self) -> None:
-        engine, _ = make_engine()
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
-        engine.step()
-        with pytest.raises(InternalError, match=r"\[5\]"):
-            engine.remove("a", unsafe_blocks=[1, 5])
-        engine.check_integrity()
-
-
 class TestRefusal:
     def test_what_does_not_fit_now_waits(self) -> None:
         engine, _ = make_engine(num_blocks=2)
@@ -360,9 +225,3 @@ def test_removal_in_each_phase_frees_everything(num_steps: int) -> None:
     engine.check_integrity()
     load = engine.load()
     assert (load.num_running, load.num_waiting, load.blocks_used) == (0, 0, 0)
-
-
-def drive_all(engine: Engine, *specs: SequenceSpec) -> Outcome:
-    for spec in specs:
-        engine.add(spec)
-    return drive(engine)

@@ -17,7 +17,7 @@ def sequence_of(num_tokens: int, *, num_made: int = 0, **sampling: float) -> Seq
         num_prompt_tokens=num_tokens - num_made,
         sampling=SamplingParams(**sampling),
     )
-    return Sequence.from_spec(spec, arrival=0, block_size=4, chain_root=b"root")
+    return Sequence.from_spec(spec, arrival=0, block_size=4, chain_root=b"root of 16 bytes")
 
 
 def test_greedy_takes_the_largest() -> None:

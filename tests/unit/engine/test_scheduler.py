@@ -22,7 +22,7 @@ class Bench:
             make_spec(name, list(range(num_tokens)), mode=mode, cache_salt=name.encode()),
             arrival=len(self.sequences),
             block_size=4,
-            chain_root=name.encode(),
+            chain_root=name.encode().ljust(16),
         )
         self.sequences.append(sequence)
         self.scheduler.enqueue(sequence)

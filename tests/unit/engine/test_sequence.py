@@ -5,10 +5,12 @@ from services.engine.sequence import Sequence
 from services.engine.types import Mode
 from tests.engine_driver import make_spec
 
+ROOT = b"root of 16 bytes"
+
 
 def make(num_tokens: int, mode: Mode = Mode.HERE, **fields: object) -> Sequence:
     spec = make_spec("a", list(range(num_tokens)), mode=mode, **fields)
-    return Sequence.from_spec(spec, arrival=0, block_size=4, chain_root=b"root")
+    return Sequence.from_spec(spec, arrival=0, block_size=4, chain_root=ROOT)
 
 
 def test_hashes_grow_with_the_tokens() -> None:
@@ -16,7 +18,7 @@ def test_hashes_grow_with_the_tokens() -> None:
     assert sequence.block_hashes == []
     for token_id in range(3, 13):
         sequence.append(token_id)
-        assert sequence.block_hashes == hash_blocks(b"root", list(range(token_id + 1)), 4)
+        assert sequence.block_hashes == hash_blocks(ROOT, list(range(token_id + 1)), 4)
 
 
 def test_the_last_token_is_never_taken_from_the_cache() -> None:
