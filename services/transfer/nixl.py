@@ -9,8 +9,8 @@ the metadata that peers hold of the source stays good.
                     `--error, deadline, cancel, disconnect--> FAILED; its reads under way are
                        fenced (fence.py) until they end by themselves or the agent is made anew
 
-An agent is made, and a peer's metadata loaded, when first needed, and again after a renewal. It has
-no progress thread: an idle reader costs nothing, and `poll` makes the progress.
+An agent is made, and a peer's metadata loaded, when first needed, and again after a renewal
+(nixl_generation.py). Nothing moves by itself: `poll` makes the progress.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.engine.layout import BlockLayout
@@ -32,8 +31,9 @@ from services.errors import (
     WorkerLost,
 )
 from services.transfer.fence import Fence
-from services.transfer.nixl_agent import NixlAgent
-from services.transfer.nixl_pull import NixlPull, Read, Target, settled
+from services.transfer.nixl_generation import Generation, logged
+from services.transfer.nixl_pull import NixlPull, Read, is_done
+from services.transfer.piece_size import PIECE_S, PieceSize
 from services.transfer.protocol import PROBE_BYTES, LocalPool, Pull, PullResult, RemotePool
 
 log = logging.getLogger(__name__)
@@ -71,15 +71,15 @@ class NixlReader:
         self._agent_name = agent_name
         self._delay_s = delay_s
         self._clock = clock
-        self._agent: NixlAgent | None = None
+        self._generation: Generation | None = None
         self._fence = Fence(blocks_max=quarantine_blocks_max, grace_s=GRACE_S)
         self._peers: dict[str, _Peer] = {}
-        self._loaded: dict[bytes, str] = {}  # metadata -> name of the peer's agent
         self._pulls: dict[str, NixlPull] = {}
         self._given_up: dict[int, tuple[str, Read]] = {}  # the fence's number -> peer's agent, read
         self._results: list[PullResult] = []
         self._unfenced: list[int] = []
         self._backoff_s = _BACKOFF_MIN_S
+        self._piece_size = PieceSize()
 
     def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
         if pool.block_bytes != self._block_bytes:
@@ -89,7 +89,7 @@ class NixlReader:
         known = self._peers.get(peer_id)
         if known is not None and known.metadata != metadata:
             self.disconnect(peer_id)
-        self._load(metadata)
+        self._made().load(metadata, pool)
         self._peers[peer_id] = _Peer(metadata, pool)
 
     def probe(self, pull_id: str, peer_id: str, num_blocks: int, deadline_s: float) -> None:
@@ -97,9 +97,8 @@ class NixlReader:
         there = peer.pool.num_blocks if peer is not None else 1
         block_ids = list(range(max(1, min(num_blocks, self._scratch_blocks, there))))
         pull = Pull(pull_id, peer_id, block_ids, [], deadline_s)
-        scratch = Target(ctypes.addressof(self._scratch), "DRAM", 0)
         try:
-            self._begin(pull, scratch, target_ids=block_ids)
+            self._begin(pull)
         except TandemError as error:
             self._fail(pull, error, safe_blocks=[])
 
@@ -107,17 +106,14 @@ class NixlReader:
         peer = self._peers.pop(peer_id, None)
         if peer is None:
             return
-        for active in [each for each in self._pulls.values() if each.peer_id == peer_id]:
+        for active in [each for each in self._pulls.values() if each.pull.peer_id == peer_id]:
             self._give_up(active, WorkerLost(f"{peer_id} was disconnected"))
-        if not any(other.metadata == peer.metadata for other in self._peers.values()):
-            self._unload(peer.metadata)
+        self._unload_strays()
 
     def submit(self, pull: Pull) -> None:
-        pool = self._pool
         try:
             self._check(pull)
-            target = Target(pool.address, pool.memory, pool.device_id)
-            self._begin(pull, target, target_ids=pull.local_block_ids)
+            self._begin(pull)
         except TandemError as error:
             under_way = {
                 block for active in self._pulls.values() for block in active.pull.local_block_ids
@@ -127,9 +123,15 @@ class NixlReader:
             self._fail(pull, error, safe_blocks)
 
     def poll(self) -> list[PullResult]:
+        if self._generation is not None:
+            self._generation.release_ended()
         moved = self._poll_given_up()
+        turn_ends_at = self._clock() + PIECE_S
         for active in list(self._pulls.values()):
+            self._pulls[active.pull.pull_id] = self._pulls.pop(active.pull.pull_id)  # in turn
             moved |= self._advance(active)
+            if self._clock() > turn_ends_at:
+                break  # commands come first
         if self._fence.renewal_due(self._clock(), len(self._pulls)):
             self._unfenced.extend(self.fence())
         self._backoff_s = 0.0 if moved else max(_BACKOFF_MIN_S, self._backoff_s * 2)
@@ -141,7 +143,8 @@ class NixlReader:
         return block_ids
 
     def wait_s(self) -> float | None:
-        if self._results or self._unfenced:
+        ended = self._generation is not None and self._generation.holds_ended
+        if self._results or self._unfenced or ended:
             return 0.0
         if self._pulls:
             return min(self._backoff_s, _BACKOFF_MAX_S)
@@ -154,13 +157,12 @@ class NixlReader:
 
     def fence(self) -> list[int]:
         assert not self._pulls, "fencing would end the pulls under way"
-        if self._agent is not None:
+        if self._generation is not None:
             for _, read in self._given_up.values():
-                with _logged("a handle goes with its agent"):
-                    self._agent.release(read.handle)
-            self._agent.close()
-            self._agent = None
-        self._loaded.clear()
+                with logged("a handle goes with its agent"):
+                    self._generation.agent.release(read.handle)
+            self._generation.close()
+            self._generation = None
         self._given_up.clear()
         block_ids = self._fence.renewed()
         log.info("the reader is made anew; blocks that are safe by that: %d", len(block_ids))
@@ -188,28 +190,28 @@ class NixlReader:
         if fenced := self._fence.fenced(pull.local_block_ids):
             raise BadRequest(f"block {min(fenced)} is fenced: a read may still write it")
 
-    def _begin(self, pull: Pull, target: Target, *, target_ids: list[int]) -> None:
+    def _begin(self, pull: Pull) -> None:
         peer = self._peers.get(pull.peer_id)
         if peer is None:
             raise WorkerLost(f"the peer {pull.peer_id} is not connected")
         _check_range(pull.source_block_ids, peer.pool.num_blocks)
+        generation = self._made()
         self._pulls[pull.pull_id] = NixlPull(
             pull,
-            peer_id=pull.peer_id,
-            peer_agent=self._load(peer.metadata),
-            source=peer.pool,
-            target=target,
-            target_ids=target_ids,
-            started_at=self._clock(),
+            generation.load(peer.metadata, peer.pool),
+            target_list=generation.pool_list if pull.local_block_ids else generation.scratch_list,
+            block_bytes=self._block_bytes,
+            piece_size=self._piece_size,
+            clock=self._clock,
         )
         self._backoff_s = 0.0
 
     def _advance(self, active: NixlPull) -> bool:
-        assert self._agent is not None
+        assert self._generation is not None
         now = self._clock()
         pull = active.pull
         try:
-            moved = active.advance(self._agent)
+            moved = active.advance(self._generation)
         except TandemError as error:
             self._give_up(active, error)
             if (peer := self._peers.get(pull.peer_id)) is not None:
@@ -233,7 +235,7 @@ class NixlReader:
         now = self._clock()
         for read in active.reads:
             number = self._fence.fail(read.local_ids, now)
-            self._given_up[number] = (active.peer_agent, read)
+            self._given_up[number] = (active.peer.agent_name, read)
         self._fail(active.pull, error, active.safe_blocks(), self._clock() - active.started_at)
 
     def _fail(
@@ -245,59 +247,36 @@ class NixlReader:
     def _poll_given_up(self) -> bool:
         moved = False
         for number, (_, read) in list(self._given_up.items()):
-            assert self._agent is not None
+            assert self._generation is not None
             done = False
-            with _logged("its blocks stay fenced until the reader is made anew"):
-                done = settled(self._agent, read)
+            with logged("its blocks stay fenced until the reader is made anew"):
+                done = is_done(self._generation.agent, read)
             if done:
+                self._generation.release_later(read.handle)
                 del self._given_up[number]
                 self._unfenced.extend(self._fence.late_done(number))
                 moved = True
+        if moved:
+            self._unload_strays()
         return moved
 
-    def _load(self, metadata: bytes) -> str:
-        if metadata not in self._loaded:
-            self._loaded[metadata] = self._made_agent().add_peer(metadata)
-        return self._loaded[metadata]
-
     def _unload(self, metadata: bytes) -> None:
-        name = self._loaded.get(metadata)
-        if name is None or self._agent is None:
-            return
-        if any(name == agent for agent, _ in self._given_up.values()):
-            return  # its endpoint is in use; it goes when the reader is made anew
-        del self._loaded[metadata]
-        with _logged("NIXL has dropped the peer by itself"):
-            self._agent.remove_peer(name)
+        if self._generation is not None:
+            self._generation.unload(metadata, self._agents_in_use())
 
-    def _made_agent(self) -> NixlAgent:
-        if self._agent is None:
+    def _unload_strays(self) -> None:
+        if self._generation is not None:
+            wanted = {peer.metadata for peer in self._peers.values()}
+            self._generation.unload_strays(wanted, self._agents_in_use())
+
+    def _agents_in_use(self) -> set[str]:
+        return {agent_name for agent_name, _ in self._given_up.values()}
+
+    def _made(self) -> Generation:
+        if self._generation is None:
             name = f"{self._agent_name}-{self._fence.generation}"
-            agent = NixlAgent(name, progress_delay_us=None)
-            pool = self._pool
-            agent.register(
-                address=pool.address,
-                num_bytes=pool.num_bytes,
-                device_id=pool.device_id,
-                memory=pool.memory,
-            )
-            agent.register(
-                address=ctypes.addressof(self._scratch),
-                num_bytes=len(self._scratch),
-                device_id=0,
-                memory="DRAM",
-            )
-            self._agent = agent
-        return self._agent
-
-
-@contextmanager
-def _logged(consequence: str) -> Iterator[None]:
-    """For calls of NIXL that clean up, and may fail when a peer is lost already."""
-    try:
-        yield
-    except TandemError as error:
-        log.info("%s: %s", error.message, consequence)
+            self._generation = Generation(name, self._pool, self._scratch)
+        return self._generation
 
 
 def _check_range(block_ids: list[int], num_blocks: int) -> None:

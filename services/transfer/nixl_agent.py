@@ -19,8 +19,13 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from services.errors import Incompatible, InternalError, TandemError, WorkerLost
 from services.transfer.descriptors import Span
+
+BlockIds = NDArray[np.int32]
 
 _PACKAGES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _LISTEN_DELAY_US = 100_000  # NIXL's own default; its listen thread is off
@@ -109,6 +114,54 @@ class NixlAgent:
                 self._spans(local, *local_device),
                 self._spans(source, *source_device),
                 peer,
+                "",
+                [self._backend],
+            )
+        return handle
+
+    def list_blocks(
+        self,
+        peer: str | None,
+        *,
+        address: int,
+        block_bytes: int,
+        num_blocks: int,
+        memory: str,
+        device_id: int,
+    ) -> int:
+        """Names equal blocks that lie one after the other, of a peer or (None) of this agent.
+
+        Reads of blocks by their number then cost a sixth of reads by address. The answer is a
+        handle, to be released before the peer is removed.
+        """
+        row = np.array([[address, block_bytes, device_id, block_bytes, num_blocks]], np.uint64)
+        with self._translated("naming blocks"):
+            handle: int = self._agent.prepXferDlist(
+                self._bindings.NIXL_INIT_AGENT if peer is None else peer,
+                self._segment(memory),
+                row,
+                [self._backend],
+            )
+        return handle
+
+    def release_list(self, handle: int) -> None:
+        with self._translated("releasing a list of blocks"):
+            self._agent.releasedDlistH(handle)
+
+    def create_block_read(
+        self, *, source_list: int, source_ids: BlockIds, local_list: int, local_ids: BlockIds
+    ) -> int:
+        """A read of a peer's blocks into blocks here, pairwise, not started; its handle.
+
+        NIXL itself makes one span of neighbours.
+        """
+        with self._translated("preparing a read of blocks"):
+            handle: int = self._agent.makeXferReq(
+                self._bindings.NIXL_READ,
+                local_list,
+                local_ids,
+                source_list,
+                source_ids,
                 "",
                 [self._backend],
             )

@@ -1,25 +1,24 @@
-"""One pull on its way over NIXL: pieces that wait, reads under way, and blocks that are in.
+"""One pull on its way over NIXL: blocks that wait, reads under way, and blocks that are in.
 
-    waiting piece --start--> read under way --DONE--> its blocks are in
+    waiting --a piece of them is started--> read under way --DONE--> its blocks are in
                                   `--FAILED, or the pull is given up--> its blocks are unsafe
 
-A pull is cut into pieces, so that other pulls and cancels come in between: over CMA the copying
-happens inside `start`.
+A pull is cut into pieces (piece_size.py), so that other pulls and cancels come in between.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.errors import InternalError
-from services.transfer.descriptors import BlockPairs, pieces, spans
-from services.transfer.nixl_agent import NixlAgent, ReadState
-from services.transfer.protocol import Pull, RemotePool
+import numpy as np
 
-# CMA makes about 6 GB/s, so a piece keeps others waiting for about 3 ms. With half of that
-# reads were 1 to 7% slower: each piece has 0.05 ms or more of its own.
-PIECE_BYTES_MAX = 16 << 20
+from services.errors import InternalError
+from services.transfer.nixl_agent import NixlAgent, ReadState
+from services.transfer.nixl_generation import Generation, LoadedPeer
+from services.transfer.piece_size import PieceSize
+from services.transfer.protocol import Pull
+
 READS_MAX = 2  # of one pull: one is under way while the next is started
 
 
@@ -32,57 +31,52 @@ class Read:
     ended: bool = False  # NIXL reported an error: no DONE will come, yet bytes may
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Local memory that blocks are read into."""
-
-    address: int
-    memory: str
-    device_id: int
-
-
 class NixlPull:
-    """`target_ids` are the places in `target`; a probe has those, but no local blocks."""
+    """Blocks of a peer on their way into blocks of this pool, or for a probe into scratch memory.
+
+    `clock` measures how long starting a piece takes.
+    """
 
     def __init__(
         self,
         pull: Pull,
+        peer: LoadedPeer,
         *,
-        peer_id: str,
-        peer_agent: str,
-        source: RemotePool,
-        target: Target,
-        target_ids: list[int],
-        started_at: float,
+        target_list: int,
+        block_bytes: int,
+        piece_size: PieceSize,
+        clock: Callable[[], float],
     ) -> None:
         self.pull = pull
-        self.peer_id = peer_id
-        self.peer_agent = peer_agent
-        self.started_at = started_at
+        self.peer = peer
+        self.started_at = clock()
         self.reads: list[Read] = []
-        self._source = source
-        self._target = target
-        pairs = BlockPairs(pull.source_block_ids, target_ids)
-        self._waiting = deque(
-            pieces(pairs, block_bytes=source.block_bytes, piece_bytes_max=PIECE_BYTES_MAX)
-        )
+        self._block_bytes = block_bytes
+        self._piece_size = piece_size
+        self._clock = clock
+        self._source_ids = np.array(pull.source_block_ids, np.int32)
+        # A probe has no local blocks: it reads the first ones there into the first ones of scratch.
+        target_ids = pull.local_block_ids or pull.source_block_ids
+        self._target_ids = np.array(target_ids, np.int32)
+        self._target_list = target_list
+        self._num_started = 0  # blocks
 
     @property
     def is_done(self) -> bool:
-        return not self._waiting and not self.reads
+        return self._num_started == len(self._source_ids) and not self.reads
 
     @property
     def num_bytes(self) -> int:
-        return len(self.pull.source_block_ids) * self._source.block_bytes
+        return len(self._source_ids) * self._block_bytes
 
-    def advance(self, agent: NixlAgent) -> bool:
+    def advance(self, generation: Generation) -> bool:
         """Asks after the reads and starts at most one; whether anything moved.
 
         Raises TandemError when a read failed; the pull is then to be given up.
         """
-        moved = self._settle_reads(agent)
-        if self._waiting and len(self.reads) < READS_MAX:
-            self._start(agent)
+        moved = self._settle_reads(generation)
+        if self._num_started < len(self._source_ids) and len(self.reads) < READS_MAX:
+            self._start(generation)
             moved = True
         return moved
 
@@ -91,52 +85,48 @@ class NixlPull:
         unsafe = {block for read in self.reads for block in read.local_ids}
         return [block for block in self.pull.local_block_ids if block not in unsafe]
 
-    def _settle_reads(self, agent: NixlAgent) -> bool:
+    def _settle_reads(self, generation: Generation) -> bool:
         moved = False
         for read in list(self.reads):
-            if settled(agent, read):
+            if is_done(generation.agent, read):
                 self.reads.remove(read)
+                generation.release_later(read.handle)
                 moved = True
             elif read.ended:
-                raise InternalError(f"NIXL reports an error of the read from {self.peer_id}")
+                raise InternalError(f"NIXL reports an error of the read from {self.pull.peer_id}")
         return moved
 
-    def _start(self, agent: NixlAgent) -> None:
-        piece = self._waiting[0]
-        source_spans, local_spans = spans(
-            piece,
-            source_address=self._source.address,
-            local_address=self._target.address,
-            block_bytes=self._source.block_bytes,
+    def _start(self, generation: Generation) -> None:
+        agent = generation.agent
+        num_blocks = max(1, self._piece_size.num_bytes // self._block_bytes)
+        piece = slice(self._num_started, self._num_started + num_blocks)
+        handle = agent.create_block_read(
+            source_list=self.peer.block_list,
+            source_ids=self._source_ids[piece],
+            local_list=self._target_list,
+            local_ids=self._target_ids[piece],
         )
-        handle = agent.create_read(
-            self.peer_agent,
-            source=source_spans,
-            source_device=(self._source.memory, self._source.device_id),
-            local=local_spans,
-            local_device=(self._target.memory, self._target.device_id),
-        )
-        self._waiting.popleft()
-        local_ids = list(piece.local_ids) if self.pull.local_block_ids else []
-        read = Read(handle, local_ids)
+        self._num_started = min(piece.stop, len(self._source_ids))
+        read = Read(handle, self.pull.local_block_ids[piece])  # none of a probe
         self.reads.append(read)
         read.ended = True  # for as long as `start` has not said otherwise: it may raise
+        started_at = self._clock()
         state = agent.start(handle)
         read.ended = state is ReadState.FAILED
         if state is ReadState.DONE:
+            num_bytes = (self._num_started - piece.start) * self._block_bytes
+            self._piece_size.observe(num_bytes, self._clock() - started_at)
             self.reads.remove(read)
-            agent.release(handle)
+            generation.release_later(handle)
         elif state is ReadState.FAILED:
-            raise InternalError(f"NIXL could not start the read from {self.peer_id}")
+            raise InternalError(f"NIXL could not start the read from {self.pull.peer_id}")
 
 
-def settled(agent: NixlAgent, read: Read) -> bool:
-    """Whether the read is DONE; its handle is released then. Marks a read that ended badly."""
+def is_done(agent: NixlAgent, read: Read) -> bool:
+    """Whether the read is DONE; its handle can be released then. Marks one that ended badly."""
     if read.ended:
         return False
     read.ended = True
     state = agent.state(read.handle)
     read.ended = state is ReadState.FAILED
-    if state is ReadState.DONE:
-        agent.release(read.handle)
     return state is ReadState.DONE

@@ -8,13 +8,11 @@ source is gone. Only closing the agent ends it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.engine import sequence
 from services.errors import WorkerLost
-from services.transfer.descriptors import Span
-from services.transfer.nixl_agent import ReadState
+from services.transfer.nixl_agent import BlockIds, ReadState
 
 Copy = tuple[int, int]  # source address, local address, of one block
 
@@ -44,6 +42,7 @@ class SimulatedAgent:
         self.is_closed = False
         self._fabric = fabric
         self._next_handle = 0
+        self._lists: list[tuple[str | None, int]] = []  # by handle: whose blocks, from where on
 
     def register(self, *, address: int, num_bytes: int, device_id: int, memory: str) -> None:
         assert not self.is_closed
@@ -54,22 +53,32 @@ class SimulatedAgent:
     def remove_peer(self, name: str) -> None:
         assert not self.is_closed
 
-    def create_read(
+    def list_blocks(
         self,
-        peer: str,
+        peer: str | None,
         *,
-        source: Sequence[Span],
-        source_device: tuple[str, int],
-        local: Sequence[Span],
-        local_device: tuple[str, int],
+        address: int,
+        block_bytes: int,
+        num_blocks: int,
+        memory: str,
+        device_id: int,
     ) -> int:
+        self._lists.append((peer, address))
+        return len(self._lists) - 1
+
+    def release_list(self, handle: int) -> None:
+        assert not self.is_closed
+
+    def create_block_read(
+        self, *, source_list: int, source_ids: BlockIds, local_list: int, local_ids: BlockIds
+    ) -> int:
+        (peer, from_address), (_, to_address) = self._lists[source_list], self._lists[local_list]
         if peer in self._fabric.unreachable:
             raise WorkerLost(f"{peer} is gone")
         step = self._fabric.block_bytes
         copies = [
-            (from_address + offset, to_address + offset)
-            for (from_address, num_bytes), (to_address, _) in zip(source, local, strict=True)
-            for offset in range(0, num_bytes, step)
+            (from_address + source * step, to_address + local * step)
+            for source, local in zip(source_ids.tolist(), local_ids.tolist(), strict=True)
         ]
         self._next_handle += 1
         self.reads[self._next_handle] = SimulatedRead(copies)

@@ -61,10 +61,13 @@ class TransferMachine(TransferChecks, RuleBasedStateMachine):
         }
         block_bytes = ToyRunner(block_size=block_size).layout(1).block_bytes
         self.fabric = SimulatedFabric(block_bytes)
+        piece_size = SimpleNamespace(
+            num_bytes=piece_blocks * block_bytes, observe=lambda num_bytes, seconds: None
+        )
         self.agents: list[SimulatedAgent] = []
         self.patches: list[Any] = [
-            patch("services.transfer.nixl.NixlAgent", self._new_agent),
-            patch("services.transfer.nixl_pull.PIECE_BYTES_MAX", piece_blocks * block_bytes),
+            patch("services.transfer.nixl_generation.NixlAgent", self._new_agent),
+            patch("services.transfer.nixl.PieceSize", lambda: piece_size),
             patch("services.worker.lease.time", SimpleNamespace(monotonic=self.loop.time)),
         ]
         for each in self.patches:
