@@ -57,6 +57,7 @@ class WorkerProcess:
 
     def stub(self) -> WorkerStub:
         if self.channel is None:
+            assert self.address, f"{self.worker_id} was not seen ready"
             self.channel = grpc.insecure_channel(self.address)
         return WorkerStub(self.channel)
 
@@ -149,16 +150,26 @@ class LocalCluster:
                     text = self.workers[worker_id].log.read_text()[-3000:]
                     raise RuntimeError(f"{worker_id} ended:\n{text}")
             records = self.records()
-            if not all(r.get("state") == "ready" for r in (records.get(w, {}) for w in wanted)):
-                return False
             for worker_id in wanted:
-                self.workers[worker_id].address = records[worker_id]["address"]
+                if not self.is_ready(self.workers[worker_id], records):
+                    return False
                 missing = sources - set(records[worker_id]["transports"])
                 if self.workers[worker_id].role == "decode" and missing:
                     return False
             return True
 
         wait_for(ready, deadline_s=START_DEADLINE_S, what=f"readiness of {sorted(wanted)}")
+
+    def is_ready(
+        self, worker: WorkerProcess, records: dict[str, dict[str, Any]] | None = None
+    ) -> bool:
+        """Whether the router sees this very process ready; notes its address."""
+        record = (self.records() if records is None else records).get(worker.worker_id, {})
+        # The record of a process that was killed before it lives on for a while.
+        if record.get("pid") != worker.process.pid or record["state"] != "ready":
+            return False
+        worker.address = record["address"]
+        return True
 
     def records(self) -> dict[str, dict[str, Any]]:
         """Workers as the router sees them, by id; empty while it does not answer."""

@@ -1,0 +1,112 @@
+"""What must hold after a chaos run, and the summary that is printed of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import grpc
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.chaos.faults import Happened
+from tests.chaos.load import Outcome
+from tests.harness.client import metric
+from tests.harness.cluster import LocalCluster, wait_for
+
+_HELD = ("num_running", "num_waiting", "num_leases", "num_pulls", "blocks_used")
+
+
+def wrong_outcomes(outcomes: Iterable[Outcome]) -> list[str]:
+    """What is not as it must be, a line for each request: empty when all is well.
+
+    No decode worker is lost in a chaos run, so no request has a reason to fail.
+    """
+    return [
+        f"request {o.request.number} ({o.request.api}, {len(o.request.prompt.token_ids)} tokens, "
+        f"{o.seconds:.1f} s) {o.kind}: {problem}"
+        for o in outcomes
+        if (problem := _problem(o))
+    ]
+
+
+def _problem(outcome: Outcome) -> str:
+    request = outcome.request
+    expected = request.prompt.expected[: request.max_tokens]
+    if outcome.token_ids != expected[: len(outcome.token_ids)]:
+        return f"WRONG TOKENS {outcome.token_ids} instead of {expected}"
+    if outcome.kind == "left":
+        return ""
+    if outcome.kind != "finished":
+        return "it neither finished nor was it left by its client"
+    return "" if outcome.token_ids == expected else f"{len(outcome.token_ids)} tokens are too few"
+
+
+def held(cluster: LocalCluster) -> dict[str, dict[str, int]]:
+    """What workers still hold, by worker; empty when nothing. Raises when a pool is not whole."""
+    found = {}
+    for worker in cluster.workers.values():
+        try:
+            state = worker.state() if cluster.is_ready(worker) else None
+        except grpc.RpcError:
+            state = None
+        if state is None:  # it ended by itself, and is started again
+            found[worker.worker_id] = {"away": 1}
+            continue
+        assert state.integrity_ok, f"{worker.worker_id}: {state.integrity_message}"
+        values = {name: getattr(state.load, name) for name in (*_HELD, "blocks_quarantined")}
+        if any(values.values()):
+            found[worker.worker_id] = values
+    return found
+
+
+def wait_nothing_held(cluster: LocalCluster, deadline_s: float) -> None:
+    try:
+        wait_for(lambda: not held(cluster), deadline_s=deadline_s, what="the end of all holds")
+    except TimeoutError as error:
+        raise AssertionError(f"still held after {deadline_s:g} s: {held(cluster)}") from error
+
+
+def total(cluster: LocalCluster, name: str, role: str = "", **labels: str) -> float:
+    """Sum of a counter over workers of this role; a worker that was restarted began at 0."""
+    return sum(
+        metric(cluster, w.worker_id, name, **labels)
+        for w in cluster.workers.values()
+        if role in ("", w.role)
+    )
+
+
+def router_outcomes(cluster: LocalCluster) -> Counter[str]:
+    """Requests by the one outcome that the router counted for each."""
+    text = httpx.get(f"{cluster.url}/metrics", timeout=10).text
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "tandem:requests_total":
+                found[sample.labels["outcome"]] += int(sample.value)
+    return found
+
+
+def summary(
+    cluster: LocalCluster,
+    outcomes: Sequence[Outcome],
+    happened: Iterable[Happened],
+    ends: Sequence[str],
+    seconds: float,
+) -> str:
+    kinds = Counter(o.kind for o in outcomes)
+    slowest = max((o.seconds for o in outcomes), default=0.0)
+    pulled = {
+        transport: int(total(cluster, "tandem_kv_blocks_pulled_total", transport=transport))
+        for transport in ("nixl", "grpc")
+    }
+    lines = [
+        f"{len(outcomes)} requests in {seconds:.0f} s, the slowest {slowest:.1f} s: {dict(kinds)}",
+        f"tokens {sum(len(o.token_ids) for o in outcomes)}, all as expected unless said below",
+        f"leases lost {total(cluster, 'tandem_remote_prefill_failures_total'):g}, prefills where "
+        f"it decodes {total(cluster, 'tandem_local_prefills_total'):g}, blocks pulled {pulled}",
+        f"router: {dict(router_outcomes(cluster))}",
+        f"workers that ended by themselves: {', '.join(ends) or 'none'}",
+        *sorted(map(str, happened)),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,179 @@
+"""What goes wrong in a chaos run, and who puts it right.
+
+    kill  kill -9 of the worker, its engine with it; the keeper starts it again
+    stop  SIGSTOP of both its processes, later SIGCONT
+    hang  SIGSTOP of the engine alone: the I/O process answers pings and sends heartbeats
+    cut   its network brings nothing and takes nothing
+
+A worker may also end by itself (one whose engine hangs does): the keeper starts it again, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+import grpc
+import psutil
+
+from tests.harness.cluster import LocalCluster, WorkerProcess
+from tests.harness.network import Network, Place
+
+Kind = Literal["kill", "stop", "hang", "cut"]
+
+_POLL_S = 0.05
+_BUSY_WITHIN_S = 10.0  # a worker that gets no request in this time is struck all the same
+_BACK_WITHIN_S = 120.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: Kind
+    duration_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.duration_s:g} s" if self.duration_s else self.kind
+
+
+@dataclass(frozen=True)
+class Happened:
+    """A fault, and what was under way when it came."""
+
+    fault: Fault
+    worker_id: str
+    at_s: float
+    num_requests: int  # in the cluster
+    num_held: int  # leases, pulls and sequences of this worker
+
+    def __str__(self) -> str:
+        return (
+            f"{self.at_s:6.1f} s  {self.worker_id}  {self.fault}"
+            f"  (requests {self.num_requests}, here {self.num_held})"
+        )
+
+
+class Keeper:
+    """Starts workers, and starts again those that ended; `ends` says which did by themselves."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self._starts: dict[str, Callable[[], WorkerProcess]] = {}
+        self.ends: list[str] = []
+
+    def start(self, worker_id: str, role: str, *options: str, at: Place | None = None) -> None:
+        self._starts[worker_id] = lambda: self._cluster.start_worker(
+            worker_id, role, *options, at=at
+        )
+        self._starts[worker_id]()
+
+    async def run(self) -> None:
+        """For ever, as a supervisor would."""
+        while True:
+            for worker_id, start in self._starts.items():
+                status = self._cluster.workers[worker_id].process.poll()
+                if status is not None:
+                    if status != -signal.SIGKILL:
+                        self.ends.append(f"{worker_id} (status {status})")
+                    start()
+            await asyncio.sleep(_POLL_S)
+
+
+class Striker:
+    """Strikes one worker with one fault after another, at random moments while it is busy."""
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        worker_id: str,
+        rng: Random,
+        *,
+        num_requests: Callable[[], int],
+        cable: tuple[Network, Place] | None,
+        happened: list[Happened],
+    ) -> None:
+        self._cluster = cluster
+        self._worker_id = worker_id
+        self._rng = rng
+        self._num_requests = num_requests
+        self._cable = cable
+        self._started_at = time.monotonic()
+        self._happened = happened
+
+    async def run(self, faults: Iterable[Fault], *, pause_s: float) -> None:
+        for fault in faults:
+            await asyncio.sleep(self._rng.uniform(0, pause_s))
+            num_held = await self._busy()
+            await asyncio.sleep(self._rng.uniform(0, 0.5))
+            at_s = time.monotonic() - self._started_at
+            self._happened.append(
+                Happened(fault, self._worker_id, at_s, self._num_requests(), num_held)
+            )
+            await self._strike(fault)
+            await self._until(self._is_ready, _BACK_WITHIN_S)
+
+    async def _strike(self, fault: Fault) -> None:
+        worker = self._cluster.workers[self._worker_id]
+        match fault.kind:
+            case "kill":
+                worker.kill()
+            case "stop" | "hang":
+                await self._stop(worker, fault)
+            case "cut":
+                assert self._cable is not None
+                network, place = self._cable
+                network.cut(place)
+                try:
+                    await asyncio.sleep(fault.duration_s)
+                finally:
+                    network.heal(place)
+
+    async def _stop(self, worker: WorkerProcess, fault: Fault) -> None:
+        process = psutil.Process(worker.process.pid)
+        stopped = process.children(recursive=True)
+        if fault.kind == "stop":
+            stopped.append(process)
+        for each in stopped:
+            each.suspend()
+        try:
+            deadline = time.monotonic() + fault.duration_s
+            while time.monotonic() < deadline and worker.process.poll() is None:  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
+        finally:
+            for each in stopped:
+                if each.is_running():
+                    each.resume()
+
+    async def _busy(self) -> int:
+        """Waits until the worker has something to do for somebody; says how much."""
+        found = 0
+
+        def is_busy() -> bool:
+            nonlocal found
+            if not self._is_ready():
+                return False
+            try:
+                load = self._cluster.workers[self._worker_id].state().load
+            except grpc.RpcError:  # it ended by itself
+                return False
+            found = load.num_leases + load.num_pulls + load.num_running + load.num_waiting
+            return bool(found)
+
+        try:
+            await self._until(is_busy, _BUSY_WITHIN_S)
+        except TimeoutError:
+            return 0
+        return found
+
+    def _is_ready(self) -> bool:
+        """Whether the router sees the process that runs now as ready."""
+        return self._cluster.is_ready(self._cluster.workers[self._worker_id])
+
+    async def _until(self, probe: Callable[[], bool], deadline_s: float) -> None:
+        async with asyncio.timeout(deadline_s):
+            while not await asyncio.to_thread(probe):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)

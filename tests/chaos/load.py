@@ -1,0 +1,205 @@
+"""Clients of a chaos run: prompts whose exact tokens are known, asked in a closed loop.
+
+Half of the requests go over HTTP, half over gRPC, all as streams; some clients leave early. Every
+request ends as one `Outcome`, after a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+import grpc
+import grpc.aio
+import httpx
+
+from services.rpc.tandem.v1 import inference_pb2 as pb
+from services.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tests.harness.client import complete, golden, open_client
+from tests.harness.cluster import LocalCluster
+
+MAX_TOKENS = 12
+SHARE_OF_LEAVERS = 0.2
+LEAVES_WITHIN_S = 4.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    expected: list[int]  # at least MAX_TOKENS
+
+
+@dataclass(frozen=True)
+class Request:
+    number: int
+    prompt: Prompt
+    max_tokens: int
+    api: Literal["http", "grpc"]
+    leaves_after_s: float | None
+
+
+@dataclass
+class Outcome:
+    """What one client saw. `ends` has what ended its stream: a finish reason or an error's code."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    cut_short: Literal["", "left", "hung"] = ""
+    seconds: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """`finished`, `left`, `hung`, or what it failed with."""
+        if self.cut_short:
+            return self.cut_short
+        return "finished" if self.ends == ["length"] else "+".join(self.ends) or "nothing"
+
+
+def golden_prompts(rng: Random, count: int) -> list[Prompt]:
+    """The reference prompts, each with some of its reference answer: the rest is the answer."""
+    prompts, answers = golden(0, 1, 2, 3, 4, 5, 6)
+    made = []
+    for number in range(count):
+        prompt, answer = prompts[number % len(prompts)], answers[number % len(prompts)]
+        start = rng.randrange(len(answer) - MAX_TOKENS)
+        made.append(Prompt([*prompt, *answer[:start]], answer[start:]))
+    return made
+
+
+async def computed_prompts(
+    cluster: LocalCluster, rng: Random, lengths: Sequence[int]
+) -> list[Prompt]:
+    """Prompts that no file has, answered one at a time; two and two share a prefix."""
+    text = golden(7)[0][0]
+    made = []
+    async with open_client(cluster) as client:
+        for number, length in enumerate(lengths):
+            if number % 2 == 0:
+                start = rng.randrange(len(text) - max(lengths))
+            tokens = [*text[start : start + length - 1], rng.randrange(100, 40_000)]
+            answer = await complete(client, tokens, max_tokens=MAX_TOKENS)
+            made.append(Prompt(tokens, answer.token_ids))
+    return made
+
+
+def requests(
+    rng: Random, prompts: Sequence[Prompt], count: int, *, is_over: Callable[[], bool]
+) -> Iterator[Request]:
+    """At least `count`, and more until `is_over`."""
+    for number in itertools.takewhile(lambda n: n < count or not is_over(), itertools.count()):
+        leaves = rng.random() < SHARE_OF_LEAVERS
+        yield Request(
+            number,
+            rng.choice(prompts),
+            rng.randint(1, MAX_TOKENS),
+            "http" if number % 2 else "grpc",
+            rng.uniform(0, LEAVES_WITHIN_S) if leaves else None,
+        )
+
+
+class Load:
+    """Asks all requests, `num_clients` at a time; `outcomes` fills as they end."""
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        wanted: Iterator[Request],
+        *,
+        num_clients: int,
+        bound_s: float,
+    ) -> None:
+        self._cluster = cluster
+        self._wanted = wanted
+        self._num_clients = num_clients
+        self._bound_s = bound_s
+        self.outcomes: list[Outcome] = []
+        self.num_running = 0
+
+    async def run(self) -> None:
+        target = f"127.0.0.1:{self._cluster.grpc_port}"
+        async with open_client(self._cluster) as http, grpc.aio.insecure_channel(target) as channel:
+            stub = InferenceStub(channel)
+            ways: dict[str, Callable[[Outcome], Awaitable[None]]] = {
+                "http": lambda outcome: _over_http(http, outcome),
+                "grpc": lambda outcome: _over_grpc(stub, outcome),
+            }
+            await asyncio.gather(*(self._client(ways) for _ in range(self._num_clients)))
+
+    async def _client(self, ways: dict[str, Callable[[Outcome], Awaitable[None]]]) -> None:
+        for request in self._wanted:
+            outcome = Outcome(request)
+            self.num_running += 1
+            try:
+                await self._ask(ways[request.api], outcome)
+            finally:
+                self.num_running -= 1
+                self.outcomes.append(outcome)
+
+    async def _ask(self, way: Callable[[Outcome], Awaitable[None]], outcome: Outcome) -> None:
+        started = time.monotonic()
+        leaves_after_s = outcome.request.leaves_after_s
+        try:
+            async with asyncio.timeout(self._bound_s if leaves_after_s is None else leaves_after_s):
+                await way(outcome)
+        except TimeoutError:
+            outcome.cut_short = "hung" if leaves_after_s is None else "left"
+        except (httpx.TransportError, grpc.aio.UsageError) as error:
+            outcome.ends.append(repr(error))
+        outcome.seconds = time.monotonic() - started
+
+
+async def _over_http(client: httpx.AsyncClient, outcome: Outcome) -> None:
+    request = outcome.request
+    body = {
+        "prompt": request.prompt.token_ids,
+        "max_tokens": request.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            outcome.ends.append(json.loads(await response.aread())["error"]["code"])
+            return
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                _note_event(json.loads(line.removeprefix("data: ")), outcome)
+
+
+def _note_event(event: dict, outcome: Outcome) -> None:
+    if "error" in event:
+        outcome.ends.append(event["error"]["code"])
+    for choice in event.get("choices", ()):
+        outcome.token_ids.extend(choice.get("token_ids") or ())
+        if choice.get("finish_reason"):
+            outcome.ends.append(choice["finish_reason"])
+
+
+async def _over_grpc(stub: InferenceStub, outcome: Outcome) -> None:
+    request = outcome.request
+    call = stub.Generate(
+        pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=request.prompt.token_ids),
+            sampling=pb.SamplingParams(temperature=0),
+            max_tokens=request.max_tokens,
+            ignore_eos=True,
+        )
+    )
+    try:
+        async for message in call:
+            outcome.token_ids.extend(message.token_ids)
+            if message.finish_reason:
+                outcome.ends.append(message.finish_reason)
+    except grpc.aio.AioRpcError as error:
+        codes = dict(error.trailing_metadata() or ())
+        outcome.ends.append(str(codes.get("tandem-code", error.code().name)))
+    finally:
+        call.cancel()

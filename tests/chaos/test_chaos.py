@@ -1,0 +1,237 @@
+"""Real processes, exact tokens, and workers that are killed, stopped, hung and cut off meanwhile.
+
+Two decode workers (one reads over NIXL, one over gRPC) and two prefill workers with small pools.
+Prefill workers are struck at random moments, one decode worker is stopped, clients leave. Then:
+every request ended once and with exactly its tokens, and nothing is held anywhere.
+
+The seed is printed and fixes prompts, requests and the order of faults, not the moments.
+CHAOS_SEED and CHAOS_REQUESTS choose others: CHAOS_REQUESTS=5000 pytest -s -m slow tests/chaos
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from services.cluster.embedded_redis import EmbeddedRedis
+from tests.chaos.checks import (
+    router_outcomes,
+    summary,
+    total,
+    wait_nothing_held,
+    wrong_outcomes,
+)
+from tests.chaos.faults import Fault, Happened, Keeper, Striker
+from tests.chaos.load import Load, Outcome, Prompt, computed_prompts, golden_prompts, requests
+from tests.harness.cluster import LocalCluster
+from tests.harness.network import Network, why_not
+
+POOLS = ("--num-blocks", "120", "--max-tokens-per-step", "64", "--local-prefill-max-tokens", "0")
+NO_NETWORK = why_not()
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """One form of the test. Faults are those of each prefill worker, in decks that are shuffled."""
+
+    num_requests: int
+    num_clients: int
+    computed_lengths: Sequence[int]
+    num_golden: int
+    decks: Sequence[Sequence[Fault]]
+    is_endless: bool  # new decks until all requests are asked
+    bound_s: float  # of one request
+    pause_s: float  # between two faults of a worker, at most
+    freed_within_s: float  # after the last request
+    options: Sequence[str] = ()  # of prefill workers
+
+
+SHORT = Chaos(
+    num_requests=60,
+    num_clients=6,
+    computed_lengths=(60, 110, 150, 250),
+    num_golden=16,
+    decks=(
+        (Fault("kill"), Fault("stop", 5), Fault("hang", 30)),
+        # Longer than gRPC's pings wait, which is longer than every other deadline here.
+        (Fault("stop", 17), Fault("cut", 8)),
+    ),
+    is_endless=False,
+    bound_s=90,
+    pause_s=1,
+    freed_within_s=30,
+    options=("--heartbeat-timeout", "3", "--pull-deadline", "3", "--engine-hang-timeout", "5"),
+)
+_DECK = (
+    *[Fault("kill")] * 3,
+    *[Fault("stop", 5)] * 2,
+    Fault("stop", 120),
+    Fault("hang", 5),
+    Fault("hang", 180),
+)
+LONG = Chaos(
+    num_requests=int(os.environ.get("CHAOS_REQUESTS", "1000")),
+    num_clients=8,
+    computed_lengths=(20, 33, 64, 65, 120, 170, 200, 310, 400, 415, 520, 600),
+    num_golden=40,
+    decks=(_DECK, (*_DECK, Fault("cut", 3), Fault("cut", 8), Fault("cut", 40))),
+    is_endless=True,
+    bound_s=300,
+    pause_s=10,
+    freed_within_s=90,
+)
+
+
+@pytest.mark.timeout(300)
+async def test_short(tmp_path: Path) -> None:
+    await run(SHORT, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+async def test_long(tmp_path: Path) -> None:
+    await run(LONG, tmp_path)
+
+
+async def run(chaos: Chaos, folder: Path) -> None:
+    seed = int(os.environ.get("CHAOS_SEED", "1"))
+    print(f"\nseed {seed}, logs in {folder}" + (f"; no cuts: {NO_NETWORK}" if NO_NETWORK else ""))
+    rng = Random(seed)
+    with ExitStack() as stack:
+        network = None if NO_NETWORK else stack.enter_context(Network())
+        home = network.home.address if network else "127.0.0.1"
+        cluster = LocalCluster(stack.enter_context(EmbeddedRedis(host=home)), folder)
+        cluster.options = [*cluster.options, *POOLS]
+        stack.callback(cluster.close)
+        keeper = Keeper(cluster)
+        prompts = await start(cluster, keeper, network, chaos, rng)
+        num_before = router_outcomes(cluster).total()
+        async with background(keeper.run()):
+            outcomes, happened = await strike(cluster, network, chaos, rng, prompts, keeper)
+        assert len(outcomes) >= chaos.num_requests
+        assert not (wrong := wrong_outcomes(outcomes)), "\n".join(wrong)
+        counted = router_outcomes(cluster)
+        assert counted.total() - num_before == len(outcomes), counted
+        check_faults(chaos, happened)
+        assert total(cluster, "tandem_remote_prefill_failures_total", "decode"), "no lease was lost"
+        for transport in ("nixl", "grpc"):
+            assert total(cluster, "tandem_kv_blocks_pulled_total", transport=transport), transport
+
+
+async def start(
+    cluster: LocalCluster, keeper: Keeper, network: Network | None, chaos: Chaos, rng: Random
+) -> list[Prompt]:
+    """One worker, which computes what is not in a file; then the others."""
+    host = ("--host", network.home.address if network else "127.0.0.1")
+    cluster.start_router()
+    keeper.start("decode-0", "decode", "--transport", "auto", *host)
+    await asyncio.to_thread(cluster.wait_ready)
+    prompts = golden_prompts(rng, chaos.num_golden)
+    prompts += await computed_prompts(cluster, rng, chaos.computed_lengths)
+    keeper.start("decode-1", "decode", "--transport", "grpc", *host)
+    keeper.start("prefill-0", "prefill", *chaos.options, *host)
+    if network:
+        keeper.start("prefill-1", "prefill", *chaos.options, at=network.hosts[0])
+    else:
+        keeper.start("prefill-1", "prefill", *chaos.options)
+    await asyncio.to_thread(cluster.wait_ready)
+    return prompts
+
+
+async def strike(
+    cluster: LocalCluster,
+    network: Network | None,
+    chaos: Chaos,
+    rng: Random,
+    prompts: Sequence[Prompt],
+    keeper: Keeper,
+) -> tuple[list[Outcome], list[Happened]]:
+    """Requests and faults at once; returns when all is over and nothing is held any more."""
+    started = time.monotonic()
+    strikers: list[asyncio.Task[None]] = []
+    load = Load(
+        cluster,
+        requests(
+            Random(rng.random()),
+            prompts,
+            chaos.num_requests,
+            is_over=lambda: chaos.is_endless or all(s.done() for s in strikers),
+        ),
+        num_clients=chaos.num_clients,
+        bound_s=chaos.bound_s,
+    )
+    cables = {"prefill-1": (network, network.hosts[0])} if network else {}
+    happened: list[Happened] = []
+    for worker_id, deck in plan(chaos):
+        striker = Striker(
+            cluster,
+            worker_id,
+            Random(rng.random()),
+            num_requests=lambda: load.num_running,
+            cable=cables.get(worker_id),
+            happened=happened,
+        )
+        faults = shuffled(Random(rng.random()), deck, is_endless=chaos.is_endless)
+        strikers.append(asyncio.create_task(striker.run(faults, pause_s=chaos.pause_s)))
+    try:
+        await load.run()
+    finally:
+        for task in strikers:
+            task.cancel()
+        ended = await asyncio.gather(*strikers, return_exceptions=True)
+        seconds = time.monotonic() - started
+    try:
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
+        await asyncio.to_thread(cluster.wait_ready)
+        await asyncio.to_thread(wait_nothing_held, cluster, chaos.freed_within_s)
+    finally:
+        print(summary(cluster, load.outcomes, happened, keeper.ends, seconds))
+    return load.outcomes, happened
+
+
+def plan(chaos: Chaos) -> list[tuple[str, Sequence[Fault]]]:
+    decks = {f"prefill-{number}": deck for number, deck in enumerate(chaos.decks)}
+    decks["decode-0"] = (Fault("stop", 5),)
+    return [
+        (worker_id, [f for f in deck if f.kind != "cut" or not NO_NETWORK])
+        for worker_id, deck in decks.items()
+    ]
+
+
+def shuffled(rng: Random, deck: Sequence[Fault], *, is_endless: bool) -> Iterator[Fault]:
+    for _ in itertools.count() if is_endless else range(1):
+        yield from rng.sample(deck, len(deck))
+
+
+def check_faults(chaos: Chaos, happened: Sequence[Happened]) -> None:
+    """Each kind of fault came at least once while requests were under way."""
+    wanted = {(worker_id, fault) for worker_id, deck in plan(chaos) for fault in deck}
+    seen = {(h.worker_id, h.fault) for h in happened if h.num_requests}
+    if chaos.is_endless:  # it may end before each has come to each worker
+        wanted, seen = {f.kind for _, f in wanted}, {f.kind for _, f in seen}
+    assert wanted <= seen, f"never happened under load: {wanted - seen}"
+
+
+@asynccontextmanager
+async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Its failure shows when the block ends."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
