@@ -1,0 +1,130 @@
+"""Where a prompt is prefilled: by which candidate, or on the decode worker itself. Pure.
+
+Both ways are predicted, until the sequence can decode:
+
+    a candidate   what is queued there (or the wait that it named) + computing what it misses
+                  + what the pull takes longer than computing, which hides it
+    here          what is queued here + computing what is missing here
+                  + the same once more for each running sequence: its steps get that much longer
+
+Either may pull the prompt's first blocks from a holder instead of computing them. Here is chosen
+only if it is clearly faster: the worker is there to decode, and who comes next finds it free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.cost_model import PairRate, PrefillRate, default_pair
+
+HERE_MARGIN = 0.9  # of the best candidate's time: from there on prefill here is clearly faster
+NEAR_BEST = 1.1  # the router's first choice stays first up to this: it spreads the load
+_UNMEASURED = default_pair("nixl")
+_ASK_S = 2e-3  # a lease: opened, answered, released
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who has the first tokens of a prompt, and how its blocks come to whom it is named for."""
+
+    num_tokens: int
+    rate: PairRate
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    num_tokens: int
+    bytes_per_token: float  # of KV
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A worker that could prefill the prompt."""
+
+    rate: PrefillRate
+    step_tokens: int = 512
+    queued_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt
+    holders: tuple[Holder, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Here(Place):
+    num_running: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate(Place):
+    worker_id: str = ""
+    pair: PairRate = _UNMEASURED  # from it to here
+    wait_s: float = 0.0  # that it named when it refused
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Whom to ask, in order, and what to expect; nobody: prefill here."""
+
+    candidates: tuple[str, ...]
+    seconds: float
+    reason: str
+
+
+def plan_prefill(prompt: Prompt, here: Here, candidates: Sequence[Candidate]) -> Plan:
+    """`candidates` come in the router's order."""
+    here_s = seconds_here(prompt, here)
+    if not candidates:
+        return Plan((), here_s, "nobody to ask")
+    missing_here = prompt.num_tokens - here.cached_tokens
+    costs = {c.worker_id: seconds_at(prompt, c, missing_here) for c in candidates}
+    order = sorted(costs, key=lambda worker_id: costs[worker_id])  # stable: the router's order
+    best_s = costs[order[0]]
+    first = candidates[0].worker_id
+    if costs[first] <= NEAR_BEST * best_s:
+        order.remove(first)
+        order.insert(0, first)
+    told = ", ".join(f"{w} {costs[w] * 1000:.0f} ms" for w in order)
+    reason = f"here {here_s * 1000:.0f} ms, {told}; {missing_here} tokens missing"
+    if here_s < HERE_MARGIN * best_s:
+        return Plan((), here_s, reason)
+    worth_it = [w for w in order if HERE_MARGIN * costs[w] <= here_s]
+    return Plan(tuple(worth_it), costs[worth_it[0]], reason)
+
+
+def seconds_here(prompt: Prompt, here: Here) -> float:
+    """Until the prompt is prefilled, and the delay that this makes for those who decode here."""
+    start_s, cached = best_start(prompt, here)
+    compute_s = _compute(prompt, here, cached)
+    queue_s = here.rate.seconds(here.queued_tokens, 0, here.step_tokens)
+    return queue_s + start_s + compute_s * (1 + here.num_running)
+
+
+def seconds_at(prompt: Prompt, candidate: Candidate, missing_here: int) -> float:
+    """Until the blocks that are missing here have come."""
+    start_s, cached = best_start(prompt, candidate)
+    compute_s = start_s + _compute(prompt, candidate, cached)
+    queue_s = candidate.rate.seconds(candidate.queued_tokens, 0, candidate.step_tokens)
+    pull_s = missing_here * prompt.bytes_per_token / candidate.pair.bytes_per_s
+    latency_s = _ASK_S + 2 * candidate.pair.latency_s
+    return max(queue_s, candidate.wait_s) + latency_s + max(compute_s, pull_s)
+
+
+def best_start(prompt: Prompt, place: Place) -> tuple[float, int]:
+    """Seconds to wait for a prefix, and tokens that need no computing after it: the best way."""
+    best = (0.0, place.cached_tokens)
+    lowest_s = _compute(prompt, place, place.cached_tokens)
+    for holder in place.holders:
+        if holder.num_tokens <= place.cached_tokens:
+            continue
+        num_bytes = (holder.num_tokens - place.cached_tokens) * prompt.bytes_per_token
+        pull_s = _ASK_S + holder.rate.seconds(num_bytes)
+        total_s = pull_s + _compute(prompt, place, holder.num_tokens)
+        if total_s < lowest_s:
+            best, lowest_s = (pull_s, holder.num_tokens), total_s
+    return best
+
+
+def _compute(prompt: Prompt, place: Place, cached: int) -> float:
+    """The last token is computed always: the first new one comes from it."""
+    cached = min(cached, prompt.num_tokens - 1)
+    return place.rate.seconds(prompt.num_tokens - cached, cached, place.step_tokens)
