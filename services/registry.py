@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 from redis.asyncio import Redis
 
+from services.block_hash import chain_root
 from services.config import ClusterConfig
 from services.cost_model import PairRate, WorkerRates
 from services.errors import Incompatible
@@ -50,6 +51,17 @@ class Contract(msgspec.Struct, frozen=True):
             for name in self.__struct_fields__
             if name != "tensor_parallel" and getattr(self, name) != getattr(other, name)
         ]
+
+    def chain_root(self, cache_salt: bytes = b"") -> bytes:
+        """What the block hashes of a prompt start from."""
+        return chain_root(
+            model_fingerprint=self.model_fingerprint,
+            compute_dtype=self.compute_dtype,
+            numerics=self.numerics,
+            kv_dtype=self.kv_dtype,
+            block_size=self.block_size,
+            cache_salt=cache_salt,
+        )
 
 
 class Load(msgspec.Struct, frozen=True):

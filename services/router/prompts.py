@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from services.block_hash import HASH_BYTES, chain_root, hash_blocks
+from services.block_hash import HASH_BYTES, hash_blocks
 from services.errors import BadRequest
 from services.models.tokenizer import Tokenizer
 from services.registry import Contract
@@ -41,17 +41,7 @@ class Chain:
 
     @classmethod
     def of(cls, contract: Contract, cache_salt: bytes = b"") -> Chain:
-        return cls(
-            root=chain_root(
-                model_fingerprint=contract.model_fingerprint,
-                compute_dtype=contract.compute_dtype,
-                numerics=contract.numerics,
-                kv_dtype=contract.kv_dtype,
-                block_size=contract.block_size,
-                cache_salt=cache_salt,
-            ),
-            block_size=contract.block_size,
-        )
+        return cls(root=contract.chain_root(cache_salt), block_size=contract.block_size)
 
 
 @dataclass(frozen=True, slots=True)
