@@ -49,6 +49,8 @@ class EngineLink:
         self._epoch = epoch
         self._engine_module = engine_module
         self.on_report: Callable[[messages.Report], None] = lambda report: None
+        self.num_reports = 0
+        self.is_awaited = False  # a command was sent since the last report
         self._pulls: dict[str, asyncio.Future[PullResult]] = {}
         self._answers: dict[object, asyncio.Future[Any]] = {}
         self._request_ids = itertools.count(1)
@@ -107,6 +109,7 @@ class EngineLink:
         frames: list[Any] = [msgspec.msgpack.encode(command)]
         if data is not None:
             frames.append(data)
+        self.is_awaited = True
         # A PAIR socket's queue takes a thousand messages; the engine empties it every turn.
         self._commands.send_multipart(frames, copy=data is None)
 
@@ -200,6 +203,8 @@ class EngineLink:
     def _dispatch(self, reply: messages.Reply, frames: list[Any]) -> None:
         match reply:
             case messages.Report():
+                self.num_reports += 1
+                self.is_awaited = False
                 self.on_report(reply)
             case messages.PullsSettled(results):
                 for result in results:

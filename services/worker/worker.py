@@ -64,7 +64,6 @@ class Worker:
         self._model = ""
         self._max_model_len = 0
         self._started_at = time.time()
-        self._reported_at = time.monotonic()
 
     @property
     def draining(self) -> bool:
@@ -95,7 +94,7 @@ class Worker:
             worker_id=self.config.worker_id,
             epoch=self.epoch,
             record=self._record,
-            on_records=self.peers.update,
+            on_records=self._on_records,
         )
         self._membership = membership
         self.link.on_report = self._on_report
@@ -150,6 +149,7 @@ class Worker:
             self._metrics,
             block_bytes=ready.block_bytes,
             max_model_len=ready.max_model_len,
+            rates=self.rates,
         )
         port = self._metrics.serve(
             config.host, config.metrics_port, self.load, lambda: self.rates.pairs
@@ -171,7 +171,6 @@ class Worker:
         return server
 
     def _on_report(self, report: Report) -> None:
-        self._reported_at = time.monotonic()
         step = report.report
         engine = step.load
         self.rates.on_step(step)
@@ -196,6 +195,10 @@ class Worker:
             self._metrics.steps.inc()
             self._metrics.prefill_tokens.inc(step.num_prefill_tokens)
             self._metrics.decode_tokens.inc(step.num_decode_tokens)
+
+    def _on_records(self, records: list[WorkerRecord]) -> None:
+        self.peers.update(records)
+        self.decode.planner.update(records)
 
     def _record(self) -> WorkerRecord:
         return WorkerRecord(
@@ -244,12 +247,18 @@ class Worker:
 
     async def _watch_engine(self) -> None:
         """For ever: an engine that reports nothing while somebody waits for it is ended."""
-        deadline_s = self.config.engine_hang_timeout_s
+        silent_s = 0.0
         while True:
+            num_reports = self.link.num_reports
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            if not self.decode.num_sequences and not self.prefill.num_leases:
-                self._reported_at = time.monotonic()  # silence counts from when somebody waits
-            elif (silent_s := time.monotonic() - self._reported_at) > deadline_s:
+            # A reader gives up before this watch does, and its command to remove waits then.
+            waits = self.decode.num_sequences or self.prefill.num_leases or self.link.is_awaited
+            if not waits or self.link.num_reports != num_reports:
+                silent_s = 0.0
+                continue
+            # By turns, not by the clock: who was stopped with its engine must not blame it.
+            silent_s += _WATCH_INTERVAL_S
+            if silent_s > self.config.engine_hang_timeout_s:
                 self.link.kill(f"the engine made no turn for {silent_s:.0f} s")
 
     async def _drain(self) -> None:

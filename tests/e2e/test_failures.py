@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from redis.asyncio import Redis
 
@@ -61,6 +64,40 @@ async def test_prefill_worker_killed_under_sixteen_streams(start_cluster: StartC
             done = await asyncio.gather(*streams)
         assert [tokens_of(events) for events in done] == [expected[n % 4][:24] for n in range(16)]
         await asyncio.to_thread(cluster.wait_idle)
+
+
+async def test_a_hung_engine_is_ended_and_a_stopped_worker_is_not(
+    start_cluster: StartCluster,
+) -> None:
+    options = ("--heartbeat-timeout", "1", "--engine-hang-timeout", "3")
+    prompts, expected = golden(5, 6)
+    with start_cluster(*options, *SHORT_STEPS, "--local-prefill-max-tokens", "0") as cluster:
+        worker = cluster.workers["prefill-0"]
+
+        async def stop_under_a_lease(
+            processes: list[psutil.Process], number: int, until: Callable[[], bool]
+        ) -> None:
+            task = asyncio.create_task(complete_all(cluster, prompts[number:][:1], max_tokens=8))
+            leased = lambda: worker.state().load.num_leases  # noqa: E731
+            await asyncio.to_thread(wait_for, leased, deadline_s=60, what="a lease")
+            for process in processes:
+                process.suspend()
+            await asyncio.to_thread(wait_for, until, deadline_s=30, what="the end of the stop")
+            for process in processes:
+                if process.is_running():
+                    process.resume()
+            (answer,) = await task
+            assert answer.token_ids == expected[number][:8]
+
+        both = psutil.Process(worker.process.pid)
+        engine = both.children()
+        resumes_at = time.monotonic() + 6
+        await stop_under_a_lease([both, *engine], 0, lambda: time.monotonic() > resumes_at)
+        await asyncio.to_thread(cluster.wait_ready)
+        # Its only reader gives up long before the engine is ended, and nobody else comes.
+        await stop_under_a_lease(engine, 1, lambda: worker.process.poll() is not None)
+        assert worker.process.returncode == 1
+        assert "the engine made no turn for" in worker.log.read_text()
 
 
 async def test_decode_worker_killed_is_a_clear_error_in_the_stream(
