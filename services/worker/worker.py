@@ -94,7 +94,7 @@ class Worker:
             worker_id=self.config.worker_id,
             epoch=self.epoch,
             record=self._record,
-            on_records=self._on_records,
+            on_records=self.peers.update,
         )
         self._membership = membership
         self.link.on_report = self._on_report
@@ -149,7 +149,6 @@ class Worker:
             self._metrics,
             block_bytes=ready.block_bytes,
             max_model_len=ready.max_model_len,
-            rates=self.rates,
         )
         port = self._metrics.serve(
             config.host, config.metrics_port, self.load, lambda: self.rates.pairs
@@ -195,10 +194,6 @@ class Worker:
             self._metrics.steps.inc()
             self._metrics.prefill_tokens.inc(step.num_prefill_tokens)
             self._metrics.decode_tokens.inc(step.num_decode_tokens)
-
-    def _on_records(self, records: list[WorkerRecord]) -> None:
-        self.peers.update(records)
-        self.decode.planner.update(records)
 
     def _record(self) -> WorkerRecord:
         return WorkerRecord(
