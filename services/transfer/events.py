@@ -22,6 +22,20 @@ class Unfenced:
 
 
 @dataclass(frozen=True, slots=True)
+class Renewed:
+    """The reader was made anew, so many times since the last word of it."""
+
+    num_times: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """No pull will succeed here any more until the process is started anew; sent once."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class PeerConnected:
     """Answer to `connect`."""
 
@@ -40,4 +54,4 @@ class SourceReady:
     error: str = ""
 
 
-TransferEvent = Settled | Unfenced | PeerConnected | SourceReady
+TransferEvent = Settled | Unfenced | Renewed | Broken | PeerConnected | SourceReady

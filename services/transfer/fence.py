@@ -5,8 +5,9 @@
 
 A read belongs to the reader of its generation. Making the reader anew ends all of that generation
 at once, and would end pulls under way too: so it waits until there are none. Reads that were given
-up get `grace_s` to finish by themselves first; most do. Past `blocks_max` fenced blocks new pulls
-are refused, so that the pulls under way run out and the renewal comes.
+up get `grace_s` to finish by themselves first; most do. Past `blocks_max` fenced blocks, or when a
+read has waited for `patience_s`, new pulls are refused, so that those under way run out and the
+renewal comes, however busy the worker is.
 
 Pure bookkeeping: it knows no transport and no clock.
 """
@@ -17,14 +18,15 @@ from collections.abc import Iterable
 
 
 class Fence:
-    def __init__(self, *, blocks_max: int, grace_s: float) -> None:
+    def __init__(self, *, blocks_max: int, grace_s: float, patience_s: float) -> None:
         self._blocks_max = blocks_max
         self._grace_s = grace_s
+        self._patience_s = patience_s
         self._generation = 0
         self._next_read = 0
         self._reads: dict[int, list[int]] = {}  # read -> blocks that it may still write
         self._blocks: set[int] = set()
-        self._last_failed_at = 0.0
+        self._failed_at: dict[int, float] = {}  # of those reads, the oldest first
 
     @property
     def generation(self) -> int:
@@ -42,8 +44,12 @@ class Fence:
 
     @property
     def is_full(self) -> bool:
-        """New pulls must be refused until the reader is made anew."""
         return len(self._blocks) > self._blocks_max
+
+    def refuses(self, now: float) -> bool:
+        """New pulls must be refused until the reader is made anew."""
+        oldest = next(iter(self._failed_at.values()), now)
+        return self.is_full or now > oldest + self._patience_s
 
     def fenced(self, block_ids: Iterable[int]) -> set[int]:
         """Those of `block_ids` that may still be written."""
@@ -56,12 +62,13 @@ class Fence:
         read, self._next_read = self._next_read, self._next_read + 1
         self._reads[read] = blocks
         self._blocks.update(blocks)
-        self._last_failed_at = now
+        self._failed_at[read] = now
         return read
 
     def late_done(self, read: int) -> list[int]:
         """The read has ended by itself; answers the blocks that are safe now."""
         blocks = self._reads.pop(read)
+        del self._failed_at[read]
         self._blocks.difference_update(blocks)
         return blocks
 
@@ -69,12 +76,13 @@ class Fence:
         """Whether the reader should be made anew now."""
         if not self._reads or num_pulls_under_way:
             return False
-        return self.is_full or now >= self._last_failed_at + self._grace_s
+        return self.is_full or now >= max(self._failed_at.values()) + self._grace_s
 
     def renewed(self) -> list[int]:
         """The reader of this generation is destroyed; answers the blocks that are safe now."""
         blocks = sorted(self._blocks)
         self._generation += 1
         self._reads.clear()
+        self._failed_at.clear()
         self._blocks.clear()
         return blocks

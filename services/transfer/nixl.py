@@ -39,6 +39,8 @@ from services.transfer.protocol import PROBE_BYTES, LocalPool, Pull, PullResult,
 log = logging.getLogger(__name__)
 
 GRACE_S = 0.5  # for given-up reads to end by themselves; making the reader anew takes 20 ms
+PATIENCE_S = 10.0  # with given-up reads; then new pulls wait until the reader is made anew
+RECOVER_S = 10.0  # for which the reader may not be made anew before the process is given up
 _BACKOFF_MIN_S = 50e-6
 _BACKOFF_MAX_S = 1e-3
 _BACKOFF_FENCED_S = 10e-3  # when only given-up reads are left
@@ -72,7 +74,9 @@ class NixlReader:
         self._delay_s = delay_s
         self._clock = clock
         self._generation: Generation | None = None
-        self._fence = Fence(blocks_max=quarantine_blocks_max, grace_s=GRACE_S)
+        self._fence = Fence(
+            blocks_max=quarantine_blocks_max, grace_s=GRACE_S, patience_s=PATIENCE_S
+        )
         self._peers: dict[str, _Peer] = {}
         self._pulls: dict[str, NixlPull] = {}
         self._given_up: dict[int, tuple[str, Read]] = {}  # the fence's number -> peer's agent, read
@@ -80,6 +84,7 @@ class NixlReader:
         self._unfenced: list[int] = []
         self._backoff_s = _BACKOFF_MIN_S
         self._piece_size = PieceSize()
+        self._unmade: tuple[float, str] | None = None  # no agent can be made: since when, why
 
     def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
         if pool.block_bytes != self._block_bytes:
@@ -100,14 +105,14 @@ class NixlReader:
         try:
             self._begin(pull)
         except TandemError as error:
-            self._fail(pull, error, safe_blocks=[])
+            self._refuse(pull, error, safe_blocks=[])
 
     def disconnect(self, peer_id: str) -> None:
         peer = self._peers.pop(peer_id, None)
         if peer is None:
             return
         for active in [each for each in self._pulls.values() if each.pull.peer_id == peer_id]:
-            self._give_up(active, WorkerLost(f"{peer_id} was disconnected"))
+            self._give_up(active, WorkerLost(f"{peer_id} was disconnected"), "disconnected")
         self._unload_strays()
 
     def submit(self, pull: Pull) -> None:
@@ -120,7 +125,7 @@ class NixlReader:
             }
             under_way |= self._fence.fenced(pull.local_block_ids)
             safe_blocks = [block for block in pull.local_block_ids if block not in under_way]
-            self._fail(pull, error, safe_blocks)
+            self._refuse(pull, error, safe_blocks)
 
     def poll(self) -> list[PullResult]:
         if self._generation is not None:
@@ -153,7 +158,7 @@ class NixlReader:
     def cancel(self, pull_id: str) -> None:
         active = self._pulls.get(pull_id)
         if active is not None:
-            self._give_up(active, WorkerLost("the pull was cancelled"))
+            self._give_up(active, WorkerLost("the pull was cancelled"), "cancelled")
 
     def fence(self) -> list[int]:
         assert not self._pulls, "fencing would end the pulls under way"
@@ -168,10 +173,24 @@ class NixlReader:
         log.info("the reader is made anew; blocks that are safe by that: %d", len(block_ids))
         return block_ids
 
+    @property
+    def num_renewals(self) -> int:
+        return self._fence.generation
+
+    def failure(self) -> str:
+        """That no agent could be made for `RECOVER_S`, though there was one before."""
+        if self._unmade is None or not self._fence.generation:
+            return ""
+        since, message = self._unmade
+        failing_s = self._clock() - since
+        if failing_s < RECOVER_S:
+            return ""
+        return f"NIXL's reader cannot be made anew for {failing_s:.0f} s: {message}"
+
     def close(self) -> None:
         """Gives up all pulls (`poll` tells) and destroys the agent; the pool's memory may go."""
         for active in list(self._pulls.values()):
-            self._give_up(active, WorkerLost("the worker stops"))
+            self._give_up(active, WorkerLost("the worker stops"), "cancelled")
         self._unfenced.extend(self.fence())
 
     def _check(self, pull: Pull) -> None:
@@ -182,7 +201,7 @@ class NixlReader:
                 f"{len(pull.source_block_ids)} source blocks for {len(pull.local_block_ids)} here"
             )
         _check_range(pull.local_block_ids, self._num_blocks)
-        if self._fence.is_full:
+        if self._fence.refuses(self._clock()):
             raise QueueFull("too many blocks are fenced: the reader must be made anew first")
         for active in self._pulls.values():
             if not set(active.pull.local_block_ids).isdisjoint(pull.local_block_ids):
@@ -213,7 +232,7 @@ class NixlReader:
         try:
             moved = active.advance(self._generation)
         except TandemError as error:
-            self._give_up(active, error)
+            self._give_up(active, error, "error")
             if (peer := self._peers.get(pull.peer_id)) is not None:
                 self._unload(peer.metadata)  # the next pull joins it anew
             return True
@@ -223,25 +242,38 @@ class NixlReader:
             self._results.append(PullResult(pull.pull_id, True, active.num_bytes, elapsed_s))
             return True
         if now >= active.started_at + pull.deadline_s:
-            self._give_up(active, DeadlineExceeded(f"not done in {pull.deadline_s:g} s"))
+            error = DeadlineExceeded(f"not done in {pull.deadline_s:g} s")
+            self._give_up(active, error, "deadline")
             return True
         return moved
 
     def _delay_of(self, pull: Pull) -> float:
         return self._delay_s if pull.local_block_ids else 0.0  # a probe is not held back
 
-    def _give_up(self, active: NixlPull, error: TandemError) -> None:
+    def _give_up(self, active: NixlPull, error: TandemError, reason: str) -> None:
         del self._pulls[active.pull.pull_id]
         now = self._clock()
         for read in active.reads:
             number = self._fence.fail(read.local_ids, now)
             self._given_up[number] = (active.peer.agent_name, read)
-        self._fail(active.pull, error, active.safe_blocks(), self._clock() - active.started_at)
+        safe_blocks = active.safe_blocks()
+        result = PullResult(
+            active.pull.pull_id,
+            False,
+            elapsed_s=now - active.started_at,
+            error=error.message,
+            reason=reason,
+            num_fenced=len(active.pull.local_block_ids) - len(safe_blocks),
+        )
+        self._fail(result, safe_blocks)
 
-    def _fail(
-        self, pull: Pull, error: TandemError, safe_blocks: list[int], elapsed_s: float = 0.0
-    ) -> None:
-        self._results.append(PullResult(pull.pull_id, False, 0, elapsed_s, error.message))
+    def _refuse(self, pull: Pull, error: TandemError, safe_blocks: list[int]) -> None:
+        self._fail(
+            PullResult(pull.pull_id, False, error=error.message, reason="refused"), safe_blocks
+        )
+
+    def _fail(self, result: PullResult, safe_blocks: list[int]) -> None:
+        self._results.append(result)
         self._unfenced.extend(safe_blocks)
 
     def _poll_given_up(self) -> bool:
@@ -275,7 +307,13 @@ class NixlReader:
     def _made(self) -> Generation:
         if self._generation is None:
             name = f"{self._agent_name}-{self._fence.generation}"
-            self._generation = Generation(name, self._pool, self._scratch)
+            try:
+                self._generation = Generation(name, self._pool, self._scratch)
+            except TandemError as error:
+                since = self._clock() if self._unmade is None else self._unmade[0]
+                self._unmade = since, error.message
+                raise
+            self._unmade = None
         return self._generation
 
 

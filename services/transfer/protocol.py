@@ -58,6 +58,8 @@ class PullResult(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     elapsed_s: float = 0.0
     error: str = ""
+    reason: str = ""  # one word for why it is FAILED: refused, error, deadline, cancelled, ...
+    num_fenced: int = 0  # of its local blocks: a read may still write them
 
 
 class Transport(Protocol):
@@ -100,6 +102,13 @@ class Transport(Protocol):
 
         No pull may be under way.
         """
+
+    @property
+    def num_renewals(self) -> int:
+        """How often the reader was made anew, which ends reads that were given up."""
+
+    def failure(self) -> str:
+        """Why this transport cannot recover by itself; empty while it can."""
 
     def close(self) -> None:
         """Ends all pulls FAILED (`poll` tells) and everything that could write into the pool."""

@@ -7,6 +7,9 @@ this thread. Nothing else may touch NIXL, which is not thread-safe and copies in
                  `--a bug--> broken --stop--> stopped   what comes is answered with the failure;
                                                         fenced blocks stay fenced
 
+`Broken` is said once: after a bug, or when the transport cannot recover. The worker then drains
+itself and is started anew.
+
 While no pull is under way it sleeps on its queue; else it polls, with a back-off up to 1 ms.
 It knows no asyncio, no tensors and no engine: the pool is an address and a size.
 """
@@ -22,7 +25,9 @@ from queue import Empty, SimpleQueue
 from services.config import TransferConfig
 from services.errors import InternalError, TandemError
 from services.transfer.events import (
+    Broken,
     PeerConnected,
+    Renewed,
     Settled,
     SourceReady,
     TransferEvent,
@@ -33,7 +38,9 @@ from services.transfer.nixl_source import NixlSource, remote_pool
 from services.transfer.protocol import LocalPool, Pull, PullResult, RemotePool, Transport
 
 __all__ = [
+    "Broken",
     "PeerConnected",
+    "Renewed",
     "Settled",
     "SourceReady",
     "TransferEvent",
@@ -85,7 +92,9 @@ class TransferThread:
         self._num_probes = 0
         self._probes: dict[str, _Probing] = {}  # by pull id
         self._under_way: set[str] = set()
+        self._num_renewals = 0  # that were told
         self._failure = ""
+        self._told_broken = False
         self._stopping = False
 
     def start(self) -> None:
@@ -149,6 +158,11 @@ class TransferThread:
                 self._settle(result)
         if block_ids := self._transport.unfenced():
             self._on_event(Unfenced(block_ids))
+        if num_times := self._transport.num_renewals - self._num_renewals:
+            self._num_renewals += num_times
+            self._on_event(Renewed(num_times))
+        if failure := self._transport.failure():
+            self._tell_broken(failure)
 
     def _settle(self, result: PullResult) -> None:
         self._under_way.discard(result.pull_id)
@@ -186,7 +200,7 @@ class TransferThread:
 
     def _submit(self, pull: Pull) -> None:
         if self._failure:
-            self._settle(PullResult(pull.pull_id, False, error=self._failure))
+            self._settle(PullResult(pull.pull_id, False, error=self._failure, reason="broken"))
             self._on_event(Unfenced(pull.local_block_ids))  # it never started
             return
         self._under_way.add(pull.pull_id)
@@ -214,7 +228,13 @@ class TransferThread:
         """After a bug nothing is known of what is under way, so nothing is unfenced any more."""
         self._failure = message
         for pull_id in list(self._under_way):
-            self._settle(PullResult(pull_id, False, error=message))
+            self._settle(PullResult(pull_id, False, error=message, reason="broken"))
         for pull_id, probing in list(self._probes.items()):
             del self._probes[pull_id]
             self._on_event(PeerConnected(probing.peer_id, message))
+        self._tell_broken(message)
+
+    def _tell_broken(self, message: str) -> None:
+        if not self._told_broken:
+            self._told_broken = True
+            self._on_event(Broken(message))

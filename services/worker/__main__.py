@@ -1,7 +1,8 @@
 """`python -m services.worker --role decode ...`: one worker, with or without Ray around it.
 
-Exit status: 0 after a drain (SIGTERM or SIGINT), 1 when the engine ended, 2 for wrong settings or a
-refused contract, which no restart would mend.
+Exit status: 0 after a drain (SIGTERM or SIGINT), 1 when the engine ended or the worker drained
+itself because it could pull no more, 2 for wrong settings or a refused contract, which no restart
+would mend.
 """
 
 from __future__ import annotations

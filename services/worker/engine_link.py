@@ -35,7 +35,7 @@ _replies: msgspec.msgpack.Decoder[messages.Reply] = msgspec.msgpack.Decoder(mess
 
 
 class EngineLink:
-    """One engine process. `on_report` and `on_settled` are called on the event loop."""
+    """One engine process. `on_report` and `on_transfer` are called on the event loop."""
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class EngineLink:
         self._epoch = epoch
         self._engine_module = engine_module
         self.on_report: Callable[[messages.Report], None] = lambda report: None
+        self.on_transfer: Callable[[messages.TransferReply], None] = lambda reply: None
         self.num_reports = 0
         self.is_awaited = False  # a command was sent since the last report
         self._pulls: dict[str, asyncio.Future[PullResult]] = {}
@@ -211,6 +212,9 @@ class EngineLink:
                     future = self._pulls.pop(result.pull_id, None)
                     if future is not None and not future.done():
                         future.set_result(result)
+                self.on_transfer(reply)
+            case messages.ReaderRenewed() | messages.TransferBroken():
+                self.on_transfer(reply)
             case messages.Ready():
                 self._answer("ready", reply)
             case messages.PeerConnected():

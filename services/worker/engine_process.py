@@ -3,7 +3,7 @@
 It knows no gRPC, no Redis and no asyncio. It talks to the I/O process over two ZeroMQ sockets:
 
     commands   PAIR   the I/O process's `Command`s; back, at most one `Report` a turn of the loop
-    transfers  PUSH   `PullsSettled`, `PeerConnected` and `Source`, by the transfer thread, at once
+    transfers  PUSH   `PullsSettled`, `PeerConnected` and others, by the transfer thread, at once
 
 A turn: apply what came, make one step if there is work, report. Without work the loop sleeps in
 `poll`. While somebody waits for a sequence here it turns at least every `TICK_S`, so that a reader
@@ -249,6 +249,12 @@ class EngineProcess:
             case transfer.PeerConnected(peer_id, error, reads):
                 connected = messages.PeerConnected(peer_id, error, list(reads))
                 self._transfers.send(msgspec.msgpack.encode(connected))
+            case transfer.Renewed(num_times):
+                renewed = messages.ReaderRenewed(num_times)
+                self._transfers.send(msgspec.msgpack.encode(renewed))
+            case transfer.Broken(message):
+                broken = messages.TransferBroken(message)
+                self._transfers.send(msgspec.msgpack.encode(broken))
             case transfer.SourceReady():
                 source = messages.Source(event.request_id, event.metadata, event.pool, event.error)
                 self._transfers.send(msgspec.msgpack.encode(source))

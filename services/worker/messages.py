@@ -178,6 +178,18 @@ class PullsSettled(msgspec.Struct, frozen=True, tag=True):
     results: list[PullResult]
 
 
+class ReaderRenewed(msgspec.Struct, frozen=True, tag=True):
+    """The NIXL reader was made anew, so that reads which were given up write nothing any more."""
+
+    num_times: int
+
+
+class TransferBroken(msgspec.Struct, frozen=True, tag=True):
+    """No pull over NIXL will succeed in this process any more."""
+
+    message: str
+
+
 class PeerConnected(msgspec.Struct, frozen=True, tag=True):
     peer_id: str
     error: str  # empty: connected, and all self-test reads passed
@@ -214,8 +226,17 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+TransferReply = PullsSettled | ReaderRenewed | TransferBroken
 Reply = (
-    Ready | Report | PullsSettled | PeerConnected | BlockData | Chains | Source | Integrity | Fatal
+    Ready
+    | Report
+    | TransferReply
+    | PeerConnected
+    | BlockData
+    | Chains
+    | Source
+    | Integrity
+    | Fatal
 )
 
 __all__ = ["Command", "LocalPool", "Mode", "Reply"]

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from services.cost_model import PairRate
 from services.registry import Load
 from services.worker.lease import PullStats
+from services.worker.messages import PullsSettled, ReaderRenewed, TransferReply
 from services.worker.peers import Peer
 
 _HELP = {
@@ -61,7 +62,13 @@ class WorkerMetrics:
         self.decode_tokens = self._counter("decode_tokens", "Tokens computed in decode")
         self.preemptions = self._counter("preemptions", "Sequences preempted by recomputation")
         self.local_prefills = self._counter(
-            "local_prefills", "Prompts prefilled here because no prefill worker was to be had"
+            "local_prefills", "Prompts prefilled here though blocks were reserved to be pulled"
+        )
+        self._prefill_choices = Counter(
+            "tandem_prefill_choices",
+            "Where a reserved prompt was to be prefilled, at first and after a failure",
+            [*self._labels, "choice", "turn"],
+            registry=self._registry,
         )
         self.prefill_failures = self._counter(
             "remote_prefill_failures", "Leases that ended before they were released whole"
@@ -71,6 +78,15 @@ class WorkerMetrics:
         )
         self._kv_bytes = self._counter("kv_bytes_pulled", "Bytes of blocks pulled", "transport")
         self._kv_blocks = self._counter("kv_blocks_pulled", "Blocks pulled", "transport")
+        self._pull_failures = self._counter(
+            "pull_failures", "Pulls over NIXL that did not end DONE", "reason"
+        )
+        self._blocks_fenced = self._counter(
+            "blocks_fenced", "Blocks that a pull left while a read could still write them"
+        )
+        self._renewals = self._counter(
+            "reader_renewals", "How often the NIXL reader was made anew to end such reads"
+        )
         self._exposed = Histogram(
             "tandem_transfer_exposed_seconds",
             "From the first token of a remote prefill to its release",
@@ -78,6 +94,20 @@ class WorkerMetrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
+
+    def on_transfer(self, reply: TransferReply) -> None:
+        match reply:
+            case PullsSettled(results):
+                for result in results:
+                    if not result.done:
+                        labels = {**self._labels, "reason": result.reason or "refused"}
+                        self._pull_failures.labels(**labels).inc()
+                        self._blocks_fenced.inc(result.num_fenced)
+            case ReaderRenewed(num_times):
+                self._renewals.inc(num_times)
+
+    def on_choice(self, choice: str, turn: str) -> None:
+        self._prefill_choices.labels(**self._labels, choice=choice, turn=turn).inc()
 
     def on_pull(self, peer: Peer, stats: PullStats) -> None:
         labels = {**self._labels, "transport": peer.transport}

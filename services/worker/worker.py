@@ -28,7 +28,7 @@ from services.worker.convert import load_message
 from services.worker.decode_service import DecodeService
 from services.worker.engine_link import EngineLink
 from services.worker.membership import Membership
-from services.worker.messages import Ready, Report
+from services.worker.messages import Ready, Report, TransferBroken, TransferReply
 from services.worker.metrics import WorkerMetrics
 from services.worker.peers import Peers
 from services.worker.prefill_service import PrefillService
@@ -58,6 +58,7 @@ class Worker:
         self.state: State = "starting"
         self._stop_deadline_s = config.drain_deadline_s
         self._stopping = asyncio.Event()
+        self._broken = ""  # why this process must end and be started anew
         self._load = Load()
         self._address = ""
         self._metrics_address = ""
@@ -78,13 +79,15 @@ class Worker:
         return self._load
 
     async def run(self) -> None:
-        """Serves until `stop`. Raises WorkerLost when the engine ends."""
+        """Serves until `stop`. Raises WorkerLost when the engine ends, or cannot pull any more."""
         self.link = EngineLink(self.config, self.epoch)
         try:
             ready = await self.link.start()
             await self._serve(ready)
         finally:
             await self.link.stop()
+        if self._broken:
+            raise WorkerLost(self._broken)
 
     async def _serve(self, ready: Ready) -> None:
         self._compose(ready)
@@ -94,10 +97,11 @@ class Worker:
             worker_id=self.config.worker_id,
             epoch=self.epoch,
             record=self._record,
-            on_records=self.peers.update,
+            on_records=self._on_records,
         )
         self._membership = membership
         self.link.on_report = self._on_report
+        self.link.on_transfer = self._on_transfer
         self.state = "ready"
         try:
             if await self._unless_stopped(membership.join(self.contract)):
@@ -149,6 +153,7 @@ class Worker:
             self._metrics,
             block_bytes=ready.block_bytes,
             max_model_len=ready.max_model_len,
+            rates=self.rates,
         )
         port = self._metrics.serve(
             config.host, config.metrics_port, self.load, lambda: self.rates.pairs
@@ -194,6 +199,22 @@ class Worker:
             self._metrics.steps.inc()
             self._metrics.prefill_tokens.inc(step.num_prefill_tokens)
             self._metrics.decode_tokens.inc(step.num_decode_tokens)
+
+    def _on_records(self, records: list[WorkerRecord]) -> None:
+        self.peers.update(records)
+        self.decode.planner.update(records)
+
+    def _on_transfer(self, reply: TransferReply) -> None:
+        self._metrics.on_transfer(reply)
+        if isinstance(reply, TransferBroken):
+            self._give_up(reply.message)
+
+    def _give_up(self, message: str) -> None:
+        """Drains what is here; `run` then raises, so that whoever keeps workers starts another."""
+        if not self._broken:
+            log.error("this worker drains itself: %s", message)
+            self._broken = message
+            self.stop(self.config.drain_deadline_s)
 
     def _record(self) -> WorkerRecord:
         return WorkerRecord(
@@ -241,11 +262,18 @@ class Worker:
             ended.cancel()
 
     async def _watch_engine(self) -> None:
-        """For ever: an engine that reports nothing while somebody waits for it is ended."""
-        silent_s = 0.0
+        """For ever: an engine that reports nothing while somebody waits for it is ended.
+
+        One whose quarantine stays past its budget pulls nothing more: the worker drains itself.
+        """
+        silent_s = stuck_s = 0.0
         while True:
             num_reports = self.link.num_reports
             await asyncio.sleep(_WATCH_INTERVAL_S)
+            stuck = self._load.blocks_quarantined > self.config.transfer.quarantine_blocks_max
+            stuck_s = stuck_s + _WATCH_INTERVAL_S if stuck else 0.0
+            if stuck_s > self.config.engine_hang_timeout_s:
+                self._give_up(f"the quarantine is past its budget for {stuck_s:.0f} s")
             # A reader gives up before this watch does, and its command to remove waits then.
             waits = self.decode.num_sequences or self.prefill.num_leases or self.link.is_awaited
             if not waits or self.link.num_reports != num_reports:

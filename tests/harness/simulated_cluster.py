@@ -131,6 +131,7 @@ class Node:
         link._commands = outbox = Socket()
         outbox.sent = self.socket.received
         link.on_report = self._on_report
+        link.on_transfer = lambda reply: None
         self.link = link
 
     def _on_report(self, report: messages.Report) -> None:

@@ -8,10 +8,11 @@ from services.transfer.fence import Fence
 
 BLOCKS_MAX = 6
 GRACE_S = 0.5
+PATIENCE_S = 10.0
 
 
 def make_fence() -> Fence:
-    return Fence(blocks_max=BLOCKS_MAX, grace_s=GRACE_S)
+    return Fence(blocks_max=BLOCKS_MAX, grace_s=GRACE_S, patience_s=PATIENCE_S)
 
 
 def test_a_late_done_frees_its_own_blocks_only() -> None:
@@ -41,6 +42,19 @@ def test_a_full_fence_renews_at_once_and_never_under_a_pull() -> None:
     assert not fence.renewal_due(0.0, num_pulls_under_way=1)
     assert fence.renewed() == list(range(BLOCKS_MAX + 1))
     assert not fence.is_full
+
+
+def test_a_read_that_stays_refuses_new_pulls_so_that_the_renewal_comes_under_load() -> None:
+    fence = make_fence()
+    stuck = fence.fail([1], now=5.0)
+    fence.fail([2], now=14.9)
+    assert not fence.refuses(15.0)
+    assert fence.refuses(15.1)
+    fence.late_done(stuck)
+    assert not fence.refuses(15.1), "the younger one has time yet"
+    assert fence.refuses(25.0)
+    fence.renewed()
+    assert not fence.refuses(100.0)
 
 
 def test_a_read_into_scratch_memory_asks_for_a_renewal_too() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from services.config import TransferConfig
 from services.engine.layout import BlockLayout
 from services.errors import Incompatible, InternalError
-from services.transfer import nixl_agent, thread
+from services.transfer import nixl, nixl_agent, thread
 from services.transfer.nixl import NixlReader
 from services.transfer.protocol import LocalPool, Pull, PullResult, RemotePool, layout_fields
 
@@ -91,7 +92,7 @@ def test_a_pull_that_cannot_start_fails_and_leaves_its_blocks_safe(
     wanted = pull(**changes)
     transfer.submit(wanted)
     settled = events.get(timeout=DEADLINE_S)
-    assert settled == thread.Settled(PullResult("a", False, error=error))
+    assert settled == thread.Settled(PullResult("a", False, error=error, reason="refused"))
     if wanted.local_block_ids:
         assert events.get(timeout=DEADLINE_S) == thread.Unfenced(wanted.local_block_ids)
 
@@ -127,18 +128,48 @@ def test_after_a_bug_everything_is_answered_and_only_what_never_started_is_unfen
         lambda: transfer.submit(pull()),
         lambda: transfer.submit(pull()),
     ]
-    for each in submit:
+    for number, each in enumerate(submit):
         each()
         settled = events.get(timeout=DEADLINE_S)
         assert isinstance(settled, thread.Settled)
         assert not settled.result.done
+        assert settled.result.reason == "broken"
         assert "a bug" in settled.result.error
+        if number == 0:
+            assert isinstance(told := events.get(timeout=DEADLINE_S), thread.Broken)
+            assert "a bug" in told.message
     assert events.get(timeout=DEADLINE_S) == thread.Unfenced([3, 4])  # of the one never started
     transfer.connect("peer", b"metadata", REMOTE)
     connected = events.get(timeout=DEADLINE_S)
     assert isinstance(connected, thread.PeerConnected)
     assert "a bug" in connected.error
     assert events.empty()
+
+
+def test_a_reader_that_cannot_be_made_anew_is_told_once_and_not_before_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    reader = NixlReader(POOL, "alone", quarantine_blocks_max=4, clock=lambda: now)
+
+    def fails(*args: object) -> None:
+        raise Incompatible("no memory to register")
+
+    def connect() -> None:
+        with pytest.raises(Incompatible):
+            reader.connect("peer", b"metadata", REMOTE)
+
+    monkeypatch.setattr(nixl, "Generation", fails)
+    connect()
+    now += 2 * nixl.RECOVER_S
+    connect()
+    assert reader.failure() == "", "without NIXL from the start nothing is lost: gRPC is left"
+    reader.fence()
+    connect()
+    assert "no memory to register" in reader.failure()
+    monkeypatch.setattr(nixl, "Generation", lambda *args: SimpleNamespace(load=lambda *peer: None))
+    reader.connect("peer", b"metadata", REMOTE)
+    assert reader.failure() == ""
 
 
 def test_the_queue_of_commands_is_bounded(events: SimpleQueue[thread.TransferEvent]) -> None:
