@@ -15,49 +15,26 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from services.config import WorkerConfig
-from services.engine.types import Failed, Mode, NewTokens, Reserved, SequenceSpec
-from services.errors import TandemError
+from services.engine.types import Failed, Mode, NewTokens, Reserved
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.worker.convert import sequence_spec
+from services.worker.decode_sequence import DecodeSequence
 from services.worker.engine_link import EngineLink
-from services.worker.lease import PullStats, ReaderLease
-from services.worker.messages import Add, Commit, Remove, Report, Restart, StartLocalPrefill
+from services.worker.lease import PullStats
+from services.worker.messages import Add, Remove, Report
 from services.worker.metrics import WorkerMetrics
 from services.worker.peers import Peers
+from services.worker.prefill_planner import PrefillPlanner
+from services.worker.prompt_prefill import PromptPrefill
+from services.worker.rates import Rates
 from services.worker.router_stream import RouterStream
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class DecodeSequence:
-    """One request on this worker."""
-
-    request_id: str
-    attempt: int
-    spec: SequenceSpec
-    candidates: list[pb.PrefillCandidate]
-    stream: RouterStream
-    submitted_at: float = field(default_factory=time.monotonic)
-    reserved_at: float = 0.0
-    first_token_at: float = 0.0
-    num_sent: int = 0
-    cached_tokens: int = 0
-    timings: pb.SequenceTimings = field(
-        default_factory=lambda: pb.SequenceTimings(transport="local")
-    )
-    reserved: asyncio.Future[Reserved] | None = None
-    prefilling: asyncio.Task[None] | None = None
-
-    @property
-    def sequence_id(self) -> str:
-        return self.spec.sequence_id
 
 
 class DecodeService:
@@ -72,13 +49,16 @@ class DecodeService:
         *,
         block_bytes: int,
         max_model_len: int,
+        rates: Rates | None = None,
     ) -> None:
         self._config = config
         self._link = link
-        self._peers = peers
         self._metrics = metrics
-        self._block_bytes = block_bytes
-        self._block_size = config.engine.block_size
+        self._rates = rates or Rates(config, block_bytes=block_bytes)
+        self.planner = PrefillPlanner(config, self._rates, block_bytes=block_bytes)
+        self._prompts = PromptPrefill(
+            config, link, peers, metrics, self.planner, self, block_bytes=block_bytes
+        )
         self._max_model_len = max_model_len
         self._sequences: dict[str, DecodeSequence] = {}
         self._streams: set[RouterStream] = set()
@@ -113,6 +93,7 @@ class DecodeService:
     def on_report(self, report: Report, load: pb.WorkerLoad) -> None:
         """Hands on what a step brought; one message to each router concerned."""
         step = report.report
+        self.planner.load = load
         for reserved in step.reserved:
             self._on_reserved(reserved)
         for new_tokens in step.new_tokens:
@@ -147,7 +128,10 @@ class DecodeService:
             mode=Mode.AWAIT_KV if candidates else Mode.HERE,
             remote_prefill_min_tokens=0 if forced else transfer.local_prefill_max_tokens + 1,
         )
-        sequence = DecodeSequence(submit.request_id, submit.attempt, spec, candidates, stream)
+        holders = [h for h in submit.prefix_holders if h.worker_id != self._config.worker_id]
+        sequence = DecodeSequence(
+            submit.request_id, submit.attempt, spec, candidates, holders, stream
+        )
         self._sequences[sequence_id] = sequence
         stream.sequence_ids.add(sequence_id)
         if self.draining:
@@ -164,83 +148,10 @@ class DecodeService:
             return
         sequence.reserved_at = time.monotonic()
         sequence.cached_tokens = min(reserved.num_cached_tokens, sequence.spec.num_prompt_tokens)
-        sequence.prefilling = asyncio.create_task(self._prefill_remotely(sequence, reserved))
+        sequence.prefilling = asyncio.create_task(self._prompts.run(sequence, reserved))
         sequence.prefilling.add_done_callback(lambda task: self._prefill_ended(sequence, task))
 
-    async def _prefill_remotely(self, sequence: DecodeSequence, reserved: Reserved) -> None:
-        """Tries the candidates in order; commits the first whole lease, else prefills here."""
-        candidates = list(sequence.candidates)
-        while candidates:
-            lease = await self._lease(candidates.pop(0))
-            if self._is_over(sequence):
-                return
-            if lease is None:
-                continue
-            try:
-                first_missing = reserved.num_cached_tokens // self._block_size
-                first_token_id = await lease.run(
-                    sequence.spec,
-                    request_id=sequence.request_id,
-                    first_missing_block=first_missing,
-                    on_first_token=lambda token, stats: self._on_first_token(
-                        sequence, token, stats
-                    ),
-                )
-            except Exception as error:
-                # Whatever it was, nothing that was pulled is trusted: only a whole lease commits.
-                expected = isinstance(error, TandemError)
-                log.warning(
-                    "prefill of %s failed: %s",
-                    sequence.request_id,
-                    error,
-                    exc_info=None if expected else error,
-                )
-                self._metrics.prefill_failures.inc()
-                if self._is_over(sequence) or self._finish_if_over(sequence):
-                    return
-                if not lease.pulled_anything:
-                    continue
-                reserved_again = self._restart(sequence, remote=bool(candidates))
-                if reserved_again is None:
-                    return
-                reserved = await reserved_again
-                continue
-            if self._is_over(sequence):
-                return
-            self._record(sequence, lease)
-            self._link.send(Commit(sequence.sequence_id, first_token_id))
-            return
-        self._metrics.local_prefills.inc()
-        self._link.send(StartLocalPrefill(sequence.sequence_id))
-
-    async def _lease(self, candidate: pb.PrefillCandidate) -> ReaderLease | None:
-        try:
-            peer = await self._peers.get(candidate.worker_id, candidate.epoch, candidate.address)
-        except TandemError as error:
-            log.warning("prefill worker %s is passed over: %s", candidate.worker_id, error)
-            return None
-        return ReaderLease(
-            peer=peer,
-            link=self._link,
-            config=self._config.transfer,
-            token=self._config.cluster.token,
-            reader_id=self._config.worker_id,
-            block_size=self._block_size,
-            block_bytes=self._block_bytes,
-        )
-
-    def _restart(
-        self, sequence: DecodeSequence, *, remote: bool
-    ) -> asyncio.Future[Reserved] | None:
-        """Gives up what was pulled; a future of the next reservation if another prefills."""
-        mode = Mode.AWAIT_KV if remote else Mode.HERE
-        spec = msgspec.structs.replace(sequence.spec, mode=mode, remote_prefill_min_tokens=0)
-        sequence.spec = spec
-        sequence.reserved = asyncio.get_running_loop().create_future() if remote else None
-        self._link.send(Restart(spec))
-        return sequence.reserved
-
-    def _on_first_token(self, sequence: DecodeSequence, token_id: int, stats: PullStats) -> None:
+    def on_first_token(self, sequence: DecodeSequence, token_id: int, stats: PullStats) -> None:
         """It depends on no block that was pulled, so it leaves before they are trusted."""
         sequence.cached_tokens = max(
             sequence.cached_tokens, min(stats.cached_tokens, sequence.spec.num_prompt_tokens)
@@ -251,7 +162,7 @@ class DecodeService:
             sequence.spec, token_ids=[*sequence.spec.token_ids, token_id]
         )
 
-    def _finish_if_over(self, sequence: DecodeSequence) -> bool:
+    def finish_if_over(self, sequence: DecodeSequence) -> bool:
         """Ends a sequence whose lease failed after its last token was sent."""
         spec = sequence.spec
         if not sequence.num_sent:
@@ -267,18 +178,9 @@ class DecodeService:
         self._end(sequence, finish_reason=reason, num_preemptions=0)
         return True
 
-    def _record(self, sequence: DecodeSequence, lease: ReaderLease) -> None:
-        stats, timings = lease.stats, sequence.timings
-        timings.transfer_exposed_ms = (stats.released_at - stats.prefilled_at) * 1000
-        timings.blocks_pulled = stats.num_blocks
-        timings.bytes_pulled = stats.num_bytes
-        timings.prefill_worker_id = lease.peer.worker_id
-        timings.transport = lease.peer.transport
-        self._metrics.on_pull(lease.peer, stats)
-
     def _prefill_ended(self, sequence: DecodeSequence, task: asyncio.Task[None]) -> None:
         sequence.prefilling = None
-        if self._is_over(sequence) or not (task.cancelled() or task.exception()):
+        if self.is_over(sequence) or not (task.cancelled() or task.exception()):
             return
         error = "cancelled" if task.cancelled() else repr(task.exception())
         log.error("prefill of %s broke: %s", sequence.request_id, error)
@@ -315,6 +217,7 @@ class DecodeService:
 
     def _end(self, sequence: DecodeSequence, *, finish_reason: str, num_preemptions: int) -> None:
         self._metrics.preemptions.inc(num_preemptions)
+        self._rates.on_end(time.monotonic())
         timings = sequence.timings
         reserved_at = sequence.reserved_at or sequence.submitted_at
         timings.queue_ms = (reserved_at - sequence.submitted_at) * 1000
@@ -331,7 +234,7 @@ class DecodeService:
     def _end_with_error(self, sequence: DecodeSequence, code: str, message: str) -> None:
         error = pb.WorkerError(code=code, message=message)
         if code == "queue_full":
-            error.retry_after_s = 1.0
+            error.retry_after_s = self._rates.retry_after_s
         self._forget(sequence)
         sequence.stream.push(self._update(sequence, finish_reason="error", error=error))
 
@@ -345,7 +248,7 @@ class DecodeService:
             self._forget(sequence)
             self._link.send(Remove(sequence_id))
 
-    def _is_over(self, sequence: DecodeSequence) -> bool:
+    def is_over(self, sequence: DecodeSequence) -> bool:
         return self._sequences.get(sequence.sequence_id) is not sequence
 
     def _forget(self, sequence: DecodeSequence) -> None:

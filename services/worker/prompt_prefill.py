@@ -1,0 +1,195 @@
+"""How a reserved prompt gets its KV: from a candidate under a lease, or computed here.
+
+    reserved --> plan --> ask the first of it --> whole lease --> Commit
+                  ^  |              `--> failed or refused: without it, or with the wait it named
+                  |  |                        |
+                  `--+------------------------'
+                     `--> here: StartLocalPrefill
+
+Each failure plans anew. Whatever a lost lease brought is given up (`Restart`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+import msgspec
+
+from services.config import WorkerConfig
+from services.engine.types import Mode, Reserved
+from services.errors import TandemError
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.worker.decode_sequence import DecodeSequence
+from services.worker.engine_link import EngineLink
+from services.worker.lease import PullStats, ReaderLease
+from services.worker.messages import Commit, Restart, StartLocalPrefill
+from services.worker.metrics import WorkerMetrics
+from services.worker.peers import Peers
+from services.worker.prefill_choice import Plan
+from services.worker.prefill_planner import PrefillPlanner
+
+log = logging.getLogger(__name__)
+
+_WAIT_MAX_S = 2.0  # for a candidate that refused and is still the best; asked once more
+_ASKED_MAX = 2
+
+
+class Owner(Protocol):
+    """Whose sequences they are."""
+
+    def is_over(self, sequence: DecodeSequence) -> bool: ...
+
+    def finish_if_over(self, sequence: DecodeSequence) -> bool: ...
+
+    def on_first_token(self, sequence: DecodeSequence, token_id: int, stats: PullStats) -> None: ...
+
+
+class PromptPrefill:
+    """For all sequences of one decode worker."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        link: EngineLink,
+        peers: Peers,
+        metrics: WorkerMetrics,
+        planner: PrefillPlanner,
+        owner: Owner,
+        *,
+        block_bytes: int,
+    ) -> None:
+        self._config = config
+        self._link = link
+        self._peers = peers
+        self._metrics = metrics
+        self._planner = planner
+        self._owner = owner
+        self._block_size = config.engine.block_size
+        self._block_bytes = block_bytes
+
+    async def run(self, sequence: DecodeSequence, reserved: Reserved) -> None:
+        """Commits the first whole lease, else starts prefill here."""
+        left = list(sequence.candidates)
+        asked: dict[str, int] = {}
+        waits_s: dict[str, float] = {}
+        while left:
+            plan = self._plan(sequence, reserved, left, waits_s)
+            if not plan.candidates:
+                break
+            candidate = next(c for c in left if c.worker_id == plan.candidates[0])
+            name = candidate.worker_id
+            left.remove(candidate)
+            await asyncio.sleep(min(waits_s.get(name, 0.0), _WAIT_MAX_S))
+            lease = await self._lease(candidate)
+            if self._owner.is_over(sequence):
+                return
+            if lease is None:
+                continue
+            asked[name] = asked.get(name, 0) + 1
+            try:
+                first_token_id = await self._run_lease(sequence, reserved, lease)
+            except Exception as error:
+                # Whatever it was, nothing that was pulled is trusted: only a whole lease commits.
+                self._note_failure(sequence, error)
+                if self._owner.is_over(sequence) or self._owner.finish_if_over(sequence):
+                    return
+                wait_s = error.retry_after_s if isinstance(error, TandemError) else None
+                if wait_s and asked[name] < _ASKED_MAX:
+                    waits_s[name] = wait_s
+                    left.append(candidate)
+                if not lease.pulled_anything:
+                    continue
+                reserved_again = self._restart(sequence, remote=bool(left))
+                if reserved_again is None:
+                    return
+                reserved = await reserved_again
+                continue
+            if self._owner.is_over(sequence):
+                return
+            self._record(sequence, lease)
+            self._link.send(Commit(sequence.sequence_id, first_token_id))
+            return
+        self._metrics.local_prefills.inc()
+        self._link.send(StartLocalPrefill(sequence.sequence_id))
+
+    def _plan(
+        self,
+        sequence: DecodeSequence,
+        reserved: Reserved,
+        left: list[pb.PrefillCandidate],
+        waits_s: dict[str, float],
+    ) -> Plan:
+        plan = self._planner.plan(
+            left,
+            sequence.holders,
+            waits_s,
+            num_tokens=len(sequence.spec.token_ids),
+            cached_tokens=reserved.num_cached_tokens,
+        )
+        choice = "remote" if plan.candidates else "local"
+        again = "first" if left == sequence.candidates else "again"
+        self._metrics.on_choice(choice, again)
+        log.debug("%s is prefilled %s: %s", sequence.request_id, choice, plan.reason)
+        return plan
+
+    async def _run_lease(
+        self, sequence: DecodeSequence, reserved: Reserved, lease: ReaderLease
+    ) -> int:
+        missing = len(sequence.spec.token_ids) - reserved.num_cached_tokens
+        with self._planner.sent(lease.peer.worker_id, missing):
+            return await lease.run(
+                sequence.spec,
+                request_id=sequence.request_id,
+                first_missing_block=reserved.num_cached_tokens // self._block_size,
+                on_first_token=lambda token, stats: self._owner.on_first_token(
+                    sequence, token, stats
+                ),
+            )
+
+    async def _lease(self, candidate: pb.PrefillCandidate) -> ReaderLease | None:
+        try:
+            peer = await self._peers.get(candidate.worker_id, candidate.epoch, candidate.address)
+        except TandemError as error:
+            log.warning("prefill worker %s is passed over: %s", candidate.worker_id, error)
+            return None
+        return ReaderLease(
+            peer=peer,
+            link=self._link,
+            config=self._config.transfer,
+            token=self._config.cluster.token,
+            reader_id=self._config.worker_id,
+            block_size=self._block_size,
+            block_bytes=self._block_bytes,
+        )
+
+    def _note_failure(self, sequence: DecodeSequence, error: Exception) -> None:
+        expected = isinstance(error, TandemError)
+        log.warning(
+            "prefill of %s failed: %s",
+            sequence.request_id,
+            error,
+            exc_info=None if expected else error,
+        )
+        self._metrics.prefill_failures.inc()
+
+    def _restart(
+        self, sequence: DecodeSequence, *, remote: bool
+    ) -> asyncio.Future[Reserved] | None:
+        """Gives up what was pulled; a future of the next reservation if another prefills."""
+        mode = Mode.AWAIT_KV if remote else Mode.HERE
+        spec = msgspec.structs.replace(sequence.spec, mode=mode, remote_prefill_min_tokens=0)
+        sequence.spec = spec
+        sequence.reserved = asyncio.get_running_loop().create_future() if remote else None
+        self._link.send(Restart(spec))
+        return sequence.reserved
+
+    def _record(self, sequence: DecodeSequence, lease: ReaderLease) -> None:
+        stats, timings = lease.stats, sequence.timings
+        timings.transfer_exposed_ms = (stats.released_at - stats.prefilled_at) * 1000
+        timings.blocks_pulled = stats.num_blocks
+        timings.bytes_pulled = stats.num_bytes
+        timings.prefill_worker_id = lease.peer.worker_id
+        timings.transport = lease.peer.transport
+        self._metrics.on_pull(lease.peer, stats)
