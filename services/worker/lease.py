@@ -26,10 +26,9 @@ from services.rpc.auth import token_metadata
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.worker.convert import sequence_input
 from services.worker.engine_link import EngineLink
-from services.worker.messages import StartPull, StoreBytes
 from services.worker.peers import Peer
+from services.worker.pulls import Puller
 
-_ENGINE_MARGIN_S = 5.0
 _SILENCES = 10  # heartbeats that may be missed in a row before the source counts as gone
 
 
@@ -69,7 +68,7 @@ class ReaderLease:
         block_bytes: int,
     ) -> None:
         self.peer = peer
-        self._link = link
+        self._puller = Puller(config, link, token=token, block_bytes=block_bytes)
         self._config = config
         self._token = token
         self._reader_id = reader_id
@@ -161,46 +160,11 @@ class ReaderLease:
         if self._next_block > self._end_block:
             raise LeaseLost(f"a run ends at block {self._next_block}, after {self._end_block}")
         self.pulled_anything = True
-        if self.peer.transport == "nixl":
-            await self._pull_by_nixl(sequence_id, run)
-        else:
-            await self._pull_by_grpc(sequence_id, run)
+        await self._puller.pull(
+            self.peer, lease_id=self._lease_id, sequence_id=sequence_id, run=run
+        )
         self.stats.num_blocks += len(run.block_ids)
         self.stats.num_bytes += len(run.block_ids) * self._block_bytes
-
-    async def _pull_by_nixl(self, sequence_id: str, run: pb.BlockRun) -> None:
-        pull = StartPull(
-            pull_id=uuid.uuid4().hex,
-            sequence_id=sequence_id,
-            peer_id=self.peer.peer_id,
-            first_block=run.first_block,
-            source_block_ids=list(run.block_ids),
-            deadline_s=self._config.pull_deadline_s,
-        )
-        # The transfer thread keeps the deadline; the margin is for an engine that hangs.
-        async with asyncio.timeout(self._config.pull_deadline_s + _ENGINE_MARGIN_S):
-            result = await self._link.pull(pull)
-        if not result.done:
-            raise LeaseLost(f"a read from {self.peer.worker_id} failed: {result.error}")
-
-    async def _pull_by_grpc(self, sequence_id: str, run: pb.BlockRun) -> None:
-        if self._config.delay_s:
-            await asyncio.sleep(self._config.delay_s)
-        request = pb.FetchBlocksRequest(lease_id=self._lease_id, block_ids=run.block_ids)
-        call = self.peer.stub.FetchBlocks(
-            request,
-            metadata=token_metadata(self._token),
-            timeout=self._config.pull_deadline_s,
-        )
-        first, last = run.first_block, run.first_block + len(run.block_ids)
-        async for message in call:
-            num_blocks, rest = divmod(len(message.data), self._block_bytes)
-            if rest or not num_blocks or first + num_blocks > last:
-                raise LeaseLost(f"{self.peer.worker_id} sent bytes that are not the blocks")
-            self._link.send(StoreBytes("", sequence_id, first, num_blocks), message.data)
-            first += num_blocks
-        if first != last:
-            raise LeaseLost(f"{self.peer.worker_id} sent {last - first} blocks too few")
 
     async def _release(self, call: Any) -> None:
         """Says that the reads are done; only the answer makes what was pulled good."""
