@@ -242,8 +242,8 @@ class NixlReader:
             self._results.append(PullResult(pull.pull_id, True, active.num_bytes, elapsed_s))
             return True
         if now >= active.started_at + pull.deadline_s:
-            error = DeadlineExceeded(f"not done in {pull.deadline_s:g} s")
-            self._give_up(active, error, "deadline")
+            late = DeadlineExceeded(f"not done in {pull.deadline_s:g} s")
+            self._give_up(active, late, "deadline")
             return True
         return moved
 

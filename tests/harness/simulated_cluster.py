@@ -132,6 +132,7 @@ class Node:
         outbox.sent = self.socket.received
         link.on_report = self._on_report
         link.on_transfer = lambda reply: None
+        link.num_reports, link.is_awaited = 0, False
         self.link = link
 
     def _on_report(self, report: messages.Report) -> None:
