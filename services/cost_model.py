@@ -11,7 +11,7 @@ computing, and the router places requests. `services/rate_meters.py` measures th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -60,6 +60,13 @@ class PairRate(msgspec.Struct, frozen=True):
         return self.latency_s + max(0.0, num_bytes) / self.bytes_per_s
 
 
+class Holder(msgspec.Struct, frozen=True):
+    """Who has the first tokens of a prompt, and how its blocks come to the worker in question."""
+
+    num_tokens: int
+    rate: PairRate
+
+
 class WorkerRates(msgspec.Struct, frozen=True):
     """What a worker tells of its own speed, in its record."""
 
@@ -70,6 +77,7 @@ class WorkerRates(msgspec.Struct, frozen=True):
     measured: bool = False  # False: the defaults, nothing was seen yet
 
 
+ASK_S = 2e-3  # a lease: opened, answered, released
 DEFAULT_PREFILL = PrefillRate()
 DEFAULT_DECODE = DecodeRate()
 # First guesses, on the cautious side, until a pair has measured itself.
@@ -86,3 +94,34 @@ def default_pair(transport: str) -> PairRate:
 def token_contexts(num_tokens: int, context: int) -> int:
     """Tokens before each of `num_tokens` tokens that follow `context` others, summed."""
     return num_tokens * context + num_tokens * (num_tokens - 1) // 2
+
+
+def best_start(
+    rates: WorkerRates,
+    num_tokens: int,
+    cached_tokens: int,
+    holders: Iterable[Holder],
+    *,
+    bytes_per_token: float,
+) -> tuple[float, int]:
+    """Seconds to wait for a prefix, and tokens that need no computing then: the fastest way.
+
+    Nothing to wait for and the cached tokens, unless pulling from a holder beats computing.
+    """
+    best = (0.0, cached_tokens)
+    lowest_s = prefill_seconds(rates, num_tokens, cached_tokens)
+    for holder in holders:
+        missing = holder.num_tokens - cached_tokens
+        if missing <= 0:
+            continue
+        pull_s = ASK_S + holder.rate.seconds(missing * bytes_per_token)
+        total_s = pull_s + prefill_seconds(rates, num_tokens, holder.num_tokens)
+        if total_s < lowest_s:
+            best, lowest_s = (pull_s, holder.num_tokens), total_s
+    return best
+
+
+def prefill_seconds(rates: WorkerRates, num_tokens: int, cached_tokens: int) -> float:
+    """Of a prompt; its last token is computed always, for the first new one comes from it."""
+    cached = max(0, min(cached_tokens, num_tokens - 1))
+    return rates.prefill.seconds(num_tokens - cached, cached, rates.step_tokens)

@@ -16,20 +16,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.cost_model import PairRate, PrefillRate, default_pair
+from services.cost_model import (
+    ASK_S,
+    Holder,
+    PairRate,
+    WorkerRates,
+    best_start,
+    default_pair,
+    prefill_seconds,
+)
 
 HERE_MARGIN = 0.9  # of the best candidate's time: from there on prefill here is clearly faster
 NEAR_BEST = 1.1  # the router's first choice stays first up to this: it spreads the load
 _UNMEASURED = default_pair("nixl")
-_ASK_S = 2e-3  # a lease: opened, answered, released
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who has the first tokens of a prompt, and how its blocks come to whom it is named for."""
-
-    num_tokens: int
-    rate: PairRate
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,7 @@ class Prompt:
 class Place:
     """A worker that could prefill the prompt."""
 
-    rate: PrefillRate
-    step_tokens: int = 512
+    rates: WorkerRates
     queued_tokens: int = 0
     cached_tokens: int = 0  # of the prompt
     holders: tuple[Holder, ...] = ()
@@ -93,38 +91,29 @@ def plan_prefill(prompt: Prompt, here: Here, candidates: Sequence[Candidate]) ->
 
 def seconds_here(prompt: Prompt, here: Here) -> float:
     """Until the prompt is prefilled, and the delay that this makes for those who decode here."""
-    start_s, cached = best_start(prompt, here)
-    compute_s = _compute(prompt, here, cached)
-    queue_s = here.rate.seconds(here.queued_tokens, 0, here.step_tokens)
-    return queue_s + start_s + compute_s * (1 + here.num_running)
+    start_s, compute_s = _prefill(prompt, here)
+    return _queue(here) + start_s + compute_s * (1 + here.num_running)
 
 
 def seconds_at(prompt: Prompt, candidate: Candidate, missing_here: int) -> float:
     """Until the blocks that are missing here have come."""
-    start_s, cached = best_start(prompt, candidate)
-    compute_s = start_s + _compute(prompt, candidate, cached)
-    queue_s = candidate.rate.seconds(candidate.queued_tokens, 0, candidate.step_tokens)
+    prefill_s = sum(_prefill(prompt, candidate))
     pull_s = missing_here * prompt.bytes_per_token / candidate.pair.bytes_per_s
-    latency_s = _ASK_S + 2 * candidate.pair.latency_s
-    return max(queue_s, candidate.wait_s) + latency_s + max(compute_s, pull_s)
+    latency_s = ASK_S + 2 * candidate.pair.latency_s
+    return max(_queue(candidate), candidate.wait_s) + latency_s + max(prefill_s, pull_s)
 
 
-def best_start(prompt: Prompt, place: Place) -> tuple[float, int]:
-    """Seconds to wait for a prefix, and tokens that need no computing after it: the best way."""
-    best = (0.0, place.cached_tokens)
-    lowest_s = _compute(prompt, place, place.cached_tokens)
-    for holder in place.holders:
-        if holder.num_tokens <= place.cached_tokens:
-            continue
-        num_bytes = (holder.num_tokens - place.cached_tokens) * prompt.bytes_per_token
-        pull_s = _ASK_S + holder.rate.seconds(num_bytes)
-        total_s = pull_s + _compute(prompt, place, holder.num_tokens)
-        if total_s < lowest_s:
-            best, lowest_s = (pull_s, holder.num_tokens), total_s
-    return best
+def _prefill(prompt: Prompt, place: Place) -> tuple[float, float]:
+    """Waiting for a prefix from a holder, if that is worth it, and computing the rest."""
+    start_s, cached = best_start(
+        place.rates,
+        prompt.num_tokens,
+        place.cached_tokens,
+        place.holders,
+        bytes_per_token=prompt.bytes_per_token,
+    )
+    return start_s, prefill_seconds(place.rates, prompt.num_tokens, cached)
 
 
-def _compute(prompt: Prompt, place: Place, cached: int) -> float:
-    """The last token is computed always: the first new one comes from it."""
-    cached = min(cached, prompt.num_tokens - 1)
-    return place.rate.seconds(prompt.num_tokens - cached, cached, place.step_tokens)
+def _queue(place: Place) -> float:
+    return place.rates.prefill.seconds(place.queued_tokens, 0, place.rates.step_tokens)

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from services.config import WorkerConfig
-from services.cost_model import PairRate, WorkerRates, default_pair
+from services.cost_model import Holder, PairRate, WorkerRates, default_pair
 from services.registry import WorkerRecord
 from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.worker.prefill_choice import Candidate, Here, Holder, Plan, Prompt, plan_prefill
+from services.worker.prefill_choice import Candidate, Here, Plan, Prompt, plan_prefill
 from services.worker.rates import Rates
 
 
@@ -59,8 +59,7 @@ class PrefillPlanner:
             return Plan(names, 0.0, "nothing was measured yet")
         prompt = Prompt(num_tokens, self._bytes_per_token)
         here = Here(
-            rate=self._rates_of(None).prefill,
-            step_tokens=own.step_tokens,
+            rates=self._rates_of(None),
             queued_tokens=self.load.queued_tokens,
             cached_tokens=cached_tokens,
             holders=tuple(self._holders(holders, self._config.worker_id)),
@@ -80,11 +79,9 @@ class PrefillPlanner:
     ) -> Candidate:
         name = candidate.worker_id
         record = self._records.get(name)
-        rates = self._rates_of(record)
         queued = record.load.queued_tokens if record is not None else 0
         return Candidate(
-            rate=rates.prefill,
-            step_tokens=rates.step_tokens,
+            rates=self._rates_of(record),
             queued_tokens=max(queued, self._tokens_sent.get(name, 0)),
             cached_tokens=candidate.cached_blocks * self._block_size,
             holders=tuple(self._holders(holders, name)),

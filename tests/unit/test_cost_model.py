@@ -6,10 +6,13 @@ from hypothesis import strategies as st
 
 from services.cost_model import (
     DecodeRate,
+    Holder,
     PairRate,
     PrefillRate,
     WorkerRates,
+    best_start,
     default_pair,
+    prefill_seconds,
     token_contexts,
 )
 
@@ -66,3 +69,34 @@ def test_rates_survive_the_record(prefill: PrefillRate, pair: PairRate) -> None:
     rates = WorkerRates(prefill, block_bytes=7, measured=True)
     wire = msgspec.msgpack.encode((rates, pair))
     assert msgspec.msgpack.decode(wire, type=tuple[WorkerRates, PairRate]) == (rates, pair)
+
+
+CORE = WorkerRates(PrefillRate(5e-3, 1e-3, 2e-7))
+LAN, WAN = PairRate("nixl", 1e-3, 1e9), PairRate("grpc", 40e-3, 2e6)
+TOKEN_BYTES = 23_040
+
+
+def test_a_prefix_is_pulled_from_a_holder_when_that_is_faster() -> None:
+    near, far = Holder(4000, LAN), Holder(4000, WAN)
+    assert best_start(CORE, 4100, 0, [far], bytes_per_token=TOKEN_BYTES) == (0.0, 0)
+    seconds, cached = best_start(CORE, 4100, 0, [far, near], bytes_per_token=TOKEN_BYTES)
+    assert cached == 4000
+    assert 0.09 < seconds < 0.1
+    assert best_start(CORE, 4100, 4096, [near], bytes_per_token=TOKEN_BYTES) == (0.0, 4096)
+
+
+@given(
+    st.integers(1, 8000),
+    st.integers(0, 8000),
+    st.lists(st.builds(Holder, st.integers(0, 8000), pairs), max_size=3),
+    st.integers(0, 500),
+)
+def test_more_cached_or_one_more_holder_never_makes_a_prompt_slower(
+    num_tokens: int, cached: int, holders: list[Holder], more: int
+) -> None:
+    def total(cached_tokens: int, known: list[Holder]) -> float:
+        wait, start = best_start(CORE, num_tokens, cached_tokens, known, bytes_per_token=100.0)
+        return wait + prefill_seconds(CORE, num_tokens, start)
+
+    assert total(cached, holders) <= total(cached, holders[1:]) + 1e-9
+    assert total(cached + more, holders) <= total(cached, holders) + 1e-9
