@@ -82,13 +82,18 @@ class DecodeService:
         reading = asyncio.create_task(self._read_commands(stream, commands))
         reading.add_done_callback(stream.on_reader_done)
         try:
-            while True:
-                yield await stream.next_message()
+            while (message := await stream.next_message()) is not None:
+                yield message
         finally:
             reading.cancel()
             self._streams.discard(stream)
             for sequence_id in list(stream.sequence_ids):
                 self._remove(sequence_id)
+
+    def end_streams(self) -> None:
+        """The worker leaves: routers see their streams end, not break."""
+        for stream in self._streams:
+            stream.end()
 
     def on_report(self, report: Report, load: pb.WorkerLoad) -> None:
         """Hands on what a step brought; one message to each router concerned."""

@@ -26,6 +26,7 @@ class RouterStream:
         self._load: pb.WorkerLoad | None = None
         self._changed = asyncio.Event()
         self._closed = False
+        self._ended = False
 
     def push(self, update: pb.SequenceUpdate) -> None:
         if len(self._updates) >= _UPDATES_MAX:
@@ -45,12 +46,20 @@ class RouterStream:
             self._closed = True
             self._changed.set()
 
-    async def next_message(self) -> pb.DecodeUpdate:
-        """All that gathered since the last message; waits until there is something."""
+    def end(self) -> None:
+        """After what gathered so far: the worker leaves."""
+        self._ended = True
+        self._changed.set()
+
+    async def next_message(self) -> pb.DecodeUpdate | None:
+        """All that gathered since the last message; waits until there is something. None: ended."""
         await self._changed.wait()
-        self._changed.clear()
         if self._closed:
             raise WorkerLost("the stream was cut off")
+        if self._ended and not self._updates:
+            return None
+        if not self._ended:
+            self._changed.clear()
         message = pb.DecodeUpdate(sequences=self._updates, load=self._load)
         self._updates, self._load = [], None
         return message

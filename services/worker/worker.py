@@ -118,6 +118,7 @@ class Worker:
         finally:
             await self.peers.aclose()
             await membership.leave()
+            self.decode.end_streams()
             await server.stop(_CLOSE_S)
 
     def _compose(self, ready: Ready) -> None:
