@@ -119,10 +119,14 @@ class LocalCluster:
         *more: str,
         environment: dict[str, str] | None = None,
         at: Place | None = None,
+        module: Sequence[str] = ("services.worker",),
     ) -> WorkerProcess:
-        """`at`: where in a `Network` it runs; Redis must then be reachable from there."""
+        """`at`: where in a `Network` it runs; Redis must then be reachable from there.
+
+        `module`: what is run, with arguments that go first.
+        """
         log = self.folder / f"{worker_id}.log"
-        command = [sys.executable, "-m", "services.worker", "--role", role]
+        command = [sys.executable, "-m", *module, "--role", role]
         if at is not None:
             command = [*at.prefix, *command, "--host", at.address]
             environment = {**at.environment, **(environment or {})}

@@ -1,0 +1,47 @@
+"""A worker whose NIXL reader meets a bug at its first pull; all else of it is the real thing.
+
+`python -m tests.harness.breaking_engine worker OPTIONS...` is `python -m services.worker OPTIONS`,
+with this module for its engine process.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from services.transfer.nixl import NixlReader
+from services.transfer.protocol import Pull
+from services.worker.engine_process import EngineProcess
+from services.worker.engine_process import main as engine_main
+from services.worker.settings import EngineSettings
+
+
+class BreakingProcess(EngineProcess):
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        reader = self._transfer._transport
+        assert isinstance(reader, NixlReader)
+        reader.submit = self._break  # type: ignore[method-assign]
+
+    def _break(self, pull: Pull) -> None:
+        raise ZeroDivisionError("a bug at the first pull")
+
+
+def worker_main() -> None:
+    import typer
+
+    from services.worker import __main__ as command
+    from services.worker import worker
+
+    worker.EngineLink = partial(  # type: ignore[assignment, misc]
+        worker.EngineLink, engine_module="tests.harness.breaking_engine"
+    )
+    typer.run(command.main)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        del sys.argv[1]
+        worker_main()
+    else:
+        engine_main(BreakingProcess)
