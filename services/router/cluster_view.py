@@ -65,6 +65,8 @@ class KnownWorker:
             num_leases=load.num_leases + self.leases_unreported,
             blocks_total=load.blocks_total,
             blocks_used=load.blocks_used,
+            rates=self.record.rates,
+            pairs=self.record.pairs,
         )
 
 

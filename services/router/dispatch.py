@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -103,11 +103,12 @@ class Dispatcher:
                 attempt.close()
 
     async def _submit(self, job: Job) -> Attempt:
-        job.placement = placement = await self._place(job)
+        matches = await self._match(job.block_hashes)
+        job.placement = placement = await self._place(job, matches)
         # Nothing was awaited since the snapshot that said so.
         client = self._view.client(placement.decode.worker_id)
         assert client is not None
-        message = _submission(job, placement)
+        message = _submission(job, placement, matches)
         job.num_submissions += 1
         log.debug("request %s: %s", job.request.request_id, placement.reason)
         if not placement.prefill_candidates:
@@ -141,8 +142,7 @@ class Dispatcher:
             if finish_reason:
                 return
 
-    async def _place(self, job: Job) -> Placement:
-        matches = await self._match(job.block_hashes)
+    async def _place(self, job: Job, matches: dict[str, int]) -> Placement:
         contract = self._view.contract()
         work = Work(len(job.token_ids), contract.block_size if contract else 16)
         refused = frozenset(job.refused)
@@ -214,7 +214,7 @@ class Dispatcher:
         log.warning("request %s moves: %s", job.request.request_id, error.message)
 
 
-def _submission(job: Job, placement: Placement) -> pb.SubmitSequence:
+def _submission(job: Job, placement: Placement, matches: Mapping[str, int]) -> pb.SubmitSequence:
     sampling = job.request.sampling
     return pb.SubmitSequence(
         request_id=job.request.request_id,
@@ -233,7 +233,21 @@ def _submission(job: Job, placement: Placement) -> pb.SubmitSequence:
             stop_token_ids=job.stop_token_ids,
         ),
         prefill_candidates=[
-            pb.PrefillCandidate(worker_id=w.worker_id, epoch=w.epoch, address=w.address)
+            pb.PrefillCandidate(
+                worker_id=w.worker_id,
+                epoch=w.epoch,
+                address=w.address,
+                cached_blocks=matches.get(w.worker_id, 0),
+            )
             for w in placement.prefill_candidates
+        ],
+        prefix_holders=[
+            pb.PrefixHolder(
+                worker_id=w.worker_id,
+                epoch=w.epoch,
+                address=w.address,
+                num_blocks=matches[w.worker_id],
+            )
+            for w in placement.prefix_holders
         ],
     )

@@ -6,6 +6,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
+from services.router.costs import TOKEN_S, with_likely_rates
 from services.router.placement import (
     PREFILL_CANDIDATES_MAX,
     Work,
@@ -22,7 +24,24 @@ def worker(worker_id: str, role: str = "decode", **more: object) -> WorkerSnapsh
     return WorkerSnapshot(worker_id=worker_id, role=role, **values)  # type: ignore[arg-type]
 
 
+FAST = PairRate("nixl", 1e-3, 2e9)
+SLOW = PairRate("grpc", 40e-3, 2e6)
+MEASURED = WorkerRates(PrefillRate(5e-3, 1e-3, 2e-7), block_bytes=360 << 10, measured=True)
+
 counts = st.integers(0, 500)
+prices = st.floats(0, 0.1)
+rates = st.builds(
+    WorkerRates,
+    st.builds(PrefillRate, prices, st.floats(1e-6, 1e-2), st.floats(0, 1e-6)),
+    st.builds(DecodeRate, prices, prices),
+    st.sampled_from([64, 512]),
+    st.sampled_from([0, 360 << 10]),
+    st.booleans(),
+)
+pairs = st.dictionaries(
+    st.sampled_from([f"w{i}" for i in range(8)]),
+    st.builds(PairRate, st.just("nixl"), prices, st.floats(1e5, 1e10)),
+)
 snapshots = st.builds(
     worker,
     st.just("?"),
@@ -35,6 +54,8 @@ snapshots = st.builds(
     num_leases=counts,
     blocks_total=st.sampled_from([0, 100, 5000]),
     blocks_used=st.integers(0, 100),
+    rates=rates,
+    pairs=pairs,
 )
 clusters = st.lists(snapshots, max_size=8).map(
     lambda ws: [replace(w, worker_id=f"w{i}", epoch=f"w{i}/1") for i, w in enumerate(ws)]
@@ -73,13 +94,35 @@ def test_who_refused_is_not_asked_again(
     assert asked == sum(w.usable and w.role == "decode" for w in workers)
 
 
-@given(works, snapshots, st.integers(0, 4000), st.integers(0, 4000), st.booleans())
+def no_more(one: float, other: float) -> bool:
+    """Sums of floats in another order differ in the last digits."""
+    return one <= other * (1 + 1e-9) + 1e-12
+
+
+@given(works, snapshots, st.integers(0, 4000), st.integers(0, 4000), clusters)
 def test_more_cached_never_costs_more(
-    work: Work, one: WorkerSnapshot, depth: int, deeper_by: int, pulls: bool
+    work: Work,
+    one: WorkerSnapshot,
+    depth: int,
+    deeper_by: int,
+    others: list[WorkerSnapshot],
 ) -> None:
-    less, more = {one.worker_id: depth}, {one.worker_id: depth + deeper_by}
-    assert decode_cost(work, one, more, pulls=pulls) <= decode_cost(work, one, less, pulls=pulls)
-    assert prefill_cost(work, one, more) <= prefill_cost(work, one, less)
+    theirs = {w.worker_id: 7 * i for i, w in enumerate(others)}
+    less, more = ({one.worker_id: d, **theirs} for d in (depth, depth + deeper_by))
+    assert no_more(
+        decode_cost(work, one, more, sources=others), decode_cost(work, one, less, sources=others)
+    )
+    assert no_more(
+        prefill_cost(work, one, more, holders=others), prefill_cost(work, one, less, holders=others)
+    )
+
+
+@given(works, snapshots, clusters, matches_of)
+def test_one_who_has_the_prefix_never_makes_prefill_slower(
+    work: Work, one: WorkerSnapshot, holders: list[WorkerSnapshot], matches: dict[str, int]
+) -> None:
+    alone = prefill_cost(work, one, matches)
+    assert no_more(prefill_cost(work, one, matches, holders=holders), alone)
 
 
 @given(works, clusters, matches_of, st.integers(1, 100), st.data())
@@ -92,11 +135,11 @@ def test_more_cached_never_takes_a_worker_out_of_the_choice(
 ) -> None:
     if not workers:
         return
-    costs = {w.worker_id: decode_cost(work, w, matches, pulls=True) for w in workers}
+    costs = {w.worker_id: decode_cost(work, w, matches, sources=workers) for w in workers}
     before = near_best(workers, costs)
     lucky = data.draw(st.sampled_from(before))
     deeper = {**matches, lucky.worker_id: matches.get(lucky.worker_id, 0) + deeper_by}
-    costs[lucky.worker_id] = decode_cost(work, lucky, deeper, pulls=True)
+    costs[lucky.worker_id] = decode_cost(work, lucky, deeper, sources=workers)
     after = near_best(workers, costs)
     assert lucky in after
     assert len(after) <= len(before)
@@ -112,8 +155,10 @@ def test_more_load_never_costs_less(
         num_waiting=one.num_waiting + waiting,
         queued_tokens=one.queued_tokens + queued,
     )
-    assert decode_cost(work, busier, {}, pulls=True) >= decode_cost(work, one, {}, pulls=True)
-    assert prefill_cost(work, busier, {}) >= prefill_cost(work, one, {})
+    for sources in ([], [one]):
+        before = decode_cost(work, one, {}, sources=sources)
+        assert no_more(before, decode_cost(work, busier, {}, sources=sources))
+    assert no_more(prefill_cost(work, one, {}), prefill_cost(work, busier, {}))
 
 
 def test_equal_workers_share_the_requests() -> None:
@@ -143,3 +188,73 @@ def test_the_reason_says_what_was_weighed() -> None:
     assert placement is not None
     for part in ("decode=d", "cached=48/100", "running=2", "kv=0.50", "of=1", "prefill=p"):
         assert part in placement.reason
+
+
+@given(works, clusters, matches_of, st.integers())
+def test_prefix_holders_have_more_than_the_first_candidate_and_are_others(
+    work: Work, workers: list[WorkerSnapshot], matches: dict[str, int], seed: int
+) -> None:
+    placement = choose(work, workers, matches, Random(seed))
+    if placement is None:
+        return
+    first = (*placement.prefill_candidates, placement.decode)[0]
+    depths = [matches[w.worker_id] for w in placement.prefix_holders]
+    assert depths == sorted(depths, reverse=True)
+    assert all(depth > matches.get(first.worker_id, 0) for depth in depths)
+    assert all(w.usable and w in workers for w in placement.prefix_holders)
+    assert placement.decode not in placement.prefix_holders
+    assert first not in placement.prefix_holders
+
+
+def test_without_rates_a_token_has_one_price() -> None:
+    idle, busy = worker("p", "prefill"), worker("p", "prefill", queued_tokens=300, num_leases=2)
+    assert prefill_cost(Work(100), idle, {"p": 2}) == TOKEN_S * 68
+    assert abs(prefill_cost(Work(100), busy, {}) - TOKEN_S * (300 + 2 * 32 + 100)) < 1e-9
+    running = worker("d", num_running=2, num_waiting=1)
+    price = decode_cost(Work(100), running, {}, sources=[idle])
+    assert abs(price - TOKEN_S * (2 * 24 + 64 + 25)) < 1e-9
+
+
+def test_a_slow_worker_gets_less_and_one_that_is_new_is_taken_for_like_the_others() -> None:
+    slow = WorkerRates(PrefillRate(5e-3, 4e-3, 2e-7), measured=True)
+    workers = [
+        worker("d"),
+        worker("p0", "prefill", rates=MEASURED),
+        worker("p1", "prefill", rates=slow),
+        worker("p2", "prefill", rates=MEASURED),
+        worker("new", "prefill"),
+    ]
+    placements = [choose(Work(1000), workers, {}, Random(seed)) for seed in range(60)]
+    first = {p.prefill_candidates[0].worker_id for p in placements if p}
+    assert first == {"p0", "p2", "new"}
+    known = {w.worker_id: w.rates for w in with_likely_rates(workers)}
+    assert known["new"].prefill == MEASURED.prefill
+    assert known["p1"] == slow
+
+
+def test_decode_goes_where_blocks_come_fast() -> None:
+    near = worker("near", rates=MEASURED, pairs={"p": FAST})
+    far = worker("far", rates=MEASURED, pairs={"p": SLOW})
+    workers = [near, far, worker("p", "prefill", rates=MEASURED)]
+    for seed in range(20):
+        placement = choose(Work(4000), workers, {}, Random(seed))
+        assert placement is not None
+        assert placement.decode is near
+
+
+def test_prefill_that_can_pull_the_prefix_is_preferred_and_told_from_whom() -> None:
+    holder = worker("d", rates=MEASURED)
+    near = worker("near", "prefill", rates=MEASURED, pairs={"d": FAST})
+    far = worker("far", "prefill", rates=MEASURED, pairs={"d": SLOW})
+    other = worker("e", rates=MEASURED, pairs={"near": FAST, "far": FAST})
+    for seed in range(20):
+        placement = choose(
+            Work(4100),
+            [holder, near, far, other],
+            {"d": 250},
+            Random(seed),
+            refused=frozenset({"d/1"}),
+        )
+        assert placement is not None
+        assert placement.prefill_candidates == (near, far)
+        assert placement.prefix_holders == (holder,)

@@ -1,0 +1,171 @@
+"""What a request loses on a worker, in predicted seconds: the prices behind placement. Pure.
+
+    decode   the prompts queued there + a share for each sequence that runs or waits there
+             + what it misses of the prompt: pulled, or computed there, whichever is faster
+             + the blocks that it has not free
+    prefill  the prompts queued there + a share for each lease that it serves
+             + what it misses of the prompt: computed, or pulled from a holder first
+
+Workers tell their rates in their records. One that has measured nothing counts as one like the
+others; while nobody has, a token costs `TOKEN_S`, and only the ratios of these prices matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median_low
+
+import msgspec
+
+from services.cost_model import Holder, PairRate, WorkerRates, best_start, prefill_seconds
+
+TOKEN_S = 1e-3  # of prefill, while nobody has measured
+TOKENS_PER_RUNNING = 24.0  # steps that one more sequence makes longer for the others
+TOKENS_PER_WAITING = 64.0
+TOKENS_PER_LEASE = 32.0
+PULL_PRICE = 0.25  # of a token's KV that is pulled, against one that is computed; unmeasured
+COPY_PRICE = 0.05  # the same, at least: a copy pushes out other cached blocks
+SHORTFALL_PRICE = 4.0  # of a token without a free block: somebody is preempted for it
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """What the router knows of a worker at the moment it places a request."""
+
+    worker_id: str
+    epoch: str
+    address: str
+    role: str  # "prefill" or "decode"
+    state: str  # "starting", "ready" or "draining"
+    reachable: bool = True
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_tokens: int = 0
+    num_leases: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    rates: WorkerRates = field(default_factory=WorkerRates)
+    # Peer's worker id -> how its blocks come here.
+    pairs: Mapping[str, PairRate] = field(default_factory=dict, hash=False)
+
+    @property
+    def usable(self) -> bool:
+        return self.state == "ready" and self.reachable
+
+    @property
+    def kv_use(self) -> float:
+        """The share of the KV pool that live sequences reference, 0 to 1."""
+        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What placement needs of a request."""
+
+    num_tokens: int  # of the model's input
+    block_size: int = 16
+
+
+def decode_cost(
+    work: Work,
+    worker: WorkerSnapshot,
+    matches: Mapping[str, int],
+    *,
+    sources: Sequence[WorkerSnapshot],
+) -> float:
+    """Never lower with more load, never higher with more cached blocks.
+
+    `sources` are the prefill workers; without any, what is missing is computed there.
+    """
+    cached = cached_tokens(work, worker, matches)
+    missing = work.num_tokens - cached
+    token_s = _token_s(worker)
+    free_tokens = (worker.blocks_total - worker.blocks_used) * work.block_size
+    shortfall = max(0, missing - free_tokens) if worker.blocks_total else 0
+    return (
+        _queue_s(worker)
+        + TOKENS_PER_RUNNING * _sequence_s(worker) * worker.num_running
+        + TOKENS_PER_WAITING * token_s * worker.num_waiting
+        + _missing_s(work, worker, cached, sources)
+        + SHORTFALL_PRICE * token_s * shortfall
+    )
+
+
+def prefill_cost(
+    work: Work,
+    worker: WorkerSnapshot,
+    matches: Mapping[str, int],
+    *,
+    holders: Sequence[WorkerSnapshot] = (),
+) -> float:
+    """Never lower with more load, never higher with more cached blocks or holders."""
+    cached = cached_tokens(work, worker, matches)
+    base_s = _queue_s(worker) + TOKENS_PER_LEASE * _token_s(worker) * worker.num_leases
+    if not worker.rates.measured:
+        return base_s + TOKEN_S * (work.num_tokens - cached)
+    pulled = [
+        Holder(cached_tokens(work, h, matches), worker.pairs[h.worker_id])
+        for h in holders
+        if h.worker_id in worker.pairs
+    ]
+    bytes_per_token = worker.rates.block_bytes / work.block_size
+    wait_s, start = best_start(
+        worker.rates, work.num_tokens, cached, pulled, bytes_per_token=bytes_per_token
+    )
+    return base_s + wait_s + prefill_seconds(worker.rates, work.num_tokens, start)
+
+
+def cached_tokens(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> int:
+    """A prompt that is cached whole still recomputes its last token."""
+    held = matches.get(worker.worker_id, 0) * work.block_size
+    return max(0, min(held, work.num_tokens - 1))
+
+
+def with_likely_rates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]:
+    """Gives one that has measured nothing the prefill rate in the middle of the others'."""
+    known = [w.rates.prefill for w in workers if w.rates.measured]
+    if not known:
+        return list(workers)
+    middle = median_low(rate.token_s for rate in known)
+    likely = next(rate for rate in known if rate.token_s == middle)
+    return [
+        w
+        if w.rates.measured
+        else replace(w, rates=msgspec.structs.replace(w.rates, prefill=likely, measured=True))
+        for w in workers
+    ]
+
+
+def _missing_s(
+    work: Work, worker: WorkerSnapshot, cached: int, sources: Sequence[WorkerSnapshot]
+) -> float:
+    """What it costs to have the missing blocks there: pulled from a source, or computed."""
+    missing = work.num_tokens - cached
+    if not worker.rates.measured:
+        return (PULL_PRICE if sources else 1.0) * TOKEN_S * missing
+    computed_s = prefill_seconds(worker.rates, work.num_tokens, cached) * (1 + worker.num_running)
+    ways = [worker.pairs[s.worker_id] for s in sources if s.worker_id in worker.pairs]
+    if not ways:
+        return (PULL_PRICE if sources else 1.0) * computed_s
+    num_bytes = missing * worker.rates.block_bytes / work.block_size
+    pulled_s = min(way.seconds(num_bytes) for way in ways)
+    return min(computed_s, pulled_s + COPY_PRICE * _token_s(worker) * missing)
+
+
+def _queue_s(worker: WorkerSnapshot) -> float:
+    if not worker.rates.measured:
+        return TOKEN_S * worker.queued_tokens
+    return worker.rates.prefill.seconds(worker.queued_tokens, 0, worker.rates.step_tokens)
+
+
+def _token_s(worker: WorkerSnapshot) -> float:
+    """Of prefill, steps counted in; attention is left out."""
+    rates = worker.rates
+    if not rates.measured:
+        return TOKEN_S
+    return rates.prefill.token_s + rates.prefill.step_s / rates.step_tokens
+
+
+def _sequence_s(worker: WorkerSnapshot) -> float:
+    return worker.rates.decode.sequence_s
