@@ -18,6 +18,7 @@ counts is lease.py's.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -28,6 +29,7 @@ from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.worker.engine_link import EngineLink
 from services.worker.messages import StartPull, StoreBytes
 from services.worker.peer import Peer
+from services.worker.rates import Rates
 
 _ENGINE_MARGIN_S = 5.0
 
@@ -36,12 +38,20 @@ class Puller:
     """All pulls of one worker as a reader."""
 
     def __init__(
-        self, config: TransferConfig, link: EngineLink, *, token: str, block_bytes: int
+        self,
+        config: TransferConfig,
+        link: EngineLink,
+        *,
+        token: str,
+        block_bytes: int,
+        rates: Rates | None = None,
     ) -> None:
+        """`rates` learns from each pull, and says how long one may take."""
         self._config = config
         self._link = link
         self._token = token
         self._block_bytes = block_bytes
+        self._rates = rates
 
     async def pull(
         self,
@@ -52,25 +62,45 @@ class Puller:
         run: pb.BlockRun,
         targets: Sequence[int] | None = None,
     ) -> None:
-        if peer.transport == "nixl":
-            await self._pull_by_nixl(peer, sequence_id, run)
-        else:
-            await self._pull_by_grpc(peer, lease_id, sequence_id, run)
+        transport = peer.transport
+        num_bytes = len(run.block_ids) * self._block_bytes
+        try:
+            if transport == "nixl":
+                seconds = await self._pull_by_nixl(peer, sequence_id, run)
+            else:
+                started = time.monotonic()
+                await self._pull_by_grpc(peer, lease_id, sequence_id, run)
+                seconds = time.monotonic() - started
+        except Exception:
+            if self._rates is not None:
+                self._rates.on_pull_failed(peer.worker_id, transport)
+            raise
+        if self._rates is not None:
+            self._rates.on_pull(peer.worker_id, transport, num_bytes, seconds)
 
-    async def _pull_by_nixl(self, peer: Peer, sequence_id: str, run: pb.BlockRun) -> None:
+    def _deadline_s(self, peer: Peer, run: pb.BlockRun) -> float:
+        if self._rates is None:
+            return self._config.pull_deadline_s
+        num_bytes = len(run.block_ids) * self._block_bytes
+        return self._rates.pull_deadline_s(peer.worker_id, num_bytes)
+
+    async def _pull_by_nixl(self, peer: Peer, sequence_id: str, run: pb.BlockRun) -> float:
+        """Returns the seconds that the read itself took."""
+        deadline_s = self._deadline_s(peer, run)
         pull = StartPull(
             pull_id=uuid.uuid4().hex,
             sequence_id=sequence_id,
             peer_id=peer.peer_id,
             first_block=run.first_block,
             source_block_ids=list(run.block_ids),
-            deadline_s=self._config.pull_deadline_s,
+            deadline_s=deadline_s,
         )
         # The transfer thread keeps the deadline; the margin is for an engine that hangs.
-        async with asyncio.timeout(self._config.pull_deadline_s + _ENGINE_MARGIN_S):
+        async with asyncio.timeout(deadline_s + _ENGINE_MARGIN_S):
             result = await self._link.pull(pull)
         if not result.done:
             raise LeaseLost(f"a read from {peer.worker_id} failed: {result.error}")
+        return result.elapsed_s
 
     async def _pull_by_grpc(
         self, peer: Peer, lease_id: str, sequence_id: str, run: pb.BlockRun
@@ -81,7 +111,7 @@ class Puller:
         call = peer.stub.FetchBlocks(
             request,
             metadata=token_metadata(self._token),
-            timeout=self._config.pull_deadline_s,
+            timeout=self._deadline_s(peer, run),
         )
         first, last = run.first_block, run.first_block + len(run.block_ids)
         async for message in call:
