@@ -76,6 +76,17 @@ def total(cluster: LocalCluster, name: str, role: str = "", **labels: str) -> fl
     )
 
 
+def errors_logged(cluster: LocalCluster) -> list[str]:
+    """Errors that Tandem's processes logged, but for engines that hang, as they were made to."""
+    found = []
+    for log in sorted(cluster.folder.glob("*.log")):
+        for line in log.read_text().splitlines():
+            is_error = " ERROR " in line or line.startswith("Traceback")
+            if is_error and "UCX" not in line and "the engine made no turn" not in line:
+                found.append(f"{log.name}: {line}")
+    return found
+
+
 def router_outcomes(cluster: LocalCluster) -> Counter[str]:
     """Requests by the one outcome that the router counted for each."""
     text = httpx.get(f"{cluster.url}/metrics", timeout=10).text
@@ -96,6 +107,7 @@ def summary(
 ) -> str:
     kinds = Counter(o.kind for o in outcomes)
     slowest = max((o.seconds for o in outcomes), default=0.0)
+    broken = errors_logged(cluster)
     pulled = {
         transport: int(total(cluster, "tandem_kv_blocks_pulled_total", transport=transport))
         for transport in ("nixl", "grpc")
@@ -106,6 +118,7 @@ def summary(
         f"leases lost {total(cluster, 'tandem_remote_prefill_failures_total'):g}, prefills where "
         f"it decodes {total(cluster, 'tandem_local_prefills_total'):g}, blocks pulled {pulled}",
         f"router: {dict(router_outcomes(cluster))}",
+        f"errors logged: {len(broken)}",
         f"workers that ended by themselves: {', '.join(ends) or 'none'}",
         *sorted(map(str, happened)),
     ]

@@ -62,12 +62,10 @@ class Outcome:
         return "finished" if self.ends == ["length"] else "+".join(self.ends) or "nothing"
 
 
-def golden_prompts(rng: Random, count: int) -> list[Prompt]:
-    """The reference prompts, each with some of its reference answer: the rest is the answer."""
-    prompts, answers = golden(0, 1, 2, 3, 4, 5, 6)
+def golden_prompts(rng: Random, numbers: Sequence[int]) -> list[Prompt]:
+    """Reference prompts, each with some of its reference answer: the rest is the answer."""
     made = []
-    for number in range(count):
-        prompt, answer = prompts[number % len(prompts)], answers[number % len(prompts)]
+    for prompt, answer in zip(*golden(*numbers), strict=True):
         start = rng.randrange(len(answer) - MAX_TOKENS)
         made.append(Prompt([*prompt, *answer[:start]], answer[start:]))
     return made

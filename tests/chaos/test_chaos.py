@@ -36,7 +36,7 @@ from tests.chaos.load import Load, Outcome, Prompt, computed_prompts, golden_pro
 from tests.harness.cluster import LocalCluster
 from tests.harness.network import Network, why_not
 
-POOLS = ("--num-blocks", "120", "--max-tokens-per-step", "64", "--local-prefill-max-tokens", "0")
+OPTIONS = ("--max-tokens-per-step", "64", "--prefill-at", "remote")
 NO_NETWORK = why_not()
 
 
@@ -47,7 +47,8 @@ class Chaos:
     num_requests: int
     num_clients: int
     computed_lengths: Sequence[int]
-    num_golden: int
+    golden: Sequence[int]  # reference prompts; one that is here twice is asked twice as often
+    num_blocks: int  # of each pool: too few for all that is asked at once
     decks: Sequence[Sequence[Fault]]
     is_endless: bool  # new decks until all requests are asked
     bound_s: float  # of one request
@@ -59,8 +60,9 @@ class Chaos:
 SHORT = Chaos(
     num_requests=60,
     num_clients=6,
-    computed_lengths=(60, 110, 150, 250),
-    num_golden=16,
+    computed_lengths=(40, 90, 60, 200),
+    golden=(0, 1, 2, 3, 4, 5, 5, 5, 5),
+    num_blocks=40,
     decks=(
         (Fault("kill"), Fault("stop", 5), Fault("hang", 30)),
         # Longer than gRPC's pings wait, which is longer than every other deadline here.
@@ -83,7 +85,8 @@ LONG = Chaos(
     num_requests=int(os.environ.get("CHAOS_REQUESTS", "1000")),
     num_clients=8,
     computed_lengths=(20, 33, 64, 65, 120, 170, 200, 310, 400, 415, 520, 600),
-    num_golden=40,
+    golden=(0, 1, 2, 3, 4, 5, 6) * 6,
+    num_blocks=120,
     decks=(_DECK, (*_DECK, Fault("cut", 3), Fault("cut", 8), Fault("cut", 40))),
     is_endless=True,
     bound_s=300,
@@ -111,7 +114,7 @@ async def run(chaos: Chaos, folder: Path) -> None:
         network = None if NO_NETWORK else stack.enter_context(Network())
         home = network.home.address if network else "127.0.0.1"
         cluster = LocalCluster(stack.enter_context(EmbeddedRedis(host=home)), folder)
-        cluster.options = [*cluster.options, *POOLS]
+        cluster.options = [*cluster.options, *OPTIONS, "--num-blocks", str(chaos.num_blocks)]
         stack.callback(cluster.close)
         keeper = Keeper(cluster)
         prompts = await start(cluster, keeper, network, chaos, rng)
@@ -136,7 +139,7 @@ async def start(
     cluster.start_router()
     keeper.start("decode-0", "decode", "--transport", "auto", *host)
     await asyncio.to_thread(cluster.wait_ready)
-    prompts = golden_prompts(rng, chaos.num_golden)
+    prompts = golden_prompts(rng, chaos.golden)
     prompts += await computed_prompts(cluster, rng, chaos.computed_lengths)
     keeper.start("decode-1", "decode", "--transport", "grpc", *host)
     keeper.start("prefill-0", "prefill", *chaos.options, *host)

@@ -1,0 +1,35 @@
+"""The checks of a chaos run find what they are there to find."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from tests.chaos.checks import wrong_outcomes
+from tests.chaos.load import Outcome, Prompt, Request
+
+REQUEST = Request(0, Prompt([1, 2], [5, 6, 7, 8]), max_tokens=3, api="http", leaves_after_s=None)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "ends", "cut_short", "problem"),
+    [
+        ([5, 6, 7], ["length"], "", ""),
+        ([5, 6], [], "left", ""),
+        ([], [], "left", ""),
+        ([5, 6, 9], ["length"], "", "WRONG TOKENS"),
+        ([5, 9], [], "left", "WRONG TOKENS"),
+        ([5, 6, 7, 8], ["length"], "", "WRONG TOKENS"),
+        ([5, 6], ["length"], "", "too few"),
+        ([5, 6, 7], [], "", "neither finished"),
+        ([5, 6, 7], ["length", "worker_lost"], "", "neither finished"),
+        ([5], ["worker_lost"], "", "neither finished"),
+        ([5, 6, 7], [], "hung", "neither finished"),
+    ],
+)
+def test_an_outcome_is_right_or_named(
+    token_ids: list[int], ends: list[str], cut_short: Literal["", "left", "hung"], problem: str
+) -> None:
+    found = wrong_outcomes([Outcome(REQUEST, token_ids, ends, cut_short)])
+    assert (problem in found[0]) if problem else not found
