@@ -47,7 +47,7 @@ class _Entry:
     failed_at: float = 0.0
     seen_at: float = field(default_factory=time.monotonic)  # in the registry, or by a request
     measured_at: float = field(default_factory=time.monotonic)
-    again_s: float = _AGAIN_MIN_S
+    again_s: float = field(default_factory=lambda: _AGAIN_MIN_S)
     measuring: asyncio.Task[None] | None = None
 
 

@@ -1,0 +1,252 @@
+"""Pairs over real gRPC: who is connected, by which transport, and when that changes.
+
+The engine's side of NIXL is scripted: `connect_peer` answers with the reads that a test names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+import msgspec
+import pytest
+
+from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from services.errors import Incompatible, WorkerLost
+from services.registry import Contract, WorkerRecord
+from services.rpc.options import SERVER_OPTIONS
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from services.transfer.protocol import RemotePool
+from services.transfer.reach import host_identity
+from services.worker import peers as peers_module
+from services.worker.convert import contract_message, host_message
+from services.worker.messages import DisconnectPeer
+from services.worker.peers import FAILURES_MAX, Peers
+from services.worker.rates import Rates
+
+pytestmark = pytest.mark.service
+
+CONTRACT = Contract("m", "float32", "invariant", 16, "float32", "l", 1)
+MIB = 1 << 20
+FAST = [(1000, 1e-4), (4 * MIB, 1e-3)]
+SLOW = [(1000, 1.0), (4 * MIB, 30.0)]
+
+
+class Source(WorkerServicer):
+    """What a worker says when it is introduced to and probed."""
+
+    def __init__(self) -> None:
+        host = host_identity()
+        self.answer = pb.ConnectResponse(
+            worker_id="p0",
+            epoch="e",
+            contract=contract_message(CONTRACT),
+            transports=["nixl", "grpc"],
+            nixl_metadata=b"m",
+            pool=msgspec.msgpack.encode(RemotePool(0, 4, 1000, 0, "DRAM")),
+            host=host_message(msgspec.structs.replace(host, cma=True, rdma=False)),
+        )
+        self.num_probes = 0
+
+    async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:  # noqa: N802
+        assert request.host.boot_id == host_identity().boot_id
+        return self.answer
+
+    async def Probe(  # noqa: N802
+        self, request: pb.ProbeRequest, context: Any
+    ) -> AsyncIterator[pb.BlockBytes]:
+        self.num_probes += 1
+        yield pb.BlockBytes(data=bytes(request.num_bytes))
+
+
+@dataclass
+class Link:
+    """services.worker.engine_link.EngineLink, as far as peers need it."""
+
+    reads: list[tuple[int, float]] | Exception = field(default_factory=lambda: list(FAST))
+    num_connected: int = 0
+    sent: list[object] = field(default_factory=list)
+
+    async def connect_peer(
+        self, peer_id: str, metadata: bytes, pool: RemotePool
+    ) -> list[tuple[int, float]]:
+        self.num_connected += 1
+        if isinstance(self.reads, Exception):
+            raise self.reads
+        return self.reads
+
+    def send(self, command: object) -> None:
+        self.sent.append(command)
+
+
+@dataclass
+class Pair:
+    source: Source
+    link: Link
+    rates: Rates
+    peers: Peers
+    address: str
+
+    def record(self, worker_id: str = "p0", role: str = "prefill") -> WorkerRecord:
+        return WorkerRecord(
+            worker_id=worker_id,
+            epoch="e",
+            role=role,
+            state="ready",
+            address=self.address,
+            metrics_address="",
+            host="h",
+            pid=1,
+            model="m",
+            max_model_len=100,
+            contract=CONTRACT,
+        )
+
+    async def get(self) -> Any:
+        return await self.peers.get("p0", "e", self.address)
+
+    async def settled(self, transport: str) -> None:
+        """Polls the registry until the pair is on this transport."""
+        async with asyncio.timeout(10):
+            while self.rates.pairs["p0"].transport != transport:
+                self.peers.update([self.record()])
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def pair_of(transport: str = "auto", **link: Any) -> AsyncIterator[Pair]:
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    source = Source()
+    add_WorkerServicer_to_server(source, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    config = WorkerConfig(
+        role="decode",
+        cluster=ClusterConfig("c", "redis://", "token"),
+        engine=EngineConfig(model="m"),
+        transfer=TransferConfig(transport=transport),  # type: ignore[arg-type]
+        worker_id="d0",
+    )
+    engine_link = Link(**link)
+    rates = Rates(config, block_bytes=1000)
+    peers = Peers(config, "e0", engine_link, rates, CONTRACT)  # type: ignore[arg-type]
+    try:
+        yield Pair(source, engine_link, rates, peers, f"127.0.0.1:{port}")
+    finally:
+        await peers.aclose()
+        await server.stop(None)
+
+
+async def test_a_new_pair_measures_both_ways_and_takes_nixl(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pair_of() as pair:
+        assert (await pair.get()).transport == "nixl"
+        by_grpc, by_nixl = pair.rates.pair("p0", "grpc"), pair.rates.pair("p0", "nixl")
+        assert by_grpc is not None
+        assert by_nixl is not None
+        assert by_nixl.seconds(4 * MIB) == pytest.approx(1e-3, rel=0.1)
+        assert pair.rates.pairs == {"p0": by_nixl}
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+async def test_slower_nixl_loses_and_the_figures_are_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "_AGAIN_MIN_S", 0.0)
+    async with pair_of(reads=SLOW) as pair:
+        assert (await pair.get()).transport == "grpc"
+        for _ in range(3):  # it is measured again, with the same outcome
+            before = pair.link.num_connected
+            async with asyncio.timeout(10):
+                while pair.link.num_connected == before:
+                    pair.peers.update([pair.record()])
+                    await asyncio.sleep(0.01)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "come over grpc: NIXL is slower" in warning
+    assert "GB/s" in warning
+
+
+async def test_broken_nixl_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "_AGAIN_MIN_S", 0.0)
+    async with pair_of(reads=Incompatible("no such endpoint")) as pair:
+        assert (await pair.get()).transport == "grpc"
+        pair.link.reads = FAST
+        await pair.settled("nixl")
+
+
+async def test_reads_that_fail_in_a_row_turn_the_pair_to_grpc_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pair_of() as pair:
+        peer = await pair.get()
+        for _ in range(FAILURES_MAX - 1):
+            pair.rates.on_pull_failed("p0", "nixl")
+        assert (await pair.get()).transport == "nixl"
+        pair.rates.on_pull_failed("p0", "nixl")
+        assert await pair.get() is peer
+        assert peer.transport == "grpc"
+        assert pair.rates.pairs["p0"].transport == "grpc"
+    assert "3 NIXL reads failed in a row" in caplog.text
+
+
+async def test_pulls_that_became_slower_than_grpc_are_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers_module, "_AGAIN_MIN_S", 0.0)
+    async with pair_of() as pair:
+        assert (await pair.get()).transport == "nixl"
+        pair.link.reads = SLOW
+        for _ in range(60):
+            pair.rates.on_pull("p0", "nixl", 4 * MIB, 30.0)
+        await pair.settled("grpc")
+
+
+async def test_nixl_that_would_go_by_tcp_is_not_even_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pair_of() as pair:
+        pair.source.answer.host.boot_id = "another machine"
+        assert (await pair.get()).transport == "grpc"
+        assert pair.link.num_connected == 0
+    assert "only TCP" in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["nixl", "grpc"])
+async def test_what_was_asked_for_is_used_or_nothing(transport: str) -> None:
+    async with pair_of(transport, reads=Incompatible("broken")) as pair:
+        if transport == "nixl":
+            with pytest.raises(WorkerLost, match="broken"):
+                await pair.get()
+            assert pair.link.sent == [DisconnectPeer("p0-e")]
+        else:
+            assert (await pair.get()).transport == "grpc"
+        assert pair.link.num_connected == (transport == "nixl")
+
+
+async def test_a_pair_without_a_common_transport_is_refused() -> None:
+    async with pair_of("grpc") as pair:
+        del pair.source.answer.transports[1]
+        with pytest.raises(Incompatible, match="wanted grpc, it offers"):
+            await pair.get()
+
+
+@pytest.mark.parametrize(("num_decode", "connected"), [(16, True), (17, False)])
+async def test_many_decode_peers_are_connected_on_demand_only(
+    num_decode: int, connected: bool
+) -> None:
+    async with pair_of() as pair:
+        pair.source.answer.worker_id = "x0"
+        decode = [pair.record(f"x{i}", "decode") for i in range(num_decode)]
+        pair.peers.update([*decode, pair.record("d0", "decode")])  # itself does not count
+        assert ("x0-e" in pair.peers._entries) is connected
+        assert pair.peers.get_now("x0", "e", pair.address) is None
+        async with asyncio.timeout(10):
+            while (peer := pair.peers.get_now("x0", "e", pair.address)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert peer.transport == "nixl"
