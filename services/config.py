@@ -101,6 +101,9 @@ class TransferConfig:
     release_deadline_s: float = 5.0
     quarantine_blocks_max: int = 256  # beyond it no new pulls until the agent is made anew
     delay_s: float = 0.0  # for tests: each pull takes this much longer
+    leases_max: int = 256  # open at one source; beyond it refused
+    leases_per_reader_max: int = 128
+    leased_blocks_max_share: float = 0.9  # of the pool, finished and not released by their readers
 
     def __post_init__(self) -> None:
         _check_choice("transport", self.transport, get_args(Transport))
@@ -122,6 +125,7 @@ class WorkerConfig:
     drain_deadline_s: float = 30.0
     engine_hang_timeout_s: float = 60.0  # without a turn of its loop while somebody waits
     cores: tuple[int, ...] = ()  # to pin the engine to; empty: anywhere
+    warm_blocks: int = 0  # to adopt from peers after joining; 0: start cold
 
     def __post_init__(self) -> None:
         _check_choice("role", self.role, get_args(Role))

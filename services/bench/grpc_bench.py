@@ -44,6 +44,8 @@ from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from services.worker.lease import ReaderLease
 from services.worker.messages import Add, Remove
 from services.worker.peers import Peer
+from services.worker.pulls import Puller
+from services.worker.rates import Rates
 
 RAW_MESSAGE_BYTES = 1 << 20
 _DEADLINE_S = 60.0
@@ -57,6 +59,11 @@ class GrpcBench:
         self._plan = plan
         self._config = worker_config("reader", plan.model, plan.layout.num_blocks)
         self._link = engine_link(self._config)
+        block_bytes = plan.layout.block_bytes
+        self._rates = Rates(self._config, block_bytes=block_bytes)
+        self._puller = Puller(
+            self._config.transfer, self._link, token=TOKEN, block_bytes=block_bytes
+        )
         self._names = itertools.count()
         self._fetch_started = 0.0
         self._lease_s: list[float] = []
@@ -136,21 +143,14 @@ class GrpcBench:
             sampling=SamplingParams(),
             max_tokens=1,
         )
-        lease = ReaderLease(
-            peer=self._peer,
-            link=self._link,
-            config=self._config.transfer,
-            token=TOKEN,
-            reader_id="reader",
-            block_size=layout.block_size,
-            block_bytes=layout.block_bytes,
-        )
+        lease = ReaderLease(self._peer, puller=self._puller, rates=self._rates, config=self._config)
         self._link.send(Add(spec))
         started = time.perf_counter()
         await lease.run(
             spec,
             request_id=spec.sequence_id,
             first_missing_block=0,
+            targets=scattered(layout.num_blocks, seed=2)[:num_blocks],
             on_first_token=lambda token_id, stats: None,
         )
         # Commands are applied in order: its answer says that all bytes are in the pool.

@@ -21,6 +21,7 @@ from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from services.worker.metrics import WorkerMetrics
 from services.worker.prefill_service import PrefillService
+from services.worker.rates import Rates
 
 
 class SourceServicer(WorkerServicer):
@@ -56,7 +57,16 @@ async def run(model: str, num_blocks: int) -> None:
     link = engine_link(config)
     ready = await link.start()
     metrics = WorkerMetrics(worker_id=config.worker_id, role=config.role)
-    prefill = PrefillService(config, "1", link, metrics, block_bytes=ready.block_bytes)
+    prefill = PrefillService(
+        config,
+        "1",
+        link,
+        metrics,
+        Rates(config, block_bytes=ready.block_bytes),
+        None,
+        block_bytes=ready.block_bytes,
+        num_blocks=ready.num_blocks,
+    )
     link.on_report = prefill.on_report
     server = grpc.aio.server(interceptors=[TokenInterceptor(TOKEN)], options=SERVER_OPTIONS)
     add_WorkerServicer_to_server(SourceServicer(prefill), server)  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ def sequence_spec(
     mode: Mode,
     remote_prefill_min_tokens: int = 0,
     first_wanted_block: int = 0,
+    reader_rate: tuple[float, float] | None = None,
 ) -> SequenceSpec:
     sampling = message.sampling
     return SequenceSpec(
@@ -37,6 +38,7 @@ def sequence_spec(
         cache_salt=message.cache_salt,
         remote_prefill_min_tokens=remote_prefill_min_tokens,
         first_wanted_block=first_wanted_block,
+        reader_rate=reader_rate,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from services.engine.types import Reserved, SequenceSpec
 from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.worker.prefix_choice import PrefixPlan
 from services.worker.router_stream import RouterStream
 
 
@@ -24,6 +25,7 @@ class DecodeSequence:
     submitted_at: float = field(default_factory=time.monotonic)
     reserved_at: float = 0.0
     first_token_at: float = 0.0
+    second_token_at: float = 0.0
     num_sent: int = 0
     cached_tokens: int = 0
     timings: pb.SequenceTimings = field(
@@ -31,6 +33,7 @@ class DecodeSequence:
     )
     reserved: asyncio.Future[Reserved] | None = None
     prefilling: asyncio.Task[None] | None = None
+    prefix: PrefixPlan | None = None  # HERE: whom to pull its first blocks from
 
     @property
     def sequence_id(self) -> str:

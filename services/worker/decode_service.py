@@ -25,11 +25,12 @@ from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.worker.convert import sequence_spec
 from services.worker.decode_sequence import DecodeSequence
 from services.worker.engine_link import EngineLink
-from services.worker.lease import PullStats
+from services.worker.lease import LeaseMaker, PullStats
 from services.worker.messages import Add, Remove, Report
 from services.worker.metrics import WorkerMetrics
 from services.worker.peers import Peers
 from services.worker.prefill_planner import PrefillPlanner
+from services.worker.prefix_pull import PrefixPuller
 from services.worker.prompt_prefill import PromptPrefill
 from services.worker.rates import Rates
 from services.worker.router_stream import RouterStream
@@ -47,18 +48,22 @@ class DecodeService:
         peers: Peers,
         metrics: WorkerMetrics,
         *,
+        rates: Rates,
+        prefixes: PrefixPuller,
+        make_lease: LeaseMaker,
         block_bytes: int,
         max_model_len: int,
-        rates: Rates | None = None,
     ) -> None:
         self._config = config
         self._link = link
         self._metrics = metrics
-        self._rates = rates or Rates(config, block_bytes=block_bytes)
+        self._rates = rates
+        self._prefixes = prefixes
         self.planner = PrefillPlanner(config, self._rates, block_bytes=block_bytes)
         self._prompts = PromptPrefill(
-            config, link, peers, metrics, self.planner, self, block_bytes=block_bytes
+            config, link, peers, metrics, self.planner, self, prefixes, make_lease
         )
+        self.identity = pb.PrefixHolder()  # this worker's id, epoch and address, once it listens
         self._max_model_len = max_model_len
         self._sequences: dict[str, DecodeSequence] = {}
         self._streams: set[RouterStream] = set()
@@ -137,12 +142,14 @@ class DecodeService:
         sequence = DecodeSequence(
             submit.request_id, submit.attempt, spec, candidates, holders, stream
         )
+        if not candidates and (prefix := self._prefixes.plan(spec, holders)) is not None:
+            sequence.prefix, sequence.spec = prefix, prefix.spec
         self._sequences[sequence_id] = sequence
         stream.sequence_ids.add(sequence_id)
         if self.draining:
             self._end_with_error(sequence, "no_workers", "this worker is draining")
             return
-        self._link.send(Add(spec))
+        self._link.send(Add(sequence.spec))
 
     def _on_reserved(self, reserved: Reserved) -> None:
         sequence = self._sequences.get(reserved.sequence_id)
@@ -151,10 +158,18 @@ class DecodeService:
         if sequence.reserved is not None and not sequence.reserved.done():
             sequence.reserved.set_result(reserved)
             return
-        sequence.reserved_at = time.monotonic()
+        sequence.reserved_at = sequence.reserved_at or time.monotonic()
         sequence.cached_tokens = min(reserved.num_cached_tokens, sequence.spec.num_prompt_tokens)
         sequence.prefilling = asyncio.create_task(self._prompts.run(sequence, reserved))
         sequence.prefilling.add_done_callback(lambda task: self._prefill_ended(sequence, task))
+
+    def as_holder(self, num_blocks: int) -> list[pb.PrefixHolder]:
+        """This worker as one that has so many first blocks of a prompt."""
+        if not (num_blocks and self.identity.address):
+            return []
+        holder = pb.PrefixHolder(num_blocks=num_blocks)
+        holder.MergeFrom(self.identity)
+        return [holder]
 
     def on_first_token(self, sequence: DecodeSequence, token_id: int, stats: PullStats) -> None:
         """It depends on no block that was pulled, so it leaves before they are trusted."""
@@ -217,6 +232,8 @@ class DecodeService:
         update = self._update(sequence, token_ids=token_ids)
         if not sequence.num_sent:
             update.cached_tokens = sequence.cached_tokens
+        if sequence.num_sent == 1:
+            sequence.second_token_at = time.monotonic()
         sequence.num_sent += len(token_ids)
         sequence.stream.push(update)
 
@@ -227,6 +244,10 @@ class DecodeService:
         reserved_at = sequence.reserved_at or sequence.submitted_at
         timings.queue_ms = (reserved_at - sequence.submitted_at) * 1000
         timings.prefill_ms = (sequence.first_token_at - reserved_at) * 1000
+        if sequence.second_token_at:
+            second_token_s = sequence.second_token_at - sequence.first_token_at
+            timings.second_token_ms = second_token_s * 1000
+            self._metrics.on_second_token(timings.transport, second_token_s)
         update = self._update(
             sequence,
             finish_reason=finish_reason,

@@ -1,11 +1,13 @@
 """The reader's side of one lease: a `Prefill` stream, and the pulls that it protects.
 
-    open --> reading events, each run pulled at once --> prefilled, last pulls --> release --> done
-      `-----------------------`---------------------------`------> LeaseLost (stream closed)
+    open --> reading events, each run pulled at once --> prefilled or held --> released --> done
+      |                 `--> all blocks here: release ----------------------------^
+      `---------------------------`------> LeaseLost (stream closed)
 
-The stream is the lease: leaving `run` in any way closes it, and the source frees its blocks. Until
-`run` returns, nothing that was pulled may be trusted; it returns only after `released` of the same
-epoch and lease came back whole.
+The stream is the lease: leaving `run` or `hold` in any way closes it, and the source frees its
+blocks. Until they return, nothing that was pulled may be trusted; they return only after `released`
+of the same epoch and lease came back whole. `release` is sent as soon as every read is DONE, also
+before the source has sampled the first token: then nothing is left to wait for after it.
 """
 
 from __future__ import annotations
@@ -13,77 +15,61 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import grpc.aio
-
-from services.config import TransferConfig
+from services.config import WorkerConfig
 from services.engine.types import SequenceSpec
-from services.errors import LeaseLost, TandemError, WorkerLost
-from services.rpc.auth import token_metadata
+from services.errors import LeaseLost, WorkerLost
 from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.worker.convert import sequence_input
-from services.worker.engine_link import EngineLink
-from services.worker.peers import Peer
+from services.worker.convert import rate_message, sequence_input
+from services.worker.lease_stream import LeaseStream, open_stream
+from services.worker.peer import Peer
 from services.worker.pulls import Puller
-
-_SILENCES = 10  # heartbeats that may be missed in a row before the source counts as gone
-
-
-# What grpc.aio raises when the other side or the channel is gone; a write to a call that has ended
-# is an InvalidStateError, a call on a closed channel a UsageError.
-_BROKEN_CALL = (
-    grpc.aio.AioRpcError,
-    grpc.aio.UsageError,
-    asyncio.InvalidStateError,
-    TimeoutError,
-)
+from services.worker.rates import Rates
 
 
 @dataclass(slots=True)
 class PullStats:
-    """What one lease moved, and when."""
+    """What one lease moved, and when. Times are of time.monotonic(); 0: it did not come to it."""
 
     num_blocks: int = 0
+    num_skipped: int = 0  # blocks before the first missing one: here already
     num_bytes: int = 0
-    prefilled_at: float = 0.0  # time.monotonic() when the first token came; 0: it did not
+    pull_s: float = 0.0  # of all pulls, which may overlap
+    first_pull_at: float = 0.0
+    last_pulled_at: float = 0.0
+    prefilled_at: float = 0.0  # when the first token came
     released_at: float = 0.0
     cached_tokens: int = 0  # of the prompt, at the source
 
+    @property
+    def span_s(self) -> float:
+        """From the start of the first pull to the end of the last."""
+        return self.last_pulled_at - self.first_pull_at
+
+    @property
+    def exposed_s(self) -> float:
+        """From the first token until decode may begin."""
+        return self.released_at - self.prefilled_at
+
 
 class ReaderLease:
-    """One attempt to have a prompt prefilled by `peer` and its missing blocks pulled."""
+    """One attempt to have blocks of `peer` here: a prompt that it prefills, or a chain it has."""
 
-    def __init__(
-        self,
-        *,
-        peer: Peer,
-        link: EngineLink,
-        config: TransferConfig,
-        token: str,
-        reader_id: str,
-        block_size: int,
-        block_bytes: int,
-    ) -> None:
+    def __init__(self, peer: Peer, *, puller: Puller, rates: Rates, config: WorkerConfig) -> None:
         self.peer = peer
-        self._puller = Puller(config, link, token=token, block_bytes=block_bytes)
+        self._puller = puller
+        self._rates = rates
         self._config = config
-        self._token = token
-        self._reader_id = reader_id
-        self._block_size = block_size
-        self._block_bytes = block_bytes
         self._lease_id = uuid.uuid4().hex
         self._epoch = ""
         self._next_block = 0
-        self._end_block = 0
+        self._end_block: int | None = None  # None: the source did not say yet
+        self._is_answered = False  # by `prefilled` or `held`: its engine has done its part
+        self._is_release_sent = False
         self.stats = PullStats()
         self.pulled_anything = False
-
-    @property
-    def _silence_s(self) -> float:
-        return self._config.heartbeat_interval_s * _SILENCES
 
     async def run(
         self,
@@ -91,118 +77,170 @@ class ReaderLease:
         *,
         request_id: str,
         first_missing_block: int,
+        targets: list[int],
+        prefix_holders: Sequence[pb.PrefixHolder] = (),
         on_first_token: Callable[[int, PullStats], None],
     ) -> int:
-        """Pulls every missing block and returns the first token. Raises TandemError."""
-        self._next_block = first_missing_block
-        self._end_block = -(-len(spec.token_ids) // self._block_size)
-        num_missing = self._end_block - first_missing_block
-        call = self.peer.stub.Prefill(metadata=token_metadata(self._token))
-        try:
-            start = pb.StartPrefill(
-                lease_id=self._lease_id,
-                request_id=request_id,
-                input=sequence_input(spec),
-                first_missing_block=first_missing_block,
-                reader_worker_id=self._reader_id,
-                transport=self.peer.transport,
-            )
-            async with asyncio.timeout(self._silence_s):
-                await call.write(pb.PrefillCommand(start=start))
-            async with asyncio.TaskGroup() as pulls:
-                first_token_id = await self._follow(call, pulls, spec.sequence_id)
-                on_first_token(first_token_id, self.stats)
-            # Counted by pulls that ended well, so a task that vanished is missed here, too.
-            if self.stats.num_blocks != num_missing:
-                moved = f"{self.stats.num_blocks} of {num_missing} blocks"
-                raise LeaseLost(f"{self.peer.worker_id} sent {moved}")
-            await self._release(call)
-            return first_token_id
-        except BaseExceptionGroup as group:
-            raise _first_error(group) from group
-        except _BROKEN_CALL as error:
-            raise LeaseLost(f"{self.peer.worker_id}: {_describe(error)}") from error
-        except asyncio.CancelledError:
-            # A channel that is closed under a call cancels it; that is not our cancellation.
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            raise LeaseLost(f"the connection to {self.peer.worker_id} was closed") from None
-        finally:
-            call.cancel()
+        """Has the prompt prefilled, and pulls every missing block into `targets`, blocks of the
+        sequence's table from the first missing one on. Returns the first token.
 
-    async def _follow(self, call: Any, pulls: asyncio.TaskGroup, sequence_id: str) -> int:
-        """Reads events until the first token, and starts a pull for each run."""
-        last_step, moved_at = -1, time.monotonic()
-        while True:
-            event = await self._read(call)
-            match event.WhichOneof("event"):
-                case "accepted":
-                    self._epoch = event.accepted.epoch
-                case "refused":
-                    raise WorkerLost(f"{self.peer.worker_id} refused: {event.refused.message}")
-                case "run":
-                    pulls.create_task(self._pull(sequence_id, event.run))
-                    moved_at = time.monotonic()
-                case "prefilled":
-                    self.stats.prefilled_at = time.monotonic()
-                    self.stats.cached_tokens = event.prefilled.cached_tokens
-                    return int(event.prefilled.first_token_id)
-                case "heartbeat":
-                    if event.heartbeat.step != last_step:
-                        last_step, moved_at = event.heartbeat.step, time.monotonic()
-                    elif time.monotonic() - moved_at > self._config.heartbeat_timeout_s:
-                        raise LeaseLost(f"the engine of {self.peer.worker_id} hangs")
+        Raises TandemError.
+        """
+        start = pb.StartPrefill(
+            lease_id=self._lease_id,
+            request_id=request_id,
+            input=sequence_input(spec),
+            first_missing_block=first_missing_block,
+            reader_worker_id=self._config.worker_id,
+            transport=self.peer.transport,
+            prefix_holders=prefix_holders,
+        )
+        if (rate := self._rates.pair(self.peer.worker_id, self.peer.transport)) is not None:
+            start.rate.CopyFrom(rate_message(rate))
+        self._end_block = -(-len(spec.token_ids) // self._config.engine.block_size)
+        blocks = _Targets(spec.sequence_id, first_missing_block, targets)
+        first_token_id = -1
 
-    async def _pull(self, sequence_id: str, run: pb.BlockRun) -> None:
+        def on_event(event: pb.PrefillEvent) -> None:
+            nonlocal first_token_id
+            if event.WhichOneof("event") != "prefilled":
+                raise LeaseLost(f"{self.peer.worker_id} answered {event}")
+            self.stats.prefilled_at = time.monotonic()
+            self.stats.cached_tokens = event.prefilled.cached_tokens
+            first_token_id = int(event.prefilled.first_token_id)
+            on_first_token(first_token_id, self.stats)
+
+        await self._follow(pb.PrefillCommand(start=start), blocks, on_event)
+        return first_token_id
+
+    async def hold(
+        self,
+        sequence_id: str,
+        block_hashes: list[bytes],
+        *,
+        first_missing_block: int,
+        targets: list[int],
+    ) -> int:
+        """Pulls what the source has of a chain, from the first missing block on, into `targets`.
+
+        Returns how many of the chain's first blocks it has. Raises TandemError.
+        """
+        hold = pb.HoldBlocks(
+            lease_id=self._lease_id,
+            block_hashes=block_hashes,
+            first_missing_block=first_missing_block,
+            reader_worker_id=self._config.worker_id,
+            transport=self.peer.transport,
+        )
+        num_held = 0
+
+        def on_event(event: pb.PrefillEvent) -> None:
+            nonlocal num_held
+            num_held = event.held.num_blocks
+            if event.WhichOneof("event") != "held" or num_held > len(block_hashes):
+                raise LeaseLost(f"{self.peer.worker_id} answered {event}")
+            self._end_block = max(first_missing_block, num_held)
+
+        blocks = _Targets(sequence_id, first_missing_block, targets)
+        await self._follow(pb.PrefillCommand(hold=hold), blocks, on_event)
+        return num_held
+
+    async def _follow(
+        self,
+        opening: pb.PrefillCommand,
+        blocks: _Targets,
+        on_answer: Callable[[pb.PrefillEvent], None],
+    ) -> None:
+        """Reads events until `released`, which must confirm the whole lease."""
+        self._next_block = blocks.first_block
+        self.stats.num_skipped = blocks.first_block
+        async with (
+            open_stream(self.peer, self._config, opening) as stream,
+            asyncio.timeout(None) as self._ending,
+            asyncio.TaskGroup() as pulls,
+        ):
+            while True:
+                event = await stream.read()
+                match event.WhichOneof("event"):
+                    case "accepted":
+                        self._epoch = event.accepted.epoch
+                    case "refused":
+                        raise WorkerLost(
+                            f"{self.peer.worker_id} refused: {event.refused.message}",
+                            retry_after_s=event.refused.wait_estimate_s,
+                        )
+                    case "run":
+                        self._take(event.run)
+                        pulls.create_task(self._pull(stream, blocks, event.run))
+                    case "released":
+                        self._check_released(event.released, blocks)
+                        return
+                    case _ if self._is_answered:
+                        raise LeaseLost(f"{self.peer.worker_id} answered twice")
+                    case _:
+                        on_answer(event)
+                        if self._next_block != self._end_block:
+                            came = f"{self._next_block} of {self._end_block} blocks"
+                            raise LeaseLost(f"{self.peer.worker_id} named {came}")
+                        self._is_answered, stream.engine_waited_for = True, False
+                        await self._release_if_done(stream, blocks)
+
+    def _take(self, run: pb.BlockRun) -> None:
         if run.first_block != self._next_block:
             raise LeaseLost(f"a run starts at block {run.first_block}, not {self._next_block}")
         self._next_block += len(run.block_ids)
-        if self._next_block > self._end_block:
-            raise LeaseLost(f"a run ends at block {self._next_block}, after {self._end_block}")
         self.pulled_anything = True
-        await self._puller.pull(
-            self.peer, lease_id=self._lease_id, sequence_id=sequence_id, run=run
-        )
-        self.stats.num_blocks += len(run.block_ids)
-        self.stats.num_bytes += len(run.block_ids) * self._block_bytes
 
-    async def _release(self, call: Any) -> None:
-        """Says that the reads are done; only the answer makes what was pulled good."""
-        await call.write(pb.PrefillCommand(release=pb.ReleaseLease()))
-        async with asyncio.timeout(self._config.release_deadline_s):
-            while True:
-                event = await self._read(call)
-                if event.WhichOneof("event") == "released":
-                    break
-        released = event.released
+    async def _pull(self, stream: LeaseStream, blocks: _Targets, run: pb.BlockRun) -> None:
+        started = time.monotonic()
+        self.stats.first_pull_at = self.stats.first_pull_at or started
+        index = run.first_block - blocks.first_block
+        targets = blocks.targets[index : index + len(run.block_ids)]
+        if len(targets) != len(run.block_ids):
+            raise LeaseLost(f"a run ends at block {self._next_block}, after the last one")
+        await self._puller.pull(
+            self.peer,
+            lease_id=self._lease_id,
+            sequence_id=blocks.sequence_id,
+            run=run,
+            targets=targets,
+        )
+        # Counted by pulls that ended well, so that a task which vanished is missed, too.
+        self.stats.num_blocks += len(targets)
+        self.stats.num_bytes += len(targets) * self._rates.worker.block_bytes
+        self.stats.last_pulled_at = time.monotonic()
+        self.stats.pull_s += self.stats.last_pulled_at - started
+        await self._release_if_done(stream, blocks)
+
+    async def _release_if_done(self, stream: LeaseStream, blocks: _Targets) -> None:
+        """Says that the reads are done, once they are; only the answer makes them good."""
+        if self._is_whole(blocks) and not self._is_release_sent:
+            self._is_release_sent = True
+            await stream.write(pb.PrefillCommand(release=pb.ReleaseLease()))
+        if self._is_answered and self._is_release_sent:
+            now = asyncio.get_running_loop().time()
+            self._ending.reschedule(now + self._config.transfer.release_deadline_s)
+
+    def _is_whole(self, blocks: _Targets) -> bool:
+        return blocks.first_block + self.stats.num_blocks == self._end_block
+
+    def _check_released(self, released: pb.Released, blocks: _Targets) -> None:
         same = released.epoch == self._epoch and released.lease_id == self._lease_id
         if not (same and released.whole):
             raise LeaseLost(f"{self.peer.worker_id} did not hold the lease to its end")
+        if not (self._is_answered and self._is_release_sent and self._is_whole(blocks)):
+            raise LeaseLost(f"{self.peer.worker_id} released before all was read")
         self.stats.released_at = time.monotonic()
 
-    async def _read(self, call: Any) -> pb.PrefillEvent:
-        """The next event. A source that is silent for longer than its heartbeats allow is gone."""
-        try:
-            # Not wait_for: in Python 3.11 it can swallow a cancellation.
-            async with asyncio.timeout(self._silence_s):
-                event: pb.PrefillEvent = await call.read()
-        except TimeoutError:
-            raise LeaseLost(f"{self.peer.worker_id} was silent for {self._silence_s} s") from None
-        if event is grpc.aio.EOF:  # type: ignore[attr-defined]
-            raise LeaseLost(f"{self.peer.worker_id} closed the stream")
-        return event
+
+# Makes a lease of a peer; what all leases of a worker share is in it.
+LeaseMaker = Callable[[Peer], ReaderLease]
 
 
-def _first_error(group: BaseExceptionGroup) -> BaseException:
-    """What to report of a group: our own errors before what they caused."""
-    errors = [e for e in group.exceptions if not isinstance(e, BaseExceptionGroup)]
-    ours = [e for e in errors if isinstance(e, TandemError)]
-    if ours:
-        return ours[0]
-    if broken := [e for e in errors if isinstance(e, _BROKEN_CALL)]:
-        return LeaseLost(f"a pull failed: {_describe(broken[0])}")
-    return errors[0] if errors else group
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """Where blocks go: the sequence's block table from `first_block` on."""
 
-
-def _describe(error: BaseException) -> str:
-    return error.code().name if isinstance(error, grpc.aio.AioRpcError) else repr(error)
+    sequence_id: str
+    first_block: int
+    targets: list[int]

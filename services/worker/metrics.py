@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.cost_model import PairRate
@@ -87,12 +88,24 @@ class WorkerMetrics:
         self._renewals = self._counter(
             "reader_renewals", "How often the NIXL reader was made anew to end such reads"
         )
-        self._exposed = Histogram(
-            "tandem_transfer_exposed_seconds",
+        self._kv_blocks_skipped = self._counter(
+            "kv_blocks_skipped", "Blocks of prompts prefilled elsewhere that were here already"
+        )
+        self._prefix_blocks = self._counter(
+            "prefix_blocks_pulled", "Blocks pulled by hash from who had them", "transport"
+        )
+        self._transfer = self._histogram(
+            "transfer_seconds", "From a prompt's first pull to the end of its last", "transport"
+        )
+        self._exposed = self._histogram(
+            "transfer_exposed_seconds",
             "From the first token of a remote prefill to its release",
-            [*self._labels, "transport"],
-            buckets=_SECONDS,
-            registry=self._registry,
+            "transport",
+        )
+        self._second_token = self._histogram(
+            "second_token_seconds",
+            "From the first token to the second, by how the prompt's blocks came",
+            "transport",
         )
 
     def on_transfer(self, reply: TransferReply) -> None:
@@ -113,7 +126,20 @@ class WorkerMetrics:
         labels = {**self._labels, "transport": peer.transport}
         self._kv_bytes.labels(**labels).inc(stats.num_bytes)
         self._kv_blocks.labels(**labels).inc(stats.num_blocks)
-        self._exposed.labels(**labels).observe(stats.released_at - stats.prefilled_at)
+        self._kv_blocks_skipped.inc(stats.num_skipped)
+        self._transfer.labels(**labels).observe(stats.span_s)
+        self._exposed.labels(**labels).observe(stats.exposed_s)
+
+    def on_prefix_pull(self, peer: Peer, stats: PullStats) -> None:
+        labels = {**self._labels, "transport": peer.transport}
+        self._prefix_blocks.labels(**labels).inc(stats.num_blocks)
+
+    def on_second_token(self, transport: str, seconds: float) -> None:
+        self._second_token.labels(**self._labels, transport=transport).observe(seconds)
+
+    def collect(self) -> Iterable[Metric]:
+        """All but the gauges, as they stand."""
+        return self._registry.collect()
 
     def serve(
         self,
@@ -132,6 +158,15 @@ class WorkerMetrics:
             f"tandem_{name}", help_text, [*self._labels, *more_labels], registry=self._registry
         )
         return counter if more_labels else counter.labels(**self._labels)
+
+    def _histogram(self, name: str, help_text: str, *more_labels: str) -> Histogram:
+        return Histogram(
+            f"tandem_{name}",
+            help_text,
+            [*self._labels, *more_labels],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
 
 
 class _Gauges(Collector):

@@ -1,45 +1,39 @@
 """The source's side of a lease: `Prefill` streams, and bytes for readers without NIXL.
 
     start --> (refused)
-          `-> leased: computing --> prefilled --> released
-                  `-------------------`--> stream closed
+          `-> leased: (awaiting a prefix) --> computing --> prefilled --> released
+    hold ---> leased: ----------------------------------------> held -------^
+                  `-------------------`------------`-------------`--> stream closed
 
 Whatever way the stream ends, its `finally` removes the sequence from the engine, which frees the
-blocks: nothing outlives the stream. The reader promises in `release` that its reads are done; the
-answer `released` says that every block was held until then.
+blocks: nothing outlives the stream. The reader promises in `release` that its reads are done, as
+soon as they are; the answer `released`, which comes after `prefilled` or `held`, says that every
+block was held until then. A hold waits for nothing and allocates nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
 from services.config import WorkerConfig
-from services.engine.types import Failed, FinalBlocks, Mode, Prefilled
+from services.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Reserved
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.worker.convert import sequence_spec
 from services.worker.engine_link import EngineLink
-from services.worker.messages import Add, Remove, Report
+from services.worker.leases import Lease, Leases
+from services.worker.messages import Add, Command, ContinuePrefill, Hold, Remove, Report
 from services.worker.metrics import WorkerMetrics
-
-log = logging.getLogger(__name__)
+from services.worker.prefix_choice import PrefixPlan
+from services.worker.prefix_pull import PrefixPuller
+from services.worker.rates import Rates
 
 _FETCH_BYTES_MAX = 2 << 20  # of one message of block bytes: small enough to stay in the caches
 _START_DEADLINE_S = 5.0
-
-
-@dataclass(slots=True)
-class Lease:
-    """One reader's hold on the blocks of one sequence."""
-
-    lease_id: str
-    # At most one event for each block of the prompt, and one release.
-    events: asyncio.Queue[object] = field(default_factory=asyncio.Queue)
 
 
 class PrefillService:
@@ -51,15 +45,21 @@ class PrefillService:
         epoch: str,
         link: EngineLink,
         metrics: WorkerMetrics,
+        rates: Rates,
+        prefixes: PrefixPuller | None,
         *,
         block_bytes: int,
+        num_blocks: int,
     ) -> None:
+        """`num_blocks` and `block_bytes` are of the KV pool. Without `prefixes` all is computed."""
         self._config = config
         self._epoch = epoch
         self._link = link
         self._metrics = metrics
+        self._rates = rates
+        self._prefixes = prefixes
         self._block_bytes = block_bytes
-        self._leases: dict[str, Lease] = {}
+        self._leases = Leases(config.transfer, num_blocks=num_blocks)
         self._tick = 0
         self.draining = False
 
@@ -71,51 +71,93 @@ class PrefillService:
         """Hands each lease what a step brought for it."""
         self._tick = report.tick
         step = report.report
-        events: list[FinalBlocks | Prefilled | Failed]
-        events = [*step.final_blocks, *step.prefilled, *step.failed]
+        self.on_final_blocks(step.final_blocks)
+        for reserved in step.reserved:
+            lease = self._leases.get(reserved.sequence_id)
+            if lease is not None and lease.plan is not None:
+                lease.prefix = asyncio.create_task(self._fill(lease.plan, reserved))
+        events: list[Prefilled | Held | Failed] = [*step.prefilled, *step.held, *step.failed]
         for event in events:
             if (lease := self._leases.get(event.sequence_id)) is not None:
+                lease.is_ahead = not isinstance(event, Failed)
                 lease.events.put_nowait(event)
+
+    def on_final_blocks(self, final_blocks: list[FinalBlocks]) -> None:
+        for final in final_blocks:
+            if (lease := self._leases.get(final.sequence_id)) is not None:
+                lease.block_ids += final.block_ids
+                lease.events.put_nowait(final)
 
     async def serve(
         self, commands: AsyncIterator[pb.PrefillCommand], context: Any
     ) -> AsyncIterator[pb.PrefillEvent]:
-        first = await asyncio.wait_for(anext(aiter(commands)), _START_DEADLINE_S)
-        start = first.start
-        if first.WhichOneof("command") != "start" or not start.lease_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first command is `start`")
-        if start.lease_id in self._leases:
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"lease {start.lease_id} is open")
-        if self.draining:
-            yield _refused("this worker is draining")
-            return
-        lease = Lease(start.lease_id)
-        self._leases[lease.lease_id] = lease
-        reading = asyncio.create_task(self._read_commands(lease, commands))
-        spec = sequence_spec(
-            start.input,
-            sequence_id=lease.lease_id,
-            mode=Mode.FOR_PEER,
-            first_wanted_block=start.first_missing_block,
-        )
         try:
-            self._link.send(Add(spec))
+            async with asyncio.timeout(_START_DEADLINE_S):
+                first = await anext(aiter(commands))
+        except (StopAsyncIteration, TimeoutError):
+            return  # the reader is gone again, or never said what it wants
+        opening = first.hold if first.WhichOneof("command") == "hold" else first.start
+        if not opening.lease_id:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "the first command is `start` or `hold`"
+            )
+        if opening.lease_id in self._leases:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"lease {opening.lease_id} is open")
+        reader_id = opening.reader_worker_id
+        if why := self._leases.refusal(reader_id) or ("it is draining" if self.draining else ""):
+            yield self._refused(why)
+            return
+        lease = Lease(opening.lease_id, reader_id, opening.verify_every)
+        self._leases.open(lease)
+        reading = asyncio.create_task(self._read_commands(lease, commands))
+        try:
+            self._link.send(self._begin(lease, first))
             yield pb.PrefillEvent(accepted=pb.Accepted(epoch=self._epoch))
             async for event in self._events(lease):
                 yield event
         finally:
             reading.cancel()
-            del self._leases[lease.lease_id]
+            if lease.prefix is not None:
+                lease.prefix.cancel()
+            self._leases.close(lease)
+            self._rates.on_end(time.monotonic())
             self._link.send(Remove(lease.lease_id))
 
+    def _begin(self, lease: Lease, first: pb.PrefillCommand) -> Command:
+        """What the engine is told of a new lease."""
+        if first.WhichOneof("command") == "hold":
+            hold = first.hold
+            return Hold(lease.lease_id, list(hold.block_hashes), hold.first_missing_block)
+        start = first.start
+        spec = sequence_spec(
+            start.input,
+            sequence_id=lease.lease_id,
+            mode=Mode.FOR_PEER,
+            first_wanted_block=start.first_missing_block,
+            reader_rate=(start.rate.latency_s, start.rate.bytes_per_s)
+            if start.HasField("rate")
+            else None,
+        )
+        if self._prefixes is not None:
+            lease.plan = self._prefixes.plan(spec, start.prefix_holders)
+        return Add(lease.plan.spec if lease.plan is not None else spec)
+
+    async def _fill(self, plan: PrefixPlan, reserved: Reserved) -> None:
+        """Ends with the lease: the engine then keeps what a read may still write in quarantine."""
+        assert self._prefixes is not None, "no plan without it"
+        num_blocks = await self._prefixes.fill(plan, reserved)
+        self._link.send(ContinuePrefill(plan.spec.sequence_id, num_blocks))
+
     async def _events(self, lease: Lease) -> AsyncIterator[pb.PrefillEvent]:
+        """What the reader is told, to the end of the lease."""
         interval_s = self._config.transfer.heartbeat_interval_s
-        while True:
+        is_answered = is_released = False
+        while not (is_answered and is_released):
             try:
                 async with asyncio.timeout(interval_s):
                     event = await lease.events.get()
             except TimeoutError:
-                yield pb.PrefillEvent(heartbeat=pb.Heartbeat(step=self._tick))
+                yield self._heartbeat()
                 continue
             match event:
                 case FinalBlocks(_, first_block, block_ids):
@@ -126,14 +168,18 @@ class PrefillService:
                         first_token_id=event.first_token_id, cached_tokens=event.num_cached_tokens
                     )
                     yield pb.PrefillEvent(prefilled=prefilled)
+                    is_answered = True
+                case Held(_, num_blocks):
+                    yield pb.PrefillEvent(held=pb.Held(num_blocks=num_blocks))
+                    is_answered = True
                 case Failed(_, code, message):
-                    yield _refused(f"{code}: {message}")
+                    yield self._refused(f"{code}: {message}")
                     return
                 case pb.ReleaseLease():
-                    yield pb.PrefillEvent(
-                        released=pb.Released(epoch=self._epoch, lease_id=lease.lease_id, whole=True)
-                    )
-                    return
+                    is_released = True
+        yield pb.PrefillEvent(
+            released=pb.Released(epoch=self._epoch, lease_id=lease.lease_id, whole=True)
+        )
 
     async def _read_commands(
         self, lease: Lease, commands: AsyncIterator[pb.PrefillCommand]
@@ -142,6 +188,14 @@ class PrefillService:
             if command.WhichOneof("command") == "release":
                 lease.events.put_nowait(command.release)
                 return
+
+    def _heartbeat(self) -> pb.PrefillEvent:
+        beat = pb.Heartbeat(step=self._tick, turn_s_max=self._rates.turn_s_max)
+        return pb.PrefillEvent(heartbeat=beat)
+
+    def _refused(self, message: str) -> pb.PrefillEvent:
+        refused = pb.Refused(message=message, wait_estimate_s=self._rates.retry_after_s)
+        return pb.PrefillEvent(refused=refused)
 
     async def fetch(
         self, request: pb.FetchBlocksRequest, context: Any
@@ -155,7 +209,3 @@ class PrefillService:
             data = await self._link.load_bytes(request.lease_id, block_ids)
             self._metrics.kv_bytes_served.inc(len(data))
             yield pb.BlockBytes(data=bytes(data))
-
-
-def _refused(message: str) -> pb.PrefillEvent:
-    return pb.PrefillEvent(refused=pb.Refused(message=message))

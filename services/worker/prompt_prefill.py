@@ -23,12 +23,13 @@ from services.errors import TandemError
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.worker.decode_sequence import DecodeSequence
 from services.worker.engine_link import EngineLink
-from services.worker.lease import PullStats, ReaderLease
-from services.worker.messages import Commit, Restart, StartLocalPrefill
+from services.worker.lease import LeaseMaker, PullStats, ReaderLease
+from services.worker.messages import Commit, ContinuePrefill, Restart, StartLocalPrefill
 from services.worker.metrics import WorkerMetrics
 from services.worker.peers import Peers
 from services.worker.prefill_choice import Plan
 from services.worker.prefill_planner import PrefillPlanner
+from services.worker.prefix_pull import PrefixPuller
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,9 @@ class Owner(Protocol):
 
     def on_first_token(self, sequence: DecodeSequence, token_id: int, stats: PullStats) -> None: ...
 
+    def as_holder(self, num_blocks: int) -> list[pb.PrefixHolder]:
+        """This worker as one that has so many first blocks of a prompt; empty if it has none."""
+
 
 class PromptPrefill:
     """For all sequences of one decode worker."""
@@ -57,8 +61,8 @@ class PromptPrefill:
         metrics: WorkerMetrics,
         planner: PrefillPlanner,
         owner: Owner,
-        *,
-        block_bytes: int,
+        prefixes: PrefixPuller,
+        make_lease: LeaseMaker,
     ) -> None:
         self._config = config
         self._link = link
@@ -66,11 +70,16 @@ class PromptPrefill:
         self._metrics = metrics
         self._planner = planner
         self._owner = owner
+        self._prefixes = prefixes
+        self._make_lease = make_lease
         self._block_size = config.engine.block_size
-        self._block_bytes = block_bytes
 
     async def run(self, sequence: DecodeSequence, reserved: Reserved) -> None:
         """Commits the first whole lease, else starts prefill here."""
+        if sequence.prefix is not None:
+            num_blocks = await self._prefixes.fill(sequence.prefix, reserved)
+            self._link.send(ContinuePrefill(sequence.sequence_id, num_blocks))
+            return
         left = list(sequence.candidates)
         asked: dict[str, int] = {}
         waits_s: dict[str, float] = {}
@@ -112,7 +121,18 @@ class PromptPrefill:
             self._link.send(Commit(sequence.sequence_id, first_token_id))
             return
         self._metrics.local_prefills.inc()
-        self._link.send(StartLocalPrefill(sequence.sequence_id))
+        self._prefill_here(sequence, reserved)
+
+    def _prefill_here(self, sequence: DecodeSequence, reserved: Reserved) -> None:
+        """With its first blocks from a holder where that is sooner: it is reserved once more."""
+        here = msgspec.structs.replace(sequence.spec, mode=Mode.HERE, remote_prefill_min_tokens=0)
+        num_cached = reserved.num_cached_tokens // self._block_size
+        sequence.prefix = self._prefixes.plan(here, sequence.holders, num_cached_blocks=num_cached)
+        if sequence.prefix is None:
+            self._link.send(StartLocalPrefill(sequence.sequence_id))
+            return
+        sequence.spec, sequence.reserved = sequence.prefix.spec, None
+        self._link.send(Restart(sequence.spec))
 
     def _plan(
         self,
@@ -138,11 +158,14 @@ class PromptPrefill:
         self, sequence: DecodeSequence, reserved: Reserved, lease: ReaderLease
     ) -> int:
         missing = len(sequence.spec.token_ids) - reserved.num_cached_tokens
+        first_missing = reserved.num_cached_tokens // self._block_size
         with self._planner.sent(lease.peer.worker_id, missing):
             return await lease.run(
                 sequence.spec,
                 request_id=sequence.request_id,
-                first_missing_block=reserved.num_cached_tokens // self._block_size,
+                first_missing_block=first_missing,
+                targets=reserved.block_ids,
+                prefix_holders=[*self._owner.as_holder(first_missing), *sequence.holders],
                 on_first_token=lambda token, stats: self._owner.on_first_token(
                     sequence, token, stats
                 ),
@@ -154,15 +177,7 @@ class PromptPrefill:
         except TandemError as error:
             log.warning("prefill worker %s is passed over: %s", candidate.worker_id, error)
             return None
-        return ReaderLease(
-            peer=peer,
-            link=self._link,
-            config=self._config.transfer,
-            token=self._config.cluster.token,
-            reader_id=self._config.worker_id,
-            block_size=self._block_size,
-            block_bytes=self._block_bytes,
-        )
+        return self._make_lease(peer)
 
     def _note_failure(self, sequence: DecodeSequence, error: Exception) -> None:
         expected = isinstance(error, TandemError)
@@ -187,8 +202,10 @@ class PromptPrefill:
 
     def _record(self, sequence: DecodeSequence, lease: ReaderLease) -> None:
         stats, timings = lease.stats, sequence.timings
-        timings.transfer_exposed_ms = (stats.released_at - stats.prefilled_at) * 1000
+        timings.transfer_exposed_ms = stats.exposed_s * 1000
+        timings.transfer_ms = stats.span_s * 1000
         timings.blocks_pulled = stats.num_blocks
+        timings.blocks_skipped = stats.num_skipped
         timings.bytes_pulled = stats.num_bytes
         timings.prefill_worker_id = lease.peer.worker_id
         timings.transport = lease.peer.transport

@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -23,15 +24,19 @@ from services.errors import ConfigError, WorkerLost
 from services.registry import Contract, Load, State, WorkerRecord
 from services.rpc.auth import TokenInterceptor
 from services.rpc.options import SERVER_OPTIONS
+from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from services.worker.convert import load_message
 from services.worker.decode_service import DecodeService
 from services.worker.engine_link import EngineLink
+from services.worker.lease import ReaderLease
 from services.worker.membership import Membership
 from services.worker.messages import Ready, Report, TransferBroken, TransferReply
 from services.worker.metrics import WorkerMetrics
 from services.worker.peers import Peers
 from services.worker.prefill_service import PrefillService
+from services.worker.prefix_pull import PrefixPuller
+from services.worker.pulls import Puller
 from services.worker.rates import Rates
 from services.worker.servicer import Servicer
 
@@ -144,17 +149,37 @@ class Worker:
         self._metrics = WorkerMetrics(worker_id=config.worker_id, role=config.role)
         self.rates = Rates(config, block_bytes=ready.block_bytes)
         self.peers = Peers(config, self.epoch, self.link, self.rates, self.contract)
+        puller = Puller(
+            config.transfer,
+            self.link,
+            token=config.cluster.token,
+            block_bytes=ready.block_bytes,
+            rates=self.rates,
+        )
+        make_lease = partial(ReaderLease, puller=puller, rates=self.rates, config=config)
+        prefixes = PrefixPuller(
+            config, self.contract, self.peers, self.rates, self._metrics, make_lease
+        )
         self.prefill = PrefillService(
-            config, self.epoch, self.link, self._metrics, block_bytes=ready.block_bytes
+            config,
+            self.epoch,
+            self.link,
+            self._metrics,
+            self.rates,
+            prefixes,
+            block_bytes=ready.block_bytes,
+            num_blocks=ready.num_blocks,
         )
         self.decode = DecodeService(
             config,
             self.link,
             self.peers,
             self._metrics,
+            rates=self.rates,
+            prefixes=prefixes,
+            make_lease=make_lease,
             block_bytes=ready.block_bytes,
             max_model_len=ready.max_model_len,
-            rates=self.rates,
         )
         port = self._metrics.serve(
             config.host, config.metrics_port, self.load, lambda: self.rates.pairs
@@ -172,6 +197,9 @@ class Worker:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {wanted}: {error}") from error
         self._address = f"{self.config.host}:{port}"
+        self.decode.identity = pb.PrefixHolder(
+            worker_id=self.config.worker_id, epoch=self.epoch, address=self._address
+        )
         await server.start()
         return server
 

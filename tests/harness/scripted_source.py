@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from services.block_hash import HASH_VERSION
 from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from services.engine.types import Reserved
+from services.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
+from services.registry import Contract
 from services.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import (
@@ -27,11 +30,34 @@ from services.rpc.tandem.v1.worker_pb2_grpc import (
 )
 from services.transfer.protocol import PullResult
 from services.worker.decode_service import DecodeService
+from services.worker.lease import LeaseMaker, ReaderLease
 from services.worker.messages import Add, Command, Remove, StartPull
 from services.worker.metrics import WorkerMetrics
 from services.worker.peers import Peer
+from services.worker.prefix_choice import PrefixPlan
+from services.worker.prefix_pull import PrefixPuller
+from services.worker.pulls import Puller
+from services.worker.rates import Rates
 
 PROMPT = list(range(100))  # 7 blocks of 16
+PREFIX_BLOCKS = 6  # the full ones: the last token is computed always
+BLOCK_BYTES = 64
+CONFIG = WorkerConfig(
+    role="decode",
+    cluster=ClusterConfig("c", "redis://", "token"),
+    engine=EngineConfig(model="m"),
+    transfer=TransferConfig(heartbeat_interval_s=0.1, release_deadline_s=0.5),
+    worker_id="d0",
+)
+CONTRACT = Contract(
+    model_fingerprint="m",
+    compute_dtype="float32",
+    numerics="invariant",
+    block_size=CONFIG.engine.block_size,
+    kv_dtype="float32",
+    layout="l",
+    hash_version=HASH_VERSION,
+)
 Script = Callable[[AsyncIterator[pb.PrefillCommand], Any], AsyncIterator[pb.PrefillEvent]]
 
 
@@ -53,11 +79,13 @@ class ScriptedSource(WorkerServicer):
     def __init__(self, script: Script) -> None:
         self._script = script
         self.num_open = 0
+        self.num_streams = 0
 
     async def Prefill(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.PrefillCommand], context: Any
     ) -> AsyncIterator[pb.PrefillEvent]:
         self.num_open += 1
+        self.num_streams += 1
         try:
             async for event in self._script(request_iterator, context):
                 yield event
@@ -71,11 +99,13 @@ class RecordingLink:
 
     pull_s: float = 0.0
     sent: list[Command] = field(default_factory=list)
+    pulls: list[StartPull] = field(default_factory=list)
 
     def send(self, command: Command, data: bytes | None = None) -> None:
         self.sent.append(command)
 
     def pull(self, command: StartPull) -> asyncio.Future[PullResult]:
+        self.pulls.append(command)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[PullResult] = loop.create_future()
         known = not any(
@@ -99,11 +129,16 @@ class RecordingStream:
 
 
 @dataclass
-class OnePeer:
-    peer: Peer
+class AllPeers:
+    """All are connected."""
+
+    peers: list[Peer]
 
     async def get(self, worker_id: str, epoch: str, address: str) -> Peer:
-        return self.peer
+        return next(peer for peer in self.peers if peer.worker_id == worker_id)
+
+    def get_now(self, worker_id: str, epoch: str, address: str) -> Peer | None:
+        return next(peer for peer in self.peers if peer.worker_id == worker_id)
 
 
 @dataclass
@@ -135,32 +170,94 @@ class Reader:
         self.service._remove(f"{request_id}#1")
 
 
+@dataclass
+class PrefixReader:
+    """A PrefixPuller whose holders are the scripted sources, p0 and on, in that order."""
+
+    puller: PrefixPuller
+    link: RecordingLink
+    metrics: WorkerMetrics
+    sources: list[ScriptedSource]
+
+    def plan(self, *, num_blocks: int = PREFIX_BLOCKS) -> PrefixPlan | None:
+        holders = [
+            pb.PrefixHolder(worker_id=f"p{n}", epoch="e", address="x", num_blocks=num_blocks)
+            for n in range(len(self.sources))
+        ]
+        spec = SequenceSpec("s", PROMPT, len(PROMPT), Mode.FOR_PEER, SamplingParams(), 1)
+        return self.puller.plan(spec, holders)
+
+    async def fill(self, *, num_cached: int = 0) -> int:
+        """Of a sequence that has blocks 0..6 and the first `num_cached` of them cached."""
+        plan = self.plan()
+        assert plan is not None
+        reserved = Reserved("s", num_cached * 16, list(range(num_cached, 7)))
+        return await self.puller.fill(plan, reserved)
+
+    def pulled(self) -> float:
+        """What the metric says."""
+        samples = [s for family in self.metrics.collect() for s in family.samples]
+        return sum(s.value for s in samples if s.name == "tandem_prefix_blocks_pulled_total")
+
+
 @asynccontextmanager
 async def reader_of(script: Script, *, pull_s: float = 0.0) -> AsyncIterator[Reader]:
+    link = RecordingLink(pull_s)
+    async with _serving(script) as (peer, source, server):
+        peers = AllPeers([peer])
+        metrics, rates, make_lease, prefixes = _parts(link, peers)
+        service = DecodeService(
+            CONFIG,
+            link,  # type: ignore[arg-type]
+            peers,  # type: ignore[arg-type]
+            metrics,
+            rates=rates,
+            prefixes=prefixes,
+            make_lease=make_lease,
+            block_bytes=BLOCK_BYTES,
+            max_model_len=1000,
+        )
+        yield Reader(service, link, RecordingStream(), source, server, peer.channel)
+
+
+@asynccontextmanager
+async def prefix_reader_of(*scripts: Script, pull_s: float = 0.0) -> AsyncIterator[PrefixReader]:
+    link = RecordingLink(pull_s)
+    async with AsyncExitStack() as stack:
+        served = [
+            await stack.enter_async_context(_serving(script, f"p{number}"))
+            for number, script in enumerate(scripts)
+        ]
+        metrics, _, _, prefixes = _parts(link, AllPeers([peer for peer, _, _ in served]))
+        yield PrefixReader(prefixes, link, metrics, [source for _, source, _ in served])
+
+
+@asynccontextmanager
+async def _serving(
+    script: Script, worker_id: str = "p0"
+) -> AsyncIterator[tuple[Peer, ScriptedSource, grpc.aio.Server]]:
     server = grpc.aio.server(options=SERVER_OPTIONS)
     source = ScriptedSource(script)
     add_WorkerServicer_to_server(source, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS)
-    peer = Peer("p0", "e", WorkerStub(channel), channel, "nixl")
-    link = RecordingLink(pull_s)
-    service = DecodeService(
-        WorkerConfig(
-            role="decode",
-            cluster=ClusterConfig("c", "redis://", "token"),
-            engine=EngineConfig(model="m"),
-            transfer=TransferConfig(heartbeat_interval_s=0.1),
-            worker_id="d0",
-        ),
-        link,  # type: ignore[arg-type]
-        OnePeer(peer),  # type: ignore[arg-type]
-        WorkerMetrics(worker_id="d0", role="decode"),
-        block_bytes=64,
-        max_model_len=1000,
-    )
     try:
-        yield Reader(service, link, RecordingStream(), source, server, channel)
+        yield Peer(worker_id, "e", WorkerStub(channel), channel, "nixl"), source, server
     finally:
         await channel.close(None)
         await server.stop(None)
+
+
+def _parts(
+    link: RecordingLink, peers: AllPeers
+) -> tuple[WorkerMetrics, Rates, LeaseMaker, PrefixPuller]:
+    """What all leases of a reader share, real but for the engine."""
+    metrics = WorkerMetrics(worker_id="d0", role="decode")
+    rates = Rates(CONFIG, block_bytes=BLOCK_BYTES)
+    engine: Any = link
+    puller = Puller(CONFIG.transfer, engine, token="token", block_bytes=BLOCK_BYTES)
+    make_lease = partial(ReaderLease, puller=puller, rates=rates, config=CONFIG)
+    known: Any = peers
+    prefixes = PrefixPuller(CONFIG, CONTRACT, known, rates, metrics, make_lease)
+    return metrics, rates, make_lease, prefixes

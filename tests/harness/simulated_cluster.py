@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,11 @@ import grpc
 import grpc.aio
 import zmq
 
+from services.block_hash import HASH_VERSION
 from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
 from services.engine.pool_bytes import PoolBytes
 from services.errors import WorkerLost
+from services.registry import Contract
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.transfer.nixl import NixlReader
 from services.transfer.nixl_source import remote_pool
@@ -30,9 +33,13 @@ from services.worker import messages
 from services.worker.decode_service import DecodeService
 from services.worker.engine_link import EngineLink, _replies
 from services.worker.engine_process import EngineProcess
+from services.worker.lease import ReaderLease
 from services.worker.metrics import WorkerMetrics
 from services.worker.prefill_service import PrefillService
+from services.worker.prefix_pull import PrefixPuller
 from services.worker.pull_ledger import PullLedger
+from services.worker.pulls import Puller
+from services.worker.rates import Rates
 from tests.engine_driver import make_engine
 from tests.harness.simulated_loop import SimulatedLoop
 
@@ -88,15 +95,40 @@ class Node:
         self._make_link()
         metrics = WorkerMetrics(worker_id=worker_id, role="decode")
         block_bytes = self.engine.layout.block_bytes
+        rates = Rates(config, block_bytes=block_bytes)
+        puller = Puller(config.transfer, self.link, token="token", block_bytes=block_bytes)
+        make_lease = partial(ReaderLease, puller=puller, rates=rates, config=config)
+        contract = Contract(
+            model_fingerprint="toy",
+            compute_dtype=self.runner.dtype_name,
+            numerics=config.engine.numerics,
+            block_size=limits["block_size"],
+            kv_dtype=self.runner.kv_dtype_name,
+            layout=self.engine.layout.describe(),
+            hash_version=HASH_VERSION,
+        )
+        prefixes = PrefixPuller(config, contract, peers, rates, metrics, make_lease)
         self.decode = DecodeService(
             config,
             self.link,
             peers,
             metrics,
+            rates=rates,
+            prefixes=prefixes,
+            make_lease=make_lease,
             block_bytes=block_bytes,
             max_model_len=self.engine.max_model_len,
         )
-        self.prefill = PrefillService(config, epoch, self.link, metrics, block_bytes=block_bytes)
+        self.prefill = PrefillService(
+            config,
+            epoch,
+            self.link,
+            metrics,
+            rates,
+            prefixes,
+            block_bytes=block_bytes,
+            num_blocks=limits["num_blocks"],
+        )
 
     @property
     def peer_id(self) -> str:

@@ -1,0 +1,201 @@
+"""A prefix from a holder that misbehaves at each step: it is computed instead, none leaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from tests.harness.scripted_source import (
+    PREFIX_BLOCKS,
+    PrefixReader,
+    accepted,
+    prefix_reader_of,
+    run,
+)
+
+pytestmark = pytest.mark.service
+
+Commands = AsyncIterator[pb.PrefillCommand]
+Events = AsyncIterator[pb.PrefillEvent]
+BLOCKS = tuple(range(10, 10 + PREFIX_BLOCKS))
+
+
+def held(num_blocks: int = PREFIX_BLOCKS) -> pb.PrefillEvent:
+    return pb.PrefillEvent(held=pb.Held(num_blocks=num_blocks))
+
+
+def released(lease_id: str, *, epoch: str = "e", whole: bool = True) -> pb.PrefillEvent:
+    return pb.PrefillEvent(released=pb.Released(epoch=epoch, lease_id=lease_id, whole=whole))
+
+
+async def whole(commands: Commands, context: Any) -> Events:
+    hold = (await anext(aiter(commands))).hold
+    yield accepted()
+    first = hold.first_missing_block
+    yield run(first, *BLOCKS[first:])
+    yield held()
+    assert (await anext(aiter(commands))).WhichOneof("command") == "release"
+    yield released(hold.lease_id)
+
+
+async def closed(reader: PrefixReader) -> None:
+    async with asyncio.timeout(5):
+        while any(source.num_open for source in reader.sources):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("num_cached", [0, 2])
+async def test_a_whole_hold_is_good(num_cached: int) -> None:
+    async with prefix_reader_of(whole) as reader:
+        assert await reader.fill(num_cached=num_cached) == PREFIX_BLOCKS
+        (pull,) = reader.link.pulls
+        assert pull.first_block == num_cached
+        assert pull.source_block_ids == list(BLOCKS[num_cached:])
+        assert reader.pulled() == PREFIX_BLOCKS - num_cached
+        await closed(reader)
+
+
+async def test_a_holder_that_has_less_gives_less() -> None:
+    async def less(commands: Commands, context: Any) -> Events:
+        hold = (await anext(aiter(commands))).hold
+        yield accepted()
+        yield run(0, *BLOCKS[:3])
+        yield held(3)
+        await anext(aiter(commands))
+        yield released(hold.lease_id)
+
+    async with prefix_reader_of(less) as reader:
+        assert await reader.fill() == 3
+
+
+@pytest.mark.parametrize("num_held", [0, 2])
+async def test_a_holder_that_has_nothing_new_is_released_at_once(num_held: int) -> None:
+    async def nothing(commands: Commands, context: Any) -> Events:
+        hold = (await anext(aiter(commands))).hold
+        yield accepted()
+        yield held(num_held)
+        await anext(aiter(commands))
+        yield released(hold.lease_id)
+
+    async with prefix_reader_of(nothing) as reader:
+        assert await reader.fill(num_cached=2) == 2
+        assert reader.link.pulls == []
+        await closed(reader)
+
+
+@pytest.mark.parametrize(
+    ("name", "events"),
+    [
+        ("a gap", [run(0, 1), run(2, 3), held()]),
+        ("too few", [run(0, *BLOCKS[:4]), held()]),
+        ("too many", [run(0, *BLOCKS, 99), held()]),
+        ("more than asked for", [run(0, *BLOCKS), held(PREFIX_BLOCKS + 1)]),
+        ("twice", [run(0, *BLOCKS), held(), held()]),
+        ("a first token", [run(0, *BLOCKS), pb.PrefillEvent(prefilled=pb.Prefilled())]),
+        ("no answer", [run(0, *BLOCKS), released("mine")]),
+        ("another epoch", [run(0, *BLOCKS), held(), released("mine", epoch="other")]),
+        ("another lease", [run(0, *BLOCKS), held(), released("other")]),
+        ("not whole", [run(0, *BLOCKS), held(), released("mine", whole=False)]),
+        ("refused", [pb.PrefillEvent(refused=pb.Refused(message="full"))]),
+        ("closed", [run(0, 1)]),
+    ],
+)
+async def test_a_hold_that_is_not_whole_gives_nothing(
+    name: str, events: list[pb.PrefillEvent]
+) -> None:
+    async def wrong(commands: Commands, context: Any) -> Events:
+        lease_id = (await anext(aiter(commands))).hold.lease_id
+        yield accepted()
+        for event in events:
+            if event.HasField("released") and event.released.lease_id == "mine":
+                event.released.lease_id = lease_id
+            yield event
+        if name not in ("closed", "refused"):
+            async for _ in commands:
+                pass
+
+    async with prefix_reader_of(wrong) as reader:
+        assert await reader.fill(num_cached=0) == 0, name
+        assert reader.pulled() == 0
+        await closed(reader)
+
+
+async def test_a_stream_cut_in_the_middle_gives_nothing() -> None:
+    async def cut(commands: Commands, context: Any) -> Events:
+        await anext(aiter(commands))
+        yield accepted()
+        yield run(0, *BLOCKS[:3])
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    async with prefix_reader_of(cut) as reader:
+        assert await reader.fill(num_cached=1) == 1
+
+
+async def test_a_silent_holder_is_given_up() -> None:
+    async def silent(commands: Commands, context: Any) -> Events:
+        await anext(aiter(commands))
+        yield accepted()
+        await asyncio.Event().wait()
+
+    async with prefix_reader_of(silent) as reader:
+        assert await reader.fill() == 0
+        await closed(reader)
+
+
+async def test_a_holder_that_beats_but_never_answers_is_given_up() -> None:
+    async def late(commands: Commands, context: Any) -> Events:
+        await anext(aiter(commands))
+        yield accepted()
+        for step in range(10_000):
+            await asyncio.sleep(0.05)
+            yield pb.PrefillEvent(heartbeat=pb.Heartbeat(step=step))
+
+    async with prefix_reader_of(late) as reader:
+        assert await asyncio.wait_for(reader.fill(), 5) == 0
+        await closed(reader)
+
+
+async def test_a_holder_that_refuses_gives_way_to_the_next() -> None:
+    async def refuses(commands: Commands, context: Any) -> Events:
+        await anext(aiter(commands))
+        yield pb.PrefillEvent(refused=pb.Refused(message="full"))
+
+    async with prefix_reader_of(refuses, whole) as reader:
+        assert await reader.fill() == PREFIX_BLOCKS
+
+
+async def test_no_second_read_goes_where_a_first_may_land() -> None:
+    async def breaks(commands: Commands, context: Any) -> Events:
+        await anext(aiter(commands))
+        yield accepted()
+        yield run(0, *BLOCKS[:3])
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    async with prefix_reader_of(breaks, whole) as reader:
+        assert await reader.fill() == 0
+        assert reader.sources[1].num_streams == 0
+
+
+async def test_cancelling_closes_the_stream() -> None:
+    async with prefix_reader_of(whole, pull_s=60.0) as reader:
+        filling = asyncio.create_task(reader.fill())
+        async with asyncio.timeout(5):
+            while not reader.link.pulls:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        filling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await filling
+        await closed(reader)
+
+
+async def test_what_is_computed_sooner_is_not_pulled() -> None:
+    async with prefix_reader_of(whole) as reader:
+        assert reader.plan(num_blocks=0) is None
+        plan = reader.plan(num_blocks=PREFIX_BLOCKS)
+        assert plan is not None
+        assert plan.spec.prefix_blocks == PREFIX_BLOCKS
