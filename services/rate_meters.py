@@ -36,6 +36,8 @@ _ERROR_FIRST = 0.2
 _ERROR_KEEP = 0.9
 _ERROR_MIN = 0.02  # relative; what a quiet machine has at least
 _SCALE_STEP = 0.2  # of the way to an observation, in the logarithm
+_LATENCY_MIN_S = 1e-5
+_BYTE_MIN_S = 1e-12
 _SECONDS_MIN = 1e-9
 _SECONDS_MAX = 1e5
 
@@ -179,9 +181,11 @@ class PairMeter:
 
     @property
     def rate(self) -> PairRate:
-        """At least one of latency and time for a byte is above 0, so the other may be 0."""
+        """Neither asking nor a byte is for nothing, though noise may have it so."""
         latency_s, byte_s = self._fit.coefficients
-        return PairRate(self._transport, latency_s, 1 / max(byte_s, 1e-15))
+        return PairRate(
+            self._transport, max(latency_s, _LATENCY_MIN_S), 1 / max(byte_s, _BYTE_MIN_S)
+        )
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
