@@ -10,7 +10,8 @@ the metadata that peers hold of the source stays good.
                        fenced (fence.py) until they end by themselves or the agent is made anew
 
 An agent is made, and a peer's metadata loaded, when first needed, and again after a renewal
-(nixl_generation.py). Nothing moves by itself: `poll` makes the progress.
+(nixl_generation.py), where peers are joined again at once. Nothing moves by itself: `poll` makes
+the progress.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class NixlReader:
         )
         self._peers: dict[str, _Peer] = {}
         self._pulls: dict[str, NixlPull] = {}
+        self._to_rejoin: list[str] = []  # peers that a new agent has not loaded yet
         self._given_up: dict[int, tuple[str, Read]] = {}  # the fence's number -> peer's agent, read
         self._results: list[PullResult] = []
         self._unfenced: list[int] = []
@@ -139,6 +141,9 @@ class NixlReader:
                 break  # commands come first
         if self._fence.renewal_due(self._clock(), len(self._pulls)):
             self._unfenced.extend(self.fence())
+            self._to_rejoin = list(self._peers)
+        elif self._to_rejoin:
+            self._rejoin(self._to_rejoin.pop())
         self._backoff_s = 0.0 if moved else max(_BACKOFF_MIN_S, self._backoff_s * 2)
         results, self._results = self._results, []
         return results
@@ -149,7 +154,7 @@ class NixlReader:
 
     def wait_s(self) -> float | None:
         ended = self._generation is not None and self._generation.holds_ended
-        if self._results or self._unfenced or ended:
+        if self._results or self._unfenced or ended or self._to_rejoin:
             return 0.0
         if self._pulls:
             return min(self._backoff_s, _BACKOFF_MAX_S)
@@ -303,6 +308,12 @@ class NixlReader:
 
     def _agents_in_use(self) -> set[str]:
         return {agent_name for agent_name, _ in self._given_up.values()}
+
+    def _rejoin(self, peer_id: str) -> None:
+        """Loads a peer again before a pull wants it, one a turn."""
+        if (peer := self._peers.get(peer_id)) is not None:
+            with logged(f"the next pull from {peer_id} will tell"):
+                self._made().load(peer.metadata, peer.pool)
 
     def _made(self) -> Generation:
         if self._generation is None:

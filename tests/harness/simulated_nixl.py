@@ -39,6 +39,7 @@ class SimulatedAgent:
     def __init__(self, fabric: SimulatedFabric, name: str) -> None:
         self.name = name
         self.reads: dict[int, SimulatedRead] = {}  # by handle; what may still land stays here
+        self.peers: set[str] = set()
         self.is_closed = False
         self._fabric = fabric
         self._next_handle = 0
@@ -48,10 +49,12 @@ class SimulatedAgent:
         assert not self.is_closed
 
     def add_peer(self, metadata: bytes) -> str:
+        self.peers.add(metadata.decode())
         return metadata.decode()
 
     def remove_peer(self, name: str) -> None:
         assert not self.is_closed
+        self.peers.remove(name)
 
     def list_blocks(
         self,

@@ -1,0 +1,96 @@
+"""Which peers the reader's agent knows, over a NIXL whose reads land when the test says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from services.engine.layout import BlockLayout
+from services.transfer import nixl, nixl_generation
+from services.transfer.nixl import NixlReader
+from services.transfer.protocol import LocalPool, Pull, RemotePool, layout_fields
+from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
+
+LAYOUT = BlockLayout(8, 1, 1, 4, 8, "float32")
+
+
+@dataclass
+class Bench:
+    """A reader, its agents in the order they were made, and memory that stands for peers."""
+
+    monkeypatch: pytest.MonkeyPatch
+    now: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.agents: list[SimulatedAgent] = []
+        self.monkeypatch.setattr(nixl_generation, "NixlAgent", self._new_agent)
+        self.blocks = np.zeros(LAYOUT.pool_bytes, np.uint8)
+        self.theirs = np.ones(LAYOUT.pool_bytes, np.uint8)
+        self.remote = RemotePool(self.theirs.ctypes.data, 8, LAYOUT.block_bytes, 0, "DRAM")
+        address, num_bytes = self.blocks.ctypes.data, self.blocks.nbytes
+        pool = LocalPool(address, num_bytes, 0, "DRAM", layout_fields(LAYOUT))
+        self.reader = NixlReader(pool, "reader", quarantine_blocks_max=4, clock=lambda: self.now)
+
+    def _new_agent(self, name: str, *, progress_delay_us: int | None) -> SimulatedAgent:
+        self.agents.append(SimulatedAgent(SimulatedFabric(LAYOUT.block_bytes), name))
+        return self.agents[-1]
+
+    def connect(self, peer_id: str, metadata: str) -> None:
+        self.reader.connect(peer_id, metadata.encode(), self.remote)
+
+    def start(self, pull_id: str, peer_id: str, block_id: int) -> None:
+        self.reader.submit(Pull(pull_id, peer_id, [1], [block_id], 5.0))
+        assert self.reader.poll() == []
+
+    def land_all(self) -> None:
+        for read in self.agents[-1].reads.values():
+            while read.waiting:
+                self.agents[-1].land(read, 0)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_a_restarted_peer_takes_the_place_of_the_old_one(bench: Bench) -> None:
+    bench.connect("a", "a-1")
+    bench.connect("a", "a-2")
+    assert bench.agents[0].peers == {"a-2"}
+    bench.reader.disconnect("a")
+    assert bench.agents[0].peers == set()
+
+
+def test_a_stale_peer_goes_when_its_last_given_up_read_has_ended(bench: Bench) -> None:
+    bench.connect("a", "a-1")
+    bench.connect("b", "b-1")
+    bench.start("given up", "a", 3)
+    bench.start("under way", "b", 4)  # keeps the agent from being made anew
+    bench.reader.disconnect("a")
+    assert [result.reason for result in bench.reader.poll()] == ["disconnected"]
+    assert bench.agents[0].peers == {"a-1", "b-1"}, "a read of it may still land"
+    bench.land_all()
+    assert [result.pull_id for result in bench.reader.poll()] == ["under way"]
+    assert bench.agents[0].peers == {"b-1"}
+    assert len(bench.agents) == 1
+
+
+def test_an_agent_made_anew_knows_the_peers_before_a_pull_asks_for_them(bench: Bench) -> None:
+    bench.connect("a", "a-1")
+    bench.connect("b", "b-1")
+    bench.connect("gone", "gone-1")
+    bench.reader.disconnect("gone")
+    bench.start("given up", "a", 3)
+    bench.reader.cancel("given up")
+    bench.now += nixl.GRACE_S
+    while bench.reader.wait_s() != 0.0:
+        bench.reader.poll()
+    while bench.reader.wait_s() == 0.0:
+        bench.reader.poll()
+        bench.reader.unfenced()
+    assert bench.agents[0].is_closed
+    assert bench.agents[1].peers == {"a-1", "b-1"}
+    assert bench.reader.num_renewals == 1
+    assert bench.reader.wait_s() is None, "nothing is left to do"
