@@ -187,8 +187,9 @@ def measure(cluster: LocalCluster, name: str, lengths: list[int], repeats: int) 
     for _ in range(repeats):
         for cell in cells:
             take_turn(cluster, cell)
-            medians = {way: round(cell.median_s(way), 3) for way in WAYS}
-            print(name, cell.num_tokens, "warm" if cell.cached else "cold", medians, flush=True)
+            last = {way: f"{found[-1].second_token_s:.3f} s" for way, found in cell.samples.items()}
+            state, choice = "warm" if cell.cached else "cold", cell.samples["chosen"][-1].transport
+            print(name, cell.num_tokens, state, last, "chose", choice, flush=True)
     return cells
 
 
