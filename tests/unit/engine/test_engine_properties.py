@@ -1,260 +1,160 @@
-"""Any order of add, step, commit, restart and remove on tiny pools gives the oracle's tokens.
+"""Any order of calls from outside on tiny pools gives the oracle's tokens and breaks no block.
 
-The machine plays the outside of one engine: clients, peers that fill or read blocks, late reads
-that scribble over quarantined blocks, and the prefix tree that follows the reported events.
+The rules about sequences are in tests/engine_machine.py; here those about chains join them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
-from services.engine.types import Mode, SequenceSpec
-from services.errors import NeverFits
-from tests.engine_driver import make_engine, make_spec
-from tests.toy_runner import continuation, kv_of
+from services.block_hash import chain_root, hash_blocks
+from services.config import EngineConfig
+from services.engine.types import FinalBlocks, Reserved, StepReport
+from tests.engine_machine import EngineMachine, prompts
+from tests.toy_runner import kv_of
 
-MAX_MODEL_LEN = 14
-STEPS_MAX = 2000
-
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN - 1)
-modes = st.sampled_from([Mode.HERE, Mode.AWAIT_KV])
+CHAINS_MAX = 2
 
 
 @dataclass
-class Client:
-    """What is known outside of one sequence."""
+class HeldChain:
+    """A reader's."""
 
-    spec: SequenceSpec
-    expected: list[int]  # the oracle's whole completion
-    made: list[int]  # of it, what is known already
-    num_cached_blocks: int | None = None  # of an AWAIT_KV sequence that was reserved
-    lent: list[int] | None = None  # FOR_PEER: reported blocks from first_wanted_block on
-    prefilled: bool = False
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.spec.token_ids[: self.spec.num_prompt_tokens] + self.made
+    token_ids: list[int]
+    first_wanted: int
+    lent: list[int] = field(default_factory=list)
+    num_held: int | None = None
 
 
-class EngineMachine(RuleBasedStateMachine):
-    @initialize(
-        block_size=st.sampled_from([1, 2, 4]),
-        num_blocks=st.integers(2, 10),
-        max_num_seqs=st.integers(1, 4),
-        max_tokens_per_step=st.integers(1, 9),
-    )
-    def start(self, block_size: int, num_blocks: int, **limits: int) -> None:
-        self.engine, self.runner = make_engine(
-            num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_MODEL_LEN, **limits
+@dataclass
+class AdoptedChain:
+    """One that a peer fills."""
+
+    token_ids: list[int]
+    num_cached_blocks: int | None = None  # None: not reported yet
+
+
+class Machine(EngineMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[str, HeldChain] = {}
+        self.adopted: dict[str, AdoptedChain] = {}
+
+    def hashes(self, token_ids: list[int]) -> list[bytes]:
+        root = chain_root(
+            model_fingerprint="toy",
+            compute_dtype="float32",
+            numerics=EngineConfig(model="toy").numerics,
+            kv_dtype="float32",
+            block_size=self.engine.layout.block_size,
         )
-        self.clients: dict[str, Client] = {}
-        self.quarantined: set[int] = set()
-        self.tree: dict[bytes, bytes] = {}  # block hash -> parent hash
-        self.num_added = 0
+        return hash_blocks(root, token_ids, self.engine.layout.block_size)
 
-    @rule(
-        prompt=prompts,
-        num_made=st.integers(0, 3),
-        mode=modes,
-        max_tokens=st.integers(1, 8),
-        stop=st.sets(st.integers(0, 15), max_size=2),
-        remote_min=st.integers(0, 6),
-    )
-    def add(
-        self,
-        prompt: list[int],
-        num_made: int,
-        mode: Mode,
-        max_tokens: int,
-        stop: set[int],
-        remote_min: int,
-    ) -> None:
-        room = min(max_tokens, MAX_MODEL_LEN - len(prompt))
-        expected = continuation(prompt, room, stop)
-        made = expected[:num_made]
-        spec = make_spec(
-            self._new_id(),
-            prompt + made,
-            num_prompt_tokens=len(prompt),
-            mode=mode,
-            max_tokens=max_tokens,
-            stop_token_ids=sorted(stop),
-            remote_prefill_min_tokens=remote_min,
-        )
-        self._add(Client(spec, expected, made))
+    @precondition(lambda self: len(self.held) + len(self.adopted) < CHAINS_MAX)
+    @rule(token_ids=prompts, first_wanted=st.none() | st.integers(0, 3))
+    def take_chain(self, token_ids: list[int], first_wanted: int | None) -> None:
+        """Holds it for a reader that wants blocks from `first_wanted` on, or adopts it."""
+        sequence_id, hashes = self.new_id(), self.hashes(token_ids)
+        if first_wanted is not None:
+            self.engine.hold(sequence_id, hashes, first_wanted)
+            self.held[sequence_id] = HeldChain(token_ids, first_wanted)
+            return
+        num_cached = self.engine.load().blocks_cached
+        self.engine.adopt(sequence_id, hashes)
+        self.adopted[sequence_id] = AdoptedChain(token_ids)
+        num_referenced = len(self.engine.block_ids(sequence_id))
+        assert self.engine.load().blocks_cached >= num_cached - num_referenced, "it evicted"
 
-    @rule(prompt=prompts, first_wanted=st.integers(0, 3))
-    def add_for_peer(self, prompt: list[int], first_wanted: int) -> None:
-        spec = make_spec(
-            self._new_id(), prompt, mode=Mode.FOR_PEER, first_wanted_block=first_wanted
-        )
-        self._add(Client(spec, continuation(prompt, 1), [], lent=[]))
-
-    @precondition(lambda self: self.engine.has_work())
-    @rule()
-    def step(self) -> None:
-        report = self.engine.step()
-        for reserved in report.reserved:
-            client = self.clients[reserved.sequence_id]
-            table = self.engine.block_ids(reserved.sequence_id)
-            client.num_cached_blocks = reserved.num_cached_tokens // self.engine.layout.block_size
-            assert table[client.num_cached_blocks :] == reserved.block_ids
-            self.runner.scribble(table[client.num_cached_blocks :])
-        for run in report.final_blocks:
-            client = self.clients[run.sequence_id]
-            assert client.lent is not None
-            assert run.first_block == client.spec.first_wanted_block + len(client.lent)
-            client.lent += run.block_ids
-        for prefilled in report.prefilled:
-            client = self.clients[prefilled.sequence_id]
-            assert [prefilled.first_token_id] == client.expected
-            client.prefilled = True
-            num_blocks = len(self.engine.block_ids(prefilled.sequence_id))
-            assert client.lent is not None
-            assert len(client.lent) == max(0, num_blocks - client.spec.first_wanted_block)
-        for new in report.new_tokens:
-            client = self.clients[new.sequence_id]
-            client.made += new.token_ids
-            assert client.made == client.expected[: len(client.made)]
-            if new.finish_reason:
-                assert client.made == client.expected
-                stopped = client.made[-1] in client.spec.stop_token_ids
-                assert new.finish_reason == ("stop" if stopped else "length")
-                del self.clients[new.sequence_id]
-        for stored in report.stored:
-            assert stored.block_hash not in self.tree
-            self.tree[stored.block_hash] = stored.parent_hash
-        for block_hash in report.removed:
-            del self.tree[block_hash]
-            assert block_hash not in self.tree.values(), "removed before its children"
-
-    @precondition(lambda self: self._reserved())
+    @precondition(lambda self: self.adopted)
     @rule(data=st.data())
-    def commit(self, data: st.DataObject) -> None:
-        client = data.draw(st.sampled_from(self._reserved()))
-        assert client.num_cached_blocks is not None
-        sequence_id = client.spec.sequence_id
-        self.runner.fill(
-            self.engine.block_ids(sequence_id), client.token_ids, client.num_cached_blocks
-        )
-        client.num_cached_blocks = None
-        client.made.append(client.expected[len(client.made)])
-        self.engine.commit(sequence_id, client.made[-1])
-
-    @precondition(lambda self: self._reserved())
-    @rule(data=st.data())
-    def start_local_prefill(self, data: st.DataObject) -> None:
-        client = data.draw(st.sampled_from(self._reserved()))
-        client.num_cached_blocks = None
-        self.engine.start_local_prefill(client.spec.sequence_id)
-
-    @precondition(lambda self: self._reserved())
-    @rule(data=st.data(), mode=modes, sent_first_token=st.booleans())
-    def restart(self, data: st.DataObject, mode: Mode, sent_first_token: bool) -> None:
-        client = data.draw(st.sampled_from(self._reserved()))
-        unsafe = self._draw_unsafe(data, client)
-        if sent_first_token:
-            client.made.append(client.expected[len(client.made)])
-        client.num_cached_blocks = None
-        client.spec = make_spec(
-            client.spec.sequence_id,
-            client.token_ids,
-            num_prompt_tokens=client.spec.num_prompt_tokens,
-            mode=mode,
-            max_tokens=client.spec.max_tokens,
-            stop_token_ids=client.spec.stop_token_ids,
-        )
-        self.engine.restart(client.spec, unsafe)
-
-    @precondition(lambda self: self.clients)
-    @rule(data=st.data())
-    def remove(self, data: st.DataObject) -> None:
-        client = data.draw(st.sampled_from(list(self.clients.values())))
-        unsafe = self._draw_unsafe(data, client) if client.num_cached_blocks is not None else []
-        del self.clients[client.spec.sequence_id]
-        self.engine.remove(client.spec.sequence_id, unsafe)
-
-    @precondition(lambda self: self.quarantined)
-    @rule(data=st.data())
-    def unquarantine(self, data: st.DataObject) -> None:
-        safe = data.draw(st.sets(st.sampled_from(sorted(self.quarantined)), min_size=1))
-        self.quarantined -= safe
-        self.engine.unquarantine(safe)
-
-    @invariant()
-    def blocks_are_whole(self) -> None:
-        self.engine.check_integrity()
-        self.runner.scribble(sorted(self.quarantined))
-        load = self.engine.load()
-        assert load.blocks_quarantined == len(self.quarantined)
-        total = load.blocks_free + load.blocks_used + load.blocks_cached + len(self.quarantined)
-        assert total == load.blocks_total
-
-    @invariant()
-    def lent_blocks_keep_their_content(self) -> None:
-        for client in self.clients.values():
-            if client.lent:
-                start = client.spec.first_wanted_block * self.engine.layout.block_size
-                wanted = kv_of(client.spec.token_ids)[start:]
-                assert self.runner.read(client.lent, len(wanted)) == wanted[: self._span(client)]
-
-    def teardown(self) -> None:
-        if hasattr(self, "engine"):
-            self._end_all()
-
-    def _end_all(self) -> None:
-        """Peers answer, reads are fenced, and then everybody gets to the end in bounded time."""
-        self.engine.unquarantine(self.quarantined)
-        self.quarantined.clear()
-        for _ in range(STEPS_MAX):
-            while self.engine.has_work():
-                self.step()
-                self.blocks_are_whole()
-            if not self.clients:
-                break
-            for client in list(self.clients.values()):
-                if client.num_cached_blocks is not None:
-                    client.num_cached_blocks = None
-                    self.engine.start_local_prefill(client.spec.sequence_id)
-                elif client.prefilled:
-                    del self.clients[client.spec.sequence_id]
-                    self.engine.remove(client.spec.sequence_id)
-        assert not self.clients, "somebody never ends"
-        load = self.engine.load()
-        assert load.blocks_cached == len(self.tree)
-        assert load.blocks_free + load.blocks_cached == load.blocks_total
-        assert (load.num_running, load.num_waiting, load.tokens_wasted) == (0, 0, 0)
-
-    def _add(self, client: Client) -> None:
-        try:
-            self.engine.add(client.spec)
-        except NeverFits:
-            capacity = self.engine.layout.num_blocks * self.engine.layout.block_size
-            assert client.spec.num_prompt_tokens + client.spec.max_tokens > capacity
+    def commit_adopted(self, data: st.DataObject) -> None:
+        sequence_id = data.draw(st.sampled_from(sorted(self.adopted)))
+        chain = self.adopted.pop(sequence_id)
+        table = self.engine.block_ids(sequence_id)
+        if chain.num_cached_blocks is None:
+            num_blocks, unsafe = len(table), []
+            self.runner.fill(table, self.first_tokens(chain.token_ids, len(table)), 0)
         else:
-            self.clients[client.spec.sequence_id] = client
+            num_blocks = data.draw(st.integers(chain.num_cached_blocks, len(table)))
+            came = self.first_tokens(chain.token_ids, num_blocks)
+            self.runner.fill(table, came, chain.num_cached_blocks)
+            unsafe = self.draw_unsafe(data, table[num_blocks:])
+        self.engine.commit_adopted(sequence_id, num_blocks, unsafe)
 
-    def _new_id(self) -> str:
-        self.num_added += 1
-        return str(self.num_added)
+    @precondition(lambda self: self.held or self.adopted)
+    @rule(data=st.data())
+    def remove_chain(self, data: st.DataObject) -> None:
+        sequence_id = data.draw(st.sampled_from(sorted([*self.held, *self.adopted])))
+        self.held.pop(sequence_id, None)
+        chain = self.adopted.pop(sequence_id, None)
+        unsafe = []
+        if chain and chain.num_cached_blocks is not None:
+            own = self.engine.block_ids(sequence_id)[chain.num_cached_blocks :]
+            unsafe = self.draw_unsafe(data, own)
+        self.engine.remove(sequence_id, unsafe)
 
-    def _reserved(self) -> list[Client]:
-        return [c for c in self.clients.values() if c.num_cached_blocks is not None]
+    @invariant()
+    def hot_chains_are_what_is_stored(self) -> None:
+        blocks_max, stored = self.num_added % 6, self.parents()
+        chains = self.engine.hot_chains(blocks_max)
+        for chain in chains:
+            for parent, child in pairwise(chain):
+                assert stored[child] == parent
+        assert len({block for chain in chains for block in chain}) == min(blocks_max, len(stored))
 
-    def _draw_unsafe(self, data: st.DataObject, client: Client) -> list[int]:
-        own = self.engine.block_ids(client.spec.sequence_id)[client.num_cached_blocks :]
-        unsafe = data.draw(st.lists(st.sampled_from(own), unique=True))
-        self.quarantined |= set(unsafe)
-        return unsafe
+    def take(self, report: StepReport) -> None:
+        super().take(report)
+        for held in report.held:
+            chain = self.held[held.sequence_id]
+            chain.num_held = held.num_blocks
+            assert len(chain.lent) == max(0, held.num_blocks - chain.first_wanted)
 
-    def _span(self, client: Client) -> int:
-        assert client.lent is not None
-        return len(client.lent) * self.engine.layout.block_size
+    def take_reserved(self, reserved: Reserved) -> None:
+        chain = self.adopted.get(reserved.sequence_id)
+        if chain is None:
+            super().take_reserved(reserved)
+            return
+        chain.num_cached_blocks = reserved.num_cached_tokens // self.engine.layout.block_size
+        table = self.engine.block_ids(reserved.sequence_id)
+        assert table[chain.num_cached_blocks :] == reserved.block_ids
+        self.runner.scribble(reserved.block_ids)
+
+    def take_run(self, run: FinalBlocks) -> None:
+        chain = self.held.get(run.sequence_id)
+        if chain is None:
+            super().take_run(run)
+            return
+        assert run.first_block == chain.first_wanted
+        chain.lent += run.block_ids
+
+    @invariant()
+    def held_blocks_keep_their_content(self) -> None:
+        for chain in self.held.values():
+            if chain.lent:
+                block_size = self.engine.layout.block_size
+                start = chain.first_wanted * block_size
+                values = kv_of(chain.token_ids)[start : start + len(chain.lent) * block_size]
+                assert self.runner.read(chain.lent, len(values)) == values
+
+    def end_all(self) -> None:
+        for sequence_id in [*self.held, *self.adopted]:
+            self.engine.remove(sequence_id)
+        super().end_all()
+
+    def first_tokens(self, token_ids: list[int], num_blocks: int) -> list[int]:
+        return token_ids[: num_blocks * self.engine.layout.block_size]
+
+    def parents(self) -> dict[bytes, bytes]:
+        """Of every block that the engine finds by hash, whether it was reported or not."""
+        pool = self.engine._pool
+        stored = {**self.tree, **pool._stored}
+        return {hash_: parent for hash_, parent in stored.items() if hash_ not in pool._removed}
 
 
-EngineMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestEngineMachine = EngineMachine.TestCase
+Machine.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestEngineMachine = Machine.TestCase
