@@ -7,8 +7,8 @@ count). Four things keep it honest on a shared machine:
     an outlier (a step that the machine's scheduler put aside) counts less the further off it is
     `_CHANGE_AFTER` of them in a row on one side are a change: what was before is forgotten
     no coefficient is negative
-    what the observations cannot tell apart (all steps of one size) keeps the ratio of the first
-    guess: the fit is drawn to it, scaled by how much slower or faster all of it is
+    what the observations cannot tell apart (all steps of one size) keeps its ratio, at first that
+    of the guess: each fit is drawn to the one before a little
 
 Pure: nobody here reads a clock.
 """
@@ -29,13 +29,12 @@ from services.cost_model import (
 )
 
 _KEEP = 0.98
-_PULL_TO_GUESS = 0.01  # of what the observations say in the same direction
+_INERTIA = 0.01  # the pull to the fit before, of what the observations say in that direction
 _OUTLIER = 3.0  # expected errors from which an observation counts less
 _CHANGE_AFTER = 8
 _ERROR_FIRST = 0.2
 _ERROR_KEEP = 0.9
 _ERROR_MIN = 0.02  # relative; what a quiet machine has at least
-_SCALE_STEP = 0.2  # of the way to an observation, in the logarithm
 _LATENCY_MIN_S = 1e-5
 _BYTE_MIN_S = 1e-12
 _SECONDS_MIN = 1e-9
@@ -59,7 +58,6 @@ class LinearMeter:
         ratio = seconds / max(_SECONDS_MIN, _dot(self._guess, features))
         if not self.num_observations:
             self._start(ratio)
-        self._scale *= (ratio / self._scale) ** _SCALE_STEP
         off = math.log(seconds / max(_SECONDS_MIN, _dot(self.coefficients, features)))
         weight = self._weigh(off)
         if abs(self._outliers) >= _CHANGE_AFTER:
@@ -71,7 +69,6 @@ class LinearMeter:
 
     def _start(self, scale: float) -> None:
         """Knows the guess only, and that it is off by this factor as a whole."""
-        self._scale = scale
         self._error = _ERROR_FIRST  # relative error to expect of an observation
         self._outliers = 0  # in a row: above 0 too long, below 0 too short
         self._a = [[0.0] * self._size for _ in self._guess]
@@ -104,9 +101,9 @@ class LinearMeter:
         a = [line.copy() for line in self._a]
         b = self._b.copy()
         for i in range(self._size):
-            extra = _PULL_TO_GUESS * a[i][i]
+            extra = _INERTIA * a[i][i]
             a[i][i] += extra
-            b[i] += extra * self._scale * self._guess[i]
+            b[i] += extra * self.coefficients[i]
         best, lowest = self.coefficients, math.inf
         for size in range(self._size, 0, -1):
             for kept in combinations([i for i in range(self._size) if a[i][i] > 0], size):
