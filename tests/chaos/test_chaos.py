@@ -52,7 +52,8 @@ class Chaos:
     decks: Sequence[Sequence[Fault]]
     is_endless: bool  # new decks until all requests are asked
     bound_s: float  # of one request
-    pause_s: float  # between two faults of a worker, at most
+    pause_s: float  # between two faults of a prefill worker, at most
+    decode_pause_s: float  # the same of a decode worker
     freed_within_s: float  # after the last request
     options: Sequence[str] = ()  # of prefill workers
 
@@ -71,6 +72,7 @@ SHORT = Chaos(
     is_endless=False,
     bound_s=90,
     pause_s=1,
+    decode_pause_s=1,
     freed_within_s=30,
     options=("--heartbeat-timeout", "3", "--pull-deadline", "3", "--engine-hang-timeout", "5"),
 )
@@ -91,6 +93,7 @@ LONG = Chaos(
     is_endless=True,
     bound_s=300,
     pause_s=10,
+    decode_pause_s=120,
     freed_within_s=90,
 )
 
@@ -137,7 +140,7 @@ async def start(
     """One worker, which computes what is not in a file; then the others."""
     host = ("--host", network.home.address if network else "127.0.0.1")
     cluster.start_router()
-    keeper.start("decode-0", "decode", "--transport", "auto", *host)
+    keeper.start("decode-0", "decode", "--transport", "nixl", *host)
     await asyncio.to_thread(cluster.wait_ready)
     prompts = golden_prompts(rng, chaos.golden)
     prompts += await computed_prompts(cluster, rng, chaos.computed_lengths)
@@ -175,7 +178,7 @@ async def strike(
     )
     cables = {"prefill-1": (network, network.hosts[0])} if network else {}
     happened: list[Happened] = []
-    for worker_id, deck in plan(chaos):
+    for worker_id, deck, pause_s in plan(chaos):
         striker = Striker(
             cluster,
             worker_id,
@@ -185,7 +188,7 @@ async def strike(
             happened=happened,
         )
         faults = shuffled(Random(rng.random()), deck, is_endless=chaos.is_endless)
-        strikers.append(asyncio.create_task(striker.run(faults, pause_s=chaos.pause_s)))
+        strikers.append(asyncio.create_task(striker.run(faults, pause_s=pause_s)))
     try:
         await load.run()
     finally:
@@ -204,12 +207,14 @@ async def strike(
     return load.outcomes, happened
 
 
-def plan(chaos: Chaos) -> list[tuple[str, Sequence[Fault]]]:
-    decks = {f"prefill-{number}": deck for number, deck in enumerate(chaos.decks)}
-    decks["decode-0"] = (Fault("stop", 5),)
+def plan(chaos: Chaos) -> list[tuple[str, Sequence[Fault], float]]:
+    """For each worker that is struck: its faults, and the longest pause before each."""
+    decks = [(f"prefill-{n}", deck, chaos.pause_s) for n, deck in enumerate(chaos.decks)]
+    # Its requests cannot go elsewhere: rarely, so that most of the others meet only their own.
+    decks.append(("decode-0", (Fault("stop", 5),), chaos.decode_pause_s))
     return [
-        (worker_id, [f for f in deck if f.kind != "cut" or not NO_NETWORK])
-        for worker_id, deck in decks.items()
+        (worker_id, [f for f in deck if f.kind != "cut" or not NO_NETWORK], pause_s)
+        for worker_id, deck, pause_s in decks
     ]
 
 
@@ -220,7 +225,7 @@ def shuffled(rng: Random, deck: Sequence[Fault], *, is_endless: bool) -> Iterato
 
 def check_faults(chaos: Chaos, happened: Sequence[Happened]) -> None:
     """Each kind of fault came at least once while requests were under way."""
-    wanted = {(worker_id, fault) for worker_id, deck in plan(chaos) for fault in deck}
+    wanted = {(worker_id, fault) for worker_id, deck, _ in plan(chaos) for fault in deck}
     seen = {(h.worker_id, h.fault) for h in happened if h.num_requests}
     if chaos.is_endless:  # it may end before each has come to each worker
         wanted, seen = {f.kind for _, f in wanted}, {f.kind for _, f in seen}
