@@ -43,6 +43,9 @@ def up(
     max_num_seqs: Annotated[int, typer.Option(help="sequences in one step of a worker")] = 64,
     max_tokens_per_step: Annotated[int, typer.Option(help="token budget of a step")] = 512,
     threads: Annotated[int, typer.Option(help="of a worker's engine")] = 1,
+    warm_blocks: Annotated[
+        int, typer.Option(help="KV blocks that a new worker adopts from its peers; 0: none")
+    ] = 0,
     redis: Annotated[str, typer.Option(help="URL of a Redis to use; default: its own")] = "",
     die_with_parent: Annotated[
         int, typer.Option(metavar="PID", help="stop when the parent, process PID, ends")
@@ -77,6 +80,7 @@ def up(
             redis_url=redis,
             parent_pid=die_with_parent or None,
             transport=transport,
+            warm_blocks=warm_blocks,
             engine=tuple(part for k, v in engine.items() for part in (f"--{k}", str(v))),
         )
         status = launch(options)

@@ -28,6 +28,7 @@ class LaunchOptions:
     redis_url: str = ""  # empty: an embedded server
     parent_pid: int | None = None  # its end is ours, too
     transport: str = "auto"
+    warm_blocks: int = 0  # that a new worker adopts from its peers
     engine: tuple[str, ...] = ()  # options of every worker, such as --dtype float32
 
     def __post_init__(self) -> None:
@@ -93,5 +94,6 @@ def _router(options: LaunchOptions, model: Path) -> PoolCommand:
 def _worker(role: Pool, options: LaunchOptions, model: Path) -> PoolCommand:
     command = [sys.executable, "-m", "services.worker", "--role", role, "--worker-id", "{id}"]
     command += ["--model", str(model), "--cores", "{core}"]
-    command += ["--transport", options.transport, *options.engine]
+    command += ["--transport", options.transport, "--warm-blocks", str(options.warm_blocks)]
+    command += options.engine
     return PoolCommand(command, pinned=True)

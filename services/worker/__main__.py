@@ -57,6 +57,9 @@ def main(
     engine_hang_timeout: Annotated[
         float, typer.Option(help="seconds without a turn of its own engine, then it is ended")
     ] = 60.0,
+    warm_blocks: Annotated[
+        int, typer.Option(help="KV blocks to adopt from peers after joining; 0: start cold")
+    ] = 0,
     drain_deadline: Annotated[float, typer.Option(help="seconds")] = 30.0,
 ) -> None:
     """Runs one worker until it is drained."""
@@ -95,6 +98,7 @@ def main(
             metrics_port=metrics_port,
             drain_deadline_s=drain_deadline,
             engine_hang_timeout_s=engine_hang_timeout,
+            warm_blocks=warm_blocks,
             cores=tuple(int(core) for core in cores.split(",") if core),
         )
         asyncio.run(_run(config))

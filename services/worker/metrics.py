@@ -94,6 +94,9 @@ class WorkerMetrics:
         self._prefix_blocks = self._counter(
             "prefix_blocks_pulled", "Blocks pulled by hash from who had them", "transport"
         )
+        self.blocks_warmed = self._counter(
+            "blocks_warmed", "Blocks adopted from peers when the worker was new"
+        )
         self._transfer = self._histogram(
             "transfer_seconds", "From a prompt's first pull to the end of its last", "transport"
         )

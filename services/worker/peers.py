@@ -91,6 +91,13 @@ class Peers:
         self._give_up_failing_nixl(peer)
         return peer
 
+    async def all_connected(self) -> list[Peer]:
+        """Every peer that is connected, once all attempts under way have ended."""
+        attempts = [entry.connecting for entry in self._entries.values()]
+        if attempts:
+            await asyncio.wait(attempts)
+        return [attempt.result() for attempt in attempts if _succeeded(attempt)]
+
     def update(self, records: Iterable[WorkerRecord]) -> None:
         """Connects to sources that are new and forgets those that are gone for long.
 

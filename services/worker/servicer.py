@@ -73,6 +73,12 @@ class Servicer(WorkerServicer):
         async for message in self._worker.prefill.fetch(request, context):
             yield message
 
+    async def ListChains(  # noqa: N802
+        self, request: pb.ListChainsRequest, context: Any
+    ) -> pb.ListChainsResponse:
+        chains = await self._worker.link.list_chains(request.blocks_max)
+        return pb.ListChainsResponse(chains=[pb.BlockChain(block_hashes=chain) for chain in chains])
+
     async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:  # noqa: N802
         contract = self._worker.contract
         if differences := contract.differences(contract_from(request.contract)):

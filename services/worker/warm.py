@@ -22,6 +22,7 @@ from services.rpc.auth import token_metadata
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.worker.engine_link import ANSWER_DEADLINE_S, EngineLink
 from services.worker.messages import Adopt, CommitAdopted, Remove
+from services.worker.metrics import WorkerMetrics
 from services.worker.peer import Peer
 from services.worker.prefix_pull import PrefixPuller
 
@@ -34,14 +35,19 @@ class Warmer:
     """Adopts up to `warm_blocks` blocks. `on_step` hears of every step here."""
 
     def __init__(
-        self, config: WorkerConfig, link: EngineLink, prefixes: PrefixPuller, block_size: int
+        self,
+        config: WorkerConfig,
+        link: EngineLink,
+        prefixes: PrefixPuller,
+        metrics: WorkerMetrics,
     ) -> None:
         self._config = config
+        self._metrics = metrics
         self._link = link
         self._prefixes = prefixes
-        self._block_size = block_size
+        self._block_size = config.engine.block_size
         self._reserved: dict[str, asyncio.Future[Reserved]] = {}
-        self.num_warmed = 0
+        self._num_warmed = 0
 
     def on_step(self, step: StepReport) -> None:
         for reserved in step.reserved:
@@ -56,18 +62,22 @@ class Warmer:
         for peer in peers:
             try:
                 for chain in await self._chains(peer):
-                    if self.num_warmed >= self._config.warm_blocks:
+                    if self._num_warmed >= self._config.warm_blocks:
                         return
-                    self.num_warmed += await self._adopt(peer, chain)
-            except (TandemError, TimeoutError, grpc.aio.AioRpcError) as error:
-                log.warning("not warmed from %s: %r", peer.worker_id, error)
+                    num_blocks = await self._adopt(peer, chain)
+                    self._num_warmed += num_blocks
+                    self._metrics.blocks_warmed.inc(num_blocks)
+            except Exception as error:
+                expected = isinstance(error, (TandemError, TimeoutError, grpc.aio.AioRpcError))
+                told = None if expected else error
+                log.warning("not warmed from %s: %r", peer.worker_id, error, exc_info=told)
 
     def _waiting(self, sequence_id: str) -> asyncio.Future[Reserved] | None:
         future = self._reserved.pop(sequence_id, None)
         return future if future is not None and not future.done() else None
 
     async def _chains(self, peer: Peer) -> list[list[bytes]]:
-        request = pb.ListChainsRequest(blocks_max=self._config.warm_blocks - self.num_warmed)
+        request = pb.ListChainsRequest(blocks_max=self._config.warm_blocks - self._num_warmed)
         response: pb.ListChainsResponse = await peer.stub.ListChains(
             request,
             timeout=ANSWER_DEADLINE_S,

@@ -39,6 +39,7 @@ from services.worker.prefix_pull import PrefixPuller
 from services.worker.pulls import Puller
 from services.worker.rates import Rates
 from services.worker.servicer import Servicer
+from services.worker.warm import Warmer
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,11 @@ class Worker:
                 log.info(
                     "%s %s ready at %s", self.config.role, self.config.worker_id, self._address
                 )
-                await self._unless_stopped(self._watch_engine())
+                warming = asyncio.create_task(self._warm())
+                try:
+                    await self._unless_stopped(self._watch_engine())
+                finally:
+                    warming.cancel()
             self.state = "draining"
             await membership.refresh()
             await self._unless_ended(self._drain())
@@ -160,6 +165,7 @@ class Worker:
         prefixes = PrefixPuller(
             config, self.contract, self.peers, self.rates, self._metrics, make_lease
         )
+        self._warmer = Warmer(config, self.link, prefixes, self._metrics)
         self.prefill = PrefillService(
             config,
             self.epoch,
@@ -208,6 +214,7 @@ class Worker:
         engine = step.load
         self.rates.on_step(step)
         self.prefill.on_report(report)
+        self._warmer.on_step(step)
         self._load = Load(
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
@@ -228,6 +235,10 @@ class Worker:
             self._metrics.steps.inc()
             self._metrics.prefill_tokens.inc(step.num_prefill_tokens)
             self._metrics.decode_tokens.inc(step.num_decode_tokens)
+
+    async def _warm(self) -> None:
+        if self.config.warm_blocks:
+            await self._warmer.run(await self.peers.all_connected())
 
     def _on_records(self, records: list[WorkerRecord]) -> None:
         self.peers.update(records)
