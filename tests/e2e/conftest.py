@@ -25,9 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def running_cluster(
     redis: EmbeddedRedis, folder: Path, *options: str, prefill: int = 1, decode: int = 1
 ) -> Iterator[LocalCluster]:
-    """A cluster in invariant numerics; `options` are the workers', later ones win."""
+    """A cluster in invariant numerics; `options` are the workers', later ones win.
+
+    Prompts are prefilled by prefill workers, whatever this machine makes of predicted times.
+    """
     cluster = LocalCluster(redis, folder)
-    cluster.options = [*cluster.options, *options]
+    cluster.options = [*cluster.options, "--prefill-at", "remote", *options]
     try:
         yield cluster.start(prefill=prefill, decode=decode)
     finally:
