@@ -81,21 +81,23 @@ class FenceMachine(RuleBasedStateMachine):
         self.fence = make_fence()
         self.reads: dict[int, set[int]] = {}
         self.now = 0.0
-        self.failed_at = 0.0
+        self.failed_at: dict[int, float] = {}
         self.generation = 0
 
     @property
     def blocks(self) -> set[int]:
         return set().union(*self.reads.values())
 
-    @rule(blocks=st.sets(st.integers(0, 15), max_size=5), passed_s=st.floats(0, 1))
+    @rule(
+        blocks=st.sets(st.integers(0, 15), max_size=5),
+        passed_s=st.integers(0, 8).map(lambda n: n / 8),
+    )
     def fail(self, blocks: set[int], passed_s: float) -> None:
         blocks -= self.blocks
         self.now += passed_s
-        self.failed_at = self.now
         read = self.fence.fail(blocks, self.now)
         assert read not in self.reads
-        self.reads[read] = blocks
+        self.reads[read], self.failed_at[read] = blocks, self.now
 
     @precondition(lambda self: self.reads)
     @rule(data=st.data())
@@ -109,10 +111,15 @@ class FenceMachine(RuleBasedStateMachine):
         self.reads.clear()
         self.generation += 1
 
-    @rule(under_way=st.integers(0, 2), passed_s=st.floats(0, 1))
+    @rule(under_way=st.integers(0, 2), passed_s=st.integers(0, 48).map(lambda n: n / 8))
     def ask(self, under_way: int, passed_s: float) -> None:
         self.now += passed_s
-        waited = self.now >= self.failed_at + GRACE_S
+        # Of the reads that are left: one that ended by itself needs no more time.
+        ages = [self.now - self.failed_at[read] for read in self.reads]
+        assert self.fence.refuses(self.now) == (
+            self.fence.is_full or max(ages, default=0.0) > PATIENCE_S
+        )
+        waited = all(self.now >= self.failed_at[read] + GRACE_S for read in self.reads)
         expected = bool(self.reads) and not under_way and (waited or self.fence.is_full)
         assert self.fence.renewal_due(self.now, under_way) == expected
 
