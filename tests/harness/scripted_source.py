@@ -46,7 +46,9 @@ CONFIG = WorkerConfig(
     role="decode",
     cluster=ClusterConfig("c", "redis://", "token"),
     engine=EngineConfig(model="m"),
-    transfer=TransferConfig(heartbeat_interval_s=0.1, release_deadline_s=0.5),
+    transfer=TransferConfig(
+        heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0, release_deadline_s=0.5
+    ),
     worker_id="d0",
 )
 CONTRACT = Contract(
@@ -160,14 +162,30 @@ class Reader:
             input=pb.SequenceInput(token_ids=PROMPT, num_prompt_tokens=len(PROMPT), max_tokens=10),
             prefill_candidates=[pb.PrefillCandidate(worker_id="p0", epoch="e", address="x")],
         )
-        self.service._submit(self.stream, message)  # type: ignore[arg-type]
-        self.service._on_reserved(Reserved(f"{request_id}#1", 0, list(range(7))))
-        task = self.service._sequences[f"{request_id}#1"].prefilling
-        assert task is not None
-        return task
+        return self._submit(message)
+
+    def submit_here(self, request_id: str = "r") -> asyncio.Task[None]:
+        """The same without candidates: the source may have the first blocks of its prompt."""
+        message = pb.SubmitSequence(
+            request_id=request_id,
+            attempt=1,
+            input=pb.SequenceInput(token_ids=PROMPT, num_prompt_tokens=len(PROMPT), max_tokens=10),
+            prefix_holders=[
+                pb.PrefixHolder(worker_id="p0", epoch="e", address="x", num_blocks=PREFIX_BLOCKS)
+            ],
+        )
+        return self._submit(message)
 
     def cancel(self, request_id: str = "r") -> None:
         self.service._remove(f"{request_id}#1")
+
+    def _submit(self, message: pb.SubmitSequence) -> asyncio.Task[None]:
+        sequence_id = f"{message.request_id}#1"
+        self.service._submit(self.stream, message)  # type: ignore[arg-type]
+        self.service._on_reserved(Reserved(sequence_id, 0, list(range(7))))
+        task = self.service._sequences[sequence_id].prefilling
+        assert task is not None
+        return task
 
 
 @dataclass

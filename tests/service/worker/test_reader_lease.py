@@ -64,6 +64,108 @@ async def test_release_waits_for_the_reads() -> None:
         assert reader.link.names() == ["Commit"]
 
 
+async def test_release_comes_when_all_is_read_and_not_later() -> None:
+    """The source has not sampled the first token yet: nothing is left to wait for after it."""
+
+    async def late(commands: Commands, context: Any) -> Events:
+        start = (await anext(aiter(commands))).start
+        yield accepted()
+        yield run(0, *ALL_BLOCKS)
+        answer = await released(commands, start.lease_id)
+        yield prefilled()
+        yield answer
+
+    async with reader_of(late) as reader:
+        await asyncio.wait_for(reader.submit(), 5)
+        assert reader.link.names() == ["Commit"]
+        assert tokens(reader) == [5]
+
+
+async def test_released_before_prefilled_never_commits() -> None:
+    async def early(commands: Commands, context: Any) -> Events:
+        start = (await anext(aiter(commands))).start
+        yield accepted()
+        yield run(0, *ALL_BLOCKS)
+        yield await released(commands, start.lease_id)
+
+    async with reader_of(early) as reader:
+        await asyncio.wait_for(reader.submit(), 5)
+        assert reader.link.names() == ["Restart"]
+        assert tokens(reader) == []
+
+
+async def test_released_that_never_comes_is_not_waited_for_long() -> None:
+    async def forgets(commands: Commands, context: Any) -> Events:
+        await anext(aiter(commands))
+        yield accepted()
+        yield run(0, *ALL_BLOCKS)
+        await anext(aiter(commands))  # release
+        yield prefilled()
+        for step in range(10_000):
+            await asyncio.sleep(0.05)
+            yield pb.PrefillEvent(heartbeat=pb.Heartbeat(step=step))
+
+    async with reader_of(forgets) as reader:
+        await asyncio.wait_for(reader.submit(), 5)
+        assert reader.link.names() == ["Restart"]
+        assert reader.link.sent[-1].spec.token_ids[-1] == 5  # type: ignore[union-attr]
+        await ended(reader)
+
+
+async def test_a_second_first_token_is_nobodys() -> None:
+    async def twice(commands: Commands, context: Any) -> Events:
+        start = (await anext(aiter(commands))).start
+        yield accepted()
+        yield run(0, *ALL_BLOCKS)
+        yield prefilled(5)
+        yield prefilled(6)
+        yield await released(commands, start.lease_id)
+
+    async with reader_of(twice) as reader:
+        await asyncio.wait_for(reader.submit(), 5)
+        assert tokens(reader) == [5]
+        assert "Commit" not in reader.link.names()
+
+
+@pytest.mark.parametrize("is_prefilled", [False, True])
+async def test_an_engine_that_stands_still_is_given_up_while_it_computes(
+    is_prefilled: bool,
+) -> None:
+    """After `prefilled` nothing waits for it any more: a slow pull goes on to its end."""
+
+    async def stands(commands: Commands, context: Any) -> Events:
+        start = (await anext(aiter(commands))).start
+        yield accepted()
+        yield run(0, *ALL_BLOCKS)
+        if is_prefilled:
+            yield prefilled()
+        releasing = asyncio.create_task(released(commands, start.lease_id))
+        while not (is_prefilled and releasing.done()):
+            await asyncio.sleep(0.05)
+            yield pb.PrefillEvent(heartbeat=pb.Heartbeat(step=7, turn_s_max=0.01))
+        yield releasing.result()
+
+    async with reader_of(stands, pull_s=2.0) as reader:
+        await asyncio.wait_for(reader.submit(), 10)
+        assert reader.link.names() == ["Commit" if is_prefilled else "Restart"]
+
+
+async def test_a_prefix_is_pulled_before_prefill_here() -> None:
+    async def holds(commands: Commands, context: Any) -> Events:
+        hold = (await anext(aiter(commands))).hold
+        yield accepted()
+        yield run(0, *ALL_BLOCKS[:6])
+        yield pb.PrefillEvent(held=pb.Held(num_blocks=6))
+        yield await released(commands, hold.lease_id)
+
+    async with reader_of(holds) as reader:
+        await asyncio.wait_for(reader.submit_here(), 5)
+        assert reader.link.names() == ["ContinuePrefill"]
+        assert reader.link.sent[-1].num_blocks == 6  # type: ignore[union-attr]
+        assert reader.link.sent[0].spec.prefix_blocks == 6  # type: ignore[union-attr]
+        await ended(reader)
+
+
 @pytest.mark.parametrize("how", ["abort", "server", "channel"])
 async def test_source_lost_while_the_last_pull_runs(how: str) -> None:
     """The read still ends DONE, but nobody confirms the lease: prefilled here, after the token."""

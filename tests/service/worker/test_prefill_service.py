@@ -1,0 +1,260 @@
+"""The source's side of leases over real gRPC; the test plays its engine and its readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+import msgspec
+import pytest
+
+from services.config import TransferConfig
+from services.engine.types import (
+    FinalBlocks,
+    Held,
+    Prefilled,
+    Reserved,
+    SequenceSpec,
+    StepReport,
+)
+from services.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.rpc.tandem.v1.worker_pb2_grpc import (
+    WorkerServicer,
+    WorkerStub,
+    add_WorkerServicer_to_server,
+)
+from services.worker.messages import Add, ContinuePrefill, Hold, Remove, Report
+from services.worker.metrics import WorkerMetrics
+from services.worker.prefill_service import PrefillService
+from services.worker.prefix_choice import PrefixPlan
+from services.worker.rates import Rates
+from tests.harness.scripted_source import BLOCK_BYTES, CONFIG, PROMPT, RecordingLink
+
+pytestmark = pytest.mark.service
+
+NUM_BLOCKS = 20
+
+
+@dataclass
+class Prefixes:
+    """A PrefixPuller that pulls what the test says, when it says so."""
+
+    num_blocks: asyncio.Future[int] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def plan(self, spec: SequenceSpec, holders: Any) -> PrefixPlan | None:
+        if not holders:
+            return None
+        return PrefixPlan(msgspec.structs.replace(spec, prefix_blocks=holders[0].num_blocks), [])
+
+    async def fill(self, plan: PrefixPlan, reserved: Reserved) -> int:
+        return await asyncio.shield(self.num_blocks)
+
+
+@dataclass
+class Source(WorkerServicer):
+    service: PrefillService
+    link: RecordingLink
+    prefixes: Prefixes
+    stub: WorkerStub | None = None
+    step: int = 0
+
+    async def Prefill(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.PrefillEvent]:  # noqa: N802
+        async for event in self.service.serve(request_iterator, context):
+            yield event
+
+    def report(self, **fields: Any) -> None:
+        self.step += 1
+        self.service.on_report(Report(self.step, StepReport(**fields)))
+
+    async def sent(self, kind: type) -> Any:
+        """The first command of this kind that the engine got."""
+        async with asyncio.timeout(5):
+            while not (found := [c for c in self.link.sent if isinstance(c, kind)]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return found[0]
+
+
+@asynccontextmanager
+async def source_of(**transfer: Any) -> AsyncIterator[Source]:
+    config = CONFIG
+    if transfer:
+        fields = {"heartbeat_interval_s": 0.1, **transfer}
+        config = type(CONFIG)(
+            role="prefill",
+            cluster=CONFIG.cluster,
+            engine=CONFIG.engine,
+            transfer=TransferConfig(**fields),
+            worker_id="p0",
+        )
+    link: Any = RecordingLink()
+    prefixes: Any = Prefixes()
+    rates = Rates(config, block_bytes=BLOCK_BYTES)
+    rates.turn_s_max = 0.25
+    metrics = WorkerMetrics(worker_id="p0", role="prefill")
+    service = PrefillService(
+        config,
+        "e",
+        link,
+        metrics,
+        rates,
+        prefixes,
+        block_bytes=BLOCK_BYTES,
+        num_blocks=NUM_BLOCKS,
+    )
+    source = Source(service, link, prefixes)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_WorkerServicer_to_server(source, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
+        source.stub = WorkerStub(channel)
+        yield source
+    await server.stop(None)
+
+
+def start(lease_id: str = "l", **fields: Any) -> pb.PrefillCommand:
+    sequence = pb.SequenceInput(token_ids=PROMPT, num_prompt_tokens=len(PROMPT), max_tokens=1)
+    fields = {"reader_worker_id": "d0", **fields}
+    return pb.PrefillCommand(start=pb.StartPrefill(lease_id=lease_id, input=sequence, **fields))
+
+
+RELEASE = pb.PrefillCommand(release=pb.ReleaseLease())
+
+
+async def next_event(call: Any) -> pb.PrefillEvent:
+    """That is no heartbeat."""
+    async with asyncio.timeout(5):
+        while (event := await call.read()) is not grpc.aio.EOF:
+            if not event.HasField("heartbeat"):
+                return event
+    raise AssertionError("the stream ended")
+
+
+async def opened(source: Source, command: pb.PrefillCommand) -> Any:
+    assert source.stub is not None
+    call = source.stub.Prefill()
+    await call.write(command)
+    assert (await next_event(call)).accepted.epoch == "e"
+    return call
+
+
+async def refusal(source: Source, command: pb.PrefillCommand) -> pb.Refused:
+    assert source.stub is not None
+    call = source.stub.Prefill()
+    await call.write(command)
+    event = await next_event(call)
+    assert event.HasField("refused"), event
+    assert event.refused.wait_estimate_s > 0
+    return event.refused
+
+
+async def test_release_before_prefilled_is_answered_right_after_it() -> None:
+    async with source_of() as source:
+        call = await opened(source, start())
+        source.report(final_blocks=[FinalBlocks("l", 0, [3, 4])])
+        assert list((await next_event(call)).run.block_ids) == [3, 4]
+        await call.write(RELEASE)
+        source.report(final_blocks=[FinalBlocks("l", 2, [5])])
+        assert list((await next_event(call)).run.block_ids) == [5]  # and no `released` before it
+        assert not any(isinstance(c, Remove) for c in source.link.sent)
+        source.report(prefilled=[Prefilled("l", 9, 16)])
+        prefilled = (await next_event(call)).prefilled
+        assert (prefilled.first_token_id, prefilled.cached_tokens) == (9, 16)
+        released = (await next_event(call)).released
+        assert (released.epoch, released.lease_id, released.whole) == ("e", "l", True)
+        assert (await source.sent(Remove)).sequence_id == "l"
+        assert source.service.num_leases == 0
+
+
+async def test_a_hold_names_what_is_here_and_keeps_it_until_released() -> None:
+    async with source_of() as source:
+        hashes = [bytes([n]) * 16 for n in range(5)]
+        hold = pb.HoldBlocks(
+            lease_id="h", block_hashes=hashes, first_missing_block=1, reader_worker_id="d0"
+        )
+        call = await opened(source, pb.PrefillCommand(hold=hold))
+        assert await source.sent(Hold) == Hold("h", hashes, 1)
+        source.report(final_blocks=[FinalBlocks("h", 1, [7, 8])], held=[Held("h", 3)])
+        run = (await next_event(call)).run
+        assert (run.first_block, list(run.block_ids)) == (1, [7, 8])
+        assert (await next_event(call)).held.num_blocks == 3
+        assert not any(isinstance(c, Remove) for c in source.link.sent)
+        await call.write(RELEASE)
+        assert (await next_event(call)).released.whole
+        assert (await source.sent(Remove)).sequence_id == "h"
+
+
+async def test_heartbeats_carry_the_step_and_the_longest_turn() -> None:
+    async with source_of() as source:
+        source.report()
+        call = await opened(source, start())
+        beat = (await asyncio.wait_for(call.read(), 5)).heartbeat
+        assert (beat.step, beat.turn_s_max) == (1, 0.25)
+
+
+async def test_a_prefix_is_awaited_and_then_the_rest_computed() -> None:
+    async with source_of() as source:
+        holder = pb.PrefixHolder(worker_id="d0", num_blocks=4)
+        await opened(source, start(prefix_holders=[holder]))
+        assert (await source.sent(Add)).spec.prefix_blocks == 4
+        source.report(reserved=[Reserved("l", 16, [1, 2, 3, 4, 5, 6])])
+        source.prefixes.num_blocks.set_result(4)
+        assert await source.sent(ContinuePrefill) == ContinuePrefill("l", 4)
+
+
+async def test_the_wait_for_a_prefix_ends_with_its_stream() -> None:
+    async with source_of() as source:
+        holder = pb.PrefixHolder(worker_id="d0", num_blocks=4)
+        call = await opened(source, start(prefix_holders=[holder]))
+        await source.sent(Add)
+        source.report(reserved=[Reserved("l", 0, list(range(7)))])
+        call.cancel()
+        assert (await source.sent(Remove)).sequence_id == "l"
+        source.prefixes.num_blocks.set_result(4)
+        await asyncio.sleep(0)
+        assert not any(isinstance(c, ContinuePrefill) for c in source.link.sent)
+        assert source.service.num_leases == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "others"),
+    [({"leases_max": 2}, ("d1", "d2")), ({"leases_per_reader_max": 2}, ("d0", "d0"))],
+)
+async def test_more_leases_than_the_bounds_are_refused(
+    limits: dict[str, int], others: tuple[str, ...]
+) -> None:
+    async with source_of(**limits) as source:
+        calls = [
+            await opened(source, start(f"l{n}", reader_worker_id=reader))
+            for n, reader in enumerate(others)
+        ]
+        await refusal(source, start())
+        calls[0].cancel()
+        await source.sent(Remove)
+        await opened(source, start())
+
+
+async def test_a_source_whose_readers_lag_refuses_until_one_releases() -> None:
+    async with source_of(leased_blocks_max_share=0.25) as source:
+        slow = await opened(source, start("slow"))
+        source.report(final_blocks=[FinalBlocks("slow", 0, list(range(7)))])
+        other = await opened(source, start("other"))  # what is being computed is not ahead
+        source.report(prefilled=[Prefilled("slow", 1)])
+        assert "wait for their readers" in (await refusal(source, start())).message
+        await slow.write(RELEASE)
+        await source.sent(Remove)
+        await opened(source, start())
+        other.cancel()
+
+
+async def test_a_draining_source_refuses() -> None:
+    async with source_of() as source:
+        source.service.draining = True
+        assert "draining" in (await refusal(source, start())).message
