@@ -52,9 +52,8 @@ log = logging.getLogger(__name__)
 
 COMMANDS_MAX = 4096
 STOP_DEADLINE_S = 5.0
-# Blocks of the reads a new peer is tested with. The first one connects, too, and is not measured;
-# the last ones are cut to what the scratch memory holds.
-_PROBES = (1, 1, 1 << 20, 1 << 20)
+_PROBES = 4  # reads a new peer is tested with; the first one connects, too, and is not measured
+_PROBE_S = 0.25  # that a read of several blocks may take, judging by one of one block
 
 
 @dataclass(slots=True)
@@ -63,6 +62,13 @@ class _Probing:
 
     peer_id: str
     reads: list[tuple[int, float]] = field(default_factory=list)
+
+    def next_blocks(self) -> int:
+        """Of the next read; 0: enough was read. The scratch memory cuts what is too much for it."""
+        if len(self.reads) < 2:
+            return 1
+        num_blocks = int(_PROBE_S / max(1e-6, self.reads[1][1]))
+        return num_blocks if len(self.reads) < _PROBES and num_blocks > 1 else 0
 
 
 class TransferThread:
@@ -171,7 +177,7 @@ class TransferThread:
     def _answer_probe(self, result: PullResult) -> None:
         probing = self._probes.pop(result.pull_id)
         probing.reads.append((result.num_bytes, result.elapsed_s))
-        if result.done and len(probing.reads) < len(_PROBES):
+        if result.done and probing.next_blocks():
             self._probe(probing)
             return
         peer_id = probing.peer_id
@@ -195,8 +201,9 @@ class TransferThread:
         self._num_probes += 1
         pull_id = f"probe/{self._num_probes}"
         self._probes[pull_id] = probing
-        num_blocks = _PROBES[len(probing.reads)]
-        self._transport.probe(pull_id, probing.peer_id, num_blocks, self._config.connect_deadline_s)
+        self._transport.probe(
+            pull_id, probing.peer_id, probing.next_blocks(), self._config.connect_deadline_s
+        )
 
     def _submit(self, pull: Pull) -> None:
         if self._failure:
