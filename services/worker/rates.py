@@ -108,7 +108,9 @@ class Rates:
 
     def on_probe(self, worker_id: str, transport: str, reads: Iterable[tuple[int, float]]) -> None:
         """The pair was measured by itself: what was known of it before is forgotten."""
-        self._meters.pop((worker_id, transport), None)
+        reads = list(reads)
+        if reads:
+            self._meters.pop((worker_id, transport), None)
         for num_bytes, seconds in reads:
             self.on_pull(worker_id, transport, num_bytes, seconds)
 
