@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Iterable
 
 import grpc.aio
@@ -87,7 +88,7 @@ class Warmer:
 
     async def _adopt(self, peer: Peer, block_hashes: list[bytes]) -> int:
         """How many blocks came."""
-        sequence_id = f"warm-{block_hashes[-1].hex()}"
+        sequence_id = f"warm-{uuid.uuid4().hex}"
         future: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
         self._reserved[sequence_id] = future
         try:

@@ -29,6 +29,7 @@ from services.rpc.tandem.v1.worker_pb2_grpc import (
     add_WorkerServicer_to_server,
 )
 from services.transfer.protocol import PullResult
+from services.worker.bulk_channels import BulkChannels
 from services.worker.decode_service import DecodeService
 from services.worker.lease import LeaseMaker, ReaderLease
 from services.worker.messages import Add, Command, Remove, StartPull
@@ -195,6 +196,7 @@ class PrefixReader:
     puller: PrefixPuller
     link: RecordingLink
     metrics: WorkerMetrics
+    peers: list[Peer]
     sources: list[ScriptedSource]
 
     def plan(self, *, num_blocks: int = PREFIX_BLOCKS) -> PrefixPlan | None:
@@ -246,8 +248,9 @@ async def prefix_reader_of(*scripts: Script, pull_s: float = 0.0) -> AsyncIterat
             await stack.enter_async_context(_serving(script, f"p{number}"))
             for number, script in enumerate(scripts)
         ]
-        metrics, _, _, prefixes = _parts(link, AllPeers([peer for peer, _, _ in served]))
-        yield PrefixReader(prefixes, link, metrics, [source for _, source, _ in served])
+        peers = [peer for peer, _, _ in served]
+        metrics, _, _, prefixes = _parts(link, AllPeers(peers))
+        yield PrefixReader(prefixes, link, metrics, peers, [source for _, source, _ in served])
 
 
 @asynccontextmanager
@@ -261,7 +264,8 @@ async def _serving(
     await server.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS)
     try:
-        yield Peer(worker_id, "e", WorkerStub(channel), channel, "nixl"), source, server
+        bulk = BulkChannels(f"127.0.0.1:{port}")
+        yield Peer(worker_id, "e", WorkerStub(channel), channel, bulk, "nixl"), source, server
     finally:
         await channel.close(None)
         await server.stop(None)

@@ -1,0 +1,129 @@
+"""A new worker fills its cache from peers, over real gRPC; the test plays its engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from services.engine.types import Failed, Reserved, StepReport
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.worker.messages import Adopt, CommitAdopted, Remove
+from services.worker.warm import Warmer
+from tests.harness.scripted_source import (
+    CONFIG,
+    PrefixReader,
+    ScriptedSource,
+    accepted,
+    prefix_reader_of,
+    run,
+)
+
+pytestmark = pytest.mark.service
+
+CHAINS = [[bytes([n]) * 16 for n in range(4)], [bytes([0]) * 16, bytes([9]) * 16]]
+
+
+async def has_all(commands: AsyncIterator[pb.PrefillCommand], context: Any) -> Any:
+    hold = (await anext(aiter(commands))).hold
+    first, last = hold.first_missing_block, len(hold.block_hashes)
+    yield accepted()
+    yield run(first, *range(100 + first, 100 + last))
+    yield pb.PrefillEvent(held=pb.Held(num_blocks=last))
+    await anext(aiter(commands))
+    yield pb.PrefillEvent(released=pb.Released(epoch="e", lease_id=hold.lease_id, whole=True))
+
+
+async def cut(commands: AsyncIterator[pb.PrefillCommand], context: Any) -> Any:
+    await anext(aiter(commands))
+    yield accepted()
+    yield run(0, 100)
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+
+def lists(*chains: list[bytes]) -> Any:
+    async def list_chains(request: pb.ListChainsRequest, context: Any) -> pb.ListChainsResponse:
+        assert request.blocks_max > 0
+        return pb.ListChainsResponse(chains=[pb.BlockChain(block_hashes=c) for c in chains])
+
+    return list_chains
+
+
+async def warm(reader: PrefixReader, *answers: Any, warm_blocks: int = 10) -> list[Any]:
+    """Runs it; `answers` are the engine's to each Adopt, without their sequence's id."""
+    metrics, link = reader.metrics, reader.link
+    engine: Any = link
+    warmer = Warmer(replace(CONFIG, warm_blocks=warm_blocks), engine, reader.puller, metrics)
+    running = asyncio.create_task(warmer.run(reader.peers))
+    answered = 0
+    async with asyncio.timeout(10):
+        while not running.done():
+            await asyncio.sleep(0.01)
+            adopts = [c for c in link.sent if isinstance(c, Adopt)]
+            if len(adopts) > answered:
+                answer = answers[answered](adopts[answered].sequence_id)
+                kind = "failed" if isinstance(answer, Failed) else "reserved"
+                warmer.on_step(StepReport(**{kind: [answer]}))
+                answered += 1
+    assert running.exception() is None
+    return link.sent
+
+
+def reserves(num_cached_blocks: int, *block_ids: int) -> Any:
+    return lambda sequence_id: Reserved(sequence_id, num_cached_blocks * 16, list(block_ids))
+
+
+def kinds(sent: list[Any]) -> list[str]:
+    return [type(command).__name__ for command in sent]
+
+
+async def test_chains_are_adopted_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedSource, "ListChains", staticmethod(lists(*CHAINS)))
+    async with prefix_reader_of(has_all) as reader:
+        sent = await warm(reader, reserves(0, 5, 6, 7, 8), reserves(1, 9))
+        commits = [c.num_blocks for c in sent if isinstance(c, CommitAdopted)]
+        assert commits == [4, 2]
+        assert [p.source_block_ids for p in reader.link.pulls] == [[100, 101, 102, 103], [101]]
+        assert [c.block_hashes for c in sent if isinstance(c, Adopt)] == CHAINS
+
+
+async def test_where_there_is_less_room_less_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedSource, "ListChains", staticmethod(lists(*CHAINS)))
+    async with prefix_reader_of(has_all) as reader:
+        sent = await warm(reader, reserves(0, 5, 6), reserves(1))
+        assert [c.num_blocks for c in sent if isinstance(c, CommitAdopted)] == [2]
+
+
+async def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedSource, "ListChains", staticmethod(lists(*CHAINS)))
+    async with prefix_reader_of(has_all) as reader:
+        sent = await warm(reader, reserves(0, 5, 6, 7, 8), warm_blocks=4)
+        assert kinds(sent).count("Adopt") == 1
+
+
+async def test_a_lost_hold_is_given_up_and_the_next_peer_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ScriptedSource, "ListChains", staticmethod(lists(*CHAINS)))
+    async with prefix_reader_of(cut, has_all) as reader:
+        sent = await warm(reader, reserves(0, 5, 6, 7, 8), reserves(0, 5, 6, 7, 8), reserves(1, 9))
+        assert kinds(sent)[:3] == ["Adopt", "Remove", "Adopt"]
+        assert [c.num_blocks for c in sent if isinstance(c, CommitAdopted)] == [4, 2]
+
+
+async def test_an_engine_that_refuses_leaves_it_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedSource, "ListChains", staticmethod(lists(*CHAINS)))
+    async with prefix_reader_of(has_all) as reader:
+        sent = await warm(reader, lambda sequence_id: Failed(sequence_id, "queue_full", "full"))
+        assert isinstance(sent[-1], Remove)
+        assert "CommitAdopted" not in kinds(sent)
+        assert reader.sources[0].num_streams == 0
+
+
+async def test_a_peer_that_lists_nothing_is_passed_over() -> None:
+    async with prefix_reader_of(has_all) as reader:  # ListChains is not implemented there
+        assert await warm(reader) == []
