@@ -1,27 +1,47 @@
-"""The prefix tree in this process's memory: for the simulator and for tests."""
+"""The prefix tree in this process's memory: for the simulator and for tests.
+
+A block's holders are one integer, a bit for each worker's slot, so that a look-up costs the same
+for one worker and for a thousand. It gallops over the depth as lua/match.lua does. A dropped
+worker's bits stay until `sweep` has cleared them; only then its slot is free again.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class _Log:
     epoch: str
+    slot: int
     next_sequence_number: int = 0
-    held: set[bytes] = field(default_factory=set)
+    num_blocks: int = 0
 
 
 class MemoryIndex:
-    """A set of hashes per worker; as the sets are prefix-closed, a match is a bisection each."""
+    """Each worker's blocks are prefix-closed, so the set of holders only shrinks with depth."""
 
     def __init__(self) -> None:
         self._logs: dict[str, _Log] = {}
+        self._holders: dict[bytes, int] = {}  # block hash -> bits of slots, dropped ones among them
+        self._worker_ids: list[str] = []  # by slot
+        self._free_slots: list[int] = []
+        self._live = 0  # bits of the slots in use
+        self._dropped = 0  # bits of the slots to sweep
+        self._sweeping = 0  # the part of them that the sweep under way clears
+        self._unswept: Iterator[bytes] = iter(())
 
     async def reset(self, worker_id: str, epoch: str) -> None:
-        self._logs[worker_id] = _Log(epoch)
+        await self.forget(worker_id)
+        if self._free_slots:
+            slot = self._free_slots.pop()
+            self._worker_ids[slot] = worker_id
+        else:
+            slot = len(self._worker_ids)
+            self._worker_ids.append(worker_id)
+        self._live |= 1 << slot
+        self._logs[worker_id] = _Log(epoch, slot)
 
     async def publish(
         self,
@@ -34,24 +54,93 @@ class MemoryIndex:
         log = self._logs.get(worker_id)
         if log is None or log.epoch != epoch or log.next_sequence_number != sequence_number:
             return False
-        log.held.update(stored)
-        log.held.difference_update(removed)
+        holders, bit = self._holders, 1 << log.slot
+        for block_hash in stored:
+            mask = holders.get(block_hash, 0)
+            if not mask & bit:
+                holders[block_hash] = mask | bit
+                log.num_blocks += 1
+        for block_hash in removed:
+            mask = holders.get(block_hash, 0)
+            if mask & bit:
+                _put(holders, block_hash, mask ^ bit)
+                log.num_blocks -= 1
         log.next_sequence_number += 1
         return True
 
     async def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        depths = {
-            worker_id: bisect_left(block_hashes, True, key=lambda h: h not in log.held)
-            for worker_id, log in self._logs.items()
-        }
-        return {worker_id: depth for worker_id, depth in depths.items() if depth}
+        holders, count = self._holders, len(block_hashes)
+        depths: dict[str, int] = {}
+        mask, low, step = self._live, 0, 1
+        while mask:
+            if low == count:
+                self._report(mask, low, depths)
+                break
+            probe = min(low + step, count)
+            deeper = mask & holders.get(block_hashes[probe - 1], 0)
+            self._narrow(block_hashes, mask ^ deeper, low, probe, depths)
+            mask, low, step = deeper, probe, step * 2
+        return depths
 
     async def forget(self, worker_id: str) -> None:
-        self._logs.pop(worker_id, None)
+        log = self._logs.pop(worker_id, None)
+        if log is not None:
+            self._live ^= 1 << log.slot
+            self._dropped |= 1 << log.slot
 
     async def num_blocks(self, worker_id: str) -> int:
         log = self._logs.get(worker_id)
-        return len(log.held) if log else 0
+        return log.num_blocks if log else 0
 
     async def sweep(self, limit: int) -> bool:
-        return False
+        if not self._sweeping:
+            if not self._dropped:
+                return False
+            self._sweeping = self._dropped
+            self._unswept = iter(list(self._holders))
+        for _ in range(limit):
+            block_hash = next(self._unswept, None)
+            if block_hash is None:
+                self._free_slots.extend(_bits(self._sweeping))
+                self._dropped ^= self._sweeping
+                self._sweeping = 0
+                return self._dropped != 0
+            mask = self._holders.get(block_hash, 0)
+            if mask & self._sweeping:
+                _put(self._holders, block_hash, mask & ~self._sweeping)
+        return True
+
+    def _narrow(
+        self, hashes: Sequence[bytes], mask: int, low: int, high: int, depths: dict[str, int]
+    ) -> None:
+        """All of `mask` hold block `low`, none of it holds block `high`."""
+        while mask and low:
+            if high - low == 1:
+                self._report(mask, low, depths)
+                return
+            middle = (low + high) // 2
+            deeper = mask & self._holders.get(hashes[middle - 1], 0)
+            self._narrow(hashes, deeper, middle, high, depths)
+            mask, high = mask ^ deeper, middle
+
+    def _report(self, mask: int, depth: int, depths: dict[str, int]) -> None:
+        if depth:
+            for slot in _bits(mask):
+                depths[self._worker_ids[slot]] = depth
+
+
+def _put(holders: dict[bytes, int], block_hash: bytes, mask: int) -> None:
+    if mask:
+        holders[block_hash] = mask
+    else:
+        del holders[block_hash]
+
+
+def _bits(mask: int) -> list[int]:
+    """Positions of the set bits, the lowest first; a thousand take no long integers to find."""
+    text = bin(mask)[:1:-1]
+    found, at = [], text.find("1")
+    while at >= 0:
+        found.append(at)
+        at = text.find("1", at + 1)
+    return found
