@@ -5,7 +5,7 @@ another process publishes; beside it what simpler ways take in the same run:
 
     match     one call of RedisIndex.match
     exists    a key for each block, one pipeline of EXISTS; it tells no worker apart
-    memory    MemoryIndex, a dictionary in this process: what a router would have that shares with nobody
+    memory    MemoryIndex, a dictionary in this process: what a router that shares with nobody has
 
 The tree holds `--blocks` blocks in chains of 8,192, each with one holder; the chains that are
 looked up have 1, 8 and 64 of them (64 are three shards). Look-ups take turns, and each is of a
