@@ -115,8 +115,9 @@ def summary(
     lines = [
         f"{len(outcomes)} requests in {seconds:.0f} s, the slowest {slowest:.1f} s: {dict(kinds)}",
         f"tokens {sum(len(o.token_ids) for o in outcomes)}, all as expected unless said below",
-        f"leases lost {total(cluster, 'tandem_remote_prefill_failures_total'):g}, prefills where "
-        f"it decodes {total(cluster, 'tandem_local_prefills_total'):g}, blocks pulled {pulled}",
+        f"leases whole {total(cluster, 'tandem_transfer_exposed_seconds_count'):g}, lost "
+        f"{total(cluster, 'tandem_remote_prefill_failures_total'):g}; prefills where it decodes "
+        f"after that {total(cluster, 'tandem_local_prefills_total'):g}; blocks pulled {pulled}",
         f"router: {dict(router_outcomes(cluster))}",
         f"errors logged: {len(broken)}",
         f"workers that ended by themselves: {', '.join(ends) or 'none'}",

@@ -76,23 +76,24 @@ SHORT = Chaos(
     freed_within_s=30,
     options=("--heartbeat-timeout", "3", "--pull-deadline", "3", "--engine-hang-timeout", "5"),
 )
-_DECK = (
-    *[Fault("kill")] * 3,
-    *[Fault("stop", 5)] * 2,
-    Fault("stop", 120),
-    Fault("hang", 5),
-    Fault("hang", 180),
-)
 LONG = Chaos(
     num_requests=int(os.environ.get("CHAOS_REQUESTS", "1000")),
     num_clients=8,
     computed_lengths=(20, 33, 64, 65, 120, 170, 200, 310, 400, 415, 520, 600),
     golden=(0, 1, 2, 3, 4, 5, 6) * 6,
     num_blocks=120,
-    decks=(_DECK, (*_DECK, Fault("cut", 3), Fault("cut", 8), Fault("cut", 40))),
+    decks=(
+        (*[Fault("kill")] * 3, *[Fault("stop", 5)] * 2, Fault("hang", 5)),
+        (
+            *[Fault("kill")] * 2,
+            *[Fault("stop", 5)] * 2,
+            *[Fault("cut", 3), Fault("cut", 8), Fault("cut", 40)],
+            *[Fault("stop", 120), Fault("hang", 180)],
+        ),
+    ),
     is_endless=True,
     bound_s=300,
-    pause_s=10,
+    pause_s=20,
     decode_pause_s=120,
     freed_within_s=90,
 )
