@@ -203,7 +203,7 @@ class PromptPrefill:
     def _record(self, sequence: DecodeSequence, lease: ReaderLease) -> None:
         stats, timings = lease.stats, sequence.timings
         timings.transfer_exposed_ms = stats.exposed_s * 1000
-        timings.transfer_ms = stats.span_s * 1000
+        timings.transfer_ms = stats.pull_s * 1000
         timings.blocks_pulled = stats.num_blocks
         timings.blocks_skipped = stats.num_skipped
         timings.bytes_pulled = stats.num_bytes

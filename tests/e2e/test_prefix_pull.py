@@ -6,6 +6,8 @@ far, and the answer must be the tokens after them.
 
 from __future__ import annotations
 
+import pytest
+
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import complete_all, golden, metric
 from tests.harness.cluster import LocalCluster, wait_for
@@ -29,9 +31,12 @@ def leave(cluster: LocalCluster, worker_id: str) -> None:
     wait_for(lambda: worker_id not in cluster.records(), deadline_s=20, what="its leaving")
 
 
-async def test_a_turn_starts_from_what_another_worker_has(start_cluster: StartCluster) -> None:
+@pytest.mark.parametrize("transport", ["nixl", "grpc"])
+async def test_a_turn_starts_from_what_another_worker_has(
+    start_cluster: StartCluster, transport: str
+) -> None:
     (prompt,), (answer,) = golden(6)
-    with start_cluster("--transport", "nixl", *REMOTE_ALL) as cluster:
+    with start_cluster("--transport", transport, *REMOTE_ALL) as cluster:
         first = (await complete_all(cluster, [prompt], max_tokens=32))[0]
         assert first.token_ids == answer[:32]
 
@@ -41,7 +46,9 @@ async def test_a_turn_starts_from_what_another_worker_has(start_cluster: StartCl
         second = (await complete_all(cluster, [[*prompt, *answer[:48]]], max_tokens=8))[0]
         assert second.token_ids == answer[48:56]
         num_blocks = (len(prompt) + 31) // 16
-        pulled = metric(cluster, "prefill-1", "tandem_prefix_blocks_pulled_total")
+        pulled = metric(
+            cluster, "prefill-1", "tandem_prefix_blocks_pulled_total", transport=transport
+        )
         assert pulled == num_blocks
         assert second.cached_tokens == num_blocks * 16
         computed = metric(cluster, "prefill-1", "tandem_prefill_tokens_total")
