@@ -1,0 +1,27 @@
+"""Simulated time: what happens next, in order of time and then of planning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._planned: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = 0
+
+    def at(self, at_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        self._number += 1
+        heappush(self._planned, (max(at_s, self.now_s), self._number, action, arguments))
+
+    def after(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        self.at(self.now_s + delay_s, action, *arguments)
+
+    def run(self) -> None:
+        """Until nothing is planned any more."""
+        while self._planned:
+            self.now_s, _, action, arguments = heappop(self._planned)
+            action(*arguments)

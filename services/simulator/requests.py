@@ -1,0 +1,59 @@
+"""A simulated request and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.simulator.traces import Arrival
+from services.simulator.worker import Task, Worker
+
+MOVES_MAX = 2  # as services/router/dispatch.py
+
+
+class Request:
+    """Placed, refused and placed again, moved while it has no token, then served or failed."""
+
+    __slots__ = (
+        "arrival",
+        "cached_tokens",
+        "candidates",
+        "decode",
+        "decode_task",
+        "ended_s",
+        "failure",
+        "first_token_s",
+        "hashes",
+        "holders",
+        "lease",
+        "num_moves",
+        "num_pulled_tokens",
+        "prefill",
+        "refused",
+    )
+
+    def __init__(self, arrival: Arrival, hashes: Sequence[bytes]) -> None:
+        self.arrival = arrival
+        self.hashes = hashes
+        self.decode: Worker | None = None
+        self.decode_task: Task | None = None
+        self.prefill: Worker | None = None  # who computes the prompt; decode itself, or a peer
+        self.lease: Task | None = None
+        self.candidates: list[str] = []  # prefill workers not asked yet
+        self.holders: list[tuple[str, int]] = []  # with the tokens that they have
+        self.refused: frozenset[str] = frozenset()
+        self.num_moves = 0
+        self.cached_tokens = 0
+        self.num_pulled_tokens = 0
+        self.first_token_s = 0.0  # 0: none yet
+        self.ended_s = 0.0
+        self.failure = ""  # "", "refused" or "lost"
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.arrival.at_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Of each token after the first."""
+        count = self.arrival.output_tokens - 1
+        return (self.ended_s - self.first_token_s) / count if count else 0.0

@@ -1,0 +1,152 @@
+"""Traces of requests: Mooncake's JSONL and Azure's CSV, and the same requests made harder or other.
+
+A block of a prompt is an integer here, as in Mooncake's traces; `salt` tells the blocks of one copy
+of a trace from those of another. All that is random is drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import groupby, pairwise
+from pathlib import Path
+from random import Random
+
+BLOCK_SIZE = 512  # tokens; Mooncake's
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read; the message names the file and the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a trace."""
+
+    at_s: float
+    num_tokens: int  # of the prompt
+    output_tokens: int
+    block_ids: tuple[int, ...] = ()  # chained: the same id, the same prompt up to there
+    salt: bytes = b""
+
+    def block_hashes(self) -> list[bytes]:
+        return [self.salt + block_id.to_bytes(8, "big") for block_id in self.block_ids]
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """Arrivals from 0 s on, in order. Raises TraceError, OSError."""
+    arrivals = _read_azure(path) if path.suffix == ".csv" else _read_mooncake(path)
+    if not arrivals:
+        raise TraceError(f"{path} has no requests")
+    first_s = min(a.at_s for a in arrivals)
+    arrivals = [replace(a, at_s=a.at_s - first_s) for a in arrivals]
+    return sorted(arrivals, key=lambda a: a.at_s)
+
+
+def spread_bursts(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
+    """Those of one timestamp come at random times before the next one, in their order.
+
+    Mooncake's timestamps are 3 s apart, with about 10 requests at each.
+    """
+    rng = Random(f"spread {seed}")
+    bursts = [list(burst) for _, burst in groupby(arrivals, key=lambda a: a.at_s)]
+    starts = [burst[0].at_s for burst in bursts]
+    gaps = [later - start for start, later in pairwise(starts)]
+    last_gap_s = sorted(gaps)[len(gaps) // 2] if gaps else 0.0
+    spread: list[Arrival] = []
+    for burst, gap_s in zip(bursts, [*gaps, last_gap_s], strict=True):
+        if len(burst) == 1:
+            spread += burst
+            continue
+        times = sorted(burst[0].at_s + gap_s * rng.random() for _ in burst)
+        spread += [replace(a, at_s=t) for a, t in zip(burst, times, strict=True)]
+    return spread
+
+
+def scale_load(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
+    """The same requests, `factor` times as fast."""
+    return [replace(a, at_s=a.at_s / factor) for a in arrivals]
+
+
+def shift_time(arrivals: Sequence[Arrival], shift_s: float) -> list[Arrival]:
+    """Starts `shift_s` later in the trace; what came before follows at the end."""
+    period_s = span_s(arrivals)
+    moved = [replace(a, at_s=(a.at_s - shift_s) % period_s) for a in arrivals]
+    return sorted(moved, key=lambda a: a.at_s)
+
+
+def rename_prefixes(arrivals: Sequence[Arrival], name: str) -> list[Arrival]:
+    """Other prompts that share prefixes with one another in the same way."""
+    salt = name.encode() + b"/"
+    return [replace(a, salt=salt) for a in arrivals]
+
+
+def repeat(arrivals: Sequence[Arrival], num_requests: int, seed: int) -> list[Arrival]:
+    """At least as many requests in the same time: renamed copies, each shifted in time."""
+    rng = Random(f"repeat {seed}")
+    copies = list(arrivals)
+    for number in range(1, -(-num_requests // len(arrivals))):
+        shift_s = rng.uniform(0, span_s(arrivals))
+        copies += rename_prefixes(shift_time(arrivals, shift_s), f"copy {number}")
+    return sorted(copies, key=lambda a: a.at_s)[:num_requests]
+
+
+def span_s(arrivals: Sequence[Arrival]) -> float:
+    """From 0 to the last arrival and as much as one takes on average: never 0."""
+    last_s = arrivals[-1].at_s
+    return last_s + (last_s / (len(arrivals) - 1) if last_s else 1.0)
+
+
+def _read_mooncake(path: Path) -> list[Arrival]:
+    arrivals = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                arrivals.append(
+                    Arrival(
+                        at_s=row["timestamp"] / 1000,
+                        num_tokens=_positive(row["input_length"]),
+                        output_tokens=_positive(row["output_length"]),
+                        block_ids=tuple(map(int, row["hash_ids"])),
+                    )
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise TraceError(f"{path}:{number}: not a Mooncake request: {error!r}") from error
+    return arrivals
+
+
+def _read_azure(path: Path) -> list[Arrival]:
+    """No prefixes are known, so each prompt has blocks of its own."""
+    arrivals = []
+    next_id = 0
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        for number, row in enumerate(rows, 2):
+            try:
+                at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                num_tokens = _positive(row["ContextTokens"])
+                output_tokens = _positive(row["GeneratedTokens"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise TraceError(f"{path}:{number}: not an Azure request: {error!r}") from error
+            count = -(-num_tokens // BLOCK_SIZE)
+            ids = tuple(range(next_id, next_id + count))
+            next_id += count
+            arrivals.append(Arrival(_seconds(at), num_tokens, output_tokens, ids))
+    return arrivals
+
+
+def _seconds(at: datetime) -> float:
+    return (at - datetime(2000, 1, 1)).total_seconds()
+
+
+def _positive(value: object) -> int:
+    number = int(str(value))
+    if number < 1:
+        raise ValueError(f"{number} is no number of tokens")
+    return number

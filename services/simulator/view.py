@@ -1,0 +1,95 @@
+"""What the simulated router knows of the workers: load that is old, and what it sent since.
+
+A worker's report is taken when its load changed and no other report is under way; it arrives
+`report_age_s` later. What was sent to the worker after the report was taken is added to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from services.cost_model import PairRate
+from services.registry import Load
+from services.router.placement import WorkerSnapshot
+from services.simulator.clock import Clock
+from services.simulator.scenario import Scenario
+from services.simulator.worker import Worker
+
+
+@dataclass(slots=True)
+class _Known:
+    worker: Worker
+    at: int  # in the list of snapshots
+    load: Load
+    sent: deque[tuple[float, int]] = field(default_factory=deque)  # when, prompt tokens missing
+    reporting: bool = False
+    changed: bool = False
+
+
+class View:
+    """`snapshots` is kept up to date in place."""
+
+    def __init__(self, scenario: Scenario, clock: Clock, workers: list[Worker]) -> None:
+        self._scenario = scenario
+        self._clock = clock
+        self._known = {w.worker_id: _Known(w, at, w.load()) for at, w in enumerate(workers)}
+        self._pairs: dict[str, PairRate] = {w.worker_id: scenario.pair for w in workers}
+        self.snapshots = [self._snapshot(known) for known in self._known.values()]
+
+    def note_sent(self, worker_id: str, num_tokens: int) -> None:
+        known = self._known[worker_id]
+        known.sent.append((self._clock.now_s, num_tokens))
+        self._refresh(known)
+
+    def note_state(self, worker: Worker) -> None:
+        """The worker is up or down: seen at once, by its stream."""
+        known = self._known[worker.worker_id]
+        known.sent.clear()
+        known.load = worker.load()
+        self._refresh(known)
+
+    def note_load(self, worker: Worker) -> None:
+        known = self._known[worker.worker_id]
+        known.changed = True
+        if not known.reporting:
+            self._report(known)
+
+    def _report(self, known: _Known) -> None:
+        known.reporting, known.changed = True, False
+        load = known.worker.load()
+        arrives = (known, load, self._clock.now_s, known.worker.generation)
+        self._clock.after(self._scenario.report_age_s, self._take, *arrives)
+
+    def _take(self, known: _Known, load: Load, taken_s: float, generation: int) -> None:
+        known.reporting = False
+        if generation == known.worker.generation and known.worker.is_up:
+            known.load = load
+            while known.sent and known.sent[0][0] < taken_s:
+                known.sent.popleft()
+            self._refresh(known)
+        if known.changed:
+            self._report(known)
+
+    def _refresh(self, known: _Known) -> None:
+        self.snapshots[known.at] = self._snapshot(known)
+
+    def _snapshot(self, known: _Known) -> WorkerSnapshot:
+        worker, load, count = known.worker, known.load, len(known.sent)
+        is_decode = worker.role == "decode"
+        return WorkerSnapshot(
+            worker_id=worker.worker_id,
+            epoch=f"{worker.worker_id}/{worker.generation}",
+            address="",
+            role=worker.role,
+            state="ready",
+            reachable=worker.is_up,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + (count if is_decode else 0),
+            queued_tokens=load.queued_tokens + sum(tokens for _, tokens in known.sent),
+            num_leases=load.num_leases + (0 if is_decode else count),
+            blocks_total=load.blocks_total,
+            blocks_used=load.blocks_used,
+            rates=self._scenario.rates,
+            pairs=self._pairs,
+        )
