@@ -19,6 +19,7 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 Numerics = Literal["fast", "invariant"]
 Transport = Literal["auto", "nixl", "grpc"]
 PrefillAt = Literal["auto", "remote", "local"]
+VerifyBlocks = Literal["off", "sample", "all"]
 
 # Options whose names on the command line are shorter.
 _OPTIONS = {"kv_bytes_max": "kv-memory", "num_threads": "threads"}
@@ -101,13 +102,23 @@ class TransferConfig:
     release_deadline_s: float = 5.0
     quarantine_blocks_max: int = 256  # beyond it no new pulls until the agent is made anew
     delay_s: float = 0.0  # for tests: each pull takes this much longer
+    overlap: bool = True  # False, to measure: nothing is pulled before all of it is computed
     leases_max: int = 256  # open at one source; beyond it refused
     leases_per_reader_max: int = 128
+    pull_bytes_in_flight_max: int = 256 << 20  # of this reader; half of it from one peer
+    verify_blocks: VerifyBlocks = "off"  # by checksum on both sides
     leased_blocks_max_share: float = 0.9  # of the pool, finished and not released by their readers
 
     def __post_init__(self) -> None:
         _check_choice("transport", self.transport, get_args(Transport))
         _check_choice("prefill-at", self.prefill_at, get_args(PrefillAt))
+        _check_choice("verify-blocks", self.verify_blocks, get_args(VerifyBlocks))
+        _check_positive("pull_bytes_in_flight_max", self.pull_bytes_in_flight_max)
+
+    @property
+    def verify_every(self) -> int:
+        """The checksum of each n-th block is compared; 0: of none."""
+        return {"off": 0, "sample": 16, "all": 1}[self.verify_blocks]
 
 
 @dataclass(frozen=True, slots=True)

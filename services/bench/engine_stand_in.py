@@ -98,7 +98,7 @@ class StandInProcess(EngineProcess):
         assert settings.engine.num_blocks is not None
         layout = layout_of(settings.engine.model, settings.engine.num_blocks)
         is_source = settings.worker_id == "source"
-        memory = pool_memory(layout)
+        memory = pool_memory(layout, settings.pool_fd)
         if is_source:
             fill(memory)
         kv = torch.from_numpy(memory.reshape(-1)).view(torch.bfloat16).view(layout.shape)

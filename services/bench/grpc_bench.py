@@ -2,9 +2,9 @@
 
 grpc      from `FetchBlocks` until all bytes are in the reader's pool, for n blocks scattered on
           both sides, within a whole real lease (ReaderLease, PrefillService). Included: the
-          source's copy out of its pool (PoolBytes), both hops over ZeroMQ between I/O and engine
-          process, gRPC with the options of services/rpc, the reader's copy into its pool, the
-          answer to `release`. Not included: opening the lease (`lease_s` has it all).
+          source's copy out of its pool, gRPC with the options of services/rpc, the reader's copy
+          into its pool, the answer to `release`. Not included: opening the lease (`lease_s` has
+          it all). The pool is in memory that I/O and engine process both map, as a worker's is.
 grpc_raw  a stream of bytes that are ready, counted and dropped; no engine, no pool
 
 Four processes: an I/O and an engine process on either side, as of two workers; this process is
@@ -19,8 +19,7 @@ import os
 import statistics
 import sys
 import time
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import grpc.aio
 import numpy as np
@@ -40,7 +39,9 @@ from services.engine.types import Mode, SamplingParams, SequenceSpec
 from services.errors import InternalError
 from services.rpc.auth import token_metadata
 from services.rpc.options import CHANNEL_OPTIONS
+from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from services.worker.bulk_channels import BulkChannels
 from services.worker.lease import ReaderLease
 from services.worker.messages import Add, Remove
 from services.worker.peers import Peer
@@ -50,6 +51,17 @@ from services.worker.rates import Rates
 RAW_MESSAGE_BYTES = 1 << 20
 _DEADLINE_S = 60.0
 _CHECKED_BLOCKS_MAX = 16
+
+
+class _TimedChannels(BulkChannels):
+    """Knows when the first stream of the last pull was asked for."""
+
+    fetch_started = 0.0
+
+    def fetch(self, stream: int, request: pb.FetchBlocksRequest, **options: Any) -> Any:
+        if stream == 0:
+            self.fetch_started = time.perf_counter()
+        return super().fetch(stream, request, **options)
 
 
 class GrpcBench:
@@ -65,7 +77,6 @@ class GrpcBench:
             self._config.transfer, self._link, token=TOKEN, block_bytes=block_bytes
         )
         self._names = itertools.count()
-        self._fetch_started = 0.0
         self._lease_s: list[float] = []
 
     async def start(self) -> None:
@@ -79,15 +90,17 @@ class GrpcBench:
             stdout=asyncio.subprocess.PIPE,
         )
         assert self._process.stdout is not None
-        await self._link.start()
+        ready = await self._link.start()
+        if not ready.pool_is_shared:
+            raise InternalError("this system has no memory that two processes can map")
         line = await asyncio.wait_for(self._process.stdout.readline(), _DEADLINE_S)
         if not line:
             raise InternalError("the gRPC source did not come up")
         address = f"127.0.0.1:{int(line)}"
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         stub = WorkerStub(self._channel)  # type: ignore[no-untyped-call]
-        watched = SimpleNamespace(Prefill=stub.Prefill, FetchBlocks=self._watched(stub.FetchBlocks))
-        self._peer = Peer("source", "1", cast(WorkerStub, watched), self._channel, "grpc")
+        self._bulk = _TimedChannels(address)
+        self._peer = Peer("source", "1", stub, self._channel, self._bulk, "grpc")
         self._raw_channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._raw = self._raw_channel.unary_stream(
             f"/{RAW_SERVICE}/{RAW_METHOD}", request_serializer=None, response_deserializer=None
@@ -115,6 +128,7 @@ class GrpcBench:
         return figures
 
     async def close(self) -> None:
+        self._bulk.close()
         await self._channel.close(None)
         await self._raw_channel.close(None)
         await self._link.stop()
@@ -125,13 +139,6 @@ class GrpcBench:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
-
-    def _watched(self, fetch: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            self._fetch_started = time.perf_counter()
-            return fetch(*args, **options)
-
-        return call
 
     async def _lease(self, num_blocks: int, *, check: bool) -> float:
         layout = self._plan.layout
@@ -153,14 +160,12 @@ class GrpcBench:
             targets=scattered(layout.num_blocks, seed=2)[:num_blocks],
             on_first_token=lambda token_id, stats: None,
         )
-        # Commands are applied in order: its answer says that all bytes are in the pool.
-        await self._link.check_integrity()
         ended = time.perf_counter()
         if check:
             await self._check(spec.sequence_id, min(num_blocks, _CHECKED_BLOCKS_MAX))
         self._link.send(Remove(spec.sequence_id))
         self._lease_s.append(ended - started)
-        return ended - self._fetch_started
+        return ended - self._bulk.fetch_started
 
     async def _read_raw(self, num_bytes: int) -> float:
         started = time.perf_counter()

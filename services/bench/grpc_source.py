@@ -16,6 +16,7 @@ import grpc.aio
 
 from services.bench.grpc_worker import RAW_METHOD, RAW_SERVICE, TOKEN, engine_link, worker_config
 from services.rpc.auth import TokenInterceptor
+from services.rpc.block_bytes import EncodedByHandler
 from services.rpc.options import SERVER_OPTIONS
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -38,8 +39,8 @@ class SourceServicer(WorkerServicer):
 
     async def FetchBlocks(  # noqa: N802
         self, request: pb.FetchBlocksRequest, context: Any
-    ) -> AsyncIterator[pb.BlockBytes]:
-        async for message in self._prefill.fetch(request, context):
+    ) -> AsyncIterator[bytes]:
+        async for message in self._prefill.blocks.fetch(request, context):
             yield message
 
 
@@ -68,7 +69,8 @@ async def run(model: str, num_blocks: int) -> None:
         num_blocks=ready.num_blocks,
     )
     link.on_report = prefill.on_report
-    server = grpc.aio.server(interceptors=[TokenInterceptor(TOKEN)], options=SERVER_OPTIONS)
+    interceptors = [TokenInterceptor(TOKEN), EncodedByHandler()]
+    server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     add_WorkerServicer_to_server(SourceServicer(prefill), server)  # type: ignore[no-untyped-call]
     handler = grpc.unary_stream_rpc_method_handler(raw_stream)
     server.add_generic_rpc_handlers(

@@ -9,14 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.engine.layout import BlockLayout
-from services.engine.runner import zeroed_pages
+from services.engine.pool_memory import own_pages, size_shared
 
 _MARK_BYTES = 8
 
 
-def pool_memory(layout: BlockLayout) -> NDArray[np.uint8]:
+def pool_memory(layout: BlockLayout, pool_fd: int | None = None) -> NDArray[np.uint8]:
     """[num_blocks, block_bytes] in the kind of pages that an engine's pool has, all touched."""
-    memory: NDArray[np.uint8] = zeroed_pages(layout.pool_bytes).numpy()
+    num_bytes = layout.pool_bytes
+    pages = own_pages(num_bytes) if pool_fd is None else size_shared(pool_fd, num_bytes)
+    memory = np.frombuffer(pages, np.uint8)
     memory[:] = 0
     return memory.reshape(layout.num_blocks, layout.block_bytes)
 

@@ -6,8 +6,7 @@ Knows no scheduling: which blocks a sequence has is said in the batch, and belie
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+from functools import partial
 
 import torch
 
@@ -17,6 +16,7 @@ from services.config import EngineConfig
 from services.engine.batch import StepBatch
 from services.engine.layout import BlockLayout
 from services.engine.model import Decoder
+from services.engine.pool_memory import own_pages, size_shared
 from services.engine.step_inputs import make_step_inputs
 from services.engine.weights import load_weights
 from services.errors import ConfigError
@@ -31,8 +31,12 @@ class ModelRunner:
 
     kv: torch.Tensor  # the pool, of layout().shape; see `allocate`
 
-    def __init__(self, folder: ModelFolder, config: EngineConfig) -> None:
-        """Raises ConfigError for settings that this machine or model cannot follow, and
+    def __init__(
+        self, folder: ModelFolder, config: EngineConfig, *, pool_fd: int | None = None
+    ) -> None:
+        """`pool_fd`: a memfd for the pool of a CPU, so that its maker can map it, too.
+
+        Raises ConfigError for settings that this machine or model cannot follow, and
         UnsupportedModel for a checkpoint that does not fit its config."""
         torch.set_num_threads(config.num_threads)
         self.device = _choose_device(config.device)
@@ -41,6 +45,7 @@ class ModelRunner:
         self.max_model_len = _choose_max_model_len(config, folder.config.max_model_len)
         self._model_config = folder.config
         self._block_size = config.block_size
+        self._pool_fd = pool_fd
         self._kernels = kernels_for(self.device.type, config.numerics)
         weights = load_weights(
             folder.weight_files,
@@ -68,7 +73,9 @@ class ModelRunner:
         layout = self.layout(num_blocks)
         dtype = _DTYPES[layout.dtype]
         if self.device.type == "cpu":
-            self.kv = zeroed_pages(layout.pool_bytes).view(dtype).view(layout.shape)
+            pages = own_pages if self._pool_fd is None else partial(size_shared, self._pool_fd)
+            memory = torch.frombuffer(pages(layout.pool_bytes), dtype=torch.uint8)
+            self.kv = memory.view(dtype).view(layout.shape)
         else:
             self.kv = torch.zeros(layout.shape, dtype=dtype, device=self.device)
         self._pool = KvPool(self.kv)
@@ -81,19 +88,6 @@ class ModelRunner:
         """
         inputs = make_step_inputs(batch, self._pool, row_multiple=self._kernels.row_multiple)
         return self._decoder.forward(inputs, self._pool)
-
-
-def zeroed_pages(num_bytes: int) -> torch.Tensor:
-    """Anonymous memory as uint8: page-aligned, taken from the system when first written, in huge
-    pages where it has them, because a layer's share of a block is spread over the whole pool."""
-    try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise ConfigError(f"no memory for a KV pool of {num_bytes:,} bytes: {error}") from error
-    # Only a hint: a kernel that was built without huge pages answers EINVAL.
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _choose_device(wanted: str) -> torch.device:

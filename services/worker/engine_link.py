@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -21,9 +22,12 @@ import zmq
 import zmq.asyncio
 
 from services.config import WorkerConfig
+from services.engine.pool_memory import create_shared, map_shared
+from services.engine.types import FinalBlocks
 from services.errors import Incompatible, InternalError, WorkerLost
 from services.transfer.protocol import PullResult, RemotePool
 from services.worker import messages
+from services.worker.pool_view import MappedPool, PoolThroughEngine, PoolView, Reservations
 from services.worker.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -35,7 +39,9 @@ _replies: msgspec.msgpack.Decoder[messages.Reply] = msgspec.msgpack.Decoder(mess
 
 
 class EngineLink:
-    """One engine process. `on_report` and `on_transfer` are called on the event loop."""
+    """One engine process. `on_report`, `on_final`, `on_transfer` are called on the event loop."""
+
+    pool: PoolView  # after `start`
 
     def __init__(
         self,
@@ -49,9 +55,11 @@ class EngineLink:
         self._epoch = epoch
         self._engine_module = engine_module
         self.on_report: Callable[[messages.Report], None] = lambda report: None
+        self.on_final: Callable[[list[FinalBlocks]], None] = lambda final_blocks: None
         self.on_transfer: Callable[[messages.TransferReply], None] = lambda reply: None
         self.num_reports = 0
         self.is_awaited = False  # a command was sent since the last report
+        self.reservations = Reservations()
         self._pulls: dict[str, asyncio.Future[PullResult]] = {}
         self._answers: dict[object, asyncio.Future[Any]] = {}
         self._request_ids = itertools.count(1)
@@ -70,8 +78,11 @@ class EngineLink:
         commands, transfers = (f"ipc://{self._folder}/{n}" for n in ("commands", "transfers"))
         self._commands.bind(commands)
         self._transfers.bind(transfers)
+        pool_fd = create_shared()
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", self._engine_module, stdin=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", self._engine_module),
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=() if pool_fd is None else (pool_fd,),
         )
         settings = EngineSettings(
             worker_id=self._config.worker_id,
@@ -81,6 +92,7 @@ class EngineLink:
             commands_address=commands,
             transfers_address=transfers,
             cores=list(self._config.cores),
+            pool_fd=pool_fd,
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(settings))
@@ -99,11 +111,21 @@ class EngineLink:
         if not ready.done():
             reason = self._ended.result() if self._ended.done() else "its model does not load"
             raise WorkerLost(f"the engine did not start in {LOAD_DEADLINE_S:g} s: {reason}")
+        self._map_pool(ready.result(), pool_fd)
         return ready.result()  # type: ignore[no-any-return]
 
     async def ended(self) -> str:
         """Waits until the engine process is gone; says why."""
         return await asyncio.shield(self._ended)
+
+    def _map_pool(self, ready: messages.Ready, pool_fd: int | None) -> None:
+        if pool_fd is not None and ready.pool_is_shared:
+            memory = map_shared(pool_fd, ready.num_blocks * ready.block_bytes)
+            self.pool = MappedPool(memory, ready.block_bytes)
+            return
+        if pool_fd is not None:
+            os.close(pool_fd)
+        self.pool = PoolThroughEngine(self, ready.block_bytes)
 
     def send(self, command: messages.Command, data: bytes | memoryview | None = None) -> None:
         """Queues a command; commands are applied in the order they were sent."""
@@ -111,6 +133,8 @@ class EngineLink:
         if data is not None:
             frames.append(data)
         self.is_awaited = True
+        if isinstance(command, messages.ENDS_OF_PULLS):
+            self.reservations.end(messages.sequence_id(command))
         # A PAIR socket's queue takes a thousand messages; the engine empties it every turn.
         self._commands.send_multipart(frames, copy=data is None)
 
@@ -207,6 +231,8 @@ class EngineLink:
                 self.num_reports += 1
                 self.is_awaited = False
                 self.on_report(reply)
+            case messages.BlocksFinal(final_blocks):
+                self.on_final(final_blocks)
             case messages.PullsSettled(results):
                 for result in results:
                     future = self._pulls.pop(result.pull_id, None)

@@ -43,13 +43,6 @@ TICK_S = 0.25
 _IDLE_S = 3600.0
 _COMMANDS_PER_TURN_MAX = 1024
 _PR_SET_PDEATHSIG = 1
-_ENDS_OF_PULLS = (  # commands after which a read must not land in the sequence's blocks
-    messages.Commit
-    | messages.CommitAdopted
-    | messages.ContinuePrefill
-    | messages.Remove
-    | messages.Restart
-)
 _decoder: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
 
 
@@ -59,6 +52,8 @@ class EngineProcess:
     def __init__(self, settings: EngineSettings) -> None:
         load_ms: dict[str, float] = {}
         self._runner, self._engine, fingerprint = self._load(settings, load_ms)
+        on_cpu = self._runner.kv.device.type == "cpu"
+        self._pool_is_shared = on_cpu and settings.pool_fd is not None
         self._bytes = PoolBytes(self._runner.kv, self._engine.layout)
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PAIR)
@@ -89,7 +84,7 @@ class EngineProcess:
         folder = resolve(settings.engine.model)
         load_ms["resolve"] = _ms_since(started)
         started = time.perf_counter()
-        runner = ModelRunner(folder, settings.engine)
+        runner = ModelRunner(folder, settings.engine, pool_fd=settings.pool_fd)
         load_ms["weights"] = _ms_since(started)
         started = time.perf_counter()
         engine = Engine(settings.engine, runner, folder.fingerprint)
@@ -141,7 +136,7 @@ class EngineProcess:
                 self._refuse(command, error)
 
     def _apply(self, command: messages.Command, frames: list[bytes]) -> None:
-        if isinstance(command, _ENDS_OF_PULLS):
+        if isinstance(command, messages.ENDS_OF_PULLS):
             # They may follow from a pull that settled in this very turn: the ledger must know.
             self._apply_transfer_events()
         match command:
@@ -170,7 +165,7 @@ class EngineProcess:
                 self._engine.remove(sequence_id, self._give_up(sequence_id))
             case messages.StartPull():
                 self._start_pull(command)
-            case messages.StoreBytes(_, sequence_id, first_block, num_blocks):
+            case messages.StoreBytes(sequence_id, first_block, num_blocks):
                 block_ids = self._engine.block_ids(sequence_id)
                 self._bytes.write(block_ids[first_block : first_block + num_blocks], frames[1])
             case messages.LoadBytes(request_id, sequence_id, block_ids):
@@ -196,7 +191,8 @@ class EngineProcess:
             case messages.LoadBytes(request_id):
                 self._send(messages.BlockData(request_id, error.message))
             case _:
-                self._failed.append(Failed(_sequence_id(command), error.code, error.message))
+                sequence_id = messages.sequence_id(command)
+                self._failed.append(Failed(sequence_id, error.code, error.message))
 
     def _give_up(self, sequence_id: str) -> list[int]:
         pull_ids, unsafe = self._ledger.give_up(sequence_id)
@@ -302,18 +298,12 @@ class EngineProcess:
             block_bytes=layout.block_bytes,
             max_model_len=self._engine.max_model_len,
             load_ms=load_ms,
+            pool_is_shared=self._pool_is_shared,
         )
 
 
 def _ms_since(started: float) -> float:
     return (time.perf_counter() - started) * 1000
-
-
-def _sequence_id(command: messages.Command) -> str:
-    """The sequence a command is about; empty for those about none."""
-    if isinstance(command, messages.Add | messages.Restart):
-        return command.spec.sequence_id
-    return str(getattr(command, "sequence_id", ""))
 
 
 def main(kind: type[EngineProcess] = EngineProcess) -> None:

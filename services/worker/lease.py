@@ -68,6 +68,9 @@ class ReaderLease:
         self._end_block: int | None = None  # None: the source did not say yet
         self._is_answered = False  # by `prefilled` or `held`: its engine has done its part
         self._is_release_sent = False
+        self._may_pull = asyncio.Event()
+        if config.transfer.overlap:
+            self._may_pull.set()
         self.stats = PullStats()
         self.pulled_anything = False
 
@@ -94,6 +97,7 @@ class ReaderLease:
             reader_worker_id=self._config.worker_id,
             transport=self.peer.transport,
             prefix_holders=prefix_holders,
+            verify_every=self._config.transfer.verify_every,
         )
         if (rate := self._rates.pair(self.peer.worker_id, self.peer.transport)) is not None:
             start.rate.CopyFrom(rate_message(rate))
@@ -131,6 +135,7 @@ class ReaderLease:
             first_missing_block=first_missing_block,
             reader_worker_id=self._config.worker_id,
             transport=self.peer.transport,
+            verify_every=self._config.transfer.verify_every,
         )
         num_held = 0
 
@@ -183,6 +188,7 @@ class ReaderLease:
                             came = f"{self._next_block} of {self._end_block} blocks"
                             raise LeaseLost(f"{self.peer.worker_id} named {came}")
                         self._is_answered, stream.engine_waited_for = True, False
+                        self._may_pull.set()
                         await self._release_if_done(stream, blocks)
 
     def _take(self, run: pb.BlockRun) -> None:
@@ -192,6 +198,7 @@ class ReaderLease:
         self.pulled_anything = True
 
     async def _pull(self, stream: LeaseStream, blocks: _Targets, run: pb.BlockRun) -> None:
+        await self._may_pull.wait()
         started = time.monotonic()
         self.stats.first_pull_at = self.stats.first_pull_at or started
         index = run.first_block - blocks.first_block

@@ -1,15 +1,16 @@
-"""Messages between a worker's two processes, msgpack over ZeroMQ; one reply a step at most.
+"""Messages between a worker's two processes, msgpack over ZeroMQ.
 
 The I/O process sends `Command`s; the engine process applies them between two steps. It answers
-with one `Report` a step, and the transfer thread with one `PullsSettled` as soon as pulls settle:
-a long step does not delay a Release.
+with one `Report` a step, and before it with one `BlocksFinal` when blocks become final in the step:
+their readers do not wait for its end. The transfer thread answers with one `PullsSettled` as soon
+as pulls settle: a long step does not delay a Release.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from services.engine.types import Mode, SequenceSpec, StepReport
+from services.engine.types import FinalBlocks, Mode, SequenceSpec, StepReport
 from services.transfer.protocol import LocalPool, PullResult, RemotePool
 
 
@@ -104,7 +105,6 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
 class StoreBytes(msgspec.Struct, frozen=True, tag=True):
     """The gRPC transport's pull, as its bytes came: the frame after this message has them."""
 
-    pull_id: str
     sequence_id: str
     first_block: int
     num_blocks: int
@@ -154,6 +154,17 @@ Command = (
 )
 
 
+# After these a read must not land in the sequence's blocks any more.
+ENDS_OF_PULLS = (Commit, CommitAdopted, ContinuePrefill, Remove, Restart)
+
+
+def sequence_id(command: Command) -> str:
+    """The sequence a command is about; empty for those about none."""
+    if isinstance(command, Add | Restart):
+        return command.spec.sequence_id
+    return str(getattr(command, "sequence_id", ""))
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine is loaded; sent once, first."""
 
@@ -165,6 +176,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     block_bytes: int
     max_model_len: int
     load_ms: dict[str, float]  # where the time to load went
+    pool_is_shared: bool = False  # it lies in the memfd of the settings
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -172,6 +184,13 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
     tick: int
     report: StepReport
+
+
+class BlocksFinal(msgspec.Struct, frozen=True, tag=True):
+    """Blocks that readers may pull from now on, sent while the step that made them goes on; what
+    else it brings comes in its `Report`, later."""
+
+    final_blocks: list[FinalBlocks]
 
 
 class PullsSettled(msgspec.Struct, frozen=True, tag=True):
@@ -230,6 +249,7 @@ TransferReply = PullsSettled | ReaderRenewed | TransferBroken
 Reply = (
     Ready
     | Report
+    | BlocksFinal
     | TransferReply
     | PeerConnected
     | BlockData

@@ -91,6 +91,9 @@ class WorkerMetrics:
         self._kv_blocks_skipped = self._counter(
             "kv_blocks_skipped", "Blocks of prompts prefilled elsewhere that were here already"
         )
+        self.block_mismatches = self._counter(
+            "block_mismatches", "Pulled blocks whose checksum is not their source's"
+        )
         self._prefix_blocks = self._counter(
             "prefix_blocks_pulled", "Blocks pulled by hash from who had them", "transport"
         )

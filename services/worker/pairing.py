@@ -9,14 +9,13 @@ failed or fell behind; what is chosen and why is logged once, loudly when it is 
 from __future__ import annotations
 
 import logging
-import time
 
 import grpc
 import grpc.aio
 import msgspec
 
 from services.config import WorkerConfig
-from services.errors import Incompatible, TandemError, WorkerLost
+from services.errors import Incompatible, LeaseLost, TandemError, WorkerLost
 from services.registry import Contract
 from services.rpc.auth import token_metadata
 from services.rpc.options import CHANNEL_OPTIONS
@@ -24,17 +23,20 @@ from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from services.transfer.protocol import PROBE_BYTES, RemotePool
 from services.transfer.reach import Reach, host_identity, reach
+from services.worker.bulk_channels import BulkChannels
 from services.worker.convert import contract_from, contract_message, host_from, host_message
 from services.worker.engine_link import EngineLink
 from services.worker.messages import DisconnectPeer
 from services.worker.peer import Peer
+from services.worker.pulls import probe_grpc
 from services.worker.rates import Rates
 from services.worker.transport_choice import Choice, Way, choose_transport, figures
 
 log = logging.getLogger(__name__)
 
 # Sizes of the gRPC probes. The first one opens the connection, too, and is not measured.
-_GRPC_PROBES = (1, 1, PROBE_BYTES, PROBE_BYTES)
+_GRPC_PROBES = (1, 1, 256 << 10, PROBE_BYTES, PROBE_BYTES)
+_SLOW_PROBE_S = 0.2  # after one that took longer no larger one is made
 
 
 class Pairing:
@@ -51,11 +53,13 @@ class Pairing:
     async def make(self, worker_id: str, epoch: str, address: str) -> Peer:
         """Raises TandemError when no transport reaches it."""
         channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        peer = Peer(worker_id, epoch, WorkerStub(channel), channel)  # type: ignore[no-untyped-call]
+        stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
+        peer = Peer(worker_id, epoch, stub, channel, BulkChannels(address))
         try:
             await self.again(peer)
         except BaseException:
             self._link.send(DisconnectPeer(peer.peer_id))
+            peer.bulk.close()
             await channel.close(None)
             raise
         return peer
@@ -129,21 +133,21 @@ class Pairing:
         return self._measured(peer, "nixl", reads)
 
     async def _probe_grpc(self, peer: Peer) -> Way:
-        """A pair whose probe fails keeps gRPC: it was introduced over it."""
+        """A pair whose probe fails keeps gRPC: it was introduced over it, after all."""
         took: list[tuple[int, float]] = []
         try:
             for num_bytes in _GRPC_PROBES:
-                started = time.monotonic()
-                call = peer.stub.Probe(
-                    pb.ProbeRequest(num_bytes=num_bytes),
-                    timeout=self._config.transfer.connect_deadline_s,
-                    metadata=token_metadata(self._config.cluster.token),
+                seconds = await probe_grpc(
+                    peer.bulk,
+                    num_bytes,
+                    token=self._config.cluster.token,
+                    deadline_s=self._config.transfer.connect_deadline_s,
                 )
-                received = sum([len(message.data) async for message in call])
-                took.append((received, time.monotonic() - started))
-        except grpc.aio.AioRpcError as error:
-            log.info("no gRPC probe of %s: %s", peer.worker_id, error.code().name)
-            return Way()
+                took.append((num_bytes, seconds))
+                if seconds > _SLOW_PROBE_S:
+                    break
+        except LeaseLost as error:
+            log.info("no more gRPC probes of %s: %s", peer.worker_id, error)
         return self._measured(peer, "grpc", took[1:])
 
     def _measured(self, peer: Peer, transport: str, reads: list[tuple[int, float]]) -> Way:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from services.worker.bulk_channels import BulkChannels
 
 
 @dataclass(slots=True)
@@ -17,6 +18,7 @@ class Peer:
     epoch: str
     stub: WorkerStub
     channel: grpc.aio.Channel
+    bulk: BulkChannels
     transport: str = ""  # "nixl" or "grpc"
     offers_grpc: bool = True
     reason: str = ""  # why not NIXL, as logged last: it is not repeated

@@ -188,8 +188,9 @@ class Peers:
             self._rates.forget(worker_id)
         if _succeeded(entry.connecting):
             self._link.send(DisconnectPeer(key))
-            channel = entry.connecting.result().channel
-            closing = asyncio.ensure_future(channel.close(None))
+            peer = entry.connecting.result()
+            peer.bulk.close()
+            closing = asyncio.ensure_future(peer.channel.close(None))
             closing.add_done_callback(lambda task: task.cancelled() or task.exception())
         else:
             entry.connecting.cancel()

@@ -22,7 +22,10 @@ import grpc
 
 from services.config import WorkerConfig
 from services.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Reserved
+from services.errors import QueueFull
 from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.worker.block_server import BlockServer
+from services.worker.checksums import checksums
 from services.worker.convert import sequence_spec
 from services.worker.engine_link import EngineLink
 from services.worker.leases import Lease, Leases
@@ -32,7 +35,6 @@ from services.worker.prefix_choice import PrefixPlan
 from services.worker.prefix_pull import PrefixPuller
 from services.worker.rates import Rates
 
-_FETCH_BYTES_MAX = 2 << 20  # of one message of block bytes: small enough to stay in the caches
 _START_DEADLINE_S = 5.0
 
 
@@ -58,8 +60,8 @@ class PrefillService:
         self._metrics = metrics
         self._rates = rates
         self._prefixes = prefixes
-        self._block_bytes = block_bytes
         self._leases = Leases(config.transfer, num_blocks=num_blocks)
+        self.blocks = BlockServer(link, self._leases, metrics, block_bytes=block_bytes)
         self._tick = 0
         self.draining = False
 
@@ -104,8 +106,11 @@ class PrefillService:
         if opening.lease_id in self._leases:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"lease {opening.lease_id} is open")
         reader_id = opening.reader_worker_id
-        if why := self._leases.refusal(reader_id) or ("it is draining" if self.draining else ""):
-            yield self._refused(why)
+        if self.draining:
+            yield _refused("this worker is draining")
+            return
+        if why := self._leases.refusal(reader_id):
+            yield _refused(why, wait_estimate_s=self._rates.retry_after_s)
             return
         lease = Lease(opening.lease_id, reader_id, opening.verify_every)
         self._leases.open(lease)
@@ -162,6 +167,11 @@ class PrefillService:
             match event:
                 case FinalBlocks(_, first_block, block_ids):
                     run = pb.BlockRun(first_block=first_block, block_ids=block_ids)
+                    if every := lease.verify_every:
+                        pool = self._link.pool
+                        run.checksums.extend(
+                            await checksums(pool, lease.lease_id, first_block, block_ids, every)
+                        )
                     yield pb.PrefillEvent(run=run)
                 case Prefilled():
                     prefilled = pb.Prefilled(
@@ -173,7 +183,9 @@ class PrefillService:
                     yield pb.PrefillEvent(held=pb.Held(num_blocks=num_blocks))
                     is_answered = True
                 case Failed(_, code, message):
-                    yield self._refused(f"{code}: {message}")
+                    may_wait = code == QueueFull.code
+                    wait_s = self._rates.retry_after_s if may_wait else 0.0
+                    yield _refused(f"{code}: {message}", wait_estimate_s=wait_s)
                     return
                 case pb.ReleaseLease():
                     is_released = True
@@ -193,19 +205,8 @@ class PrefillService:
         beat = pb.Heartbeat(step=self._tick, turn_s_max=self._rates.turn_s_max)
         return pb.PrefillEvent(heartbeat=beat)
 
-    def _refused(self, message: str) -> pb.PrefillEvent:
-        refused = pb.Refused(message=message, wait_estimate_s=self._rates.retry_after_s)
-        return pb.PrefillEvent(refused=refused)
 
-    async def fetch(
-        self, request: pb.FetchBlocksRequest, context: Any
-    ) -> AsyncIterator[pb.BlockBytes]:
-        """Bytes of leased blocks, in the order asked for, whole blocks a message."""
-        if request.lease_id not in self._leases:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no lease {request.lease_id} is open")
-        blocks_a_message = max(1, _FETCH_BYTES_MAX // self._block_bytes)
-        for first in range(0, len(request.block_ids), blocks_a_message):
-            block_ids = list(request.block_ids[first : first + blocks_a_message])
-            data = await self._link.load_bytes(request.lease_id, block_ids)
-            self._metrics.kv_bytes_served.inc(len(data))
-            yield pb.BlockBytes(data=bytes(data))
+def _refused(message: str, *, wait_estimate_s: float = 0.0) -> pb.PrefillEvent:
+    """Without an estimate: waiting would not help."""
+    refused = pb.Refused(message=message, wait_estimate_s=wait_estimate_s)
+    return pb.PrefillEvent(refused=refused)

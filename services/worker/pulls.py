@@ -1,15 +1,13 @@
 """Moves the bytes of blocks for the reader: NIXL reads by the engine process, or gRPC.
 
-    await puller.pull(peer, lease_id=..., sequence_id=..., run=run)
+    await puller.pull(peer, lease_id=..., sequence_id=..., run=run, targets=block_ids)
 
-pulls one run (proto BlockRun) of a live lease at `peer` into blocks `run.first_block`.. of the
-table of `sequence_id` on this worker's engine, over the transport that the peer has at this moment.
-It returns when every byte is in place, and else raises LeaseLost, another TandemError or what gRPC
-raises: then nothing of the run may be trusted. Cancelling it ends it; the engine process knows
-which blocks a read may still write.
-
-`targets` are the ids of those blocks in this worker's pool, run.block_ids' twins in the same order
-(from `Reserved.block_ids`); without them the bytes go through the engine process.
+pulls one run (proto BlockRun) of a live lease at `peer` into `targets`: blocks `run.first_block`..
+of the table of `sequence_id` on this worker's engine, by their ids and in the run's order. It goes
+over the transport that the peer has at this moment, and returns when every byte is in place and,
+with --verify-blocks, compared. Else it raises LeaseLost or another TandemError: then nothing of the
+run may be trusted. Cancelling it ends it; of NIXL the engine process knows which blocks a read may
+still write, and by gRPC nothing is written once the engine was told of the end (pool_view.py).
 
 One Puller serves a whole worker. It knows no lease protocol: who may read what and when a pull
 counts is lease.py's.
@@ -18,20 +16,32 @@ counts is lease.py's.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc.aio
 
 from services.config import TransferConfig
 from services.errors import LeaseLost
 from services.rpc.auth import token_metadata
+from services.rpc.block_bytes import decode
 from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.worker.bulk_channels import STREAMS_MAX, BulkChannels
+from services.worker.bytes_in_flight import BytesInFlight
+from services.worker.checksums import Mismatch, verify
 from services.worker.engine_link import EngineLink
-from services.worker.messages import StartPull, StoreBytes
+from services.worker.messages import StartPull
 from services.worker.peer import Peer
+from services.worker.pool_view import Reservation
 from services.worker.rates import Rates
 
+log = logging.getLogger(__name__)
+
 _ENGINE_MARGIN_S = 5.0
+_STREAM_BYTES_MIN = 8 << 20  # of one stream, when a pull goes by several
 
 
 class Puller:
@@ -45,6 +55,7 @@ class Puller:
         token: str,
         block_bytes: int,
         rates: Rates | None = None,
+        on_mismatch: Callable[[], None] = lambda: None,
     ) -> None:
         """`rates` learns from each pull, and says how long one may take."""
         self._config = config
@@ -52,6 +63,11 @@ class Puller:
         self._token = token
         self._block_bytes = block_bytes
         self._rates = rates
+        self._on_mismatch = on_mismatch
+        self._bounds = BytesInFlight(
+            bytes_max=config.pull_bytes_in_flight_max,
+            peer_bytes_max=config.pull_bytes_in_flight_max // 2,
+        )
 
     async def pull(
         self,
@@ -60,21 +76,22 @@ class Puller:
         lease_id: str,
         sequence_id: str,
         run: pb.BlockRun,
-        targets: Sequence[int] | None = None,
+        targets: Sequence[int],
     ) -> None:
-        transport = peer.transport
-        num_bytes = len(run.block_ids) * self._block_bytes
-        try:
-            if transport == "nixl":
-                seconds = await self._pull_by_nixl(peer, sequence_id, run)
-            else:
-                started = time.monotonic()
-                await self._pull_by_grpc(peer, lease_id, sequence_id, run)
-                seconds = time.monotonic() - started
-        except Exception:
-            if self._rates is not None:
-                self._rates.on_pull_failed(peer.worker_id, transport)
-            raise
+        assert len(targets) == len(run.block_ids)
+        num_bytes = len(targets) * self._block_bytes
+        async with self._bounds.taken(peer.peer_id, num_bytes):
+            transport = peer.transport
+            try:
+                if transport == "nixl":
+                    seconds = await self._pull_by_nixl(peer, sequence_id, run)
+                else:
+                    seconds = await self._pull_by_grpc(peer, lease_id, sequence_id, run, targets)
+                await self._verify(peer, sequence_id, run, targets)
+            except Exception:
+                if self._rates is not None:
+                    self._rates.on_pull_failed(peer.worker_id, transport)
+                raise
         if self._rates is not None:
             self._rates.on_pull(peer.worker_id, transport, num_bytes, seconds)
 
@@ -103,22 +120,97 @@ class Puller:
         return result.elapsed_s
 
     async def _pull_by_grpc(
-        self, peer: Peer, lease_id: str, sequence_id: str, run: pb.BlockRun
-    ) -> None:
+        self,
+        peer: Peer,
+        lease_id: str,
+        sequence_id: str,
+        run: pb.BlockRun,
+        targets: Sequence[int],
+    ) -> float:
+        started = time.monotonic()
+        deadline_s = self._deadline_s(peer, run)
         if self._config.delay_s:
             await asyncio.sleep(self._config.delay_s)
-        request = pb.FetchBlocksRequest(lease_id=lease_id, block_ids=run.block_ids)
-        call = peer.stub.FetchBlocks(
-            request,
-            metadata=token_metadata(self._token),
-            timeout=self._deadline_s(peer, run),
-        )
-        first, last = run.first_block, run.first_block + len(run.block_ids)
+        blocks = self._link.reservations.open(sequence_id, run.first_block, targets)
+        try:
+            async with asyncio.TaskGroup() as streams:
+                for number, part in enumerate(self._parts(len(targets))):
+                    request = pb.FetchBlocksRequest(
+                        lease_id=lease_id, block_ids=run.block_ids[part.start : part.stop]
+                    )
+                    call = peer.bulk.fetch(number, request, **self._options(deadline_s))
+                    streams.create_task(self._receive(peer, call, blocks, part))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._link.reservations.close(blocks)
+        return time.monotonic() - started
+
+    def _parts(self, num_blocks: int) -> list[range]:
+        """The blocks of each stream."""
+        wanted = num_blocks * self._block_bytes // _STREAM_BYTES_MIN
+        size = -(-num_blocks // max(1, min(STREAMS_MAX, wanted, num_blocks)))
+        return [range(first, min(first + size, num_blocks)) for first in range(0, num_blocks, size)]
+
+    async def _receive(self, peer: Peer, call: Any, blocks: Reservation, part: range) -> None:
+        """Writes what comes into the pool, message by message."""
+        first = part.start
+        try:
+            async for message in call:
+                data = decode(message)
+                num_blocks = len(data) // self._block_bytes
+                if not num_blocks or first + num_blocks > part.stop:
+                    raise LeaseLost(f"{peer.worker_id} sent bytes that are not the blocks")
+                self._link.pool.write(blocks, first, data)
+                first += num_blocks
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, ValueError) as error:
+            raise LeaseLost(f"bytes from {peer.worker_id}: {_describe(error)}") from None
+        except asyncio.CancelledError:
+            # A channel that is closed under a call cancels it; that is not our cancellation.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise LeaseLost(f"the connection to {peer.worker_id} was closed") from None
+        finally:
+            call.cancel()
+        if first != part.stop:
+            raise LeaseLost(f"{peer.worker_id} sent {part.stop - first} blocks too few")
+
+    async def _verify(
+        self, peer: Peer, sequence_id: str, run: pb.BlockRun, targets: Sequence[int]
+    ) -> None:
+        if not (every := self._config.verify_every):
+            return
+        try:
+            await verify(self._link.pool, sequence_id, run, targets, every)
+        except Mismatch as error:
+            log.error("%s over %s of %s", error, peer.transport, peer.peer_id)
+            self._on_mismatch()
+            raise
+
+    def _options(self, deadline_s: float) -> dict[str, Any]:
+        return {"timeout": deadline_s, "metadata": token_metadata(self._token)}
+
+
+async def probe_grpc(bulk: BulkChannels, num_bytes: int, *, token: str, deadline_s: float) -> float:
+    """Seconds that so many bytes take from a peer, over what its blocks come over.
+
+    Raises LeaseLost.
+    """
+    request = pb.ProbeRequest(num_bytes=num_bytes)
+    started = time.monotonic()
+    received = 0
+    try:
+        call = bulk.probe(request, timeout=deadline_s, metadata=token_metadata(token))
         async for message in call:
-            num_blocks, rest = divmod(len(message.data), self._block_bytes)
-            if rest or not num_blocks or first + num_blocks > last:
-                raise LeaseLost(f"{peer.worker_id} sent bytes that are not the blocks")
-            self._link.send(StoreBytes("", sequence_id, first, num_blocks), message.data)
-            first += num_blocks
-        if first != last:
-            raise LeaseLost(f"{peer.worker_id} sent {last - first} blocks too few")
+            received += len(decode(message))
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError, ValueError) as error:
+        raise LeaseLost(f"a probe failed: {_describe(error)}") from None
+    if received != num_bytes:
+        raise LeaseLost(f"a probe brought {received} bytes, not {num_bytes}")
+    return time.monotonic() - started
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return repr(error)

@@ -69,8 +69,14 @@ class Servicer(WorkerServicer):
 
     async def FetchBlocks(  # noqa: N802
         self, request: pb.FetchBlocksRequest, context: Any
-    ) -> AsyncIterator[pb.BlockBytes]:
-        async for message in self._worker.prefill.fetch(request, context):
+    ) -> AsyncIterator[bytes]:
+        async for message in self._worker.prefill.blocks.fetch(request, context):
+            yield message
+
+    async def Probe(  # noqa: N802
+        self, request: pb.ProbeRequest, context: Any
+    ) -> AsyncIterator[bytes]:
+        async for message in self._worker.prefill.blocks.probe(request, context):
             yield message
 
     async def ListChains(  # noqa: N802

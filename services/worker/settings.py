@@ -15,3 +15,4 @@ class EngineSettings(msgspec.Struct, frozen=True):
     commands_address: str
     transfers_address: str
     cores: list[int]
+    pool_fd: int | None = None  # a memfd for the KV pool, which the I/O process maps, too

@@ -23,6 +23,7 @@ from services.config import WorkerConfig
 from services.errors import ConfigError, WorkerLost
 from services.registry import Contract, Load, State, WorkerRecord
 from services.rpc.auth import TokenInterceptor
+from services.rpc.block_bytes import EncodedByHandler
 from services.rpc.options import SERVER_OPTIONS
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
@@ -107,6 +108,7 @@ class Worker:
         )
         self._membership = membership
         self.link.on_report = self._on_report
+        self.link.on_final = self.prefill.on_final_blocks
         self.link.on_transfer = self._on_transfer
         self.state = "ready"
         try:
@@ -160,6 +162,7 @@ class Worker:
             token=config.cluster.token,
             block_bytes=ready.block_bytes,
             rates=self.rates,
+            on_mismatch=self._metrics.block_mismatches.inc,
         )
         make_lease = partial(ReaderLease, puller=puller, rates=self.rates, config=config)
         prefixes = PrefixPuller(
@@ -194,7 +197,8 @@ class Worker:
 
     async def _start_server(self) -> grpc.aio.Server:
         server = grpc.aio.server(
-            interceptors=[TokenInterceptor(self.config.cluster.token)], options=SERVER_OPTIONS
+            interceptors=[TokenInterceptor(self.config.cluster.token), EncodedByHandler()],
+            options=SERVER_OPTIONS,
         )
         add_WorkerServicer_to_server(Servicer(self), server)  # type: ignore[no-untyped-call]
         wanted = f"{self.config.host}:{self.config.port}"

@@ -1,0 +1,95 @@
+"""How many bytes of pulls may be under way at once: of this worker, and of one peer.
+
+    async with bounds.taken(peer_id, num_bytes): ...
+
+First come, first served within a peer, and among peers whoever came first and fits: a slow peer
+keeps its own pulls waiting, not the others'. A pull larger than a bound goes when it is alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    peer_id: str
+    num_bytes: int
+    turn: asyncio.Future[None]
+
+
+class BytesInFlight:
+    """For one event loop. A cancelled waiter leaves the line."""
+
+    def __init__(self, *, bytes_max: int, peer_bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._peer_bytes_max = peer_bytes_max
+        self._total = 0
+        self._of_peer: Counter[str] = Counter()
+        self._line: list[_Waiter] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return self._total
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._line)
+
+    @asynccontextmanager
+    async def taken(self, peer_id: str, num_bytes: int) -> AsyncIterator[None]:
+        await self._take(peer_id, num_bytes)
+        try:
+            yield
+        finally:
+            self._give_back(peer_id, num_bytes)
+
+    async def _take(self, peer_id: str, num_bytes: int) -> None:
+        waiter = _Waiter(peer_id, num_bytes, asyncio.get_running_loop().create_future())
+        self._line.append(waiter)
+        self._admit()
+        try:
+            await waiter.turn
+        except asyncio.CancelledError:
+            if waiter.turn.done() and not waiter.turn.cancelled():
+                self._give_back(peer_id, num_bytes)  # its turn came as it was cancelled
+            else:
+                self._line.remove(waiter)
+                self._admit()
+            raise
+
+    def _give_back(self, peer_id: str, num_bytes: int) -> None:
+        self._total -= num_bytes
+        self._of_peer[peer_id] -= num_bytes
+        if not self._of_peer[peer_id]:
+            del self._of_peer[peer_id]
+        self._admit()
+
+    def _admit(self) -> None:
+        """Gives all who may go their turn. One that the worker's bound stops, stops who is behind
+        it, too: else a large pull would wait for ever behind small ones."""
+        held_back: set[str] = set()
+        still: list[_Waiter] = []
+        for number, waiter in enumerate(self._line):
+            of_peer = self._of_peer[waiter.peer_id]
+            if waiter.peer_id in held_back or not _fits(
+                of_peer, waiter.num_bytes, self._peer_bytes_max
+            ):
+                held_back.add(waiter.peer_id)
+                still.append(waiter)
+            elif not _fits(self._total, waiter.num_bytes, self._bytes_max):
+                still += self._line[number:]
+                break
+            else:
+                self._total += waiter.num_bytes
+                self._of_peer[waiter.peer_id] += waiter.num_bytes
+                waiter.turn.set_result(None)
+        self._line = still
+
+
+def _fits(taken: int, num_bytes: int, bytes_max: int) -> bool:
+    return not taken or taken + num_bytes <= bytes_max
