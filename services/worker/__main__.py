@@ -50,6 +50,9 @@ def main(
     ] = "auto",
     local_prefill_max_tokens: int = 64,
     transfer_delay: Annotated[float, typer.Option(help="for tests: seconds added to a pull")] = 0.0,
+    overlap: Annotated[
+        bool, typer.Option(help="to measure: pull while the next blocks are computed, or after")
+    ] = True,
     heartbeat_timeout: Annotated[
         float, typer.Option(help="seconds without a step, then a source counts as hung")
     ] = 30.0,
@@ -91,6 +94,7 @@ def main(
                 heartbeat_timeout_s=heartbeat_timeout,
                 pull_deadline_s=pull_deadline,
                 delay_s=transfer_delay,
+                overlap=overlap,
             ),
             worker_id=worker_id,
             host=host,

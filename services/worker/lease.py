@@ -36,17 +36,10 @@ class PullStats:
     num_blocks: int = 0
     num_skipped: int = 0  # blocks before the first missing one: here already
     num_bytes: int = 0
-    pull_s: float = 0.0  # of all pulls, which may overlap
-    first_pull_at: float = 0.0
-    last_pulled_at: float = 0.0
+    pull_s: float = 0.0  # of all pulls together, while others ran or not
     prefilled_at: float = 0.0  # when the first token came
     released_at: float = 0.0
     cached_tokens: int = 0  # of the prompt, at the source
-
-    @property
-    def span_s(self) -> float:
-        """From the start of the first pull to the end of the last."""
-        return self.last_pulled_at - self.first_pull_at
 
     @property
     def exposed_s(self) -> float:
@@ -200,7 +193,6 @@ class ReaderLease:
     async def _pull(self, stream: LeaseStream, blocks: _Targets, run: pb.BlockRun) -> None:
         await self._may_pull.wait()
         started = time.monotonic()
-        self.stats.first_pull_at = self.stats.first_pull_at or started
         index = run.first_block - blocks.first_block
         targets = blocks.targets[index : index + len(run.block_ids)]
         if len(targets) != len(run.block_ids):
@@ -215,8 +207,7 @@ class ReaderLease:
         # Counted by pulls that ended well, so that a task which vanished is missed, too.
         self.stats.num_blocks += len(targets)
         self.stats.num_bytes += len(targets) * self._rates.worker.block_bytes
-        self.stats.last_pulled_at = time.monotonic()
-        self.stats.pull_s += self.stats.last_pulled_at - started
+        self.stats.pull_s += time.monotonic() - started
         await self._release_if_done(stream, blocks)
 
     async def _release_if_done(self, stream: LeaseStream, blocks: _Targets) -> None:

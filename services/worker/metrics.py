@@ -101,7 +101,7 @@ class WorkerMetrics:
             "blocks_warmed", "Blocks adopted from peers when the worker was new"
         )
         self._transfer = self._histogram(
-            "transfer_seconds", "From a prompt's first pull to the end of its last", "transport"
+            "transfer_seconds", "Of a prompt's pulls, hidden behind compute or not", "transport"
         )
         self._exposed = self._histogram(
             "transfer_exposed_seconds",
@@ -133,7 +133,7 @@ class WorkerMetrics:
         self._kv_bytes.labels(**labels).inc(stats.num_bytes)
         self._kv_blocks.labels(**labels).inc(stats.num_blocks)
         self._kv_blocks_skipped.inc(stats.num_skipped)
-        self._transfer.labels(**labels).observe(stats.span_s)
+        self._transfer.labels(**labels).observe(stats.pull_s)
         self._exposed.labels(**labels).observe(stats.exposed_s)
 
     def on_prefix_pull(self, peer: Peer, stats: PullStats) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from services.config import TransferConfig
 from services.engine.types import (
+    Failed,
     FinalBlocks,
     Held,
     Prefilled,
@@ -151,7 +152,6 @@ async def refusal(source: Source, command: pb.PrefillCommand) -> pb.Refused:
     await call.write(command)
     event = await next_event(call)
     assert event.HasField("refused"), event
-    assert event.refused.wait_estimate_s > 0
     return event.refused
 
 
@@ -235,7 +235,7 @@ async def test_more_leases_than_the_bounds_are_refused(
             await opened(source, start(f"l{n}", reader_worker_id=reader))
             for n, reader in enumerate(others)
         ]
-        await refusal(source, start())
+        assert (await refusal(source, start())).wait_estimate_s > 0
         calls[0].cancel()
         await source.sent(Remove)
         await opened(source, start())
@@ -254,7 +254,18 @@ async def test_a_source_whose_readers_lag_refuses_until_one_releases() -> None:
         other.cancel()
 
 
-async def test_a_draining_source_refuses() -> None:
+async def test_a_draining_source_refuses_for_good() -> None:
     async with source_of() as source:
         source.service.draining = True
-        assert "draining" in (await refusal(source, start())).message
+        refused = await refusal(source, start())
+        assert ("draining" in refused.message, refused.wait_estimate_s) == (True, 0.0)
+
+
+@pytest.mark.parametrize(("code", "helps"), [("queue_full", True), ("kv_capacity_exceeded", False)])
+async def test_an_engine_that_refuses_says_whether_waiting_helps(code: str, helps: bool) -> None:
+    async with source_of() as source:
+        call = await opened(source, start())
+        source.report(failed=[Failed("l", code, "no")])
+        refused = (await next_event(call)).refused
+        assert (refused.wait_estimate_s > 0) == helps
+        await source.sent(Remove)
