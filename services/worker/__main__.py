@@ -49,6 +49,9 @@ def main(
         str, typer.Option(help="auto, remote or local: where prompts are computed")
     ] = "auto",
     local_prefill_max_tokens: int = 64,
+    verify_blocks: Annotated[
+        str, typer.Option(help="off, sample or all: blocks pulled here, checked by checksum")
+    ] = "off",
     transfer_delay: Annotated[float, typer.Option(help="for tests: seconds added to a pull")] = 0.0,
     overlap: Annotated[
         bool, typer.Option(help="to measure: pull while the next blocks are computed, or after")
@@ -93,6 +96,7 @@ def main(
                 local_prefill_max_tokens=local_prefill_max_tokens,
                 heartbeat_timeout_s=heartbeat_timeout,
                 pull_deadline_s=pull_deadline,
+                verify_blocks=verify_blocks,  # type: ignore[arg-type]
                 delay_s=transfer_delay,
                 overlap=overlap,
             ),
