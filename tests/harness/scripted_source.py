@@ -221,13 +221,15 @@ class PrefixReader:
 
 
 @asynccontextmanager
-async def reader_of(script: Script, *, pull_s: float = 0.0) -> AsyncIterator[Reader]:
+async def reader_of(
+    script: Script, *, pull_s: float = 0.0, config: WorkerConfig = CONFIG
+) -> AsyncIterator[Reader]:
     link = RecordingLink(pull_s)
     async with _serving(script) as (peer, source, server):
         peers = AllPeers([peer])
-        metrics, rates, make_lease, prefixes = _parts(link, peers)
+        metrics, rates, make_lease, prefixes = _parts(link, peers, config)
         service = DecodeService(
-            CONFIG,
+            config,
             link,  # type: ignore[arg-type]
             peers,  # type: ignore[arg-type]
             metrics,
@@ -272,14 +274,14 @@ async def _serving(
 
 
 def _parts(
-    link: RecordingLink, peers: AllPeers
+    link: RecordingLink, peers: AllPeers, config: WorkerConfig = CONFIG
 ) -> tuple[WorkerMetrics, Rates, LeaseMaker, PrefixPuller]:
     """What all leases of a reader share, real but for the engine."""
     metrics = WorkerMetrics(worker_id="d0", role="decode")
-    rates = Rates(CONFIG, block_bytes=BLOCK_BYTES)
+    rates = Rates(config, block_bytes=BLOCK_BYTES)
     engine: Any = link
-    puller = Puller(CONFIG.transfer, engine, token="token", block_bytes=BLOCK_BYTES)
-    make_lease = partial(ReaderLease, puller=puller, rates=rates, config=CONFIG)
+    puller = Puller(config.transfer, engine, token="token", block_bytes=BLOCK_BYTES)
+    make_lease = partial(ReaderLease, puller=puller, rates=rates, config=config)
     known: Any = peers
-    prefixes = PrefixPuller(CONFIG, CONTRACT, known, rates, metrics, make_lease)
+    prefixes = PrefixPuller(config, CONTRACT, known, rates, metrics, make_lease)
     return metrics, rates, make_lease, prefixes

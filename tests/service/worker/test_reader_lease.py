@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
 from services.rpc.tandem.v1 import worker_pb2 as pb
-from tests.harness.scripted_source import Reader, accepted, prefilled, reader_of, run
+from tests.harness.scripted_source import CONFIG, Reader, accepted, prefilled, reader_of, run
 
 pytestmark = pytest.mark.service
 
@@ -79,6 +80,28 @@ async def test_release_comes_when_all_is_read_and_not_later() -> None:
         await asyncio.wait_for(reader.submit(), 5)
         assert reader.link.names() == ["Commit"]
         assert tokens(reader) == [5]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_pulls_begin_at_once_or_when_the_prompt_is_computed(overlap: bool) -> None:
+    config = replace(CONFIG, transfer=replace(CONFIG.transfer, overlap=overlap))
+    computed = asyncio.Event()
+
+    async def computes(commands: Commands, context: Any) -> Events:
+        start = (await anext(aiter(commands))).start
+        yield accepted()
+        yield run(0, *ALL_BLOCKS)
+        await computed.wait()
+        yield prefilled()
+        yield await released(commands, start.lease_id)
+
+    async with reader_of(computes, config=config) as reader:
+        lease = reader.submit()
+        await asyncio.sleep(0.3)  # the reader has the run, and has pulled it or not
+        assert bool(reader.link.pulls) == overlap
+        computed.set()
+        await asyncio.wait_for(lease, 5)
+        assert reader.link.names() == ["Commit"]
 
 
 async def test_released_before_prefilled_never_commits() -> None:
