@@ -33,6 +33,9 @@ def up(
     port: Annotated[int, typer.Option(help="HTTP")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC")] = 8001,
     transport: Annotated[str, typer.Option(help="auto, nixl or grpc")] = "auto",
+    verify_blocks: Annotated[
+        str, typer.Option(help="off, sample or all: compare checksums of pulled blocks")
+    ] = "off",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
@@ -69,7 +72,7 @@ def up(
         "threads": threads,
     }
     try:
-        check_worker_options(engine, transport)
+        check_worker_options(engine, transport, verify_blocks)
         options = LaunchOptions(
             model=model,
             num_prefill=prefill,
@@ -80,6 +83,7 @@ def up(
             redis_url=redis,
             parent_pid=die_with_parent or None,
             transport=transport,
+            verify_blocks=verify_blocks,
             warm_blocks=warm_blocks,
             engine=tuple(part for k, v in engine.items() for part in (f"--{k}", str(v))),
         )
@@ -131,6 +135,15 @@ def transfer(context: typer.Context) -> None:
 def index(context: typer.Context) -> None:
     """Time look-ups and publishing of the prefix tree in Redis (options: --help)."""
     _run_bench("index", context)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def simulate(context: typer.Context) -> None:
+    """Replay a trace on simulated workers, to compare policies and sizes (options: --help)."""
+    os.execv(sys.executable, [sys.executable, "-m", "services.simulator", *context.args])
 
 
 def _run_bench(name: str, context: typer.Context) -> NoReturn:

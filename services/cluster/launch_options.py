@@ -28,6 +28,7 @@ class LaunchOptions:
     redis_url: str = ""  # empty: an embedded server
     parent_pid: int | None = None  # its end is ours, too
     transport: str = "auto"
+    verify_blocks: str = "off"
     warm_blocks: int = 0  # that a new worker adopts from its peers
     engine: tuple[str, ...] = ()  # options of every worker, such as --dtype float32
 
@@ -50,9 +51,11 @@ class LaunchOptions:
         return f"{_reachable(self.host)}:{self.grpc_port}"
 
 
-def check_worker_options(engine: Mapping[str, str | int], transport: str) -> None:
+def check_worker_options(
+    engine: Mapping[str, str | int], transport: str, verify_blocks: str
+) -> None:
     """Raises ConfigError as a worker would, before anything is started."""
-    TransferConfig(transport=transport)  # type: ignore[arg-type]
+    TransferConfig(transport=transport, verify_blocks=verify_blocks)  # type: ignore[arg-type]
     names = {"kv-memory": "kv_bytes_max", "threads": "num_threads"}
     fields = {names.get(k, k.replace("-", "_")): v for k, v in engine.items()}
     fields["num_blocks"] = fields["num_blocks"] or None  # type: ignore[assignment]
@@ -95,5 +98,6 @@ def _worker(role: Pool, options: LaunchOptions, model: Path) -> PoolCommand:
     command = [sys.executable, "-m", "services.worker", "--role", role, "--worker-id", "{id}"]
     command += ["--model", str(model), "--cores", "{core}"]
     command += ["--transport", options.transport, "--warm-blocks", str(options.warm_blocks)]
+    command += ["--verify-blocks", options.verify_blocks]
     command += options.engine
     return PoolCommand(command, pinned=True)
