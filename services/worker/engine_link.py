@@ -92,6 +92,7 @@ class EngineLink:
             commands_address=commands,
             transfers_address=transfers,
             cores=list(self._config.cores),
+            parent_pid=os.getpid(),
             pool_fd=pool_fd,
         )
         assert self._process.stdin is not None

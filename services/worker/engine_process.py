@@ -310,7 +310,7 @@ def main(kind: type[EngineProcess] = EngineProcess) -> None:
     """Entry of `python -m services.worker.engine_process`; started by the I/O process only."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineSettings)
     configure_logging(f"{settings.worker_id}/engine")
-    _tie_to_parent()
+    _tie_to_parent(settings.parent_pid)
     if settings.cores:
         os.sched_setaffinity(0, set(settings.cores) & os.sched_getaffinity(0) or {0})
     context: zmq.Context[Any] = zmq.Context.instance()
@@ -323,11 +323,10 @@ def main(kind: type[EngineProcess] = EngineProcess) -> None:
         raise SystemExit(1) from None
 
 
-def _tie_to_parent() -> None:
+def _tie_to_parent(parent_pid: int) -> None:
     """Dies with the I/O process, and leaves signals of the terminal and of drains to it."""
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before prctl
+    if os.getppid() != parent_pid:  # it died before prctl, maybe while we imported torch
         raise SystemExit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

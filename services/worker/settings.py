@@ -15,4 +15,5 @@ class EngineSettings(msgspec.Struct, frozen=True):
     commands_address: str
     transfers_address: str
     cores: list[int]
+    parent_pid: int  # of the I/O process: the engine process ends with it
     pool_fd: int | None = None  # a memfd for the KV pool, which the I/O process maps, too
