@@ -1,0 +1,279 @@
+"""Blocks by real gRPC between two mapped pools: what arrives, what is refused, what is not written.
+
+Real are Puller, BulkChannels, BlockServer, the pools and gRPC. No engine stands behind either side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from services.config import TransferConfig
+from services.errors import LeaseLost
+from services.rpc.auth import TokenInterceptor, token_metadata
+from services.rpc.block_bytes import EncodedByHandler, encode
+from services.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.rpc.tandem.v1.worker_pb2_grpc import (
+    WorkerServicer,
+    WorkerStub,
+    add_WorkerServicer_to_server,
+)
+from services.worker.block_server import MESSAGE_BYTES, PROBE_BYTES_MAX, BlockServer
+from services.worker.bulk_channels import BulkChannels
+from services.worker.checksums import checksums
+from services.worker.leases import Lease, Leases
+from services.worker.metrics import WorkerMetrics
+from services.worker.peer import Peer
+from services.worker.pool_view import MappedPool, Reservations
+from services.worker.pulls import Puller, probe_grpc
+
+pytestmark = pytest.mark.service
+
+BLOCK = 256 << 10
+NUM_BLOCKS = 96  # 24 MiB: several streams carry them
+TOKEN = "token"
+ALL = list(range(NUM_BLOCKS))
+TARGETS = list(reversed(ALL))
+
+Fetch = Callable[[pb.FetchBlocksRequest, Any], AsyncIterator[bytes]]
+
+
+class Source(WorkerServicer):
+    """FetchBlocks and Probe as a worker serves them, or as a test scripts the first."""
+
+    def __init__(self) -> None:
+        memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK)
+        memory[:] = b"".join(bytes([n + 1]) * BLOCK for n in ALL)
+        self.pool = MappedPool(memory, BLOCK)
+        self.memory = memory
+        self.leases = Leases(TransferConfig(), num_blocks=NUM_BLOCKS)
+        self.lease = Lease("lease", "d0")
+        self.lease.block_ids = ALL
+        self.leases.open(self.lease)
+        self.num_served = 0
+        self.streams: set[str] = set()
+        link: Any = SimpleNamespace(pool=self.pool)
+        metrics = WorkerMetrics(worker_id="p0", role="prefill")
+        self._blocks = BlockServer(link, self.leases, metrics, block_bytes=BLOCK)
+        self.fetch: Fetch = self._blocks.fetch
+
+    async def FetchBlocks(  # noqa: N802
+        self, request: pb.FetchBlocksRequest, context: Any
+    ) -> AsyncIterator[bytes]:
+        self.streams.add(context.peer())
+        async for message in self.fetch(request, context):
+            self.num_served += 1
+            yield message
+
+    async def Probe(self, request: pb.ProbeRequest, context: Any) -> AsyncIterator[bytes]:  # noqa: N802
+        async for message in self._blocks.probe(request, context):
+            yield message
+
+
+@dataclass
+class Pair:
+    source: Source
+    peer: Peer
+    config: TransferConfig
+    memory: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, NUM_BLOCKS * BLOCK))
+    reservations: Reservations = field(default_factory=Reservations)
+    num_mismatches: int = 0
+
+    async def pull(self, block_ids: list[int] = ALL, run: pb.BlockRun | None = None) -> None:
+        link: Any = SimpleNamespace(
+            pool=MappedPool(self.memory, BLOCK), reservations=self.reservations
+        )
+        puller = Puller(
+            self.config, link, token=TOKEN, block_bytes=BLOCK, on_mismatch=self._on_mismatch
+        )
+        await puller.pull(
+            self.peer,
+            lease_id="lease",
+            sequence_id="s",
+            run=run or pb.BlockRun(first_block=0, block_ids=block_ids),
+            targets=TARGETS[: len(block_ids)],
+        )
+
+    def _on_mismatch(self) -> None:
+        self.num_mismatches += 1
+
+    @property
+    def written(self) -> list[int]:
+        """The first byte of each target, in the run's order."""
+        return [self.memory[block_id * BLOCK] for block_id in TARGETS]
+
+
+@asynccontextmanager
+async def a_pair(**settings: Any) -> AsyncIterator[Pair]:
+    interceptors = [TokenInterceptor(TOKEN), EncodedByHandler()]
+    server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+    source = Source()
+    add_WorkerServicer_to_server(source, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    peer = Peer("p0", "e", WorkerStub(channel), channel, BulkChannels(address), "grpc")
+    try:
+        yield Pair(source, peer, TransferConfig(transport="grpc", **settings))
+    finally:
+        peer.bulk.close()
+        await channel.close(None)
+        await server.stop(None)
+
+
+async def test_every_block_is_in_its_place() -> None:
+    async with a_pair() as pair:
+        await pair.pull()
+        assert pair.memory[:] == b"".join(bytes([n + 1]) * BLOCK for n in TARGETS)
+        assert len(pair.source.streams) == 2  # connections of their own for a large pull
+        assert pair.source.num_served == NUM_BLOCKS * BLOCK // MESSAGE_BYTES
+
+
+async def test_a_small_pull_goes_by_one_stream() -> None:
+    async with a_pair() as pair:
+        await pair.pull([5])
+        assert pair.written[:2] == [6, 0]
+        assert len(pair.source.streams) == 1
+
+
+async def test_blocks_that_were_not_announced_are_refused() -> None:
+    async with a_pair() as pair:
+        pair.source.lease.block_ids = ALL[:10]
+        with pytest.raises(LeaseLost, match="PERMISSION_DENIED"):
+            await pair.pull(ALL[5:11])
+        assert pair.written == [0] * NUM_BLOCKS
+        pair.source.leases.close(pair.source.lease)
+        with pytest.raises(LeaseLost, match="NOT_FOUND"):
+            await pair.pull([5])
+
+
+async def test_nothing_is_read_once_the_lease_has_ended() -> None:
+    async with a_pair() as pair:
+        blocks = pair.source.fetch
+
+        async def ends(request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
+            async for message in blocks(request, context):
+                yield message
+                if "lease" in pair.source.leases:
+                    pair.source.leases.close(pair.source.lease)
+
+        pair.source.fetch = ends
+        with pytest.raises(LeaseLost, match=r"ABORTED|NOT_FOUND"):
+            await pair.pull()
+        assert pair.source.num_served <= 2
+
+
+@pytest.mark.parametrize("how", ["the engine is told", "cancelled"])
+async def test_nothing_is_written_after_the_end(how: str) -> None:
+    """More bytes are on their way when it ends; its blocks may be another sequence's by then."""
+    async with a_pair() as pair:
+        may_go_on, some_came = asyncio.Event(), asyncio.Event()
+
+        async def slow(request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
+            yield encode([bytes([1]) * BLOCK])
+            some_came.set()
+            await may_go_on.wait()
+            for _ in request.block_ids[1:]:
+                yield encode([bytes([2]) * BLOCK])
+
+        pair.source.fetch = slow
+        pulling = asyncio.create_task(pair.pull(ALL[:8]))
+        async with asyncio.timeout(5):
+            await some_came.wait()
+            while not pair.written[0]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        may_go_on.set()
+        if how == "cancelled":
+            pulling.cancel()
+        else:
+            pair.reservations.end("s")
+        with pytest.raises((LeaseLost, asyncio.CancelledError)):
+            await pulling
+        assert pair.written[:8] == [1, 0, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("sizes", [[BLOCK], [BLOCK, BLOCK, BLOCK], [2 * BLOCK + 1], [0, 2 * BLOCK]])
+async def test_bytes_that_are_not_the_run_are_a_lost_lease(sizes: list[int]) -> None:
+    async with a_pair() as pair:
+
+        async def lies(request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
+            for size in sizes:
+                yield encode([bytes([9]) * size])
+
+        pair.source.fetch = lies
+        with pytest.raises(LeaseLost):
+            await pair.pull(ALL[:2])
+        assert not any(pair.written[2:])
+
+
+async def test_a_connection_that_is_closed_is_no_cancellation() -> None:
+    async with a_pair() as pair:
+
+        async def hangs(request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
+            await asyncio.Event().wait()
+            yield b""
+
+        pair.source.fetch = hangs
+        pulling = asyncio.create_task(pair.pull(ALL[:2]))
+        async with asyncio.timeout(5):
+            while not pair.source.streams:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        pair.peer.bulk.close()
+        with pytest.raises(LeaseLost):
+            await asyncio.wait_for(pulling, 5)
+
+
+async def test_a_source_that_stands_still_is_lost_at_the_deadline() -> None:
+    async with a_pair(pull_deadline_s=0.3) as pair:
+
+        async def hangs(request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
+            await asyncio.Event().wait()
+            yield b""
+
+        pair.source.fetch = hangs
+        with pytest.raises(LeaseLost, match="DEADLINE_EXCEEDED"):
+            await asyncio.wait_for(pair.pull(ALL[:2]), 5)
+
+
+async def test_a_block_that_changed_after_its_checksum_is_caught() -> None:
+    async with a_pair(verify_blocks="all") as pair:
+        run = pb.BlockRun(first_block=0, block_ids=ALL)
+        run.checksums.extend(await checksums(pair.source.pool, "lease", 0, ALL, 1))
+        await pair.pull(run=run)
+        pair.source.memory[40 * BLOCK + 1234] ^= 1
+        with pytest.raises(LeaseLost, match="its block 40"):
+            await pair.pull(run=run)
+        assert pair.num_mismatches == 1
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, MESSAGE_BYTES, 5 * MESSAGE_BYTES + 1])
+async def test_a_probe_brings_as_much_as_was_asked_for(num_bytes: int) -> None:
+    async with a_pair() as pair:
+        assert await probe_grpc(pair.peer.bulk, num_bytes, token=TOKEN, deadline_s=5) > 0
+
+
+async def test_a_probe_is_bounded_and_wants_the_token() -> None:
+    async with a_pair() as pair:
+        with pytest.raises(LeaseLost, match="INVALID_ARGUMENT"):
+            await probe_grpc(pair.peer.bulk, PROBE_BYTES_MAX + 1, token=TOKEN, deadline_s=5)
+        with pytest.raises(LeaseLost, match="UNAUTHENTICATED"):
+            await probe_grpc(pair.peer.bulk, 1, token="other", deadline_s=5)
+
+
+async def test_any_client_of_the_proto_can_read_the_blocks() -> None:
+    """The stub that protoc made, without a word of our own encoding."""
+    async with a_pair() as pair:
+        request = pb.FetchBlocksRequest(lease_id="lease", block_ids=[3, 1])
+        call = pair.peer.stub.FetchBlocks(request, metadata=token_metadata(TOKEN))
+        data = b"".join([message.data async for message in call])
+        assert data == bytes([4]) * BLOCK + bytes([2]) * BLOCK
