@@ -102,7 +102,7 @@ def summary(
     cluster: LocalCluster,
     outcomes: Sequence[Outcome],
     happened: Iterable[Happened],
-    ends: Sequence[str],
+    ends: Sequence[tuple[str, int]],
     seconds: float,
 ) -> str:
     kinds = Counter(o.kind for o in outcomes)
@@ -120,7 +120,7 @@ def summary(
         f"after that {total(cluster, 'tandem_local_prefills_total'):g}; blocks pulled {pulled}",
         f"router: {dict(router_outcomes(cluster))}",
         f"errors logged: {len(broken)}",
-        f"workers that ended by themselves: {', '.join(ends) or 'none'}",
+        f"workers that ended by themselves, and their status: {ends or 'none'}",
         *sorted(map(str, happened)),
     ]
     return "\n".join(lines)

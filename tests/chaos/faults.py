@@ -36,6 +36,11 @@ class Fault:
     kind: Kind
     duration_s: float = 0.0
 
+    @property
+    def is_hang_for_ever(self) -> bool:
+        """Longer than a worker waits for its engine: it ends by itself."""
+        return self.kind == "hang" and self.duration_s >= 30
+
     def __str__(self) -> str:
         return f"{self.kind} {self.duration_s:g} s" if self.duration_s else self.kind
 
@@ -58,12 +63,12 @@ class Happened:
 
 
 class Keeper:
-    """Starts workers, and starts again those that ended; `ends` says which did by themselves."""
+    """Starts workers, and starts again those that ended; `ends`: who did by itself, and how."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
         self._starts: dict[str, Callable[[], WorkerProcess]] = {}
-        self.ends: list[str] = []
+        self.ends: list[tuple[str, int]] = []
 
     def start(self, worker_id: str, role: str, *options: str, at: Place | None = None) -> None:
         self._starts[worker_id] = lambda: self._cluster.start_worker(
@@ -78,7 +83,7 @@ class Keeper:
                 status = self._cluster.workers[worker_id].process.poll()
                 if status is not None:
                     if status != -signal.SIGKILL:
-                        self.ends.append(f"{worker_id} (status {status})")
+                        self.ends.append((worker_id, status))
                     start()
             await asyncio.sleep(_POLL_S)
 

@@ -25,6 +25,7 @@ import pytest
 
 from services.cluster.embedded_redis import EmbeddedRedis
 from tests.chaos.checks import (
+    errors_logged,
     router_outcomes,
     summary,
     total,
@@ -36,7 +37,7 @@ from tests.chaos.load import Load, Outcome, Prompt, computed_prompts, golden_pro
 from tests.harness.cluster import LocalCluster
 from tests.harness.network import Network, why_not
 
-OPTIONS = ("--max-tokens-per-step", "64", "--prefill-at", "remote")
+OPTIONS = ("--max-tokens-per-step", "64", "--prefill-at", "remote", "--verify-blocks", "all")
 NO_NETWORK = why_not()
 
 
@@ -130,6 +131,9 @@ async def run(chaos: Chaos, folder: Path) -> None:
         counted = router_outcomes(cluster)
         assert counted.total() - num_before == len(outcomes), counted
         check_faults(chaos, happened)
+        assert not total(cluster, "tandem_block_mismatches_total"), "bytes were not their source's"
+        assert not (broken := errors_logged(cluster)), "\n".join(broken)
+        check_ends(chaos, happened, keeper)
         assert total(cluster, "tandem_remote_prefill_failures_total", "decode"), "no lease was lost"
         for transport in ("nixl", "grpc"):
             assert total(cluster, "tandem_kv_blocks_pulled_total", transport=transport), transport
@@ -231,6 +235,15 @@ def check_faults(chaos: Chaos, happened: Sequence[Happened]) -> None:
     if chaos.is_endless:  # it may end before each has come to each worker
         wanted, seen = {f.kind for _, f in wanted}, {f.kind for _, f in seen}
     assert wanted <= seen, f"never happened under load: {wanted - seen}"
+
+
+def check_ends(chaos: Chaos, happened: Sequence[Happened], keeper: Keeper) -> None:
+    """An engine that hangs is ended once somebody waits for it; nobody else ends by itself."""
+    hung = [h for h in happened if h.fault.is_hang_for_ever]
+    ended = {worker_id for worker_id, _ in keeper.ends}
+    assert ended <= {h.worker_id for h in hung}, keeper.ends
+    if not chaos.is_endless:  # where the last hang may be cut short
+        assert ended >= {h.worker_id for h in hung if h.num_held}, "a hung engine was not ended"
 
 
 @asynccontextmanager

@@ -170,7 +170,9 @@ class LocalCluster:
         """Whether the router sees this very process ready; notes its address."""
         record = (self.records() if records is None else records).get(worker.worker_id, {})
         # The record of a process that was killed before it lives on for a while.
-        if record.get("pid") != worker.process.pid or record["state"] != "ready":
+        if worker.process.poll() is not None or record.get("pid") != worker.process.pid:
+            return False
+        if record["state"] != "ready":
             return False
         worker.address = record["address"]
         return True
