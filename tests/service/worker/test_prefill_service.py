@@ -269,3 +269,13 @@ async def test_an_engine_that_refuses_says_whether_waiting_helps(code: str, help
         refused = (await next_event(call)).refused
         assert (refused.wait_estimate_s > 0) == helps
         await source.sent(Remove)
+
+
+async def test_a_reader_that_goes_before_it_said_anything_is_no_error() -> None:
+    async with source_of() as source:
+        assert source.stub is not None
+        call = source.stub.Prefill()
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+        assert not source.service.num_leases
