@@ -71,7 +71,8 @@ def summarize(simulation: Simulation, policy: str, load: float) -> Report:
 
 
 def is_good(request: Request, slo: Slo) -> bool:
-    return request.ttft_s <= slo.ttft_s and request.tpot_s <= slo.tpot_s
+    ttft_max_s = slo.ttft_s + slo.ttft_token_s * request.arrival.num_tokens
+    return request.ttft_s <= ttft_max_s and request.tpot_s <= slo.tpot_s
 
 
 def to_json(reports: Sequence[Report]) -> list[dict[str, Any]]:

@@ -35,9 +35,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A request is good when it keeps both."""
+    """A request is good when it keeps both. A long prompt has longer to its first token."""
 
-    ttft_s: float = 5.0
+    ttft_s: float = 2.0
+    ttft_token_s: float = 2e-4  # more for each token of the prompt
     tpot_s: float = 0.1
 
 

@@ -43,6 +43,12 @@ def test_the_cli_loads_what_a_command_needs_only_when_it_runs() -> None:
     assert loaded.isdisjoint(("ray", "redis", "grpc", "fastapi", "numpy", "services.cluster"))
 
 
+def test_the_simulator_is_light_too() -> None:
+    engine = {m for m in HEAVY if m != "services.worker"}  # it takes one pure choice from there
+    loaded = loaded_by("services.simulator.command")
+    assert loaded.isdisjoint((*engine, "ray", "grpc", "fastapi", "matplotlib"))
+
+
 def test_only_the_cluster_knows_ray() -> None:
     assert "ray" not in loaded_by("services.router.server")
     assert "ray" not in loaded_by("services.cluster.launcher")

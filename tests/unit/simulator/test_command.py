@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).parents[3]
+MOONCAKE = ROOT / "tests" / "data" / "mooncake_small.jsonl"
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", "simulate", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_writes_a_table_json_plots_and_one_page(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = simulate(
+        str(MOONCAKE),
+        *("--decode", "2", "--loads", "50,trace", "--requests", "60", "--seeds", "2"),
+        *("--policies", "tandem,random", "--out", str(out)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "goodput" in done.stdout
+    result = json.loads((out / "simulation.json").read_text())
+    assert len(result["reports"]) == 2 * 2 * 2
+    assert {r["num_requests"] for r in result["reports"]} == {60}
+    page = (out / "simulation.html").read_text()
+    assert page.count("data:image/png;base64,") == len(list(out.glob("*.png"))) == 5
+    assert "://" not in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.jsonl"], "nowhere.jsonl"),
+        ([str(MOONCAKE), "--policies", "best"], "no policy best"),
+        ([str(MOONCAKE), "--loads", "-5"], "no percentage"),
+        ([str(MOONCAKE), "--fault", "1:nobody:down"], "no worker nobody"),
+        ([str(MOONCAKE), "--fault", "soon"], "SECONDS:WORKER"),
+    ],
+)
+def test_a_bad_option_is_named(arguments: list[str], words: str) -> None:
+    from services.simulator.command import app
+
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    assert words in done.stderr
