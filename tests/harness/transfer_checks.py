@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from services.block_hash import hash_blocks
 from services.engine.sequence import Sequence, Status
 from services.worker import messages
 from services.worker.engine_process import _decoder
-from tests.harness.simulated_cluster import Node, Stream
+from services.worker.pool_view import Reservation
+from tests.harness.simulated_cluster import Node
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
+from tests.harness.simulated_streams import Call, Fetch, Stream
 from tests.toy_runner import kv_of
 
 
@@ -17,16 +20,39 @@ class TransferChecks:
 
     fabric: SimulatedFabric
     agents: list[SimulatedAgent]
-    readers: list[Node]
-    sources: dict[str, Node]
+    nodes: dict[str, Node]
     streams: list[Stream]
+    fetches: list[Fetch]
+    kv_by_hash: dict[bytes, list[int]]  # block hash -> KV of the block that has it
+    violations: list[str]  # seen where an exception would count as a lost lease
+
+    def _expect(self, node: Node, token_ids: list[int]) -> None:
+        """What a cache may come to hold of these tokens."""
+        size, values = node.engine.layout.block_size, kv_of(token_ids)
+        for index, block_hash in enumerate(hash_blocks(node.chain_root, token_ids, size)):
+            self.kv_by_hash[block_hash] = values[index * size : (index + 1) * size]
 
     def _check_cluster(self) -> None:
-        for node in self._nodes():
+        assert not self.violations, self.violations
+        for node in self.nodes.values():
             node.engine.check_integrity()
+            self._caches_hold_what_their_hashes_say(node)
+            self._nothing_awaited_is_found_by_hash(node)
+            self._holds_what_is_leased(node)
         self._no_read_writes_a_block_of_others()
-        self._nothing_awaited_is_found_by_hash()
-        self._sources_hold_what_is_leased()
+        for stream in self.streams:
+            if stream.lent and stream.is_open_at_source and not stream.source.is_dead:
+                self._check_lent(stream)
+
+    def _caches_hold_what_their_hashes_say(self, node: Node) -> None:
+        """So nothing is published, shared or lent that is not right."""
+        found = node.engine._pool._by_hash
+        size = node.engine.layout.block_size
+        values = node.runner.read(list(found.values()), len(found) * size)
+        for index, block_hash in enumerate(found):
+            assert values[index * size : (index + 1) * size] == self.kv_by_hash[block_hash], (
+                f"a block in the cache of {node.worker_id} is not what its hash says"
+            )
 
     def _no_read_writes_a_block_of_others(self) -> None:
         for read, (node, owner, blocks) in self._targets():
@@ -36,46 +62,47 @@ class TransferChecks:
             strangers = set(blocks) - allowed
             assert not strangers, f"{read} may still write blocks {strangers} of {node.worker_id}"
 
-    def _nothing_awaited_is_found_by_hash(self) -> None:
-        for node in self.readers:
-            for sequence in node.engine._sequences.values():
-                if sequence.status is Status.AWAITING_KV:
-                    for block in sequence.block_table[sequence.num_stored_blocks :]:
-                        assert node.engine._pool.is_writable(block), (
-                            f"block {block} is hashed or shared before its lease was released"
-                        )
-                    stored = sequence.num_stored_blocks * sequence.block_size
-                    wanted = kv_of(sequence.token_ids)[:stored]
-                    found = node.runner.read(sequence.block_table, stored) if stored else []
-                    assert found == wanted, "a block in the cache is not what its hash says"
+    def _nothing_awaited_is_found_by_hash(self, node: Node) -> None:
+        for sequence in node.engine._sequences.values():
+            if sequence.status is Status.AWAITING_KV:
+                for block in sequence.block_table[sequence.num_stored_blocks :]:
+                    assert node.engine._pool.is_writable(block), (
+                        f"block {block} is hashed or shared before its lease was released"
+                    )
 
-    def _sources_hold_what_is_leased(self) -> None:
-        for node in self.sources.values():
-            held = set(node.engine._sequences)
-            leased = {
-                stream.start.lease_id
-                for stream in self.streams
-                if stream.start and stream.source is node and stream.is_open_at_source
-            }
-            waiting = [_decoder.decode(frames[0]) for frames in node.socket.received]
-            leaving = {each.sequence_id for each in waiting if isinstance(each, messages.Remove)}
-            assert held <= leased | leaving, "blocks are held for a stream that is closed"
-        for stream in self.streams:
-            if stream.lent and stream.is_open_at_source and not stream.source.is_dead:
-                self._check_lent(stream)
+    def _holds_what_is_leased(self, node: Node) -> None:
+        held = {*node.engine._sequences, *node.engine._chains._chains}
+        leased = {s.lease_id for s in self.streams if s.source is node and s.is_open_at_source}
+        waiting = [_decoder.decode(frames[0]) for frames in node.socket.received]
+        leaving = {each.sequence_id for each in waiting if isinstance(each, messages.Remove)}
+        own = set(node.decode._sequences)
+        assert held <= leased | leaving | own, "blocks are held for a stream that is closed"
 
     def _check_lent(self, stream: Stream) -> None:
-        assert stream.start is not None
-        engine, lease_id = stream.source.engine, stream.start.lease_id
-        table = engine.block_ids(lease_id) if lease_id in engine._sequences else []
-        first = stream.start.first_missing_block
-        assert table[first : first + len(stream.lent)] == stream.lent, (
+        engine, lease_id, opening = stream.source.engine, stream.lease_id, stream.opening
+        assert opening is not None
+        known = lease_id in engine._sequences or lease_id in engine._chains
+        table = engine.block_ids(lease_id) if known else []
+        first, last = opening.first_missing_block, opening.first_missing_block + len(stream.lent)
+        assert table[first:last] == stream.lent, (
             "a source let go of blocks that its reader may still read"
         )
         size = engine.layout.block_size
-        wanted = kv_of(list(stream.start.input.token_ids))[first * size :]
-        wanted = wanted[: len(stream.lent) * size]
-        assert stream.source.runner.read(stream.lent, len(wanted)) == wanted
+        if stream.start is not None:
+            wanted = kv_of(list(stream.start.input.token_ids))[first * size : last * size]
+        else:
+            assert stream.hold is not None
+            hashes = stream.hold.block_hashes[first:last]
+            wanted = [value for each in hashes for value in self.kv_by_hash[each]]
+        assert stream.source.runner.read(stream.lent, len(wanted)) == wanted, (
+            "what is lent is not the prompt's KV"
+        )
+
+    def _watch_trust(self, node: Node) -> None:
+        """Whatever makes pulled KV count must follow from `released`, and the KV must be right."""
+        self._watch_commits(node)
+        self._watch_prefixes(node)
+        self._watch_bytes(node)
 
     def _watch_commits(self, node: Node) -> None:
         commit = node.engine.commit
@@ -84,11 +111,7 @@ class TransferChecks:
             request_id = sequence_id.rpartition("#")[0]
             streams = [s for s in self.streams if s.start and s.start.request_id == request_id]
             assert streams, "a commit without a lease"
-            stream = streams[-1]
-            released, start = stream.released, stream.start
-            assert released is not None, "a commit before `released`"
-            assert start is not None
-            assert (released.epoch, released.lease_id) == (stream.source.epoch, start.lease_id)
+            assert streams[-1].is_whole, "a commit before `released`"
             tokens = node.engine._sequences[sequence_id].token_ids
             found = node.runner.read(node.engine.block_ids(sequence_id), len(tokens))
             assert found == kv_of(tokens), "what is committed is not the prompt's KV"
@@ -96,8 +119,48 @@ class TransferChecks:
 
         node.engine.commit = checked  # type: ignore[method-assign]
 
-    def _nodes(self) -> list[Node]:
-        return [*self.readers, *self.sources.values()]
+    def _watch_prefixes(self, node: Node) -> None:
+        continue_prefill = node.engine.continue_prefill
+
+        def checked(sequence_id: str, num_blocks: int, unsafe: list[int]) -> None:
+            sequence = node.engine._sequences.get(sequence_id)
+            if sequence is not None and num_blocks > sequence.num_stored_blocks:
+                hashes = sequence.reusable_hashes[:num_blocks]
+                holds = [
+                    s
+                    for s in self.streams
+                    if s.hold
+                    and s.reader is node
+                    and list(s.hold.block_hashes)[:num_blocks] == hashes
+                ]
+                assert any(s.is_whole for s in holds), "a prefix is trusted before `released`"
+                num_tokens = num_blocks * sequence.block_size
+                found = node.runner.read(sequence.block_table, num_tokens)
+                assert found == kv_of(sequence.token_ids)[:num_tokens], (
+                    "what is trusted is not the prompt's KV"
+                )
+            continue_prefill(sequence_id, num_blocks, unsafe)
+
+        node.engine.continue_prefill = checked  # type: ignore[method-assign]
+
+    def _watch_bytes(self, node: Node) -> None:
+        write = node.link.pool.write
+
+        def checked(into: Reservation, first: int, data: memoryview) -> None:
+            waiting = [_decoder.decode(frames[0]) for frames in node.socket.received]
+            ends = [each for each in waiting if isinstance(each, messages.ENDS_OF_PULLS)]
+            told = into.sequence_id in map(messages.sequence_id, ends)
+            own = node.engine._sequences.get(into.sequence_id)
+            awaiting = own is not None and own.status is Status.AWAITING_KV
+            mine = set(own.block_table[own.num_stored_blocks :]) if own and awaiting else set()
+            open_ids = {s.lease_id for s in self.streams if s.is_open_at_reader}
+            live = any(f.reader is node and f.lease_id in open_ids for f in self.fetches)
+            may = live and not told and mine.issuperset(into.block_ids)
+            if not may:
+                self.violations.append("bytes of gRPC are written for a lease that is over")
+            write(into, first, data)
+
+        node.link.pool.write = checked  # type: ignore[method-assign]
 
     def _reads(self) -> list[tuple[SimulatedAgent, SimulatedRead]]:
         return [(a, read) for a in self.agents for read in a.reads.values() if read.waiting]
@@ -106,7 +169,8 @@ class TransferChecks:
         """Each read that may still write, whose it was when it was first seen, and where."""
         found = []
         for agent, read in self._reads():
-            node = next(n for n in self.readers if agent.name.startswith(f"{n.peer_id}-"))
+            nodes = self.nodes.values()
+            node = next(n for n in nodes if agent.name.startswith(f"{n.peer_id}-"))
             start, size = node.remote_pool.address, self.fabric.block_bytes
             blocks = [(local - start) // size for _, local in read.waiting]
             owner = read.owner
@@ -118,7 +182,9 @@ class TransferChecks:
             found.append((read, (node, owner, blocks)))
         return found
 
+    @property
+    def _calls(self) -> list[Call]:
+        return [*self.streams, *self.fetches]
+
     def _wires(self) -> list[Callable[[], None]]:
-        return [s.deliver_to_source for s in self.streams if s.to_source] + [
-            s.deliver_to_reader for s in self.streams if s.to_reader
-        ]
+        return [wire for call in self._calls for wire in call.wires]

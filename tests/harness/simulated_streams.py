@@ -1,0 +1,264 @@
+"""gRPC between simulated workers: `Prefill` and `FetchBlocks` calls whose messages a test delivers.
+
+What was written waits here until it is delivered, or is lost when the call is cut at either end. A
+call that its reader leaves is closed at the source when the news arrives, or by a ping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from services.errors import WorkerLost
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from tests.harness.simulated_cluster import Node
+
+_CLOSE, _CUT = object(), object()
+
+
+class Call:
+    """What both kinds of calls share: two wires, a handler at the source, an end on each side."""
+
+    def __init__(self, source: Node, reader: Node) -> None:
+        self.source, self.reader = source, reader
+        self.to_source: deque[Any] = deque()
+        self.to_reader: deque[Any] = deque()
+        self._commands: asyncio.Queue[Any] = asyncio.Queue()
+        self._events: asyncio.Queue[Any] = asyncio.Queue()
+        self._handler: asyncio.Task[None] | None = None
+        self._source_ended = self._reader_ended = False
+
+    @property
+    def is_open_at_source(self) -> bool:
+        return self._handler is not None and not self._source_ended
+
+    @property
+    def is_open_at_reader(self) -> bool:
+        return not self._reader_ended
+
+    @property
+    def wires(self) -> list[Callable[[], None]]:
+        """What can be delivered now."""
+        found = [self.deliver_to_source] if self.to_source else []
+        return [*found, self.deliver_to_reader] if self.to_reader else found
+
+    def cancel(self) -> None:
+        if not self._reader_ended:
+            self._reader_ended = True
+            self._send_to_source(_CLOSE)
+
+    def deliver_to_source(self) -> None:
+        message = self.to_source.popleft()
+        if message is _CLOSE:
+            self.end_at_source()
+            return
+        self._commands.put_nowait(message)
+        if self._handler is None:
+            self._handler = asyncio.get_event_loop().create_task(self._run())
+
+    def deliver_to_reader(self) -> None:
+        self._events.put_nowait(self.to_reader.popleft())
+
+    def end_at_source(self) -> None:
+        """The source hears that the call has ended, and what was on its way to it is lost."""
+        self.to_source.clear()
+        if self._handler is None and not self._source_ended:
+            self._source_ended = True
+            self.to_reader.append(_CUT)
+        elif self._handler is not None:
+            self._handler.cancel()
+
+    def end_at_reader(self) -> None:
+        """The reader hears that the call has ended, and what was on its way to it is lost."""
+        self.to_reader.clear()
+        self._events.put_nowait(_CUT)
+
+    def reader_crashed(self, *, reachable: bool) -> None:
+        """Its process is gone: its system says so, or nobody does until a ping is not answered."""
+        was_open, self._reader_ended = not self._reader_ended, True
+        if was_open and reachable:
+            self._send_to_source(_CLOSE)
+
+    def ping(self) -> None:
+        """The source asks whether its reader is still there: gRPC's keepalive."""
+        if self._reader_ended and not self.to_source:
+            self.end_at_source()
+
+    def _send_to_source(self, message: object) -> None:
+        if not (self._source_ended or self.source.is_dead):
+            self.to_source.append(message)
+
+    async def _run(self) -> None:
+        end: object = _CUT
+        try:
+            await self._serve()
+            end = grpc.aio.EOF  # type: ignore[attr-defined]
+        except _Aborted:
+            pass
+        finally:
+            self._source_ended = True
+            self.to_reader.append(end)
+
+    async def _serve(self) -> None:
+        raise NotImplementedError
+
+
+class Stream(Call):
+    """One `Prefill` call: a lease."""
+
+    def __init__(self, source: Node, reader: Node) -> None:
+        super().__init__(source, reader)
+        self.start: pb.StartPrefill | None = None  # or hold, as it was written
+        self.hold: pb.HoldBlocks | None = None
+        self.lent: list[int] = []  # blocks that the source named to the reader
+        self.released: pb.Released | None = None  # as it came to the reader
+
+    @property
+    def opening(self) -> pb.StartPrefill | pb.HoldBlocks | None:
+        return self.start or self.hold
+
+    @property
+    def lease_id(self) -> str:
+        return self.opening.lease_id if self.opening else ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the reader has heard that the source held this very lease to its end."""
+        released = self.released
+        said = (released.epoch, released.lease_id, released.whole) if released else None
+        return said == (self.source.epoch, self.lease_id, True)
+
+    async def write(self, command: pb.PrefillCommand) -> None:
+        if self._reader_ended:
+            raise _broken()
+        match command.WhichOneof("command"):
+            case "start":
+                self.start = command.start
+            case "hold":
+                self.hold = command.hold
+        self._send_to_source(command)
+
+    async def read(self) -> Any:
+        event = await self._events.get()
+        if event is _CUT:
+            self._reader_ended = True
+            raise _broken()
+        return event
+
+    def deliver_to_reader(self) -> None:
+        message = self.to_reader[0]
+        if isinstance(message, pb.PrefillEvent) and message.HasField("released"):
+            self.released = message.released
+        super().deliver_to_reader()
+
+    async def _serve(self) -> None:
+        async for event in self.source.prefill.serve(self._read_commands(), None):
+            if event.HasField("run"):
+                self.lent += event.run.block_ids
+            self.to_reader.append(event)
+
+    async def _read_commands(self) -> AsyncIterator[pb.PrefillCommand]:
+        while True:
+            yield await self._commands.get()
+
+
+class Fetch(Call):
+    """One `FetchBlocks` call."""
+
+    def __init__(
+        self, source: Node, reader: Node, request: pb.FetchBlocksRequest, deadline_s: float
+    ) -> None:
+        super().__init__(source, reader)
+        self.lease_id = request.lease_id
+        self._deadline_at = asyncio.get_running_loop().time() + deadline_s
+        self._send_to_source(request)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        try:
+            while True:
+                async with asyncio.timeout_at(self._deadline_at):
+                    event = await self._events.get()
+                if event is grpc.aio.EOF:  # type: ignore[attr-defined]
+                    return
+                if event is _CUT:
+                    raise _broken()
+                yield event
+        except TimeoutError:
+            raise _broken() from None
+        finally:
+            self.cancel()
+
+    async def _serve(self) -> None:
+        request = self._commands.get_nowait()
+        context = SimpleNamespace(abort=_abort)
+        async for message in self.source.prefill.blocks.fetch(request, context):
+            self.to_reader.append(message)
+
+
+class PeersOf:
+    """services.worker.peers.Peers: knows who lives, and hands out simulated calls."""
+
+    def __init__(
+        self,
+        reader_id: str,
+        nodes: dict[str, Node],
+        streams: list[Stream],
+        fetches: list[Fetch],
+        by_grpc: set[str],
+    ) -> None:
+        """`by_grpc`: workers whose blocks travel by gRPC."""
+        self._reader_id = reader_id
+        self._nodes = nodes
+        self._streams = streams
+        self._fetches = fetches
+        self._by_grpc = by_grpc
+
+    async def get(self, worker_id: str, epoch: str, address: str) -> Any:
+        peer = self.get_now(worker_id, epoch, address)
+        if peer is None:
+            raise WorkerLost(f"{worker_id} runs as another process now")
+        return peer
+
+    def get_now(self, worker_id: str, epoch: str, address: str) -> Any:
+        source, reader = self._nodes[worker_id], self._nodes[self._reader_id]
+        if source.epoch != epoch:
+            return None
+        reader.reader.connect(source.peer_id, source.peer_id.encode(), source.remote_pool)
+
+        def open_stream(metadata: object) -> Stream:
+            self._streams.append(Stream(source, reader))
+            return self._streams[-1]
+
+        def fetch(
+            stream: int, request: pb.FetchBlocksRequest, *, timeout: float, **_: Any
+        ) -> Fetch:
+            self._fetches.append(Fetch(source, reader, request, timeout))
+            return self._fetches[-1]
+
+        return SimpleNamespace(
+            worker_id=worker_id,
+            epoch=epoch,
+            peer_id=source.peer_id,
+            transport="grpc" if worker_id in self._by_grpc else "nixl",
+            stub=SimpleNamespace(Prefill=open_stream),
+            bulk=SimpleNamespace(fetch=fetch),
+        )
+
+
+class _Aborted(Exception):
+    pass
+
+
+async def _abort(code: grpc.StatusCode, message: str) -> None:
+    raise _Aborted
+
+
+def _broken() -> grpc.aio.AioRpcError:
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "cut", None)

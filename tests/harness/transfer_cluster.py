@@ -1,0 +1,221 @@
+"""Two decode and two prefill workers, simulated, that pull blocks from each other; and its clients.
+
+Part of the property test's machine: here is how the cluster starts, fails, comes to its end, and
+what its clients must see. All workers may read from each other one, by NIXL or by gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.worker.prefix_choice import Holder
+from tests.harness.simulated_cluster import Node
+from tests.harness.simulated_loop import SimulatedLoop
+from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
+from tests.harness.simulated_streams import Fetch, PeersOf, Stream
+from tests.harness.transfer_checks import TransferChecks
+from tests.toy_runner import ToyRunner
+
+DECODE, PREFILL = ("d0", "d1"), ("p0", "p1")
+WORKERS = DECODE + PREFILL
+MAX_MODEL_LEN = 14
+ROUNDS_MAX = 400
+
+
+@dataclass
+class Request:
+    """What its client knows."""
+
+    prompt: list[int]
+    expected: list[int]
+    reader: str
+    made: list[int] = field(default_factory=list)
+    is_over: bool = False
+
+
+class TransferCluster(TransferChecks):
+    is_started = False
+
+    def start_cluster(
+        self,
+        *,
+        block_size: int,
+        num_blocks: int,
+        piece_blocks: int,
+        by_grpc: set[str],
+        maps_pool: bool,
+        **limits: int,
+    ) -> None:
+        """`by_grpc`: workers whose blocks travel by gRPC; `num_blocks`: more than one needs."""
+        self.loop = SimulatedLoop()
+        asyncio.set_event_loop(self.loop)
+        # The largest request fits alone, and not much more.
+        self.limits = {
+            "block_size": block_size,
+            "num_blocks": -(-MAX_MODEL_LEN // block_size) + num_blocks,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": 3,
+            **limits,
+        }
+        block_bytes = ToyRunner(block_size=block_size).layout(1).block_bytes
+        self.fabric = SimulatedFabric(block_bytes)
+        piece_size = SimpleNamespace(
+            num_bytes=piece_blocks * block_bytes, observe=lambda num_bytes, seconds: None
+        )
+        self.agents: list[SimulatedAgent] = []
+        clock = SimpleNamespace(monotonic=self.loop.time)
+        self.patches: list[Any] = [
+            patch("services.transfer.nixl_generation.NixlAgent", self._new_agent),
+            patch("services.transfer.nixl.PieceSize", lambda: piece_size),
+            patch("services.worker.lease.time", clock),
+            patch("services.worker.prefix_pull.holders_worth_asking", _who_have_more),
+            patch("services.worker.prefix_pull._DEADLINE_MIN_S", 6.0),  # computing takes no time
+        ]
+        for each in self.patches:
+            each.start()
+        self.by_grpc, self.maps_pool = by_grpc, maps_pool
+        self.streams: list[Stream] = []
+        self.fetches: list[Fetch] = []
+        self.kv_by_hash: dict[bytes, list[int]] = {}
+        self.violations: list[str] = []
+        self.nodes: dict[str, Node] = {}
+        self.graveyard: list[Node] = []  # their memory may still be read
+        self.requests: dict[str, Request] = {}
+        self.routers: dict[str, asyncio.Queue[pb.DecodeCommand]] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        for worker_id in WORKERS:
+            self._start_worker(worker_id, 0)
+        self.is_started = True
+
+    def replace_worker(self, worker_id: str, *, reachable: bool) -> None:
+        """Another process takes its place; its memory is somebody else's now."""
+        old = self.nodes[worker_id]
+        old.is_dead = True
+        old.runner.kv.fill_(-3.0)
+        self.graveyard.append(old)
+        for agent in self.agents:
+            if agent.name.startswith(f"{old.peer_id}-"):
+                agent.close()  # and with it all that its process read
+        if not reachable:
+            self.fabric.unreachable.add(old.peer_id)
+        for call in self._calls:
+            if call.reader is old:
+                call.reader_crashed(reachable=reachable)
+            if call.source is old:
+                self.loop.call(call.end_at_source)
+        for request in self.requests.values():
+            if request.reader == worker_id:
+                request.is_over = True  # for this worker; its router starts it elsewhere
+        self.tasks[worker_id].cancel()
+        self.loop.settle()
+        self._start_worker(worker_id, int(old.epoch) + 1)
+
+    def check_cluster(self) -> None:
+        self._check_cluster()
+        for task in self.tasks.values():
+            assert not task.done() or task.result(), "a router's stream ended"
+
+    def stop(self) -> None:
+        for each in self.patches:
+            each.stop()
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.call(lambda: None)
+        self.loop.close()
+        asyncio.set_event_loop(None)
+
+    def finish(self) -> None:
+        """From here all is fair: everybody gets to an end in bounded time, and nothing is left."""
+        for node in self.nodes.values():
+            node.hangs = False
+        for _ in range(ROUNDS_MAX):
+            if self._is_quiet():
+                break
+            self.round(0.5)
+        unended = [key for key, request in self.requests.items() if not request.is_over]
+        assert not unended, f"{unended} never end"
+        for node in self.nodes.values():
+            load = node.engine.load()
+            assert load.blocks_quarantined == 0, f"{node.worker_id} keeps blocks in quarantine"
+            assert load.blocks_free + load.blocks_cached == load.blocks_total
+            assert not node.engine._sequences
+            assert not len(node.engine._chains)
+            assert not node.prefill.num_leases, f"{node.worker_id} keeps a lease"
+            assert not node.decode.num_sequences
+            ledger = node.process._ledger
+            assert not ledger._unsafe
+            assert not ledger._quarantined
+
+    def _is_quiet(self) -> bool:
+        loads = [node.engine.load() for node in self.nodes.values()]
+        return all(request.is_over for request in self.requests.values()) and not (
+            self._wires()
+            or any(load.blocks_used or load.blocks_quarantined for load in loads)
+            or any(node.socket.received for node in self.nodes.values())
+            or any(node.engine._sequences for node in self.nodes.values())
+        )
+
+    def round(self, seconds: float) -> None:
+        for node in self.nodes.values():
+            self.loop.call(node.turn)
+        self.check_cluster()
+        for wire in self._wires():
+            self.loop.call(wire)
+        for call in self._calls:
+            self.loop.call(call.ping)
+        for agent, read in self._reads():
+            agent.land(read, 0)
+        for node in self.nodes.values():
+            self.loop.call(node.turn_transfers)
+        self.loop.advance(seconds)
+        self.check_cluster()
+
+    def _new_agent(self, name: str, *, progress_delay_us: int | None) -> SimulatedAgent:
+        self.agents = [agent for agent in self.agents if not agent.is_closed]
+        agent = SimulatedAgent(self.fabric, name)
+        self.agents.append(agent)
+        return agent
+
+    def _open_calls(self) -> list[Stream | Fetch]:
+        calls = [*self.streams, *self.fetches]
+        return [call for call in calls if call.is_open_at_source or call.is_open_at_reader]
+
+    def _start_worker(self, worker_id: str, epoch: int) -> None:
+        peers = PeersOf(worker_id, self.nodes, self.streams, self.fetches, self.by_grpc)
+        node = Node(
+            self.loop, worker_id, str(epoch), peers, maps_pool=self.maps_pool, **self.limits
+        )
+        self.nodes[worker_id] = node
+        self._watch_trust(node)
+        commands = self.routers[worker_id] = asyncio.Queue()
+        self.tasks[worker_id] = self.loop.create_task(self._route(node, commands))
+        self.loop.settle()
+
+    async def _route(self, node: Node, commands: asyncio.Queue[pb.DecodeCommand]) -> None:
+        async def read() -> AsyncIterator[pb.DecodeCommand]:
+            while True:
+                yield await commands.get()
+
+        async for message in node.decode.serve(read(), pb.WorkerLoad()):
+            for update in message.sequences:
+                request = self.requests[update.request_id]
+                assert not request.is_over, f"{update} came after the end"
+                assert update.finish_reason != "error", update
+                request.made += update.token_ids
+                assert request.made == request.expected[: len(request.made)], "wrong tokens"
+                if update.finish_reason:
+                    assert request.made == request.expected
+                    request.is_over = True
+
+
+def _who_have_more(
+    holders: Iterable[Holder], *, num_cached_blocks: int, **prediction: object
+) -> list[Holder]:
+    """Pulls whatever can be pulled, however long it is predicted to take."""
+    return [holder for holder in holders if holder.num_blocks > num_cached_blocks]
