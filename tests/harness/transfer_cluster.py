@@ -206,8 +206,13 @@ class TransferCluster(TransferChecks):
             for update in message.sequences:
                 request = self.requests[update.request_id]
                 assert not request.is_over, f"{update} came after the end"
-                assert update.finish_reason != "error", update
                 request.made += update.token_ids
+                if update.finish_reason == "error":
+                    # No block was left in place of one of its prefix that a read may still write:
+                    # its router has it computed elsewhere. No other error may come.
+                    assert update.error.code == "queue_full", update
+                    request.is_over = True
+                    continue
                 assert request.made == request.expected[: len(request.made)], "wrong tokens"
                 if update.finish_reason:
                     assert request.made == request.expected
