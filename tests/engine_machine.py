@@ -105,12 +105,14 @@ class EngineMachine(RuleBasedStateMachine):
         self._add(Client(spec, continuation(prompt, 1), [], lent=[]))
 
     @precondition(lambda self: self.engine.has_work())
-    @rule(steps_max=st.sampled_from([1, 1, 3, STEPS_MAX]))
-    def step(self, steps_max: int) -> None:
+    @rule(steps_max=st.sampled_from([1, 1, 3, STEPS_MAX]), early=st.booleans())
+    def step(self, steps_max: int, early: bool) -> None:
         for _ in range(steps_max):
             if not self.engine.has_work():
                 return
-            self.take(self.engine.step())
+            report = self.engine.step(self.take_early if early else None)
+            assert not (early and report.final_blocks)
+            self.take(report)
             self.blocks_are_whole()
 
     def take(self, report: StepReport) -> None:
@@ -148,6 +150,11 @@ class EngineMachine(RuleBasedStateMachine):
         client.num_cached_blocks = reserved.num_cached_tokens // self.engine.layout.block_size
         assert table[client.num_cached_blocks :] == reserved.block_ids
         self.runner.scribble(reserved.block_ids)
+
+    def take_early(self, final_blocks: list[FinalBlocks]) -> None:
+        for run in final_blocks:
+            self.take_run(run)
+        self.lent_blocks_keep_their_content()
 
     def take_run(self, run: FinalBlocks) -> None:
         client = self.clients[run.sequence_id]
@@ -258,7 +265,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.quarantined.clear()
         for _ in range(STEPS_MAX):
             while self.engine.has_work():
-                self.step(1)
+                self.step(1, False)
             if not self.clients:
                 break
             for client in list(self.clients.values()):

@@ -8,7 +8,7 @@ owners changes every token after it. `continuation` computes the same without a 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import lru_cache
 
 import torch
@@ -72,8 +72,9 @@ class ToyRunner:
     def allocate(self, num_blocks: int) -> None:
         self.kv = torch.full(self.layout(num_blocks).shape, -1.0)
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def forward(self, batch: StepBatch, on_kv_written: Callable[[], object]) -> torch.Tensor:
         last = [self._compute(piece) for piece in batch.slices]
+        on_kv_written()
         wanted = [kv for kv, piece in zip(last, batch.slices, strict=True) if piece.wants_logits]
         return torch.stack([logits_of(kv) for kv in wanted]) if wanted else torch.empty(0)
 

@@ -73,7 +73,7 @@ class StandInEngine:
     def has_work(self) -> bool:
         return self._has_work
 
-    def step(self) -> StepReport:
+    def step(self, on_final: object) -> StepReport:
         report, self._report = self._report, StepReport()
         self._has_work = False
         return report

@@ -9,7 +9,7 @@ The states of a sequence are in sequence.py, those of a block in block_pool.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 import torch
@@ -25,9 +25,9 @@ from services.engine.layout import BlockLayout, num_blocks_of
 from services.engine.load import measure_load
 from services.engine.report import PendingReport
 from services.engine.sampler import sample_next
-from services.engine.scheduler import Chunk, Scheduler
+from services.engine.scheduler import Chunk, Schedule, Scheduler
 from services.engine.sequence import Sequence, Status
-from services.engine.types import EngineLoad, Mode, SequenceSpec, StepReport
+from services.engine.types import EngineLoad, FinalBlocks, Mode, SequenceSpec, StepReport
 from services.errors import InternalError, QueueFull, TandemError
 
 
@@ -47,8 +47,10 @@ class Runner(Protocol):
 
     def allocate(self, num_blocks: int) -> None: ...
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Writes the KV of the batch's tokens; fp32 logits [slices that want them, vocab]."""
+    def forward(self, batch: StepBatch, on_kv_written: Callable[[], object]) -> torch.Tensor:
+        """Writes the KV of the batch's tokens; fp32 logits [slices that want them, vocab].
+
+        `on_kv_written` is called once, as soon as all of it is in the pool."""
 
 
 class Engine:
@@ -72,21 +74,20 @@ class Engine:
         self._num_arrivals = 0
         self._num_steps = 0
 
-    def step(self) -> StepReport:
-        """Runs the model once and answers all that happened since the step before."""
+    def step(self, on_final: Callable[[list[FinalBlocks]], object] | None = None) -> StepReport:
+        """Runs the model once and answers all that happened since the step before.
+
+        Blocks that readers wait for go to `on_final` as soon as they are final, while the step is
+        still on its way to the tokens; without it they are in the report.
+        """
         started = time.perf_counter()
         schedule = self._scheduler.schedule()
         for sequence in schedule.admitted:
             self._pending.admitted(sequence)
+        self._pending.tell_final(on_final)
         # Peers wait for what admission found out: tell them first, compute in the next step.
         if schedule.chunks and not self._pending.starts_a_transfer:
-            logits = self._runner.forward(schedule.batch)
-            sampling = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
-            tokens = iter(sample_next(logits, sampling) if sampling else ())
-            if logits.is_cuda:  # blocks are final for peers when the kernels are done, not before
-                torch.cuda.current_stream(logits.device).synchronize()
-            for chunk in schedule.chunks:
-                self._advance(chunk, next(tokens) if chunk.samples else None)
+            self._run(schedule, on_final)
         return self._take_report(started)
 
     def add(self, spec: SequenceSpec) -> None:
@@ -250,19 +251,39 @@ class Engine:
         else:
             self._scheduler.enqueue(sequence)
 
-    def _advance(self, chunk: Chunk, token_id: int | None) -> None:
-        """The chunk's KV is in place, and `token_id` was sampled when nothing is missing."""
+    def _run(
+        self, schedule: Schedule, on_final: Callable[[list[FinalBlocks]], object] | None
+    ) -> None:
+        def on_kv_written() -> None:
+            for chunk in schedule.chunks:
+                self._count(chunk)
+            self._pending.tell_final(on_final)
+
+        logits = self._runner.forward(schedule.batch, on_kv_written)
+        sampling = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
+        tokens = sample_next(logits, sampling) if sampling else []
+        if logits.is_cuda:  # what is freed now may be written by a peer's bytes: nothing reads it
+            torch.cuda.current_stream(logits.device).synchronize()
+        for sequence, token_id in zip(sampling, tokens, strict=True):
+            self._advance(sequence, token_id)
+
+    def _count(self, chunk: Chunk) -> None:
+        """The chunk's KV is in place. A block is stored before a reader hears of it: after that it
+        is never swapped for a twin."""
         sequence = chunk.sequence
         self._pending.computed(sequence, chunk.num_tokens)
         sequence.num_computed_tokens += chunk.num_tokens
         self._store_full_blocks(sequence)
         if sequence.mode is Mode.FOR_PEER:
             self._pending.final_blocks(sequence)
-            if token_id is not None:
-                self._scheduler.withdraw(sequence)
-                sequence.status = Status.HELD
-                self._pending.prefilled(sequence, token_id)
-        elif token_id is not None:
+
+    def _advance(self, sequence: Sequence, token_id: int) -> None:
+        """Nothing is missing of the sequence, and `token_id` was sampled."""
+        if sequence.mode is Mode.FOR_PEER:
+            self._scheduler.withdraw(sequence)
+            sequence.status = Status.HELD
+            self._pending.prefilled(sequence, token_id)
+        else:
             sequence.append(token_id)
             reason = sequence.finish_reason(self.max_model_len)
             self._pending.tokens(sequence, [token_id], reason)

@@ -11,6 +11,8 @@ sequences, no scheduling.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import silu
 
@@ -32,8 +34,17 @@ class Decoder:
         scaling = config.rope_scaling
         self._angle_scale = scaling.attention_factor if scaling else 1.0
 
-    def forward(self, inputs: StepInputs, pool: KvPool) -> torch.Tensor:
-        """Writes the tokens' KV; fp32 logits [rows of inputs.logit_rows, vocab]."""
+    def forward(
+        self,
+        inputs: StepInputs,
+        pool: KvPool,
+        on_kv_written: Callable[[], object] = lambda: None,
+    ) -> torch.Tensor:
+        """Writes the tokens' KV; fp32 logits [rows of inputs.logit_rows, vocab].
+
+        `on_kv_written` is called when the last layer's KV is in the pool (on CUDA: will be, by what
+        is in the stream), with the last layer's attention, its MLP and the logits still to come.
+        """
         attention = self._kernels.attention(
             inputs.spans, pool, self._config.num_attention_heads, self._dtype
         )
@@ -42,6 +53,8 @@ class Decoder:
         for index, layer in enumerate(self._weights.layers):
             normed = self._norm(x, layer.attention_norm)
             queries = self._store_kv(index, layer, normed, angles, inputs, pool)
+            if layer is self._weights.layers[-1]:
+                on_kv_written()
             attended = attention(index, queries).flatten(1)
             x = x + self._project(attended, (layer.attention_out,))
             x = x + self._mlp(layer, self._norm(x, layer.mlp_norm))

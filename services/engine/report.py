@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from services.engine.sequence import Sequence, Status
 from services.engine.types import (
     FinalBlocks,
@@ -68,6 +70,13 @@ class PendingReport:
         if block_ids:
             sequence.num_reported_blocks = sequence.num_final_blocks
             self._report.final_blocks.append(FinalBlocks(sequence.sequence_id, first, block_ids))
+
+    def tell_final(self, on_final: Callable[[list[FinalBlocks]], object] | None) -> None:
+        """Hands over the blocks that became final, ahead of the report they would be in."""
+        final_blocks = self._report.final_blocks
+        if on_final is not None and final_blocks:
+            self._report.final_blocks = []
+            on_final(final_blocks)
 
     def prefilled(self, sequence: Sequence, token_id: int) -> None:
         self._report.prefilled.append(

@@ -6,6 +6,7 @@ Knows no scheduling: which blocks a sequence has is said in the batch, and belie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -81,13 +82,24 @@ class ModelRunner:
         self._pool = KvPool(self.kv)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def forward(
+        self, batch: StepBatch, on_kv_written: Callable[[], object] = lambda: None
+    ) -> torch.Tensor:
         """Computes the batch's tokens and stores their KV in the pool.
 
+        Calls `on_kv_written` once, as soon as all their KV is in the pool for everybody to read.
         Answers fp32 logits [slices that want them, vocab], in the order of the slices.
         """
         inputs = make_step_inputs(batch, self._pool, row_multiple=self._kernels.row_multiple)
-        return self._decoder.forward(inputs, self._pool)
+        if self.device.type != "cuda":
+            return self._decoder.forward(inputs, self._pool, on_kv_written)
+        # The rest of the kernels is put in the stream before waiting for the KV: the device goes on
+        # without a gap, and the wait ends when the KV is there, not when they are done.
+        written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        logits = self._decoder.forward(inputs, self._pool, written.record)
+        written.synchronize()
+        on_kv_written()
+        return logits
 
 
 def _choose_device(wanted: str) -> torch.device:

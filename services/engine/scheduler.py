@@ -35,11 +35,7 @@ class Chunk:
 
     sequence: Sequence
     num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether a token follows: nothing is missing after this chunk."""
-        return self.num_tokens == self.sequence.num_missing_tokens
+    samples: bool  # whether a token follows: nothing is missing after this chunk
 
     @property
     def slice(self) -> SequenceSlice:
@@ -65,7 +61,8 @@ class Schedule:
         return StepBatch([chunk.slice for chunk in self.chunks])
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
-        self.chunks.append(Chunk(sequence, num_tokens))
+        samples = num_tokens == sequence.num_missing_tokens
+        self.chunks.append(Chunk(sequence, num_tokens, samples))
         self.num_tokens += num_tokens
 
 

@@ -2,7 +2,8 @@
 
 It knows no gRPC, no Redis and no asyncio. It talks to the I/O process over two ZeroMQ sockets:
 
-    commands   PAIR   the I/O process's `Command`s; back, at most one `Report` a turn of the loop
+    commands   PAIR   the I/O process's `Command`s; back, one `Report` a turn of the loop at most,
+                      and `BlocksFinal` from the middle of a step
     transfers  PUSH   `PullsSettled`, `PeerConnected` and others, by the transfer thread, at once
 
 A turn: apply what came, make one step if there is work, report. Without work the loop sleeps in
@@ -27,7 +28,7 @@ import zmq
 from services.engine.engine import Engine
 from services.engine.pool_bytes import PoolBytes
 from services.engine.runner import ModelRunner
-from services.engine.types import Failed, StepReport
+from services.engine.types import Failed, FinalBlocks, StepReport
 from services.errors import TandemError
 from services.models.source import resolve
 from services.telemetry import configure_logging
@@ -116,12 +117,15 @@ class EngineProcess:
 
     def _turn(self) -> None:
         if self._engine.has_work():
-            report = self._engine.step()
+            report = self._engine.step(self._send_final)
         else:
             report = StepReport(load=self._engine.load())
         report.failed = [*self._failed, *report.failed]
         self._failed = []
         self._send(messages.Report(self._tick, report))
+
+    def _send_final(self, final_blocks: list[FinalBlocks]) -> None:
+        self._send(messages.BlocksFinal(final_blocks))
 
     def _apply_commands(self) -> None:
         for _ in range(_COMMANDS_PER_TURN_MAX):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
+import pytest
+import torch
+
+from services.engine.batch import StepBatch
 from services.engine.types import (
     EngineLoad,
     FinalBlocks,
@@ -46,6 +50,27 @@ class TestForPeer:
         outcome = drive(engine)
         assert [r.final_blocks for r in outcome.reports] == [[FinalBlocks("a", 2, [3, 4])]]
         assert outcome.reports[-1].prefilled[0].num_cached_tokens == 8
+
+    def test_blocks_are_told_while_the_step_goes_on_and_only_once(self) -> None:
+        engine, runner = make_engine()
+        drive_all(engine, make_spec("warm", list(range(8)), max_tokens=1))
+        told: list[FinalBlocks] = []
+        told_in_forward = []
+        forward = runner.forward
+
+        def watched(batch: StepBatch, on_kv_written: Callable[[], object]) -> torch.Tensor:
+            told_in_forward.append(len(told))
+            logits = forward(batch, on_kv_written)
+            told_in_forward.append(len(told))
+            return logits
+
+        runner.forward = watched  # type: ignore[method-assign]
+        engine.add(make_spec("a", list(range(14)), mode=Mode.FOR_PEER, first_wanted_block=1))
+        report = engine.step(told.extend)
+        # What was cached goes first, and nothing waits for another step.
+        assert told == [FinalBlocks("a", 1, [1]), FinalBlocks("a", 2, [2, 3])]
+        assert told_in_forward == [1, 2]
+        assert (report.final_blocks, len(report.prefilled)) == ([], 1)
 
     def test_unwanted_blocks_are_not_reported(self) -> None:
         engine, _ = make_engine()

@@ -18,7 +18,7 @@ import torch
 from services.config import EngineConfig
 from services.engine.engine import Engine
 from services.engine.runner import ModelRunner
-from services.engine.types import Mode, SamplingParams, SequenceSpec
+from services.engine.types import FinalBlocks, Mode, SamplingParams, SequenceSpec
 from services.models.source import resolve
 from tests.engine_driver import Outcome, drive, make_spec
 
@@ -133,7 +133,8 @@ def test_a_warm_prefix() -> None:
 
 
 def test_prefilled_on_another_engine() -> None:
-    """The blocks that the source reports are copied while it goes on, and then it forgets them."""
+    """Blocks are copied as soon as they are final, in the middle of the source's step, and then it
+    forgets them."""
     (source, source_kv), (here, here_kv) = load_with_pool(budget=16), load_with_pool()
     for spec in requests(mode=Mode.AWAIT_KV):
         here.add(spec)
@@ -143,13 +144,17 @@ def test_prefilled_on_another_engine() -> None:
     for spec in requests(mode=Mode.FOR_PEER):
         source.add(spec)
     num_blocks_moved = 0
-    while source.has_work():
-        report = source.step()
-        for final in report.final_blocks:
+
+    def pull(final_blocks: list[FinalBlocks]) -> None:
+        nonlocal num_blocks_moved
+        for final in final_blocks:
             table = here.block_ids(final.sequence_id)
             local = table[final.first_block : final.first_block + len(final.block_ids)]
             here_kv[local] = source_kv[final.block_ids]
             num_blocks_moved += len(local)
+
+    while source.has_work():
+        report = source.step(pull)
         for done in report.prefilled:
             source.remove(done.sequence_id)
             outcome.token_ids[done.sequence_id] = [done.first_token_id]
@@ -158,6 +163,41 @@ def test_prefilled_on_another_engine() -> None:
     assert drive(here, outcome).token_ids == expected()
     assert source.load().blocks_used == here.load().blocks_used == 0
     assert sum(r.num_prefill_tokens for r in outcome.reports) == 0
+
+
+@pytest.mark.parametrize("mode", [Mode.HERE, Mode.FOR_PEER])
+def test_a_prefix_from_another_engine(mode: Mode) -> None:
+    """All but the last blocks come from an engine that held them; the rest is computed after them,
+    to the same bits of KV and the same tokens."""
+    prompt = golden()[3][0]
+    num_blocks = (len(prompt) - 1) // 4 - 1
+    assert num_blocks >= 2
+    source, source_kv = load_with_pool(block_size=4)
+    here, here_kv = load_with_pool(block_size=4)
+    spec = make_spec("a", prompt, mode=mode, max_tokens=NUM_TOKENS, prefix_blocks=num_blocks)
+    block_hashes = computed_chain(source, prompt)
+    source.hold("chain", block_hashes)
+    held = source.step().final_blocks[0].block_ids
+    here.add(spec)
+    [reserved] = here.step().reserved
+    here_kv[reserved.block_ids[:num_blocks]] = source_kv[held[:num_blocks]]
+    here.continue_prefill("a", num_blocks)
+    outcome = drive(here)
+    assert sum(r.num_prefill_tokens for r in outcome.reports) == len(prompt) - 4 * num_blocks
+    if mode is Mode.HERE:
+        assert outcome.token_ids["a"] == golden()[3][1][:NUM_TOKENS]
+        return
+    assert outcome.reports[-1].prefilled[0].first_token_id == golden()[3][1][0]
+    num_full = len(prompt) // 4
+    table = here.block_ids("a")[:num_full]
+    assert torch.equal(here_kv[table], source_kv[held[:num_full]])
+
+
+def computed_chain(engine: Engine, prompt: list[int]) -> list[bytes]:
+    """Computes the prompt; the hashes of its full blocks, root to leaf."""
+    engine.add(make_spec("warm", prompt, max_tokens=1))
+    reports = drive(engine).reports
+    return [stored.block_hash for report in reports for stored in report.stored]
 
 
 def test_moved_in_the_middle() -> None:
