@@ -104,11 +104,14 @@ def prefill_cost(
     base_s = _queue_s(worker) + TOKENS_PER_LEASE * _token_s(worker) * worker.num_leases
     if not worker.rates.measured:
         return base_s + TOKEN_S * (work.num_tokens - cached)
+    own = matches.get(worker.worker_id, 0)
     pulled = [
         Holder(cached_tokens(work, h, matches), worker.pairs[h.worker_id])
         for h in holders
-        if h.worker_id in worker.pairs
+        if matches.get(h.worker_id, 0) > own and h.worker_id in worker.pairs
     ]
+    if not pulled:
+        return base_s + prefill_seconds(worker.rates, work.num_tokens, cached)
     bytes_per_token = worker.rates.block_bytes / work.block_size
     wait_s, start = best_start(
         worker.rates, work.num_tokens, cached, pulled, bytes_per_token=bytes_per_token
@@ -125,7 +128,7 @@ def cached_tokens(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]
 def with_likely_rates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]:
     """Gives one that has measured nothing the prefill rate in the middle of the others'."""
     known = [w.rates.prefill for w in workers if w.rates.measured]
-    if not known:
+    if len(known) in (0, len(workers)):
         return list(workers)
     middle = median_low(rate.token_s for rate in known)
     likely = next(rate for rate in known if rate.token_s == middle)

@@ -5,12 +5,15 @@ simulator runs this same code. The cost of a worker is the time that the request
 lose there (`costs.py`).
 
 Routers see load that is stale by a step or a record, so the choice is random among the near-best.
+Of many workers only some, drawn at random, and those who hold the most of the prompt are weighed:
+a choice among a thousand takes little longer than one among thirty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from random import Random
 
 from services.router.costs import (
@@ -36,6 +39,9 @@ NEAR_BEST_RATIO = 1.05
 NEAR_BEST_S = 8e-3
 PREFILL_CANDIDATES_MAX = 3
 PREFIX_HOLDERS_MAX = 3
+FEW = 32  # workers that are all weighed; of more, some are drawn
+DRAWN = 6  # of each pool
+DRAWS_MAX = 8 * DRAWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,35 +66,33 @@ def choose(
 
     Workers whose epoch is in `refused` said no to this request already.
     """
-    usable = [w for w in workers if w.usable]
-    likely = with_likely_rates(usable)
-    prefill = [w for w in likely if w.role == "prefill"]
-    decode = [w for w in likely if w.role == "decode" and w.epoch not in refused]
-    if not decode:
+    holders = _deepest(workers, matches, rng)
+    few = _shortlist("decode", workers, holders, refused, rng)
+    if not few:
         return None
-    costs = {w.worker_id: decode_cost(work, w, matches, sources=prefill) for w in decode}
+    few += _shortlist("prefill", workers, holders, frozenset(), rng)
+    seen = {w.worker_id: w for w in few}
+    likely = with_likely_rates(few)
+    decode = [w for w in likely if w.role == "decode"]
+    prefill = [w for w in likely if w.role == "prefill"]
+    candidates = _order_prefill(work, prefill, matches, holders[:PREFIX_HOLDERS_MAX], rng)
+    costs = {w.worker_id: decode_cost(work, w, matches, sources=candidates) for w in decode}
     chosen = rng.choice(near_best(decode, costs))
-    deepest = _deepest(likely, matches)
-    candidates = _order_prefill(work, prefill, matches, deepest, rng)
     prefills = candidates[0] if candidates else chosen
     cached = cached_tokens(work, chosen, matches)
     tokens_missing = work.num_tokens - max(cached, cached_tokens(work, prefills, matches))
-    holders = [
-        w
-        for w in deepest
-        if w not in (chosen, prefills) and matches[w.worker_id] > matches.get(prefills.worker_id, 0)
-    ]
+    depth, taken = matches.get(prefills.worker_id, 0), (chosen.worker_id, prefills.worker_id)
+    deeper = [w for w in holders if matches[w.worker_id] > depth and w.worker_id not in taken]
     names = ",".join(w.worker_id for w in candidates) or "none"
     reason = (
         f"decode={chosen.worker_id} cost={costs[chosen.worker_id] * 1000:.0f}ms cached={cached}"
         f"/{work.num_tokens} running={chosen.num_running} waiting={chosen.num_waiting}"
         f" kv={chosen.kv_use:.2f} of={len(decode)}; prefill={names}"
     )
-    seen = {w.worker_id: w for w in usable}
     return Placement(
         seen[chosen.worker_id],
         tuple(seen[w.worker_id] for w in candidates),
-        tuple(seen[w.worker_id] for w in holders[:PREFIX_HOLDERS_MAX]),
+        tuple(deeper[:PREFIX_HOLDERS_MAX]),
         tokens_missing,
         reason,
     )
@@ -120,8 +124,41 @@ def _order_prefill(
     return [first, *rest][:PREFILL_CANDIDATES_MAX]
 
 
-def _deepest(workers: Sequence[WorkerSnapshot], matches: Mapping[str, int]) -> list[WorkerSnapshot]:
-    """Those that have something of the prompt, the most first; a few of them will do."""
-    having = [w for w in workers if matches.get(w.worker_id, 0) > 0]
+def _shortlist(
+    role: str,
+    workers: Sequence[WorkerSnapshot],
+    holders: Sequence[WorkerSnapshot],
+    refused: frozenset[str],
+    rng: Random,
+) -> list[WorkerSnapshot]:
+    """Who is weighed: all of the pool when they are few, else some at random and the holders."""
+    if len(workers) > FEW:
+        drawn = {w.worker_id: w for w in holders if w.role == role and w.epoch not in refused}
+        wanted = len(drawn) + DRAWN
+        for _ in range(DRAWS_MAX):
+            w = workers[int(rng.random() * len(workers))]
+            if w.role == role and w.state == "ready" and w.reachable and w.epoch not in refused:
+                drawn[w.worker_id] = w
+                if len(drawn) == wanted:
+                    return list(drawn.values())
+    # The pool is small, or few of it are usable: nobody may be missed.
+    return [w for w in workers if w.role == role and w.usable and w.epoch not in refused]
+
+
+def _deepest(
+    workers: Sequence[WorkerSnapshot], matches: Mapping[str, int], rng: Random
+) -> list[WorkerSnapshot]:
+    """A few that have the most of the prompt, the most first, at random among equals."""
+    if not matches:
+        return []
+    few = PREFIX_HOLDERS_MAX + 2
+    depths = matches.values()
+    least = max([1, *nlargest(few, depths)[few - 1 :]] if len(depths) > few else [1])
+    names = [worker_id for worker_id, depth in matches.items() if depth >= least]
+    if len(names) > few:
+        deeper = [worker_id for worker_id in names if matches[worker_id] > least]
+        names = deeper + rng.sample(names, few)
+    wanted = frozenset(names)
+    having = [w for w in workers if w.worker_id in wanted and w.usable]
     having.sort(key=lambda w: (-matches[w.worker_id], w.worker_id))
-    return having[: PREFIX_HOLDERS_MAX + 2]
+    return having[:few]

@@ -258,3 +258,41 @@ def test_prefill_that_can_pull_the_prefix_is_preferred_and_told_from_whom() -> N
         assert placement is not None
         assert placement.prefill_candidates == (near, far)
         assert placement.prefix_holders == (holder,)
+
+
+def test_of_many_workers_the_one_that_has_the_prompt_is_found() -> None:
+    workers = [worker(f"d{i}", rates=MEASURED) for i in range(300)]
+    everybody = {f"d{i}": 1 for i in range(300)}
+    for seed in range(20):
+        placement = choose(Work(1000), workers, {**everybody, "d77": 40}, Random(seed))
+        assert placement is not None
+        assert placement.decode.worker_id == "d77"
+    chosen = {
+        p.decode.worker_id
+        for seed in range(200)
+        if (p := choose(Work(1000), workers, everybody, Random(seed)))
+    }
+    assert len(chosen) > 100
+
+
+def test_of_many_workers_the_busy_ones_are_avoided() -> None:
+    workers = [worker(f"d{i}", num_running=0 if i % 4 == 0 else 50) for i in range(300)]
+    workers += [worker(f"p{i}", "prefill", queued_tokens=9 * i) for i in range(300)]
+    for seed in range(50):
+        placement = choose(Work(1000), workers, {}, Random(seed))
+        assert placement is not None
+        assert len(placement.prefill_candidates) == PREFILL_CANDIDATES_MAX
+    idle = [choose(Work(1000), workers, {}, Random(seed)) for seed in range(200)]
+    assert sum(p.decode.num_running == 0 for p in idle if p) > 150
+
+
+def test_of_many_workers_the_only_one_left_is_found() -> None:
+    workers = [worker(f"d{i}", state="draining") for i in range(300)]
+    workers[123] = worker("d123")
+    workers[200] = worker("d200")
+    workers[45] = worker("p45", "prefill")
+    placement = choose(Work(100), workers, {"d7": 3}, Random(0), refused=frozenset({"d200/1"}))
+    assert placement is not None
+    assert placement.decode.worker_id == "d123"
+    assert [w.worker_id for w in placement.prefill_candidates] == ["p45"]
+    assert placement.prefix_holders == ()
