@@ -118,6 +118,10 @@ def summary(
         f"leases whole {total(cluster, 'tandem_transfer_exposed_seconds_count'):g}, lost "
         f"{total(cluster, 'tandem_remote_prefill_failures_total'):g}; prefills where it decodes "
         f"after that {total(cluster, 'tandem_local_prefills_total'):g}; blocks pulled {pulled}",
+        f"NIXL pulls failed {total(cluster, 'tandem_pull_failures_total'):g}, blocks fenced "
+        f"{total(cluster, 'tandem_blocks_fenced_total'):g}, readers made anew "
+        f"{total(cluster, 'tandem_reader_renewals_total'):g}, block mismatches "
+        f"{total(cluster, 'tandem_block_mismatches_total'):g}",
         f"router: {dict(router_outcomes(cluster))}",
         f"errors logged: {len(broken)}",
         f"workers that ended by themselves, and their status: {ends or 'none'}",
