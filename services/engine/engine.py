@@ -10,47 +10,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
 
 import torch
 
 from services.block_hash import chain_root
 from services.config import EngineConfig
 from services.engine.admission import check_spec
-from services.engine.batch import StepBatch
 from services.engine.block_pool import BlockPool
 from services.engine.block_table import check_own, check_trusted, give_back, store_blocks
 from services.engine.chains import Chains
-from services.engine.layout import BlockLayout, num_blocks_of
+from services.engine.layout import num_blocks_of
 from services.engine.load import measure_load
 from services.engine.report import PendingReport
+from services.engine.runner_protocol import Runner
 from services.engine.sampler import sample_next
 from services.engine.scheduler import Chunk, Schedule, Scheduler
 from services.engine.sequence import Sequence, Status
 from services.engine.types import EngineLoad, FinalBlocks, Mode, SequenceSpec, StepReport
 from services.errors import InternalError, QueueFull, TandemError
-
-
-class Runner(Protocol):
-    """What computes: a model and the tensor of its KV pool."""
-
-    @property
-    def dtype_name(self) -> str: ...
-
-    @property
-    def kv_dtype_name(self) -> str: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    def layout(self, num_blocks: int) -> BlockLayout: ...
-
-    def allocate(self, num_blocks: int) -> None: ...
-
-    def forward(self, batch: StepBatch, on_kv_written: Callable[[], object]) -> torch.Tensor:
-        """Writes the KV of the batch's tokens; fp32 logits [slices that want them, vocab].
-
-        `on_kv_written` is called once, as soon as all of it is in the pool."""
+from services.rate_meters import PrefillMeter
 
 
 class Engine:
@@ -67,7 +45,9 @@ class Engine:
             self._pool,
             max_num_seqs=config.max_num_seqs,
             max_tokens_per_step=config.max_tokens_per_step,
+            bytes_per_token=self.layout.block_bytes / self.layout.block_size,
         )
+        self._prefill_meter = PrefillMeter()
         self._sequences: dict[str, Sequence] = {}
         self._chains = Chains(self._pool)
         self._pending = PendingReport()
@@ -272,6 +252,7 @@ class Engine:
         is never swapped for a twin."""
         sequence = chunk.sequence
         self._pending.computed(sequence, chunk.num_tokens)
+        self._scheduler.computed(chunk)
         sequence.num_computed_tokens += chunk.num_tokens
         self._store_full_blocks(sequence)
         if sequence.mode is Mode.FOR_PEER:
@@ -359,4 +340,15 @@ class Engine:
         report.stored, report.removed = self._pool.take_events()
         report.load = self.load()
         report.step_ms = (time.perf_counter() - started) * 1000
+        self._measure(report)
         return report
+
+    def _measure(self, report: StepReport) -> None:
+        """Learns what prefill costs here; chunks for peers are planned with it."""
+        if report.num_prefill_tokens and not report.num_decode_tokens:
+            self._prefill_meter.observe(
+                report.num_prefill_tokens,
+                report.num_prefill_context_tokens,
+                report.step_ms / 1000,
+            )
+            self._scheduler.prefill_rate = self._prefill_meter.rate

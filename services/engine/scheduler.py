@@ -23,8 +23,10 @@ from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from services.cost_model import PrefillRate
 from services.engine.batch import SequenceSlice, StepBatch
 from services.engine.block_pool import BlockPool
+from services.engine.chunking import Link, lag_after, next_chunk, tail_chunk
 from services.engine.sequence import Sequence, Status
 from services.engine.types import Mode
 
@@ -67,15 +69,28 @@ class Schedule:
 
 
 class Scheduler:
-    """Queues of one engine. `waiting` and `running` are sorted by arrival."""
+    """Queues of one engine. `waiting` and `running` are sorted by arrival.
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_tokens_per_step: int) -> None:
+    `prefill_rate` is what the engine measured of its own steps; None: nothing yet.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_tokens_per_step: int,
+        bytes_per_token: float,
+    ) -> None:
+        """`bytes_per_token` is of KV."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.awaiting: list[Sequence] = []
         self._pool = pool
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens_per_step
+        self._bytes_per_token = bytes_per_token
+        self.prefill_rate: PrefillRate | None = None
 
     def enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
@@ -170,13 +185,42 @@ class Scheduler:
     def _add_chunk(self, schedule: Schedule, sequence: Sequence) -> None:
         if not self._has_room(schedule):
             return
-        num_tokens = sequence.num_missing_tokens
-        tail = max(1, self._max_tokens // 4)
-        if sequence.mode is Mode.FOR_PEER and num_tokens > tail:
-            # The reader pulls a chunk while the next is computed: only the last one's pull is
-            # waited for, so the last is short.
-            num_tokens = max(num_tokens - tail, -(-num_tokens // 2))
-        schedule.add(sequence, min(num_tokens, self._max_tokens - schedule.num_tokens))
+        room = self._max_tokens - schedule.num_tokens
+        if sequence.mode is Mode.FOR_PEER:
+            schedule.add(sequence, self._chunk_for_peer(sequence, room))
+        else:
+            schedule.add(sequence, min(sequence.num_missing_tokens, room))
+
+    def computed(self, chunk: Chunk) -> None:
+        """The chunk was run; told before its sequence moves on."""
+        sequence = chunk.sequence
+        if sequence.reader_rate is not None and self.prefill_rate is not None:
+            sequence.pull_lag_s = lag_after(
+                chunk.num_tokens,
+                sequence.num_computed_tokens,
+                sequence.pull_lag_s,
+                self.prefill_rate,
+                self._link(sequence.reader_rate),
+            )
+
+    def _link(self, reader_rate: tuple[float, float]) -> Link:
+        latency_s, bytes_per_s = reader_rate
+        return Link(latency_s, self._bytes_per_token / bytes_per_s)
+
+    def _chunk_for_peer(self, sequence: Sequence, room: int) -> int:
+        """The reader pulls a chunk while the next is computed: only the last pull is waited for."""
+        num_missing = sequence.num_missing_tokens
+        if sequence.reader_rate is None or self.prefill_rate is None:
+            return tail_chunk(num_missing, room=room, budget=self._max_tokens)
+        return next_chunk(
+            num_missing,
+            context=sequence.num_computed_tokens,
+            lag_s=sequence.pull_lag_s,
+            room=room,
+            budget=self._max_tokens,
+            rate=self.prefill_rate,
+            link=self._link(sequence.reader_rate),
+        )
 
     def _grow(self, sequence: Sequence) -> bool:
         """Gives a decoding sequence a block for its next token if it lacks one.

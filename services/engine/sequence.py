@@ -48,6 +48,7 @@ class Sequence:
     chain_root: bytes
     block_hashes: list[bytes]  # of the full blocks of token_ids
     num_reported_blocks: int  # FOR_PEER: the reader was told of these, or does not want them
+    reader_rate: tuple[float, float] | None  # FOR_PEER: latency_s and bytes_per_s of its pulls
     num_prefix_blocks: int  # HERE, FOR_PEER: to come from a peer, if they are not cached; 0: none
     status: Status = Status.WAITING
     block_table: list[int] = field(default_factory=list)
@@ -56,6 +57,7 @@ class Sequence:
     num_stored_blocks: int = 0  # the table's first blocks that the pool finds by hash
     num_cached_tokens: int | None = None  # that the first admission reused; None before it
     num_preemptions: int = 0
+    pull_lag_s: float = 0.0  # FOR_PEER: predicted, of its reader's pulls behind what is computed
 
     @classmethod
     def from_spec(
@@ -77,6 +79,7 @@ class Sequence:
             chain_root=chain_root,
             block_hashes=hash_blocks(chain_root, spec.token_ids, block_size),
             num_reported_blocks=spec.first_wanted_block,
+            reader_rate=spec.reader_rate,
             num_prefix_blocks=0 if awaits_all else min(spec.prefix_blocks, num_reusable),
         )
 

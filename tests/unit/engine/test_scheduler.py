@@ -14,7 +14,12 @@ class Bench:
 
     def __init__(self, *, num_blocks: int = 64, max_num_seqs: int = 8, tokens: int = 16) -> None:
         self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_tokens_per_step=tokens)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=max_num_seqs,
+            max_tokens_per_step=tokens,
+            bytes_per_token=1024.0,
+        )
         self.sequences: list[Sequence] = []
 
     def add(self, name: str, num_tokens: int, mode: Mode = Mode.HERE) -> Sequence:

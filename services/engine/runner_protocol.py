@@ -1,0 +1,33 @@
+"""What an engine runs steps on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from services.engine.batch import StepBatch
+from services.engine.layout import BlockLayout
+
+
+class Runner(Protocol):
+    """What computes: a model and the tensor of its KV pool."""
+
+    @property
+    def dtype_name(self) -> str: ...
+
+    @property
+    def kv_dtype_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def layout(self, num_blocks: int) -> BlockLayout: ...
+
+    def allocate(self, num_blocks: int) -> None: ...
+
+    def forward(self, batch: StepBatch, on_kv_written: Callable[[], object]) -> torch.Tensor:
+        """Writes the KV of the batch's tokens; fp32 logits [slices that want them, vocab].
+
+        `on_kv_written` is called once, as soon as all of it is in the pool."""
