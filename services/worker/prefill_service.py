@@ -140,7 +140,7 @@ class PrefillService:
             mode=Mode.FOR_PEER,
             first_wanted_block=start.first_missing_block,
             reader_rate=(start.rate.latency_s, start.rate.bytes_per_s)
-            if start.HasField("rate")
+            if start.rate.bytes_per_s > 0  # also when the field is absent
             else None,
         )
         if self._prefixes is not None:
