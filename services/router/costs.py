@@ -1,10 +1,12 @@
 """What a request loses on a worker, in predicted seconds: the prices behind placement. Pure.
 
     decode   the prompts queued there + a share for each sequence that runs or waits there
-             + what it misses of the prompt: pulled, or computed there, whichever is faster
+             + what it misses of the prompt: pulled, or computed there, whichever is faster;
+               computing counts again for each that it delays
              + the blocks that it has not free
     prefill  the prompts queued there + a share for each lease that it serves
-             + what it misses of the prompt: computed, or pulled from a holder first
+             + what it misses of the prompt: computed, or pulled from a holder first;
+               computing counts again for each that it delays
 
 Workers tell their rates in their records. One that has measured nothing counts as one like the
 others; while nobody has, a token costs `TOKEN_S`, and only the ratios of these prices matter.
@@ -25,6 +27,9 @@ TOKENS_PER_RUNNING = 24.0  # steps that one more sequence makes longer for the o
 TOKENS_PER_WAITING = 64.0
 TOKENS_PER_LEASE = 32.0
 PULL_PRICE = 0.25  # of a token's KV that is pulled, against one that is computed; unmeasured
+# A second of prefill delays whoever comes behind it, as many as wait there now, and those who
+# decode there: they lose it once in a whole answer, which is worth less than at its first token.
+RUNNING_DELAY_PRICE = 0.05
 COPY_PRICE = 0.05  # the same, at least: a copy pushes out other cached blocks
 SHORTFALL_PRICE = 4.0  # of a token without a free block: somebody is preempted for it
 
@@ -104,6 +109,7 @@ def prefill_cost(
     base_s = _queue_s(worker) + TOKENS_PER_LEASE * _token_s(worker) * worker.num_leases
     if not worker.rates.measured:
         return base_s + TOKEN_S * (work.num_tokens - cached)
+    delayed = 1 + worker.num_leases
     own = matches.get(worker.worker_id, 0)
     pulled = [
         Holder(cached_tokens(work, h, matches), worker.pairs[h.worker_id])
@@ -111,12 +117,12 @@ def prefill_cost(
         if matches.get(h.worker_id, 0) > own and h.worker_id in worker.pairs
     ]
     if not pulled:
-        return base_s + prefill_seconds(worker.rates, work.num_tokens, cached)
+        return base_s + delayed * prefill_seconds(worker.rates, work.num_tokens, cached)
     bytes_per_token = worker.rates.block_bytes / work.block_size
     wait_s, start = best_start(
         worker.rates, work.num_tokens, cached, pulled, bytes_per_token=bytes_per_token
     )
-    return base_s + wait_s + prefill_seconds(worker.rates, work.num_tokens, start)
+    return base_s + wait_s + delayed * prefill_seconds(worker.rates, work.num_tokens, start)
 
 
 def cached_tokens(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> int:
@@ -147,7 +153,8 @@ def _missing_s(
     missing = work.num_tokens - cached
     if not worker.rates.measured:
         return (PULL_PRICE if sources else 1.0) * TOKEN_S * missing
-    computed_s = prefill_seconds(worker.rates, work.num_tokens, cached) * (1 + worker.num_running)
+    delayed = 1 + worker.num_waiting + RUNNING_DELAY_PRICE * worker.num_running
+    computed_s = delayed * prefill_seconds(worker.rates, work.num_tokens, cached)
     ways = [worker.pairs[s.worker_id] for s in sources if s.worker_id in worker.pairs]
     if not ways:
         return (PULL_PRICE if sources else 1.0) * computed_s

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from services.cost_model import WorkerRates
+from services.router.admission import TtftLimit
 from services.simulator.policies import POLICIES, make_policy
 from services.simulator.report import Report, summarize, to_json
 from services.simulator.scenario import DEFAULT_RATES, Fault, Scenario, Slo, full_load_factor
@@ -68,6 +69,9 @@ def simulate(
     slo_ttft_token: Annotated[float, typer.Option(help="ms more for each prompt token")] = 0.2,
     slo_tpot: Annotated[float, typer.Option(help="ms of each next token")] = 100.0,
     pulls: Annotated[bool, typer.Option(help="workers may pull prefixes from holders")] = True,
+    admission: Annotated[
+        bool, typer.Option(help="refuse early what would miss the SLO, under every policy")
+    ] = True,
     out: Annotated[str, typer.Option(help="folder for JSON, PNG and HTML")] = "",
 ) -> None:
     """Replay a trace on simulated workers under this router's placement and under others."""
@@ -85,7 +89,8 @@ def simulate(
             report_age_s=report_age / 1000,
             pull_prefixes=pulls,
             faults=tuple(_read_fault(text) for text in fault or []),
-            slo=Slo(slo_ttft / 1000, slo_ttft_token / 1000, slo_tpot / 1000),
+            admission=admission,
+            slo=Slo(TtftLimit(slo_ttft / 1000, slo_ttft_token / 1000), slo_tpot / 1000),
         )
         _check_faults(scenario)
         arrivals = read_trace(trace)

@@ -71,7 +71,7 @@ def summarize(simulation: Simulation, policy: str, load: float) -> Report:
 
 
 def is_good(request: Request, slo: Slo) -> bool:
-    ttft_max_s = slo.ttft_s + slo.ttft_token_s * request.arrival.num_tokens
+    ttft_max_s = slo.ttft.seconds(request.arrival.num_tokens)
     return request.ttft_s <= ttft_max_s and request.tpot_s <= slo.tpot_s
 
 

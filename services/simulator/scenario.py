@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
+from services.router.admission import TtftLimit
 from services.simulator.traces import BLOCK_SIZE, Arrival, span_s
 
 # A guess at an 8B model on one large GPU. `--rates` takes measured ones.
@@ -37,8 +38,7 @@ class Fault:
 class Slo:
     """A request is good when it keeps both. A long prompt has longer to its first token."""
 
-    ttft_s: float = 2.0
-    ttft_token_s: float = 2e-4  # more for each token of the prompt
+    ttft: TtftLimit = field(default_factory=lambda: TtftLimit(base_s=2.0, token_s=2e-4))
     tpot_s: float = 0.1
 
 
@@ -54,6 +54,7 @@ class Scenario:
     sequences_max: int = 256
     queue_max: int = 256
     pull_prefixes: bool = True
+    admission: bool = True  # the router refuses what would come too late
     faults: tuple[Fault, ...] = ()
     slo: Slo = field(default_factory=Slo)
     seed: int = 0

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from services.cost_model import ASK_S, Holder, WorkerRates, best_start
 from services.prefix_index.memory import MemoryIndex
+from services.router.admission import wait_s
 from services.router.placement import Placement, Work
 from services.simulator.clock import Clock
 from services.simulator.policies import Policy
@@ -122,12 +123,16 @@ class Simulation:
             placement = self._policy(
                 work, self._view.snapshots, matches, self._rng, refused=request.refused
             )
-            if placement is None:
+            if placement is None or self._comes_too_late(work, placement):
                 request.failure = "refused"
                 return
             if self._submit(request, placement, matches):
                 return
             request.refused |= {placement.decode.epoch}
+
+    def _comes_too_late(self, work: Work, placement: Placement) -> bool:
+        limit = self.scenario.slo.ttft
+        return self.scenario.admission and wait_s(work, placement, limit) is not None
 
     def _submit(self, request: Request, placement: Placement, matches: dict[str, int]) -> bool:
         assert self._view is not None

@@ -12,7 +12,7 @@ from services.simulator.simulation import Simulation
 from services.simulator.traces import Arrival, read_trace, repeat, scale_load, spread_bursts
 
 MOONCAKE = Path(__file__).parents[2] / "data" / "mooncake_small.jsonl"
-EXACT = Scenario(num_decode=2, rate_error=0.0, kv_tokens=64 * 512)
+EXACT = Scenario(num_decode=2, rate_error=0.0, kv_tokens=64 * 512, admission=False)
 POOLS = replace(EXACT, num_prefill=2)
 
 
@@ -87,6 +87,18 @@ def test_a_full_queue_refuses_and_memory_that_is_too_small_refuses_at_once() -> 
     assert [r.failure for r in simulation.requests].count("refused") == 6
     (request,) = run(EXACT, [Arrival(0.0, 70 * 512, 10, ())]).requests
     assert request.failure == "refused"
+
+
+def test_admission_keeps_the_slo_of_those_it_takes() -> None:
+    arrivals = many(3.0, 400)
+    late, early = (
+        summarize(run(replace(EXACT, admission=admission), arrivals), "tandem", 3.0)
+        for admission in (False, True)
+    )
+    assert early.num_refused > 0
+    assert early.num_good > early.num_served * 0.95
+    assert late.num_refused == 0
+    assert late.num_good < early.num_good
 
 
 def test_a_dead_decode_worker_loses_what_had_tokens_and_the_rest_moves() -> None:

@@ -1,0 +1,48 @@
+"""Whether a request is taken now, or refused early with the time to wait. Pure.
+
+A request that would come too late anyway only makes those behind it late too. What is predicted is
+its time to first token where it was placed: the prompts queued there and its own, each step of them
+longer by those who decode there. Rates and load are believed to be off, so a part of the limit is
+kept back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.cost_model import prefill_seconds
+from services.router.costs import TOKEN_S
+from services.router.placement import Placement, Work
+
+MARGIN = 0.75  # of the limit: predictions are believed up to it
+
+
+@dataclass(frozen=True, slots=True)
+class TtftLimit:
+    """The longest wait for a first token that is still of use."""
+
+    base_s: float
+    token_s: float = 0.0  # more for each token of the prompt
+
+    def seconds(self, num_tokens: int) -> float:
+        return self.base_s + self.token_s * num_tokens
+
+
+def expected_ttft_s(work: Work, placement: Placement) -> float:
+    """Of the placed request, by what its workers tell of themselves."""
+    worker = (*placement.prefill_candidates, placement.decode)[0]
+    rates, queued = worker.rates, worker.queued_tokens
+    if not rates.measured:
+        return TOKEN_S * (queued + placement.tokens_missing)
+    num_steps = (queued + placement.tokens_missing) / rates.step_tokens
+    return (
+        rates.prefill.seconds(queued, 0, rates.step_tokens)
+        + prefill_seconds(rates, work.num_tokens, work.num_tokens - placement.tokens_missing)
+        + num_steps * rates.decode.sequence_s * worker.num_running
+    )
+
+
+def wait_s(work: Work, placement: Placement, limit: TtftLimit) -> float | None:
+    """None when the request is taken; else the seconds after which it may be."""
+    late_s = expected_ttft_s(work, placement) - MARGIN * limit.seconds(work.num_tokens)
+    return late_s if late_s > 0 else None
