@@ -11,6 +11,7 @@
       NoWorkers             503  UNAVAILABLE          a pool is empty
       WorkerLost            503  UNAVAILABLE          the worker died, hung or was cut off
         LeaseLost           503  UNAVAILABLE          before `released`: the pulled is worthless
+          BlockMismatch     503  UNAVAILABLE          a block's checksum is not the source's
       DeadlineExceeded      504  DEADLINE_EXCEEDED
       Incompatible          500  FAILED_PRECONDITION  two parts that may not work together
       ConfigError           500  FAILED_PRECONDITION  wrong settings, found at start
@@ -98,6 +99,10 @@ class WorkerLost(TandemError):
 
 class LeaseLost(WorkerLost):
     code = "lease_lost"
+
+
+class BlockMismatch(LeaseLost):
+    code = "block_mismatch"
 
 
 class DeadlineExceeded(TandemError):

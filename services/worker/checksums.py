@@ -12,15 +12,11 @@ from collections.abc import Sequence
 
 import xxhash
 
-from services.errors import LeaseLost
+from services.errors import BlockMismatch, LeaseLost
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.worker.pool_view import PoolView
 
 _BLOCKS_A_TURN = 8  # hashed before others on the event loop have their turn
-
-
-class Mismatch(LeaseLost):
-    """A block is not what its source said it is."""
 
 
 def checked(first_block: int, num_blocks: int, every: int) -> range:
@@ -43,7 +39,7 @@ async def checksums(
 async def verify(
     pool: PoolView, sequence_id: str, run: pb.BlockRun, targets: Sequence[int], every: int
 ) -> None:
-    """Compares what came into `targets`. Raises Mismatch, LeaseLost when checksums are missing."""
+    """Compares what came into `targets`. Raises BlockMismatch, LeaseLost when checksums are missing."""
     expected = {each.index: each.xxh3 for each in run.checksums}
     indices = checked(run.first_block, len(targets), every)
     if list(expected) != list(indices):
@@ -51,7 +47,7 @@ async def verify(
     hashes = await _hashes(pool, sequence_id, [targets[index] for index in indices])
     for index, value in zip(indices, hashes, strict=True):
         if value != expected[index]:
-            raise Mismatch(
+            raise BlockMismatch(
                 f"block {run.first_block + index} has the checksum {value:016x} here and "
                 f"{expected[index]:016x} at its source (its block {run.block_ids[index]})"
             )

@@ -25,13 +25,13 @@ from typing import Any
 import grpc.aio
 
 from services.config import TransferConfig
-from services.errors import LeaseLost
+from services.errors import BlockMismatch, LeaseLost
 from services.rpc.auth import token_metadata
 from services.rpc.block_bytes import decode
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.worker.bulk_channels import STREAMS_MAX, BulkChannels
 from services.worker.bytes_in_flight import BytesInFlight
-from services.worker.checksums import Mismatch, verify
+from services.worker.checksums import verify
 from services.worker.engine_link import EngineLink
 from services.worker.messages import StartPull
 from services.worker.peer import Peer
@@ -182,7 +182,7 @@ class Puller:
             return
         try:
             await verify(self._link.pool, sequence_id, run, targets, every)
-        except Mismatch as error:
+        except BlockMismatch as error:
             log.error("%s over %s of %s", error, peer.transport, peer.peer_id)
             self._on_mismatch()
             raise

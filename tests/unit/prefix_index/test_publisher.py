@@ -35,7 +35,7 @@ async def until(condition: Callable[[], bool], deadline_s: float = 5.0) -> None:
 
 
 def held_in(index: MemoryIndex) -> int:
-    return len(index._logs["w"].held) if "w" in index._logs else -1
+    return index._logs["w"].num_blocks if "w" in index._logs else -1
 
 
 class Unsteady(MemoryIndex):

@@ -7,9 +7,9 @@ import mmap
 import pytest
 import xxhash
 
-from services.errors import LeaseLost
+from services.errors import BlockMismatch, LeaseLost
 from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.worker.checksums import Mismatch, checked, checksums, verify
+from services.worker.checksums import checked, checksums, verify
 from services.worker.pool_view import MappedPool
 
 SIZE = 64
@@ -46,7 +46,7 @@ async def test_the_same_bytes_pass_and_others_do_not(every: int) -> None:
     await verify(pool, "s", run, targets, every)
     checked_block = 30 + checked(5, 20, every)[-1]
     memory[checked_block * SIZE + 63] ^= 1
-    with pytest.raises(Mismatch, match=f"its block {checked_block}"):
+    with pytest.raises(BlockMismatch, match=f"its block {checked_block}"):
         await verify(pool, "s", run, targets, every)
 
 
