@@ -39,7 +39,7 @@ async def checksums(
 async def verify(
     pool: PoolView, sequence_id: str, run: pb.BlockRun, targets: Sequence[int], every: int
 ) -> None:
-    """Compares what came into `targets`. Raises BlockMismatch, LeaseLost when checksums are missing."""
+    """Compares what came. Raises BlockMismatch; LeaseLost when checksums are missing."""
     expected = {each.index: each.xxh3 for each in run.checksums}
     indices = checked(run.first_block, len(targets), every)
     if list(expected) != list(indices):
