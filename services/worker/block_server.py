@@ -20,7 +20,7 @@ from services.worker.engine_link import EngineLink
 from services.worker.leases import Leases
 from services.worker.metrics import WorkerMetrics
 
-MESSAGE_BYTES = 1 << 20  # of whole blocks, at least one
+MESSAGE_BYTES = 1 << 20  # about; whole blocks, at least one
 PROBE_BYTES_MAX = 64 << 20
 
 
@@ -33,7 +33,7 @@ class BlockServer:
         self._link = link
         self._leases = leases
         self._metrics = metrics
-        self._blocks_a_message = max(1, MESSAGE_BYTES // block_bytes)
+        self._blocks_a_message = max(1, round(MESSAGE_BYTES / block_bytes))
 
     async def fetch(self, request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
         """The blocks in the order asked for, whole blocks a message."""

@@ -1,0 +1,67 @@
+"""--verify-blocks on a real cluster: a block that changes at its source never becomes an answer."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import StartCluster
+from tests.harness.client import (
+    complete_all,
+    golden,
+    metric,
+    open_client,
+    stream_completion,
+    tokens_of,
+)
+from tests.harness.cluster import LocalCluster
+
+REMOTE_ALL = ("--local-prefill-max-tokens", "0")
+
+
+def pool_of(cluster: LocalCluster, worker_id: str) -> mmap.mmap:
+    """The KV pool of a worker of this test, mapped here, too."""
+    pid = cluster.workers[worker_id].process.pid
+    for number in Path(f"/proc/{pid}/fd").iterdir():
+        if os.readlink(number).startswith("/memfd:tandem-kv"):
+            with number.open("r+b") as memory:
+                return mmap.mmap(memory.fileno(), 0)
+    raise AssertionError(f"{worker_id} maps no pool")
+
+
+@pytest.mark.parametrize("transport", ["nixl", "grpc"])
+async def test_all_blocks_verified_and_none_differs(
+    start_cluster: StartCluster, transport: str
+) -> None:
+    prompts, expected = golden(5)
+    options = ("--transport", transport, "--verify-blocks", "all", *REMOTE_ALL)
+    with start_cluster(*options) as cluster:
+        answers = await complete_all(cluster, prompts)
+        assert [a.token_ids for a in answers] == expected
+        moved = metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
+        assert moved == sum(-(-len(p) // 16) for p in prompts)
+        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
+        cluster.wait_idle()
+
+
+async def test_a_block_that_changes_at_its_source_is_caught(start_cluster: StartCluster) -> None:
+    """Changed after its announcement, which comes before the first token, and before its pull."""
+    prompts, expected = golden(5)
+    options = ("--transport", "grpc", "--verify-blocks", "all", "--transfer-delay", "3")
+    with start_cluster(*options, *REMOTE_ALL) as cluster:
+        pool = pool_of(cluster, "prefill-0")
+        async with open_client(cluster) as client:
+            events = stream_completion(client, prompts[0])
+            seen = [await anext(events)]
+            while not tokens_of(seen):
+                seen.append(await anext(events))
+            for index in range(0, len(pool), 4096):
+                pool[index] ^= 0x40
+            seen += [event async for event in events]
+        assert tokens_of(seen) == expected[0]
+        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") >= 1
+        assert metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total") == 0
+        cluster.wait_idle()
