@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from services.cost_model import prefill_seconds
 from services.router.costs import TOKEN_S
-from services.router.placement import Placement, Work
+from services.router.placement import Placement, Work, WorkerSnapshot
 
 MARGIN = 0.75  # of the limit: predictions are believed up to it
 
@@ -29,20 +29,23 @@ class TtftLimit:
 
 
 def expected_ttft_s(work: Work, placement: Placement) -> float:
-    """Of the placed request, by what its workers tell of themselves."""
-    worker = (*placement.prefill_candidates, placement.decode)[0]
-    rates, queued = worker.rates, worker.queued_tokens
-    if not rates.measured:
-        return TOKEN_S * (queued + placement.tokens_missing)
-    num_steps = (queued + placement.tokens_missing) / rates.step_tokens
-    return (
-        rates.prefill.seconds(queued, 0, rates.step_tokens)
-        + prefill_seconds(rates, work.num_tokens, work.num_tokens - placement.tokens_missing)
-        + num_steps * rates.decode.sequence_s * worker.num_running
-    )
+    """Of the placed request, by what its workers tell; the decode worker takes the fastest way."""
+    workers = (*placement.prefill_candidates, placement.decode)
+    return min(_ttft_s(work, w, placement.tokens_missing) for w in workers)
 
 
 def wait_s(work: Work, placement: Placement, limit: TtftLimit) -> float | None:
     """None when the request is taken; else the seconds after which it may be."""
     late_s = expected_ttft_s(work, placement) - MARGIN * limit.seconds(work.num_tokens)
     return late_s if late_s > 0 else None
+
+
+def _ttft_s(work: Work, worker: WorkerSnapshot, missing: int) -> float:
+    rates, queued = worker.rates, worker.queued_tokens
+    if not rates.measured:
+        return TOKEN_S * (queued + missing)
+    return (
+        rates.prefill.seconds(queued, 0, rates.step_tokens)
+        + prefill_seconds(rates, work.num_tokens, work.num_tokens - missing)
+        + (queued + missing) / rates.step_tokens * rates.decode.sequence_s * worker.num_running
+    )

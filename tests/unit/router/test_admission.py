@@ -34,10 +34,14 @@ def test_predicts_queue_prompt_and_the_steps_of_those_who_decode() -> None:
     assert expected_ttft_s(Work(320, 16), placement) == pytest.approx(expected_s)
 
 
-def test_counts_the_prefill_worker_when_there_is_one() -> None:
-    placement = placed(Work(320), role="prefill", queued_tokens=100)
+def test_counts_the_fastest_of_candidates_and_the_decode_worker_itself() -> None:
+    alone_s = 4 * 0.1 + 0.32
+    placement = placed(Work(320), role="prefill")
     assert placement.prefill_candidates[0].worker_id == "p"
-    assert expected_ttft_s(Work(320), placement) == pytest.approx(0.2 + 4 * 0.1 + 0.32)
+    assert expected_ttft_s(Work(320), placement) == pytest.approx(alone_s)
+    placement = placed(Work(320), role="prefill", queued_tokens=100_000)
+    here_s = alone_s + 3.2 * 3 * 2e-3
+    assert expected_ttft_s(Work(320), placement) == pytest.approx(here_s)
 
 
 def test_without_rates_a_token_has_one_price() -> None:
