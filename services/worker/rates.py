@@ -39,7 +39,7 @@ class Rates:
         self._in_use: dict[str, str] = {}  # peer's worker id -> transport
         self._ended_at = 0.0
         self._end_interval_s = 1.0
-        self.turn_s_max = 0.0  # the longest step lately: for heartbeats
+        self._longest_turn_s = 0.0  # of a step, lately
 
     def on_step(self, report: StepReport) -> None:
         """Learns from a step. A mixed one tells of prefill what its decode part leaves."""
@@ -47,7 +47,7 @@ class Rates:
         num_prefill, num_decode = report.num_prefill_tokens, report.num_decode_tokens
         if not (num_prefill or num_decode):
             return
-        self.turn_s_max = max(seconds, self.turn_s_max * _TURN_KEEP)
+        self._longest_turn_s = max(seconds, self._longest_turn_s * _TURN_KEEP)
         if not num_prefill:
             self._decode.observe(num_decode, seconds)
             return
@@ -57,6 +57,15 @@ class Rates:
             report.num_prefill_context_tokens,
             max(left, _PREFILL_SHARE_MIN * seconds),
         )
+
+    @property
+    def turn_s_max(self) -> float:
+        """The longest turn to expect: of those seen lately, and a whole budget of prefill, which
+        may come after many short ones. 0: prefill was not measured yet."""
+        if not self._prefill.num_observations:
+            return 0.0
+        full_s = self._prefill.rate.seconds(self._step_tokens, 0, self._step_tokens)
+        return max(self._longest_turn_s, full_s)
 
     def on_end(self, now: float) -> None:
         """A sequence left this worker: a place came free."""

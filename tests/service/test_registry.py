@@ -12,6 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from services.config import ClusterConfig
+from services.cost_model import PairRate
 from services.errors import Incompatible
 from services.registry import Contract, Load, Registry, WorkerRecord
 
@@ -43,7 +44,7 @@ def a_record(worker_id: str, contract: Contract = CONTRACT) -> WorkerRecord:
         max_model_len=2048,
         contract=contract,
         load=Load(num_running=3),
-        transports={"p0": "nixl"},
+        pairs={"p0": PairRate("nixl", 1e-3, 1e9)},
     )
 
 

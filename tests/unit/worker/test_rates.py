@@ -103,10 +103,18 @@ def test_a_hung_source_is_told_from_one_with_long_turns() -> None:
 def test_the_longest_turn_fades() -> None:
     rates = make_rates()
     rates.on_step(prefill_step(512, 4000.0))
-    assert rates.turn_s_max == 4.0
+    assert rates.turn_s_max == pytest.approx(4.0)
     for _ in range(200):
         rates.on_step(prefill_step(512, 100.0))
     assert rates.turn_s_max == pytest.approx(0.1, rel=0.2)
+
+
+def test_a_whole_chunk_is_expected_after_short_turns() -> None:
+    rates = make_rates()
+    assert rates.turn_s_max == 0.0
+    for _ in range(20):
+        rates.on_step(prefill_step(16, 160.0))
+    assert rates.turn_s_max > 1.0  # 10 ms a token, 512 tokens
 
 
 def test_a_place_in_the_queue_comes_free_as_often_as_requests_end() -> None:
