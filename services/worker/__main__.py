@@ -46,7 +46,7 @@ def main(
     cores: Annotated[str, typer.Option(help="cores to pin the engine to, such as 0 or 0,1")] = "",
     transport: str = "auto",
     prefill_at: Annotated[
-        str, typer.Option(help="auto, remote or local: where prompts are computed")
+        str, typer.Option(help="auto, remote or local: where longer prompts are computed")
     ] = "auto",
     local_prefill_max_tokens: int = 64,
     verify_blocks: Annotated[

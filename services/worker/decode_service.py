@@ -131,12 +131,11 @@ class DecodeService:
         candidates = [c for c in submit.prefill_candidates if c.worker_id != self._config.worker_id]
         if transfer.prefill_at == "local":
             candidates = []
-        forced = transfer.prefill_at == "remote"
         spec = sequence_spec(
             submit.input,
             sequence_id=sequence_id,
             mode=Mode.AWAIT_KV if candidates else Mode.HERE,
-            remote_prefill_min_tokens=0 if forced else transfer.local_prefill_max_tokens + 1,
+            remote_prefill_min_tokens=transfer.local_prefill_max_tokens + 1,
         )
         holders = [h for h in submit.prefix_holders if h.worker_id != self._config.worker_id]
         sequence = DecodeSequence(
