@@ -40,7 +40,10 @@ from tests.chaos.load import Load, Outcome, Prompt, computed_prompts, golden_pro
 from tests.harness.cluster import LocalCluster
 from tests.harness.network import Network, why_not
 
-OPTIONS = ("--max-tokens-per-step", "64", "--prefill-at", "remote", "--verify-blocks", "all")
+OPTIONS = (
+    *("--max-tokens-per-step", "64", "--verify-blocks", "all"),
+    *("--prefill-at", "remote", "--local-prefill-max-tokens", "0"),
+)
 NO_NETWORK = why_not()
 
 
