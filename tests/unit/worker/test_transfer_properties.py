@@ -205,7 +205,5 @@ class TransferMachine(TransferCluster, RuleBasedStateMachine):
             self.stop()
 
 
-TransferMachine.TestCase.settings = settings(
-    max_examples=90, stateful_step_count=40, deadline=None
-)
+TransferMachine.TestCase.settings = settings(max_examples=90, stateful_step_count=40, deadline=None)
 TestTransferMachine = TransferMachine.TestCase
