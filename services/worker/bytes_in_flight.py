@@ -75,6 +75,9 @@ class BytesInFlight:
         held_back: set[str] = set()
         still: list[_Waiter] = []
         for number, waiter in enumerate(self._line):
+            if waiter.turn.cancelled():  # it leaves the line as soon as its task runs
+                still.append(waiter)
+                continue
             of_peer = self._of_peer[waiter.peer_id]
             if waiter.peer_id in held_back or not _fits(
                 of_peer, waiter.num_bytes, self._peer_bytes_max

@@ -111,3 +111,19 @@ async def test_cancelled_in_the_moment_of_its_turn(pulls: Pulls) -> None:
     await asyncio.sleep(0)  # a1 gave back, a2's turn is set and a2 has not run yet
     await pulls.cancel("a2")
     assert pulls.bounds.num_bytes == 0
+
+
+def test_a_cancelled_waiter_that_is_still_in_line_gets_no_turn() -> None:
+    async def give_back_before_the_cancelled_task_runs() -> BytesInFlight:
+        bounds = BytesInFlight(bytes_max=10, peer_bytes_max=10)
+        await bounds._take("p", 10)
+        waiting = asyncio.create_task(bounds._take("p", 10))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        bounds._give_back("p", 10)
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return bounds
+
+    bounds = asyncio.run(give_back_before_the_cancelled_task_runs())
+    assert (bounds.num_bytes, bounds.num_waiting) == (0, 0)
