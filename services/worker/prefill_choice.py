@@ -26,7 +26,7 @@ from services.cost_model import (
     prefill_seconds,
 )
 
-HERE_MARGIN = 0.9  # of the best candidate's time: from there on prefill here is clearly faster
+HERE_MARGIN = 0.95  # of the best candidate's time: from there on prefill here is clearly faster
 NEAR_BEST = 1.1  # the router's first choice stays first up to this: it spreads the load
 _UNMEASURED = default_pair("nixl")
 

@@ -50,13 +50,10 @@ class PrefillPlanner:
         num_tokens: int,
         cached_tokens: int,
     ) -> Plan:
-        """Whom to ask; all of them in the router's order as long as nobody measured anything."""
-        names = tuple(c.worker_id for c in candidates)
+        """Whom to ask, by what was measured. Until a prefill was, all count as equally fast, and
+        the pair, which measured itself when it was made, decides."""
         if self._config.transfer.prefill_at == "remote":
-            return Plan(names, 0.0, "forced")
-        own = self._rates.worker
-        if not own.measured and not any(self._measured(name) for name in names):
-            return Plan(names, 0.0, "nothing was measured yet")
+            return Plan(tuple(c.worker_id for c in candidates), 0.0, "forced")
         prompt = Prompt(num_tokens, self._bytes_per_token)
         here = Here(
             rates=self._rates_of(None),
@@ -104,10 +101,6 @@ class PrefillPlanner:
             record = self._records.get(reader)
             rate = record.pairs.get(source) if record is not None else None
         return rate or default_pair(self._config.transfer.transport)
-
-    def _measured(self, worker_id: str) -> bool:
-        record = self._records.get(worker_id)
-        return record is not None and record.rates.measured
 
     def _rates_of(self, record: WorkerRecord | None) -> WorkerRates:
         """Of a worker, or of one like it: workers of one cluster are likely to be alike."""
