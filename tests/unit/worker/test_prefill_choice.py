@@ -120,7 +120,7 @@ def test_those_who_decode_here_count() -> None:
 
 
 def test_the_wait_that_a_candidate_named_counts() -> None:
-    full, free = candidate("p0", wait_s=10.0), candidate("p1", queued_tokens=100)
+    full, free = candidate("p0", wait_s=10.0), candidate("p1", queued_tokens=20)
     assert plan_prefill(prompt(1000), Here(CORE), [full, free]).candidates == ("p1",)
     assert plan_prefill(prompt(1000), Here(CORE), [full]).candidates == ()
     busy = Here(CORE, queued_tokens=50_000)
