@@ -5,7 +5,8 @@ grpc      from `FetchBlocks` until all bytes are in the reader's pool, for n blo
           source's copy out of its pool, gRPC with the options of services/rpc, the reader's copy
           into its pool, the answer to `release`. Not included: opening the lease (`lease_s` has
           it all). The pool is in memory that I/O and engine process both map, as a worker's is.
-grpc_raw  a stream of bytes that are ready, counted and dropped; no engine, no pool
+grpc_raw  a stream of one message again and again, counted and dropped; no engine, no pool
+grpc_raw_memory  the same of different messages, each ready: they come from memory, as blocks do
 
 Four processes: an I/O and an engine process on either side, as of two workers; this process is
 the reader's I/O process. Only the engine is a stand-in (engine_stand_in.py).
@@ -114,12 +115,15 @@ class GrpcBench:
             return await self._lease(num_blocks, check=False)
 
         async def raw() -> float:
-            return await self._read_raw(num_bytes)
+            return await self._read_raw(num_bytes, 1)
+
+        async def raw_memory() -> float:
+            return await self._read_raw(num_bytes, -(-num_bytes // RAW_MESSAGE_BYTES))
 
         await self._lease(num_blocks, check=True)
         self._lease_s.clear()
         figures = await in_turn(
-            {"grpc_raw": raw, "grpc": ours},
+            {"grpc_raw": raw, "grpc": ours, "grpc_raw_memory": raw_memory},
             samples=num_samples(repeats, num_blocks),
             num_bytes=num_bytes,
             pids=self._pids(),
@@ -167,9 +171,9 @@ class GrpcBench:
         self._lease_s.append(ended - started)
         return ended - self._bulk.fetch_started
 
-    async def _read_raw(self, num_bytes: int) -> float:
+    async def _read_raw(self, num_bytes: int, num_different: int) -> float:
         started = time.perf_counter()
-        request = f"{num_bytes} {RAW_MESSAGE_BYTES}".encode()
+        request = f"{num_bytes} {RAW_MESSAGE_BYTES} {num_different}".encode()
         received = 0
         async for message in self._raw(
             request, metadata=token_metadata(TOKEN), timeout=_DEADLINE_S

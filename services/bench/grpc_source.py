@@ -7,6 +7,8 @@ until its standard input closes. No registry, no router: the bench's process is 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -44,13 +46,24 @@ class SourceServicer(WorkerServicer):
             yield message
 
 
+_messages: dict[int, list[bytes]] = {}  # by their size: made once, so that no page is new
+
+
 async def raw_stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
-    """`request` is "BYTES MESSAGE_BYTES": that many bytes, the same message again and again."""
-    rest, message_bytes = (int(word) for word in request.split())
-    message = bytes(min(rest, message_bytes))
-    while rest > 0:
-        yield message if rest >= len(message) else message[:rest]
-        rest -= len(message)
+    """`request` is "BYTES MESSAGE_BYTES NUM_DIFFERENT": that many bytes, of so many messages.
+
+    One message again and again comes from the caches; bytes of a pool come from memory.
+    """
+    rest, message_bytes, num_different = (int(word) for word in request.split())
+    ready = _messages.setdefault(message_bytes, [])
+    for _ in range(num_different - len(ready)):
+        ready.append(os.urandom(message_bytes))
+    for number in itertools.count():
+        if rest <= 0:
+            return
+        message = ready[number % num_different]
+        yield message if rest >= message_bytes else message[:rest]
+        rest -= message_bytes
 
 
 async def run(model: str, num_blocks: int) -> None:

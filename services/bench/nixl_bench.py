@@ -1,8 +1,10 @@
 """NIXL: Tandem's path against one raw read, and against memcpy, in this process's memory.
 
-nixl      `TransferThread.submit` until its `Settled` is here: n blocks, scattered on both sides
-nixl_raw  one NIXL read of the same bytes, contiguous, on a handle made before, polled without rest
-memcpy    the same bytes from one buffer of this process to the other, by one thread
+nixl         `TransferThread.submit` until its `Settled` is here: n blocks, scattered on both sides
+nixl_raw     one NIXL read of the same bytes, contiguous, on a handle made before, polled without
+             rest
+nixl_blocks  one such read of the very same scattered blocks: what NIXL itself loses by them
+memcpy       the same bytes from one buffer of this process to the other, by one thread
 
 Each uses its buffers again and again, so that no page is new. A row that fits the caches is
 faster than one that does not, whichever the method.
@@ -72,6 +74,17 @@ class NixlBench:
             address=memory.ctypes.data, num_bytes=memory.nbytes, device_id=0, memory="DRAM"
         )
         self._raw_peer = self._raw.add_peer(metadata)
+        self._raw_lists = [
+            self._raw.list_blocks(
+                peer,
+                address=address,
+                block_bytes=layout.block_bytes,
+                num_blocks=layout.num_blocks,
+                memory="DRAM",
+                device_id=0,
+            )
+            for peer, address in ((self._raw_peer, self._remote.address), (None, pool.address))
+        ]
 
     async def row(self, num_blocks: int, repeats: int) -> dict[str, dict[str, float]]:
         """Figures of the three methods for `num_blocks` blocks."""
@@ -84,11 +97,22 @@ class NixlBench:
             local_device=("DRAM", 0),
         )
 
+        source_list, local_list = self._raw_lists
+        blocks_handle = self._raw.create_block_read(
+            source_list=source_list,
+            source_ids=np.array(self._source_ids[:num_blocks], np.int32),
+            local_list=local_list,
+            local_ids=np.array(self._local_ids[:num_blocks], np.int32),
+        )
+
         async def ours() -> float:
             return self._pull(num_blocks)
 
         async def raw() -> float:
             return self._read_raw(handle)
+
+        async def raw_blocks() -> float:
+            return self._read_raw(blocks_handle)
 
         async def memcpy() -> float:
             started = time.perf_counter()
@@ -100,13 +124,14 @@ class NixlBench:
         self._check(num_blocks)
         try:
             return await in_turn(
-                {"nixl_raw": raw, "nixl": ours, "memcpy": memcpy},
+                {"nixl_raw": raw, "nixl": ours, "nixl_blocks": raw_blocks, "memcpy": memcpy},
                 samples=num_samples(repeats, num_blocks),
                 num_bytes=num_bytes,
                 pids=[os.getpid(), self._process.pid],
             )
         finally:
             self._raw.release(handle)
+            self._raw.release(blocks_handle)
 
     async def idle_cpu_percent(self, during_s: float) -> float:
         """Of one core: both processes, all agents connected and nothing to do."""
@@ -116,6 +141,8 @@ class NixlBench:
         return 100 * (cpu_seconds(pids) - before) / during_s
 
     def close(self) -> None:
+        for block_list in self._raw_lists:
+            self._raw.release_list(block_list)
         self._raw.close()
         self._end()
 

@@ -41,7 +41,8 @@ def test_it_measures_both_transports_and_writes_json(tmp_path: Path) -> None:
     assert 0 <= model["idle_cpu_percent"] < 100
     for row in model["rows"]:
         assert row["bytes"] == row["blocks"] * model["block_bytes"]
-        for method in ("memcpy", "nixl_raw", "nixl", "grpc_raw", "grpc"):
+        nixl, grpc = ("nixl_raw", "nixl", "nixl_blocks"), ("grpc_raw", "grpc_raw_memory", "grpc")
+        for method in ("memcpy", *nixl, *grpc):
             figures = row[method]
             assert 0 < figures["min_s"] <= figures["median_s"] <= figures["max_s"] < 10
             assert figures["cpu_s_per_gb"] > 0
