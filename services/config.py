@@ -6,6 +6,7 @@ Redis, the cluster's token) come from the environment, so that no process list s
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -22,7 +23,12 @@ PrefillAt = Literal["auto", "remote", "local"]
 VerifyBlocks = Literal["off", "sample", "all"]
 
 # Options whose names on the command line are shorter.
-_OPTIONS = {"kv_bytes_max": "kv-memory", "num_threads": "threads"}
+_OPTIONS = {
+    "kv_bytes_max": "kv-memory",
+    "num_threads": "threads",
+    "ttft_limit_s": "ttft-limit",
+    "ttft_limit_token_s": "ttft-limit-token",
+}
 
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
@@ -161,10 +167,15 @@ class RouterConfig:
     hold_requests_max: int = 256  # requests that wait while a pool is empty
     hold_deadline_s: float = 30.0
     request_deadline_s: float = 600.0
+    # Refused early: a request whose first token is predicted to come later. 0: none is.
+    ttft_limit_s: float = 120.0
+    ttft_limit_token_s: float = 0.0  # more for each token of the prompt
 
     def __post_init__(self) -> None:
         for name in ("body_bytes_max", "hold_requests_max", "tokenizer_processes"):
             _check_positive(name, getattr(self, name))
+        for name in ("ttft_limit_s", "ttft_limit_token_s"):
+            _check_seconds(name, getattr(self, name))
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -176,3 +187,9 @@ def _check_positive(name: str, value: int) -> None:
     if value < 1:
         option = _OPTIONS.get(name, name.replace("_", "-"))
         raise ConfigError(f"{option} is {value}; it must be at least 1")
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:  # written so that NaN fails
+        option = _OPTIONS.get(name, name.replace("_", "-"))
+        raise ConfigError(f"{option} is {value:g}; it must be 0 or a number of seconds")

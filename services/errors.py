@@ -8,6 +8,7 @@
       ModelNotFound         404  NOT_FOUND
       BodyTooLarge          413  RESOURCE_EXHAUSTED
       QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
+        Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
       NoWorkers             503  UNAVAILABLE          a pool is empty
       WorkerLost            503  UNAVAILABLE          the worker died, hung or was cut off
         LeaseLost           503  UNAVAILABLE          before `released`: the pulled is worthless
@@ -24,6 +25,7 @@ Codes of gRPC are given by name, so that this module stands on nothing.
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 
@@ -42,6 +44,11 @@ class TandemError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+
+    @property
+    def retry_after_whole_s(self) -> int | None:
+        """Rounded up, at least 1: who comes back sooner is refused again."""
+        return None if self.retry_after_s is None else max(1, math.ceil(self.retry_after_s))
 
 
 class BadRequest(TandemError):
@@ -81,6 +88,10 @@ class QueueFull(TandemError):
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
     retryable = True
+
+
+class Overloaded(QueueFull):
+    code = "overloaded"
 
 
 class NoWorkers(TandemError):

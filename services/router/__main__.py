@@ -25,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
             grpc_port=args.grpc_port,
             router_id=args.router_id,
             tokenizer_processes=args.tokenizer_processes,
+            ttft_limit_s=args.ttft_limit,
+            ttft_limit_token_s=args.ttft_limit_token,
         )
         from services.router.server import serve
 
@@ -44,6 +46,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--grpc-port", type=int, default=8001)
     parser.add_argument("--router-id", default="router-0")
     parser.add_argument("--tokenizer-processes", type=int, default=1)
+    parser.add_argument(
+        "--ttft-limit",
+        type=float,
+        default=120.0,
+        help="seconds; a request is refused early (429) when its first token is predicted to come "
+        "later; 0: none is",
+    )
+    parser.add_argument(
+        "--ttft-limit-token", type=float, default=0.0, help="seconds more for each prompt token"
+    )
     return parser
 
 

@@ -1,6 +1,7 @@
 """A prepared request, run on decode workers until it ends: placed, submitted, moved, cancelled.
 
     placing --no usable decode worker--> holding (bounded) --a worker came--> placing
+            --its first token would come too late--> refused, before anything is sent
     placing --> submitted --queue full--> placing, without that worker
                           --worker lost, no token yet--> placing (at most MOVES_MAX times)
                           --tokens--> ... --> ended | failed
@@ -13,15 +14,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from redis.exceptions import RedisError
-
 from services.config import RouterConfig
-from services.errors import NoWorkers, QueueFull, TandemError, WorkerLost, from_code
+from services.errors import (
+    NoWorkers,
+    Overloaded,
+    QueueFull,
+    TandemError,
+    WorkerLost,
+    from_code,
+)
+from services.redis_client import UNREACHABLE
+from services.router.admission import TtftLimit, wait_s
 from services.router.cluster_view import ClusterView
 from services.router.metrics import Metrics
 from services.router.placement import Placement, Work, choose
@@ -33,6 +42,7 @@ log = logging.getLogger(__name__)
 
 MOVES_MAX = 2
 RETRY_AFTER_DEFAULT_S = 1.0
+OWN_TIMES = 2.0  # a prompt may wait as long as it takes itself, whatever the limit is
 # What a worker answers that does not take the request: another one may.
 _REFUSALS = (QueueFull, NoWorkers)
 
@@ -81,11 +91,12 @@ class Dispatcher:
         self._metrics = metrics
         self._rng = random.Random()
         self._num_holding = 0
+        self._ttft_limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
 
     async def run(self, job: Job) -> AsyncGenerator[Step, None]:
         """Steps until the end; closing the iterator cancels the job where it runs.
 
-        Raises QueueFull, NoWorkers, WorkerLost, or what the worker answered.
+        Raises Overloaded, QueueFull, NoWorkers, WorkerLost, or what the worker answered.
         """
         while True:
             attempt = await self._submit(job)
@@ -150,6 +161,7 @@ class Dispatcher:
             workers = self._view.snapshots()
             placement = choose(work, workers, matches, self._rng, refused=refused)
             if placement is not None:
+                self._admit(job, work, placement)
                 return placement
             if job.retry_after_s is not None:
                 raise QueueFull(
@@ -158,13 +170,28 @@ class Dispatcher:
                 )
             await self._hold(refused)
 
+    def _admit(self, job: Job, work: Work, placement: Placement) -> None:
+        """Raises Overloaded. Who was submitted once is in: it moves, it is not sent away."""
+        if job.num_submissions or not self._ttft_limit.base_s:
+            return
+        late_s = wait_s(work, placement, self._ttft_limit)
+        if late_s is None:
+            return
+        log.info("request %s is refused: %s", job.request.request_id, placement.reason)
+        limit_s = self._ttft_limit.seconds(work.num_tokens)
+        raise Overloaded(
+            f"all workers are busy: the first token is not to be expected within {limit_s:g} s; "
+            f"try again in {math.ceil(late_s)} s",
+            retry_after_s=late_s,
+        )
+
     async def _match(self, block_hashes: list[bytes]) -> dict[str, int]:
         if not block_hashes:
             return {}
         try:
             async with asyncio.timeout(self._config.lookup_deadline_s):
                 return await self._lookup.match(block_hashes)
-        except (TimeoutError, RedisError, OSError) as error:
+        except UNREACHABLE as error:
             self._metrics.lookups_failed.inc()
             log.debug("placing without the prefix tree: %r", error)
             return {}

@@ -7,7 +7,6 @@ invalid UTF-8 in a string field with UNKNOWN before any code of ours ran.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, NoReturn
@@ -187,6 +186,8 @@ def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
     trailers: tuple[tuple[str, str], ...] = (("tandem-code", error.code),)
     if error.retry_after_s is not None:
-        trailers += (("retry-after", str(max(1, math.ceil(error.retry_after_s)))),)
+        after_s = error.retry_after_whole_s
+        # The second is what gRPC's own retry policies heed (gRFC A6).
+        trailers += (("retry-after", f"{after_s}"), ("grpc-retry-pushback-ms", f"{after_s}000"))
     await context.abort(getattr(grpc.StatusCode, error.grpc_code), error.message, trailers)
     raise AssertionError("abort raises")

@@ -1,5 +1,7 @@
 """Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}.
 
+One that a retry may help also has `retry_after_s`, as the header `Retry-After` in whole seconds.
+
 After the first streamed byte an error is one more event, `data: {"error": ...}`, and then the
 stream ends. `[DONE]` does not follow it (vLLM sends it): it says that the answer is whole. OpenAI's
 own clients raise at the event and never look for more.
@@ -7,7 +9,6 @@ own clients raise at the event and never look for more.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -36,13 +37,16 @@ class JsonResponse(Response):
 
 
 def error_body(error: TandemError) -> dict[str, Any]:
-    return _body(error.http_status, error.message, error.code, error.param)
+    body = _body(error.http_status, error.message, error.code, error.param)
+    if error.retry_after_s is not None:
+        body["error"]["retry_after_s"] = error.retry_after_whole_s
+    return body
 
 
 def error_response(error: TandemError) -> Response:
     headers = {}
     if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after"] = str(error.retry_after_whole_s)
     if error.http_status == 413:
         headers["connection"] = "close"
     return JsonResponse(error_body(error), error.http_status, headers)

@@ -12,6 +12,7 @@ import grpc.aio
 from redis.asyncio import Redis
 
 from services.config import ClusterConfig
+from services.cost_model import WorkerRates
 from services.registry import Contract, Load, Registry, State, WorkerRecord
 from services.rpc.auth import TokenInterceptor
 from services.rpc.options import SERVER_OPTIONS
@@ -96,6 +97,7 @@ class ScriptedWorker(WorkerServicer):
         self.script = script
         self.state: State = "ready"
         self.load = Load(queue_max=8, blocks_total=1000)
+        self.rates = WorkerRates()
         self.submitted: list[pb.SubmitSequence] = []
         self.cancelled: list[str] = []
         self.address = ""
@@ -148,6 +150,7 @@ class ScriptedWorker(WorkerServicer):
                 max_model_len=2048,
                 contract=self._contract,
                 load=self.load,
+                rates=self.rates,
                 started_at=self._started_at,
             )
         )

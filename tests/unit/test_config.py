@@ -95,6 +95,16 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         ),
         "hold-requests-max",
     ),
+    (
+        lambda: RouterConfig(cluster=CLUSTER, model="m", served_model_name="m", ttft_limit_s=-1),
+        "ttft-limit is -1",
+    ),
+    (
+        lambda: RouterConfig(
+            cluster=CLUSTER, model="m", served_model_name="m", ttft_limit_token_s=float("nan")
+        ),
+        "ttft-limit-token is nan",
+    ),
 ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import httpx
+import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
@@ -66,7 +67,10 @@ class RunningRouter:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(redis_server: EmbeddedRedis) -> AsyncIterator[RunningRouter]:
+async def running(
+    redis_server: EmbeddedRedis, request: pytest.FixtureRequest
+) -> AsyncIterator[RunningRouter]:
+    """A module's `ROUTER` are settings of its own."""
     cluster = ClusterConfig(f"test-{uuid.uuid4().hex[:12]}", redis_server.url, "a-token-for-tests")
     folder = resolve(MODEL)
     redis = connect(redis_server.url)
@@ -85,6 +89,7 @@ async def running(redis_server: EmbeddedRedis) -> AsyncIterator[RunningRouter]:
             grpc_port=0,
             body_bytes_max=BODY_BYTES_MAX,
             hold_deadline_s=1.0,
+            **getattr(request.module, "ROUTER", {}),
         )
     )
     task = asyncio.create_task(router.run())

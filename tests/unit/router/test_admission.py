@@ -65,3 +65,27 @@ def test_says_how_long_to_wait() -> None:
     late_s = expected_ttft_s(work, placement) - MARGIN * 1.1
     assert wait_s(work, placement, limit) == pytest.approx(late_s)
     assert wait_s(work, placed(work), limit) is None
+
+
+def test_what_is_ahead_in_the_router_counts() -> None:
+    work, limit = Work(100), TtftLimit(1.0)
+    idle = placed(work)
+    assert wait_s(work, idle, limit, ahead_s=1.0) == pytest.approx(
+        1.0 + expected_ttft_s(work, idle) - MARGIN
+    )
+
+
+def test_nobody_is_refused_for_a_guess() -> None:
+    guessed = placed(Work(100), rates=WorkerRates(), queued_tokens=10**9)
+    assert wait_s(Work(100), guessed, TtftLimit(1.0)) is None
+
+
+def test_a_long_prompt_is_taken_while_it_waits_no_longer_than_it_takes() -> None:
+    """A strict limit would refuse it for ever: it takes longer than the limit when all is idle."""
+    work, strict, kind = Work(10_000), TtftLimit(1.0), TtftLimit(1.0, own_times=2.0)
+    own_s = expected_ttft_s(work, placed(work))
+    assert own_s > 10
+    assert wait_s(work, placed(work), strict) is not None
+    assert wait_s(work, placed(work), kind) is None
+    assert wait_s(work, placed(work), kind, ahead_s=own_s - 0.1) is None
+    assert wait_s(work, placed(work), kind, ahead_s=own_s + 0.1) == pytest.approx(0.1)

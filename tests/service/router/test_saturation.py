@@ -1,0 +1,92 @@
+"""What a router does when its workers tell that they are busy for long: it refuses early."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from services.cost_model import PrefillRate, WorkerRates
+from services.registry import Load
+from services.rpc.tandem.v1 import inference_pb2 as pb
+from services.rpc.tandem.v1 import worker_pb2
+from services.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tests.harness.scripted_worker import Say, saying, update
+from tests.service.router.conftest import RunningRouter, eventually
+
+pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+
+ROUTER = {"ttft_limit_s": 4.0}  # 3 s are believed
+RATES = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), step_tokens=100, measured=True)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def router(router: RunningRouter) -> AsyncIterator[RunningRouter]:
+    yield router
+    await tell_load(router, 0)
+
+
+async def tell_load(router: RunningRouter, queued_tokens: int) -> None:
+    """Every worker tells this queue, and that a token of it takes 1 ms."""
+    for worker in router.workers:
+        worker.rates = RATES
+        worker.load = Load(queue_max=8, blocks_total=1000, queued_tokens=queued_tokens)
+        await worker.write_record()
+    known = router.router.view.known
+    await eventually(lambda: all(w.load.queued_tokens == queued_tokens for w in known()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refuses_what_would_come_too_late(router: RunningRouter, stream: bool) -> None:
+    await tell_load(router, 12_345)
+    before = router.outcomes().get("overloaded", 0)
+    answer = await router.http.post("/v1/completions", json={"prompt": [5], "stream": stream})
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "10"  # 12.346 s to the first token, less 3 s
+    error = answer.json()["error"]
+    assert error["code"] == "overloaded"
+    assert error["retry_after_s"] == 10
+    assert "in 10 s" in error["message"]
+    assert not router.submitted
+    assert router.outcomes()["overloaded"] == before + 1
+
+
+async def test_grpc_is_told_when_to_come_back(router: RunningRouter) -> None:
+    await tell_load(router, 12_345)
+    address = f"127.0.0.1:{router.router.grpc_port}"
+    async with grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in InferenceStub(channel).Generate(pb.GenerateRequest(text="x")):
+                pass
+    assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    trailers = dict(raised.value.trailing_metadata() or ())
+    assert trailers["tandem-code"] == "overloaded"
+    assert (trailers["retry-after"], trailers["grpc-retry-pushback-ms"]) == ("10", "10000")
+
+
+async def test_streams_go_on_and_the_next_is_taken_when_the_queue_is_short(
+    router: RunningRouter,
+) -> None:
+    await tell_load(router, 0)
+    go_on = asyncio.Event()
+
+    async def halting(submit: worker_pb2.SubmitSequence, say: Say) -> None:
+        say(update(submit, [1000]))
+        await go_on.wait()
+        say(update(submit, [1001], "length"))
+
+    router.script(halting)
+    body = {"prompt": "x", "max_tokens": 2, "return_token_ids": True}
+    running = asyncio.create_task(router.http.post("/v1/completions", json=body))
+    await eventually(lambda: bool(router.submitted))
+    await tell_load(router, 12_345)
+    assert (await router.http.post("/v1/completions", json=body)).status_code == 429
+    go_on.set()
+    assert (await running).json()["choices"][0]["token_ids"] == [1000, 1001]
+    await tell_load(router, 2_000)
+    router.script(saying([1000, 1001]))
+    assert (await router.http.post("/v1/completions", json=body)).status_code == 200
