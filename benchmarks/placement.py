@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from services.router.placement import Work, WorkerSnapshot, choose
+from services.router.placement import Roster, Work, WorkerSnapshot, choose
 from services.simulator.scenario import DEFAULT_PAIR, DEFAULT_RATES
 
 GOALS_US = {8: 50.0, 1000: 250.0}
@@ -49,10 +49,10 @@ def measure(num_prefill: int, num_decode: int, num_holders: int) -> dict[str, fl
     holders = rng.sample(workers, num_holders)
     matches = {w.worker_id: 1 + rng.randrange(20) for w in holders}
     work = Work(12_000, 512)
-    times = []
+    times, roster = [], Roster(workers)
     for _ in range(ROUNDS[len(workers)]):
         started = time.perf_counter()
-        choose(work, workers, matches, rng)
+        choose(work, roster, matches, rng)
         times.append((time.perf_counter() - started) * 1e6)
     return {
         "prefill": num_prefill,

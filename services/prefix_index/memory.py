@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress, count
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ class MemoryIndex:
         for _ in range(limit):
             block_hash = next(self._unswept, None)
             if block_hash is None:
-                self._free_slots.extend(_bits(self._sweeping))
+                self._free_slots.extend(compress(count(), _flags(self._sweeping)))
                 self._dropped ^= self._sweeping
                 self._sweeping = 0
                 return self._dropped != 0
@@ -125,8 +126,7 @@ class MemoryIndex:
 
     def _report(self, mask: int, depth: int, depths: dict[str, int]) -> None:
         if depth:
-            for slot in _bits(mask):
-                depths[self._worker_ids[slot]] = depth
+            depths.update(dict.fromkeys(compress(self._worker_ids, _flags(mask)), depth))
 
 
 def _put(holders: dict[bytes, int], block_hash: bytes, mask: int) -> None:
@@ -136,11 +136,9 @@ def _put(holders: dict[bytes, int], block_hash: bytes, mask: int) -> None:
         del holders[block_hash]
 
 
-def _bits(mask: int) -> list[int]:
-    """Positions of the set bits, the lowest first; a thousand take no long integers to find."""
-    text = bin(mask)[:1:-1]
-    found, at = [], text.find("1")
-    while at >= 0:
-        found.append(at)
-        at = text.find("1", at + 1)
-    return found
+_ZERO_IS_FALSE = bytes.maketrans(b"0", b"\0")
+
+
+def _flags(mask: int) -> bytes:
+    """For each bit, the lowest first, whether it is set: a thousand without a step of Python."""
+    return bin(mask)[:1:-1].encode().translate(_ZERO_IS_FALSE)

@@ -5,15 +5,14 @@ simulator runs this same code. The cost of a worker is the time that the request
 lose there (`costs.py`).
 
 Routers see load that is stale by a step or a record, so the choice is random among the near-best.
-Of many workers only some, drawn at random, and those who hold the most of the prompt are weighed:
+Of a large pool only some, drawn at random, and those who hold the most of the prompt are weighed:
 a choice among a thousand takes little longer than one among thirty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
 from random import Random
 
 from services.router.costs import (
@@ -24,9 +23,11 @@ from services.router.costs import (
     prefill_cost,
     with_likely_rates,
 )
+from services.router.roster import Roster
 
 __all__ = [
     "Placement",
+    "Roster",
     "Work",
     "WorkerSnapshot",
     "choose",
@@ -56,7 +57,7 @@ class Placement:
 
 def choose(
     work: Work,
-    workers: Sequence[WorkerSnapshot],
+    workers: Roster | Iterable[WorkerSnapshot],
     matches: Mapping[str, int],
     rng: Random,
     *,
@@ -66,11 +67,12 @@ def choose(
 
     Workers whose epoch is in `refused` said no to this request already.
     """
-    holders = _deepest(workers, matches, rng)
-    few = _shortlist("decode", workers, holders, refused, rng)
+    roster = workers if isinstance(workers, Roster) else Roster(workers)
+    holders = _deepest(roster, matches, rng)
+    few = _shortlist("decode", roster, holders, refused, rng)
     if not few:
         return None
-    few += _shortlist("prefill", workers, holders, frozenset(), rng)
+    few += _shortlist("prefill", roster, holders, frozenset(), rng)
     seen = {w.worker_id: w for w in few}
     likely = with_likely_rates(few)
     decode = [w for w in likely if w.role == "decode"]
@@ -126,39 +128,53 @@ def _order_prefill(
 
 def _shortlist(
     role: str,
-    workers: Sequence[WorkerSnapshot],
+    roster: Roster,
     holders: Sequence[WorkerSnapshot],
     refused: frozenset[str],
     rng: Random,
 ) -> list[WorkerSnapshot]:
     """Who is weighed: all of the pool when they are few, else some at random and the holders."""
-    if len(workers) > FEW:
+    pool, by_id = roster.pool(role), roster.by_id
+    count = len(pool)
+    if count > FEW:
         drawn = {w.worker_id: w for w in holders if w.role == role and w.epoch not in refused}
         wanted = len(drawn) + DRAWN
         for _ in range(DRAWS_MAX):
-            w = workers[int(rng.random() * len(workers))]
-            if w.role == role and w.state == "ready" and w.reachable and w.epoch not in refused:
+            w = by_id[pool[int(rng.random() * count)]]
+            if w.state == "ready" and w.reachable and w.epoch not in refused:
                 drawn[w.worker_id] = w
                 if len(drawn) == wanted:
                     return list(drawn.values())
     # The pool is small, or few of it are usable: nobody may be missed.
-    return [w for w in workers if w.role == role and w.usable and w.epoch not in refused]
+    return [w for name in pool if (w := by_id[name]).usable and w.epoch not in refused]
 
 
-def _deepest(
-    workers: Sequence[WorkerSnapshot], matches: Mapping[str, int], rng: Random
-) -> list[WorkerSnapshot]:
+def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[WorkerSnapshot]:
     """A few that have the most of the prompt, the most first, at random among equals."""
-    if not matches:
-        return []
     few = PREFIX_HOLDERS_MAX + 2
-    depths = matches.values()
-    least = max([1, *nlargest(few, depths)[few - 1 :]] if len(depths) > few else [1])
-    names = [worker_id for worker_id, depth in matches.items() if depth >= least]
-    if len(names) > few:
-        deeper = [worker_id for worker_id in names if matches[worker_id] > least]
-        names = deeper + rng.sample(names, few)
-    wanted = frozenset(names)
-    having = [w for w in workers if w.worker_id in wanted and w.usable]
+    names: Iterable[str] = matches
+    if len(matches) > few:
+        # Often a thousand have the first block, and a few of them more.
+        least = sorted(matches.values())[-few]
+        names = [name for name, depth in matches.items() if depth > least]
+        names += _some_at(least, matches, few, rng)
+    by_id = roster.by_id
+    having = [
+        w for name in names if matches[name] > 0 and (w := by_id.get(name)) is not None and w.usable
+    ]
     having.sort(key=lambda w: (-matches[w.worker_id], w.worker_id))
     return having[:few]
+
+
+def _some_at(depth: int, matches: Mapping[str, int], count: int, rng: Random) -> list[str]:
+    """At most `count` names that have this depth, at random."""
+    names = list(matches)
+    drawn: dict[str, None] = {}
+    for _ in range(4 * count):
+        name = names[int(rng.random() * len(names))]
+        if matches[name] == depth:
+            drawn[name] = None
+            if len(drawn) == count:
+                return list(drawn)
+    equals = [name for name in names if matches[name] == depth]
+    return rng.sample(equals, min(count, len(equals)))

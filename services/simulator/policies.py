@@ -13,20 +13,20 @@ dynamo         the published rule of Dynamo's KV router: blocks to prefill there
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
 from services.router.costs import cached_tokens
-from services.router.placement import Placement, Work, WorkerSnapshot, choose
+from services.router.placement import Placement, Roster, Work, WorkerSnapshot, choose
 
 
 class Policy(Protocol):
     def __call__(
         self,
         work: Work,
-        workers: Sequence[WorkerSnapshot],
+        workers: Roster,
         matches: Mapping[str, int],
         rng: Random,
         *,
@@ -46,13 +46,13 @@ class Simple:
     def __call__(
         self,
         work: Work,
-        workers: Sequence[WorkerSnapshot],
+        workers: Roster,
         matches: Mapping[str, int],
         rng: Random,
         *,
         refused: frozenset[str] = frozenset(),
     ) -> Placement | None:
-        usable = [w for w in workers if w.usable and w.epoch not in refused]
+        usable = [w for w in workers.by_id.values() if w.usable and w.epoch not in refused]
         decode = [w for w in usable if w.role == "decode"]
         prefill = [w for w in usable if w.role == "prefill"]
         if not decode:

@@ -121,7 +121,7 @@ class Simulation:
         matches = _now(self._index.match(request.hashes))
         while True:
             placement = self._policy(
-                work, self._view.snapshots, matches, self._rng, refused=request.refused
+                work, self._view.roster, matches, self._rng, refused=request.refused
             )
             if placement is None or self._comes_too_late(work, placement):
                 request.failure = "refused"

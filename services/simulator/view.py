@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from services.cost_model import PairRate
 from services.registry import Load
-from services.router.placement import WorkerSnapshot
+from services.router.placement import Roster, WorkerSnapshot
 from services.simulator.clock import Clock
 from services.simulator.scenario import Scenario
 from services.simulator.worker import Worker
@@ -20,7 +20,6 @@ from services.simulator.worker import Worker
 @dataclass(slots=True)
 class _Known:
     worker: Worker
-    at: int  # in the list of snapshots
     load: Load
     sent: deque[tuple[float, int]] = field(default_factory=deque)  # when, prompt tokens missing
     reporting: bool = False
@@ -28,14 +27,14 @@ class _Known:
 
 
 class View:
-    """`snapshots` is kept up to date in place."""
+    """`roster` is kept up to date in place."""
 
     def __init__(self, scenario: Scenario, clock: Clock, workers: list[Worker]) -> None:
         self._scenario = scenario
         self._clock = clock
-        self._known = {w.worker_id: _Known(w, at, w.load()) for at, w in enumerate(workers)}
+        self._known = {w.worker_id: _Known(w, w.load()) for w in workers}
         self._pairs: dict[str, PairRate] = {w.worker_id: scenario.pair for w in workers}
-        self.snapshots = [self._snapshot(known) for known in self._known.values()]
+        self.roster = Roster(self._snapshot(known) for known in self._known.values())
 
     def note_sent(self, worker_id: str, num_tokens: int) -> None:
         known = self._known[worker_id]
@@ -72,7 +71,7 @@ class View:
             self._report(known)
 
     def _refresh(self, known: _Known) -> None:
-        self.snapshots[known.at] = self._snapshot(known)
+        self.roster.put(self._snapshot(known))
 
     def _snapshot(self, known: _Known) -> WorkerSnapshot:
         worker, load, count = known.worker, known.load, len(known.sent)

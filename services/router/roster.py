@@ -1,0 +1,36 @@
+"""The workers as placement reads them: by id, and each pool's ids. Pure.
+
+Taking in one worker's news costs the same among eight and among a thousand, so who keeps a roster
+over many requests (the simulator) never walks all workers for one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from services.router.costs import WorkerSnapshot
+
+
+class Roster:
+    """One snapshot for each worker id, the last that was put."""
+
+    __slots__ = ("_pools", "by_id")
+
+    def __init__(self, workers: Iterable[WorkerSnapshot] = ()) -> None:
+        self.by_id: dict[str, WorkerSnapshot] = {}
+        self._pools: dict[str, list[str]] = {}
+        for worker in workers:
+            self.put(worker)
+
+    def put(self, worker: WorkerSnapshot) -> None:
+        """A new worker, or news of one."""
+        known = self.by_id.get(worker.worker_id)
+        if known is None or known.role != worker.role:
+            if known is not None:
+                self._pools[known.role].remove(worker.worker_id)
+            self._pools.setdefault(worker.role, []).append(worker.worker_id)
+        self.by_id[worker.worker_id] = worker
+
+    def pool(self, role: str) -> Sequence[str]:
+        """Ids of the workers of this role, in the order in which they came."""
+        return self._pools.get(role, ())
