@@ -5,6 +5,7 @@ Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control key
     {tandem:CLUSTER}:workers              SET of worker ids that registered and did not leave
     {tandem:CLUSTER}:worker:ID            msgpack WorkerRecord, with a time to live
     {tandem:CLUSTER}:contract             msgpack Contract of the cluster, kept alive by workers
+    {tandem:CLUSTER}:mark                 drawn by who first asked `data_set`; lost with the data
 
 A record is written every `record_interval_s` by its worker and expires after `record_ttl_s`: then
 the worker is dead to everybody. The first worker sets the cluster's contract; one that differs is
@@ -15,15 +16,17 @@ all the same. The contract goes with its last worker.
 from __future__ import annotations
 
 import logging
+import secrets
 from typing import Literal
 
 import msgspec
-from redis.asyncio import Redis
 
 from services.block_hash import chain_root
 from services.config import ClusterConfig
 from services.cost_model import PairRate, WorkerRates
 from services.errors import Incompatible
+from services.redis_client import Client
+from services.redis_script import Script
 
 logger = logging.getLogger(__name__)
 
@@ -126,19 +129,28 @@ end
 if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('DEL', KEYS[2]) end
 """
 
+# KEYS: 1 the mark. ARGV: 1 what to make it when there is none.
+# Returns {the server's run id, the mark}.
+_DATA_SET = """
+redis.call('SET', KEYS[1], ARGV[1], 'NX')
+local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+return {run_id or '', redis.call('GET', KEYS[1])}
+"""
+
 
 class Registry:
     """Reads and writes the records of one cluster. Errors of redis-py pass through."""
 
-    def __init__(self, redis: Redis, cluster: ClusterConfig) -> None:
+    def __init__(self, redis: Client, cluster: ClusterConfig) -> None:
         self._redis = redis
         prefix = f"{{tandem:{cluster.cluster_id}}}"
         self._workers_key = f"{prefix}:workers"
         self._contract_key = f"{prefix}:contract"
         self._record_prefix = f"{prefix}:worker:"
         self._ttl_ms = round(cluster.record_ttl_s * 1000)
-        self._write = redis.register_script(_WRITE)
-        self._drop_dead = redis.register_script(_DROP_DEAD)
+        self._mark_key = f"{prefix}:mark"
+        self._write, self._drop_dead = Script(_WRITE), Script(_DROP_DEAD)
+        self._data_set = Script(_DATA_SET)
         self._left_out: set[str] = set()  # workers whose record `read` has complained about
 
     async def check_contract(self, contract: Contract) -> None:
@@ -153,13 +165,12 @@ class Registry:
     async def write(self, record: WorkerRecord) -> None:
         """Keeps a worker (and the cluster's contract) alive for another time to live."""
         await self._write(
-            keys=[self._record_key(record.worker_id), self._workers_key, self._contract_key],
-            args=[
-                record.worker_id,
-                msgspec.msgpack.encode(record),
-                _shared(record.contract),
-                self._ttl_ms,
-            ],
+            self._redis,
+            [self._record_key(record.worker_id), self._workers_key, self._contract_key],
+            record.worker_id,
+            msgspec.msgpack.encode(record),
+            _shared(record.contract),
+            self._ttl_ms,
         )
 
     async def remove(self, worker_id: str) -> None:
@@ -191,6 +202,14 @@ class Registry:
         )
         return [record for record in records if record is not None]
 
+    async def data_set(self) -> bytes:
+        """Another answer than before: Redis was restarted, emptied or replaced since.
+
+        Then records of workers that are well may be missing for a while. Ask after `read`.
+        """
+        parts = await self._data_set(self._redis, [self._mark_key], secrets.token_hex(8))
+        return b":".join(parts)
+
     def _decode(self, worker_id: str, value: bytes, contract: bytes | None) -> WorkerRecord | None:
         try:
             record = msgspec.msgpack.decode(value, type=WorkerRecord)
@@ -207,7 +226,7 @@ class Registry:
 
     async def _drop(self, worker_ids: list[str]) -> None:
         keys = [self._workers_key, self._contract_key, *map(self._record_key, worker_ids)]
-        await self._drop_dead(keys=keys, args=worker_ids)
+        await self._drop_dead(self._redis, keys, *worker_ids)
 
     def _record_key(self, worker_id: str) -> str:
         return self._record_prefix + worker_id

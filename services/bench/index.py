@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +36,7 @@ from services.errors import ConfigError
 from services.prefix_index.memory import MemoryIndex
 from services.prefix_index.protocol import PrefixIndex
 from services.prefix_index.redis import RedisIndex
-from services.redis_client import connect
+from services.redis_client import Client, connect
 
 CHAIN_BLOCKS = 8192
 LOOKUP_BLOCKS = (32, 512, 8192)
@@ -98,7 +97,7 @@ async def measure(
         await redis.aclose()
 
 
-async def fill(redis: Redis, index: RedisIndex, blocks: int) -> dict[str, float]:
+async def fill(redis: Client, index: RedisIndex, blocks: int) -> dict[str, float]:
     """One worker publishes everything, alone: blocks a second, and bytes a block."""
     await index.reset("holder", "bench:1")
     before = (await redis.info("memory"))["used_memory"]
@@ -150,7 +149,7 @@ def publish_meanwhile(url: str, rate: int) -> subprocess.Popen[str]:
 
 
 async def row(
-    redis: Redis,
+    redis: Client,
     index: RedisIndex,
     memory: MemoryIndex,
     chains: list[list[bytes]],
@@ -197,7 +196,7 @@ async def timed(
     return found
 
 
-async def exists(redis: Redis, asked: Sequence[bytes]) -> int:
+async def exists(redis: Client, asked: Sequence[bytes]) -> int:
     async with redis.pipeline(transaction=False) as pipe:
         for block_hash in asked:
             pipe.exists(b"exists:" + block_hash)

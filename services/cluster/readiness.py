@@ -12,12 +12,12 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from redis import Redis
 
 from services.cluster.launch_options import LaunchOptions
 from services.cluster.launch_screen import LaunchScreen
@@ -25,6 +25,7 @@ from services.cluster.pools import Member
 from services.cluster.process import DetachedProcess
 from services.cluster.ray_head import HeadStarted
 from services.errors import ConfigError
+from services.redis_client import SyncClient, connect_blocking
 from services.registry import WorkerRecord
 
 _DEADLINE_S = 300.0
@@ -52,7 +53,7 @@ class Readiness:
         """Raises ConfigError saying which part did not come up, with the end of its log."""
         give_up_at = time.monotonic() + _DEADLINE_S
         head: HeadStarted | None = None
-        with Redis.from_url(self.redis_url, socket_timeout=_REPLY_DEADLINE_S) as redis:
+        with closing(connect_blocking(self.redis_url)) as redis:
             while self._waiting or head is None:
                 for member_id in [m for m in self._waiting if self._is_ready(m, redis)]:
                     _, started, began = self._waiting.pop(member_id)
@@ -72,7 +73,7 @@ class Readiness:
             self._wait_for_pairs(redis)
         return head
 
-    def _wait_for_pairs(self, redis: Redis) -> None:
+    def _wait_for_pairs(self, redis: SyncClient) -> None:
         """Until every decode worker has connected every prefill worker, or a bound."""
         began = time.monotonic()
         sources = {m.member_id for m in self._members if m.pool == "prefill"}
@@ -87,14 +88,14 @@ class Readiness:
                 return
             time.sleep(_INTERVAL_S)
 
-    def _is_ready(self, member_id: str, redis: Redis) -> bool:
+    def _is_ready(self, member_id: str, redis: SyncClient) -> bool:
         member = self._waiting[member_id][0]
         if member.pool == "router":
             return self._router_is_ready()
         record = self._record(member_id, redis)
         return record is not None and record.state == "ready"
 
-    def _record(self, member_id: str, redis: Redis) -> WorkerRecord | None:
+    def _record(self, member_id: str, redis: SyncClient) -> WorkerRecord | None:
         record = redis.get(f"{{tandem:{self.cluster_id}}}:worker:{member_id}")
         if not isinstance(record, bytes):
             return None

@@ -16,12 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from redis import Redis
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-from redis.retry import Retry
-
-from services.redis_client import CONNECT_TIMEOUT_S, REPLY_TIMEOUT_S
+from services.redis_client import REPLY_TIMEOUT_S, UNREACHABLE, SyncClient, connect_blocking
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +33,8 @@ class ScaleChannel:
         self._on_request = on_request
         self._state: dict[str, object] | None = None
         self._lost = False
-        self._redis = Redis.from_url(
-            redis_url,
-            socket_connect_timeout=CONNECT_TIMEOUT_S,
-            socket_timeout=_TAKE_TIMEOUT_S + REPLY_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-        )
+        self._redis_url = redis_url
+        self._client: SyncClient | None = None
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="scale-requests", daemon=True).start()
@@ -53,15 +44,15 @@ class ScaleChannel:
         self._state = state
         try:
             self._write()
-        except RedisError as error:
+        except UNREACHABLE as error:
             self._note_lost(error)
 
     def _run(self) -> None:
         while True:
             try:
                 self._write()
-                taken = self._redis.brpop([self._requests], timeout=_TAKE_TIMEOUT_S)
-            except RedisError as error:
+                taken = self._redis().brpop([self._requests], timeout=_TAKE_TIMEOUT_S)
+            except UNREACHABLE as error:
                 self._note_lost(error)
                 time.sleep(_RETRY_INTERVAL_S)
                 continue
@@ -79,9 +70,16 @@ class ScaleChannel:
 
     def _write(self) -> None:
         if self._state is not None:
-            self._redis.set(self._pools, json.dumps(self._state))
+            self._redis().set(self._pools, json.dumps(self._state))
 
-    def _note_lost(self, error: RedisError) -> None:
+    def _redis(self) -> SyncClient:
+        """Made here and not at first: one of a Cluster connects when it is made."""
+        if self._client is None:
+            reply_timeout_s = _TAKE_TIMEOUT_S + REPLY_TIMEOUT_S
+            self._client = connect_blocking(self._redis_url, reply_timeout_s=reply_timeout_s)
+        return self._client
+
+    def _note_lost(self, error: BaseException) -> None:
         if not self._lost:
             log.warning("Redis is lost, pools stay as they are: %s", error)
         self._lost = True

@@ -28,10 +28,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
-from redis.exceptions import RedisError
-
 from services.errors import TandemError
 from services.prefix_index.protocol import PrefixIndex
+from services.redis_client import UNREACHABLE
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class Publisher:
         try:
             async with asyncio.timeout(self._config.deadline_s):
                 await self._index.forget(self._worker_id)
-        except (RedisError, TandemError, OSError, TimeoutError) as error:
+        except (*UNREACHABLE, TandemError) as error:
             logger.warning("%s stays in the prefix tree until swept: %r", self._worker_id, error)
 
     async def _run(self) -> None:
@@ -148,7 +147,7 @@ class Publisher:
                     self._in_step = False
                     failures += 1
                     logger.warning("the prefix tree lost step with epoch %s", self.epoch)
-            except (RedisError, TandemError, OSError, TimeoutError) as error:
+            except (*UNREACHABLE, TandemError) as error:
                 # Whether the call was applied is not known, so the log cannot go on.
                 self._in_step = False
                 failures += 1

@@ -22,66 +22,39 @@ learns of a new one for the next look-up. Errors of redis-py pass through. Needs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
-from redis.asyncio import Redis
-from redis.exceptions import NoScriptError
-
 from services.errors import ConfigError
+from services.redis_client import Client
+from services.redis_script import Script
 
 _LUA = Path(__file__).parent / "lua"
 _SHARDS_MAX = 64
 SILENT_S = 60
 
 
-class _Script:
-    """A Lua script, called by its digest and loaded again when the server does not know it."""
-
-    def __init__(self, name: str) -> None:
-        self._text = (_LUA / f"{name}.lua").read_text()
-        self._digest = sha1(self._text.encode(), usedforsecurity=False).hexdigest()
-
-    async def __call__(self, redis: Redis, key: str, *args: bytes | str | int) -> Any:
-        """Loads the script when the server lost it: two more round trips."""
-        try:
-            return await redis.evalsha(self._digest, 1, key, *args)
-        except NoScriptError:
-            await redis.script_load(self._text)
-            return await redis.evalsha(self._digest, 1, key, *args)
-
-    async def on_each(
-        self, redis: Redis, keys: Sequence[str], *args: bytes | str | int
-    ) -> list[Any]:
-        """A reply for each key, in one round trip."""
-        if len(keys) == 1:  # a pipeline costs the client 30 us more
-            return [await self(redis, keys[0], *args)]
-        for attempt in (1, 2):
-            async with redis.pipeline(transaction=False) as pipe:
-                for key in keys:
-                    pipe.evalsha(self._digest, 1, key, *args)
-                try:
-                    return list(await pipe.execute())
-                except NoScriptError:
-                    if attempt == 2:
-                        raise
-            await redis.script_load(self._text)
-        raise AssertionError("unreachable")
-
-
 class RedisIndex:
     """One client's view of a cluster's tree. Any number of them work on the same tree."""
 
-    def __init__(self, redis: Redis, cluster_id: str, *, silent_s: int = SILENT_S) -> None:
+    def __init__(self, redis: Client, cluster_id: str, *, silent_s: int = SILENT_S) -> None:
         """`silent_s`: a slot without a publish for this long may be given to another worker."""
         self._redis = redis
         self._cluster_id = cluster_id
         self._silent_s = silent_s
         self._num_shards = 1  # those known to exist
         self._shard_of: dict[str, int] = {}  # workers whose log was started here
-        self._match, self._publish = _Script("match"), _Script("publish")
-        self._reset, self._sweep = _Script("reset"), _Script("sweep")
+        self._match, self._publish = _script("match"), _script("publish")
+        self._reset, self._sweep = _script("reset"), _script("sweep")
+
+    async def open(self) -> None:
+        """Loads the look-up's script and finds all shards, so that the first look-up is a quick one
+        and misses nobody. Not needed: look-ups do both by and by."""
+        await self._match.load(self._redis)
+        num_shards = 0
+        while num_shards != self._num_shards:
+            num_shards = self._num_shards
+            await self.match([])
 
     async def reset(self, worker_id: str, epoch: str) -> None:
         if not epoch:
@@ -93,7 +66,7 @@ class RedisIndex:
                 raise ConfigError(f"the prefix tree has no room for worker {worker_id}")
             wanted = epoch if placed_in is None else ""
             placed, more = await self._reset(
-                self._redis, self._key(shard), worker_id, wanted, self._silent_s
+                self._redis, [self._key(shard)], worker_id, wanted, self._silent_s
             )
             if placed:
                 placed_in = self._shard_of[worker_id] = shard
@@ -113,9 +86,9 @@ class RedisIndex:
             if found is None:
                 return False
             self._shard_of[worker_id] = found[0]
-        key = self._key(self._shard_of[worker_id])
+        keys = [self._key(self._shard_of[worker_id])]
         args = (worker_id, epoch, sequence_number, b"".join(stored), b"".join(removed))
-        applied = bool(await self._publish(self._redis, key, *args))
+        applied = bool(await self._publish(self._redis, keys, *args))
         if not applied:
             del self._shard_of[worker_id]
         return applied
@@ -132,7 +105,7 @@ class RedisIndex:
         shard, more = 0, 1
         while more and shard < _SHARDS_MAX:
             _, more = await self._reset(
-                self._redis, self._key(shard), worker_id, "", self._silent_s
+                self._redis, [self._key(shard)], worker_id, "", self._silent_s
             )
             shard += 1
 
@@ -172,3 +145,7 @@ class RedisIndex:
 
     async def _hmget(self, shard: int, *fields: str) -> list[Any]:
         return list(await self._redis.hmget(self._key(shard), list(fields)))
+
+
+def _script(name: str) -> Script:
+    return Script((_LUA / f"{name}.lua").read_text())

@@ -2,7 +2,8 @@
 
     record seen, ready, same model            -> may be chosen, if decode once its stream is up
     record expired while Redis is well        -> gone; its stream is closed when no request is on it
-    Redis lost, or back for less than a TTL   -> the last table stands; a stream that is up is alive
+    Redis lost, or back or emptied for less than a TTL
+                                              -> the last table stands; a stream that is up is alive
 
 A record's epoch changes whenever a worker publishes its blocks again; only another process
 (address, pid, start) is another connection. Places nothing and knows no request.
@@ -16,10 +17,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
-
 from services.config import ClusterConfig
+from services.redis_client import UNREACHABLE, Client
 from services.registry import Contract, Load, Registry, WorkerRecord
 from services.router.placement import WorkerSnapshot
 from services.router.pools import read_pools
@@ -75,14 +74,14 @@ class ClusterView:
     """`run` keeps it; everybody else only reads."""
 
     cluster: ClusterConfig
-    redis: Redis
+    redis: Client
     model_fingerprint: str = ""  # empty until the model is loaded: then nothing is compatible
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
     pools_json: bytes | None = None  # as the pool controller wrote it
     _workers: dict[str, KnownWorker] = field(default_factory=dict)
     _leaving: list[WorkerClient] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _redis_run_id: str = ""
+    _data_set: bytes = b""
     _trusted_from: float = 0.0  # monotonic seconds: until then Redis may not know all workers yet
 
     async def run(self) -> None:
@@ -92,7 +91,7 @@ class ClusterView:
             while True:
                 try:
                     await self._poll(registry)
-                except (RedisError, OSError, TimeoutError) as error:
+                except UNREACHABLE as error:
                     self._lose_redis(error)
                 await asyncio.sleep(POLL_INTERVAL_S)
         finally:
@@ -155,15 +154,14 @@ class ClusterView:
         self._changed = asyncio.Event()
 
     async def _poll(self, registry: Registry) -> None:
-        server = await self.redis.info("server")
         records = await registry.read()
+        data_set = await registry.data_set()
         self.pools_json = await read_pools(self.redis, self.cluster.cluster_id)
-        run_id = str(server.get("run_id", ""))
         now = time.monotonic()
-        if self.redis_state != "ok" or run_id != self._redis_run_id:
+        if self.redis_state != "ok" or data_set != self._data_set:
             if self.redis_state == "lost":
                 log.info("Redis answers again")
-            self.redis_state, self._redis_run_id = "ok", run_id
+            self.redis_state, self._data_set = "ok", data_set
             self._trusted_from = now + self.cluster.record_ttl_s
         self._merge({r.worker_id: r for r in records}, complete=now >= self._trusted_from)
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import msgspec
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from services.config import Pool
 from services.errors import BadRequest, NoWorkers
+from services.redis_client import UNREACHABLE, Client
 
 POOLS: tuple[str, ...] = get_args(Pool)
 POOL_SIZE_MAX = 64
@@ -41,7 +40,7 @@ def check_sizes(body: dict[str, Any]) -> dict[str, int]:
     return body
 
 
-async def ask_sizes(redis: Redis, cluster_id: str, sizes: dict[str, int]) -> None:
+async def ask_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> None:
     """Raises NoWorkers when Redis does not answer."""
     key = f"{{tandem:{cluster_id}}}:scale"
     try:
@@ -49,11 +48,11 @@ async def ask_sizes(redis: Redis, cluster_id: str, sizes: dict[str, int]) -> Non
             pipe.lpush(key, msgspec.json.encode(sizes))
             pipe.ltrim(key, 0, _PENDING_MAX - 1)
             await pipe.execute()
-    except (RedisError, OSError) as error:
+    except UNREACHABLE as error:
         raise NoWorkers("pool sizes cannot be set: Redis does not answer") from error
 
 
-async def read_pools(redis: Redis, cluster_id: str) -> bytes | None:
+async def read_pools(redis: Client, cluster_id: str) -> bytes | None:
     """As the controller wrote them; None without a controller. Errors of redis-py pass through."""
     value = await redis.get(f"{{tandem:{cluster_id}}}:pools")
     return value.encode() if isinstance(value, str) else value

@@ -16,14 +16,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
-from redis.asyncio import Redis
 
 from services.config import RouterConfig
 from services.errors import ConfigError
 from services.models.source import resolve
 from services.models.tokenizer import Tokenizer
 from services.prefix_index.redis import RedisIndex
-from services.redis_client import connect
+from services.redis_client import Client, connect
 from services.router.cluster_view import ClusterView
 from services.router.dispatch import Dispatcher
 from services.router.generate import Generator, LoadedModel
@@ -47,7 +46,7 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._stopping = asyncio.Event()
-        self._redis: Redis = connect(config.cluster.redis_url)
+        self._redis: Client = connect(config.cluster.redis_url)
         self._metrics = Metrics()
         self.view = ClusterView(config.cluster, self._redis)
         self._metrics.watch(self.view)

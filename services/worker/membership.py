@@ -11,18 +11,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from services.config import ClusterConfig
 from services.engine.types import StepReport
 from services.prefix_index.publisher import Publisher
 from services.prefix_index.redis import RedisIndex
-from services.redis_client import connect
+from services.redis_client import UNREACHABLE, connect
 from services.registry import Contract, Registry, WorkerRecord
 
 log = logging.getLogger(__name__)
-
-_UNREACHABLE = (RedisError, OSError, TimeoutError)
 
 
 class Membership:
@@ -54,7 +50,7 @@ class Membership:
             try:
                 await self._registry.check_contract(contract)
                 break
-            except _UNREACHABLE as error:
+            except UNREACHABLE as error:
                 self._note_unreachable(error)
                 await asyncio.sleep(self._cluster.record_interval_s)
         self._publisher.start()
@@ -74,7 +70,7 @@ class Membership:
             if not self._reachable:
                 log.info("Redis answers again")
             self._reachable = True
-        except _UNREACHABLE as error:
+        except UNREACHABLE as error:
             self._note_unreachable(error)
 
     async def leave(self) -> None:
@@ -85,7 +81,7 @@ class Membership:
             await self._publisher.aclose()
             await self._registry.remove(self._worker_id)
             await self._index.forget(self._worker_id)
-        except _UNREACHABLE as error:
+        except UNREACHABLE as error:
             self._note_unreachable(error)
         await self._redis.aclose()
 
