@@ -34,6 +34,7 @@ from services.router.admission import TtftLimit, wait_s
 from services.router.cluster_view import ClusterView
 from services.router.metrics import Metrics
 from services.router.placement import Placement, Work, choose
+from services.router.reasons import reason_of
 from services.router.request import GenerationRequest
 from services.router.worker_client import Attempt
 from services.rpc.tandem.v1 import worker_pb2 as pb
@@ -68,6 +69,7 @@ class Job:
     refused: set[str] = field(default_factory=set)  # epochs of workers that did not take it
     retry_after_s: float | None = None  # the shortest that a full worker named
     placement: Placement | None = None
+    reason: str = ""  # for the placement, in one line
     timings: pb.SequenceTimings | None = None
 
 
@@ -121,7 +123,10 @@ class Dispatcher:
         assert client is not None
         message = _submission(job, placement, matches)
         job.num_submissions += 1
-        log.debug("request %s: %s", job.request.request_id, placement.reason)
+        kind = reason_of(self._work(job), placement, matches)
+        job.reason = f"{kind}: {placement.reason}"
+        self._metrics.placements.labels(reason=kind).inc()
+        log.debug("request %s: %s", job.request.request_id, job.reason)
         if not placement.prefill_candidates:
             return client.submit(message, tokens_to_prefill=placement.tokens_missing)
         first = placement.prefill_candidates[0]
@@ -154,8 +159,7 @@ class Dispatcher:
                 return
 
     async def _place(self, job: Job, matches: dict[str, int]) -> Placement:
-        contract = self._view.contract()
-        work = Work(len(job.token_ids), contract.block_size if contract else 16)
+        work = self._work(job)
         refused = frozenset(job.refused)
         while True:
             workers = self._view.snapshots()
@@ -169,6 +173,10 @@ class Dispatcher:
                     retry_after_s=job.retry_after_s,
                 )
             await self._hold(refused)
+
+    def _work(self, job: Job) -> Work:
+        contract = self._view.contract()
+        return Work(len(job.token_ids), contract.block_size if contract else 16)
 
     def _admit(self, job: Job, work: Work, placement: Placement) -> None:
         """Raises Overloaded. Who was submitted once is in: it moves, it is not sent away."""

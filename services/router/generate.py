@@ -166,7 +166,7 @@ class Generator:
                     ),
                     finish_reason=piece.finish_reason,
                     prompt_token_ids=job.token_ids if num_sent == 0 else None,
-                    placement=job.placement.reason if job.placement else "",
+                    placement=job.reason,
                 )
                 num_sent += len(piece.token_ids)
                 self._metrics.generation_tokens.inc(len(piece.token_ids))

@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from services.config import RouterConfig
 from services.errors import BadRequest, ConfigError, TandemError
 from services.router.generate import Delta, Generator
+from services.router.reasons import PLACEMENT_HEADER, asks
 from services.router.request import (
     Conversation,
     GenerationRequest,
@@ -96,8 +97,12 @@ class GrpcApi:
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
             request = parse_request(body)
+            wants_placement = asks(_metadata(context).get(PLACEMENT_HEADER))
             async with aclosing(self._generator.generate(request)) as deltas:
                 async for delta in deltas:
+                    if delta.prompt_token_ids is not None and wants_placement:
+                        placement = ((PLACEMENT_HEADER, delta.placement),)
+                        await context.send_initial_metadata(placement)
                     yield _response(request.request_id, delta)
         except TandemError as error:
             await _abort(context, error)
@@ -181,6 +186,12 @@ def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
             )
         )
     return response
+
+
+def _metadata(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+    """What the client sent, by key; binary values are left out."""
+    sent = context.invocation_metadata() or ()
+    return {key: value for key, value in sent if isinstance(value, str)}
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:

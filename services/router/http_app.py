@@ -30,9 +30,7 @@ from services.router.openai_requests import (
     parse_chat,
     parse_completion,
 )
-
-EXPLAIN_HEADER = "x-tandem-explain"  # sent by a client: "1" asks for the next one in the answer
-PLACEMENT_HEADER = "x-tandem-placement"
+from services.router.reasons import PLACEMENT_HEADER, asks
 
 Parse = Callable[[dict[str, Any], str], ParsedRequest]
 
@@ -117,7 +115,7 @@ def _add_operations(app: FastAPI, generator: Generator, metrics: Metrics) -> Non
 
 
 def _headers(request: Request, delta: Delta) -> dict[str, str]:
-    if request.headers.get(EXPLAIN_HEADER) in (None, "", "0"):
+    if not asks(request.headers.get(PLACEMENT_HEADER)):
         return {}
     return {PLACEMENT_HEADER: delta.placement}
 

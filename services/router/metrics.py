@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.router.reasons import REASONS
+
 if TYPE_CHECKING:
     from services.router.cluster_view import ClusterView
 
@@ -80,6 +82,14 @@ class Metrics:
             "Placements without the prefix tree: its deadline passed, or Redis is lost",
             registry=registry,
         )
+        self.placements = Counter(
+            "tandem:placements",
+            "Submissions to workers, by why they went there",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in REASONS:
+            self.placements.labels(reason=reason)
         self.refusals = Counter(
             "tandem:worker_refusals",
             "Submissions that a worker did not take",

@@ -151,6 +151,20 @@ async def test_too_large_a_message(channel: grpc.aio.Channel) -> None:
     assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_placement_is_explained_on_request(
+    router: RunningRouter, channel: grpc.aio.Channel
+) -> None:
+    router.script(saying([1000]))
+    request = pb.GenerateRequest(text="x", max_tokens=1)
+    lines = []
+    for metadata in ((("x-tandem-placement", "1"),), ()):
+        call = InferenceStub(channel).Generate(request, timeout=20, metadata=metadata)
+        await read(call)
+        lines.append(dict(await call.initial_metadata()).get("x-tandem-placement"))
+    assert lines[0].startswith("load: decode=decode-")
+    assert lines[1] is None
+
+
 async def test_full_queues_say_when_to_retry(
     router: RunningRouter, channel: grpc.aio.Channel
 ) -> None:

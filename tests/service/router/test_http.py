@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 
 import openai
@@ -218,13 +219,25 @@ async def test_answers_do_not_wait_for_delayed_acks(router: RunningRouter) -> No
     assert min(taken_s) < 0.03
 
 
-async def test_placement_is_explained_on_request(router: RunningRouter) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_placement_is_explained_on_request(router: RunningRouter, stream: bool) -> None:
     router.script(saying(ids(router, "ok")))
-    body = {"prompt": "x"}
-    answer = await router.http.post("/v1/completions", json=body, headers={"x-tandem-explain": "1"})
-    assert answer.headers["x-tandem-placement"].startswith("decode=decode-")
-    answer = await router.http.post("/v1/completions", json=body)
-    assert "x-tandem-placement" not in answer.headers
+    counted = await _placements(router)
+    body = {"prompt": "x", "stream": stream}
+    asking = {"x-tandem-placement": "1"}
+    answer = await router.http.post("/v1/completions", json=body, headers=asking)
+    line = answer.headers["x-tandem-placement"]
+    assert re.fullmatch(r"load: decode=decode-[01] cost=\d+ms cached=0/1 .*; prefill=none", line)
+    for headers in ({}, {"x-tandem-placement": "0"}):
+        answer = await router.http.post("/v1/completions", json=body, headers=headers)
+        assert "x-tandem-placement" not in answer.headers
+    assert await _placements(router) == counted + 3
+
+
+async def _placements(router: RunningRouter) -> float:
+    page = (await router.http.get("/metrics")).text
+    (value,) = re.findall(r'^tandem:placements_total{reason="load"} (.*)$', page, re.MULTILINE)
+    return float(value)
 
 
 async def test_a_body_over_the_bound_is_413(router: RunningRouter) -> None:
