@@ -21,17 +21,19 @@ learns of a new one for the next look-up. Errors of redis-py pass through. Needs
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from services.errors import ConfigError
-from services.redis_client import Client
+from services.redis_client import Client, warm
 from services.redis_script import Script
 
 _LUA = Path(__file__).parent / "lua"
 _SHARDS_MAX = 64
 SILENT_S = 60
+LOOKUPS_AT_ONCE_MAX = 8  # each has a connection of its own; Redis takes one at a time anyhow
 
 
 class RedisIndex:
@@ -44,12 +46,14 @@ class RedisIndex:
         self._silent_s = silent_s
         self._num_shards = 1  # those known to exist
         self._shard_of: dict[str, int] = {}  # workers whose log was started here
+        self._turns = asyncio.Semaphore(LOOKUPS_AT_ONCE_MAX)
         self._match, self._publish = _script("match"), _script("publish")
         self._reset, self._sweep = _script("reset"), _script("sweep")
 
     async def open(self) -> None:
-        """Loads the look-up's script and finds all shards, so that the first look-up is a quick one
-        and misses nobody. Not needed: look-ups do both by and by."""
+        """Opens connections, loads the look-up's script and finds all shards, so that a first burst
+        of look-ups is quick and misses nobody. Not needed: they do all of it by and by."""
+        await warm(self._redis, LOOKUPS_AT_ONCE_MAX)
         await self._match.load(self._redis)
         num_shards = 0
         while num_shards != self._num_shards:
@@ -94,7 +98,9 @@ class RedisIndex:
         return applied
 
     async def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        replies = await self._match.on_each(self._redis, self._keys(), b"".join(block_hashes))
+        chain = b"".join(block_hashes)
+        async with self._turns:  # waiting is shorter than opening a connection
+            replies = await self._match.on_each(self._redis, self._keys(), chain)
         self._learn(replies[-1][0])
         return {
             reply[i].decode(): reply[i + 1] for reply in replies for i in range(1, len(reply), 2)

@@ -22,7 +22,7 @@ from services.errors import ConfigError
 from services.models.source import resolve
 from services.models.tokenizer import Tokenizer
 from services.prefix_index.redis import RedisIndex
-from services.redis_client import Client, connect
+from services.redis_client import REPLY_TIMEOUT_S, UNREACHABLE, Client, connect
 from services.router.cluster_view import ClusterView
 from services.router.dispatch import Dispatcher
 from services.router.generate import Generator, LoadedModel
@@ -50,8 +50,8 @@ class Router:
         self._metrics = Metrics()
         self.view = ClusterView(config.cluster, self._redis)
         self._metrics.watch(self.view)
-        lookup = RedisIndex(self._redis, config.cluster.cluster_id)
-        dispatcher = Dispatcher(config, self.view, lookup, self._metrics)
+        self._index = RedisIndex(self._redis, config.cluster.cluster_id)
+        dispatcher = Dispatcher(config, self.view, self._index, self._metrics)
         self.generator = Generator(config, self.view, dispatcher, self._metrics)
         self._grpc = GrpcApi(config, self.generator)
         self.http_port = 0
@@ -104,7 +104,9 @@ class Router:
         await self._redis.aclose()
 
     async def _load_and_watch(self) -> None:
-        model = await asyncio.to_thread(_load, self._config)
+        model, _ = await asyncio.gather(
+            asyncio.to_thread(_load, self._config), self._open_prefix_tree()
+        )
         # Only now is it known which workers serve the same model.
         self.view.model_fingerprint = model.folder.fingerprint
         self.generator.model = model
@@ -121,6 +123,13 @@ class Router:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_INTERVAL_S):
                     await self.view.wait_change()
+
+    async def _open_prefix_tree(self) -> None:
+        try:
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                await self._index.open()
+        except UNREACHABLE as error:
+            log.warning("the prefix tree is not there yet: %r", error)
 
     def _app_config(self) -> uvicorn.Config:
         app = make_app(self._config, self.generator, self.view, self._metrics)

@@ -9,6 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from services.prefix_index.redis import RedisIndex
+from services.redis_client import connect
 
 pytestmark = pytest.mark.service
 
@@ -79,6 +80,23 @@ async def test_a_client_learns_of_further_shards_by_looking_up(
         assert await index.publish(f"w{i}", "1", 0, blocks, [])
     fresh = RedisIndex(redis_client, cluster_id)
     assert [len(await fresh.match(blocks)) for _ in range(4)] == [31, 62, 70, 70]
+
+
+async def test_a_first_burst_opens_no_connection_and_misses_no_shard(
+    index: RedisIndex, redis_url: str, redis_client: Redis, cluster_id: str
+) -> None:
+    blocks = chain("a", 3)
+    for i in range(70):
+        await index.reset(f"w{i}", "1")
+        assert await index.publish(f"w{i}", "1", 0, blocks, [])
+    await redis_client.script_flush()
+    async with connect(redis_url) as fresh:
+        reader = RedisIndex(fresh, cluster_id)
+        await reader.open()
+        before = (await redis_client.info("stats"))["total_connections_received"]
+        found = await asyncio.gather(*(reader.match(blocks) for _ in range(200)))
+        assert (await redis_client.info("stats"))["total_connections_received"] == before
+        assert {len(each) for each in found} == {70}
 
 
 async def test_a_slot_dropped_while_a_round_is_under_way_waits_for_the_next_round(
