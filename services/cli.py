@@ -49,6 +49,14 @@ def up(
     warm_blocks: Annotated[
         int, typer.Option(help="KV blocks that a new worker adopts from its peers; 0: none")
     ] = 0,
+    ttft_limit: Annotated[
+        float,
+        typer.Option(min=0.0, help="seconds to a first token; refuse what waits longer; 0: off"),
+    ] = 120.0,
+    trust_tenant_header: Annotated[
+        bool,
+        typer.Option("--trust-tenant-header", help="heed x-tandem-tenant; only behind a gateway"),
+    ] = False,
     redis: Annotated[str, typer.Option(help="URL of a Redis to use; default: its own")] = "",
     die_with_parent: Annotated[
         int, typer.Option(metavar="PID", help="stop when the parent, process PID, ends")
@@ -86,6 +94,10 @@ def up(
             verify_blocks=verify_blocks,
             warm_blocks=warm_blocks,
             engine=tuple(part for k, v in engine.items() for part in (f"--{k}", str(v))),
+            router=(
+                *("--ttft-limit", str(ttft_limit)),
+                *(["--trust-tenant-header"] if trust_tenant_header else []),
+            ),
         )
         status = launch(options)
     except ConfigError as error:

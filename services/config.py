@@ -170,6 +170,7 @@ class RouterConfig:
     # Refused early: a request whose first token is predicted to come later. 0: none is.
     ttft_limit_s: float = 120.0
     ttft_limit_token_s: float = 0.0  # more for each token of the prompt
+    trust_tenant_header: bool = False  # only behind a gateway that sets `x-tandem-tenant` itself
 
     def __post_init__(self) -> None:
         for name in ("body_bytes_max", "hold_requests_max", "tokenizer_processes"):

@@ -31,6 +31,7 @@ class LaunchOptions:
     verify_blocks: str = "off"
     warm_blocks: int = 0  # that a new worker adopts from its peers
     engine: tuple[str, ...] = ()  # options of every worker, such as --dtype float32
+    router: tuple[str, ...] = ()  # options of every router, such as --ttft-limit 10
 
     def __post_init__(self) -> None:
         for name, port in (("--port", self.http_port), ("--grpc-port", self.grpc_port)):
@@ -90,6 +91,7 @@ def _router(options: LaunchOptions, model: Path) -> PoolCommand:
     command = [sys.executable, "-m", "services.router", "--model", str(model)]
     command += ["--router-id", "{id}", "--host", options.host]
     command += ["--http-port", "{http_port}", "--grpc-port", "{grpc_port}"]
+    command += options.router
     ports = {"http_port": options.http_port, "grpc_port": options.grpc_port}
     return PoolCommand(command, ports=ports)
 

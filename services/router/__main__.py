@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
             tokenizer_processes=args.tokenizer_processes,
             ttft_limit_s=args.ttft_limit,
             ttft_limit_token_s=args.ttft_limit_token,
+            trust_tenant_header=args.trust_tenant_header,
         )
         from services.router.server import serve
 
@@ -55,6 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--ttft-limit-token", type=float, default=0.0, help="seconds more for each prompt token"
+    )
+    parser.add_argument(
+        "--trust-tenant-header",
+        action="store_true",
+        help="heed x-tandem-tenant; only behind a gateway that sets it and drops a client's own",
     )
     return parser
 

@@ -62,6 +62,7 @@ class Job:
     block_hashes: list[bytes]
     max_tokens: int
     stop_token_ids: list[int]
+    cache_salt: bytes = b""
     made: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     num_submissions: int = 0
@@ -266,6 +267,7 @@ def _submission(job: Job, placement: Placement, matches: Mapping[str, int]) -> p
             ),
             max_tokens=job.max_tokens,
             stop_token_ids=job.stop_token_ids,
+            cache_salt=job.cache_salt,
         ),
         prefill_candidates=[
             pb.PrefillCandidate(

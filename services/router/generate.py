@@ -26,6 +26,7 @@ from services.router.dispatch import Dispatcher, Job
 from services.router.metrics import Metrics
 from services.router.prompts import Chain, PromptPreparer
 from services.router.request import GenerationRequest
+from services.router.tenants import cache_salt
 from services.router.text import TextStream
 
 log = logging.getLogger(__name__)
@@ -186,7 +187,8 @@ class Generator:
             max_model_len=max_model_len,
         )
         contract = self._view.contract()
-        chain = Chain.of(contract) if contract else None
+        salt = cache_salt(self.config.cluster.token, request.tenant)
+        chain = Chain.of(contract, salt) if contract else None
         prepared = await model.preparer.prepare(request.prompt, chain)
         seed = request.sampling.seed
         stop_token_ids = set(request.stop_token_ids)
@@ -201,6 +203,7 @@ class Generator:
                 len(prepared.token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
             ),
             stop_token_ids=sorted(stop_token_ids),
+            cache_salt=salt,
         )
 
     def _observe_latency(self, elapsed_s: float, num_tokens: int, *, first: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import grpc
@@ -30,6 +31,7 @@ from services.router.request import (
     Sampling,
     refusal,
 )
+from services.router.tenants import TENANT_HEADER, read_tenant
 from services.rpc.options import SERVER_OPTIONS
 from services.rpc.tandem.v1 import inference_pb2 as pb
 
@@ -42,6 +44,7 @@ class GrpcApi:
     """`start` binds; `set_ready` is what the health service says; `stop` drains."""
 
     def __init__(self, config: RouterConfig, generator: Generator) -> None:
+        self._config = config
         self._generator = generator
         self._address = f"{config.host}:{config.grpc_port}"
         self._server = grpc.aio.server(
@@ -96,8 +99,10 @@ class GrpcApi:
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
-            request = parse_request(body)
-            wants_placement = asks(_metadata(context).get(PLACEMENT_HEADER))
+            named = _metadata(context, TENANT_HEADER)
+            tenant = read_tenant(named, trusted=self._config.trust_tenant_header)
+            request = replace(parse_request(body), tenant=tenant)
+            wants_placement = any(map(asks, _metadata(context, PLACEMENT_HEADER)))
             async with aclosing(self._generator.generate(request)) as deltas:
                 async for delta in deltas:
                     if delta.prompt_token_ids is not None and wants_placement:
@@ -188,10 +193,10 @@ def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
     return response
 
 
-def _metadata(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
-    """What the client sent, by key; binary values are left out."""
+def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> list[str]:
+    """All that the client sent under this key."""
     sent = context.invocation_metadata() or ()
-    return {key: value for key, value in sent if isinstance(value, str)}
+    return [str(value) for key, value in sent if key == name]
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:

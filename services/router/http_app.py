@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -31,6 +32,7 @@ from services.router.openai_requests import (
     parse_completion,
 )
 from services.router.reasons import PLACEMENT_HEADER, asks
+from services.router.tenants import TENANT_HEADER, read_tenant
 
 Parse = Callable[[dict[str, Any], str], ParsedRequest]
 
@@ -56,7 +58,9 @@ def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) ->
         body = await read_json_object(request, config.body_bytes_max)
         parsed = parse(body, uuid.uuid4().hex)
         replies = Replies(parsed, generator.served_name)
-        deltas = generator.generate(parsed.request)
+        sent = request.headers.getlist(TENANT_HEADER)
+        tenant = read_tenant(sent, trusted=config.trust_tenant_header)
+        deltas = generator.generate(replace(parsed.request, tenant=tenant))
         if parsed.stream:
             first = await first_delta(request, deltas)
             return EventStream(first, deltas, replies, _headers(request, first))

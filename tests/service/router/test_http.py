@@ -219,6 +219,14 @@ async def test_answers_do_not_wait_for_delayed_acks(router: RunningRouter) -> No
     assert min(taken_s) < 0.03
 
 
+async def test_a_tenant_header_is_ignored_unless_trusted(router: RunningRouter) -> None:
+    router.script(saying(ids(router, "ok")))
+    headers = {"x-tandem-tenant": "acme"}
+    await router.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    (submit,) = router.submitted
+    assert submit.input.cache_salt == b""  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_placement_is_explained_on_request(router: RunningRouter, stream: bool) -> None:
     router.script(saying(ids(router, "ok")))

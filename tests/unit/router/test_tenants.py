@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.block_hash import HASH_BYTES
+from services.errors import BadRequest
+from services.router.tenants import TENANT_CHARACTERS_MAX, cache_salt, read_tenant
+
+
+def test_a_header_that_is_not_trusted_is_ignored() -> None:
+    assert read_tenant(["acme"], trusted=False) == ""
+    assert read_tenant(["a", "b"], trusted=False) == ""
+    assert read_tenant(["\n"], trusted=False) == ""
+
+
+def test_a_trusted_one_names_the_tenant() -> None:
+    assert read_tenant([" acme "], trusted=True) == "acme"
+    assert read_tenant([], trusted=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["acme", "other"], "was sent 2 times; one is allowed"),
+        ([""], "must be 1 to 128 printable characters"),
+        (["x" * (TENANT_CHARACTERS_MAX + 1)], "must be 1 to 128 printable characters"),
+        (["a\x00b"], "must be 1 to 128 printable characters"),
+    ],
+)
+def test_what_names_nobody_clearly_is_refused(values: list[str], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        read_tenant(values, trusted=True)
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+def test_each_tenant_has_a_salt_that_depends_on_the_secret(one: str, other: str) -> None:
+    salt = cache_salt("secret", one)
+    assert len(salt) == HASH_BYTES
+    assert salt != cache_salt("another secret", one)
+    assert (salt == cache_salt("secret", other)) is (one == other)
+
+
+def test_without_a_tenant_there_is_no_salt() -> None:
+    assert cache_salt("secret", "") == b""
