@@ -107,6 +107,13 @@ def _add_operations(app: FastAPI, generator: Generator, metrics: Metrics) -> Non
         """The process answers; see /ready for whether requests are served."""
         return JsonResponse({"status": "ok"})
 
+    @app.get("/started")
+    async def started() -> Response:
+        """The model is loaded: requests are taken, and wait while no decode worker is there."""
+        if generator.model is None:
+            return error_response(NoWorkers(generator.not_ready_reason(), retry_after_s=1.0))
+        return JsonResponse({"status": "started"})
+
     @app.get("/ready")
     async def ready() -> Response:
         if reason := generator.not_ready_reason():

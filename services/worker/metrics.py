@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    make_wsgi_app,
+    start_http_server,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -17,6 +23,7 @@ from services.registry import Load
 from services.worker.lease import PullStats
 from services.worker.messages import PullsSettled, ReaderRenewed, TransferReply
 from services.worker.peers import Peer
+from services.worker.probes import Probes
 
 _HELP = {
     "num_running": "Sequences in the batch",
@@ -153,10 +160,12 @@ class WorkerMetrics:
         port: int,
         load: Callable[[], Load],
         pairs: Callable[[], Mapping[str, PairRate]],
+        probes: Probes,
     ) -> int:
-        """Starts the endpoint; returns its port."""
+        """Starts the endpoint, which answers probes, too; returns its port."""
         self._registry.register(_Gauges(self._labels, load, pairs))
         server, _ = start_http_server(port, addr=host, registry=self._registry)
+        server.set_app(probes.around(make_wsgi_app(self._registry)))
         return int(server.server_address[1])
 
     def _counter(self, name: str, help_text: str, *more_labels: str) -> Counter:

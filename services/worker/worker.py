@@ -32,11 +32,12 @@ from services.worker.decode_service import DecodeService
 from services.worker.engine_link import EngineLink
 from services.worker.lease import ReaderLease
 from services.worker.membership import Membership
-from services.worker.messages import Ready, Report, TransferBroken, TransferReply
+from services.worker.messages import ListChains, Ready, Report, TransferBroken, TransferReply
 from services.worker.metrics import WorkerMetrics
 from services.worker.peers import Peers
 from services.worker.prefill_service import PrefillService
 from services.worker.prefix_pull import PrefixPuller
+from services.worker.probes import Probes
 from services.worker.pulls import Puller
 from services.worker.rates import Rates
 from services.worker.servicer import Servicer
@@ -110,6 +111,7 @@ class Worker:
         self.link.on_report = self._on_report
         self.link.on_final = self.prefill.on_final_blocks
         self.link.on_transfer = self._on_transfer
+        probes = asyncio.create_task(self._probes.turn_for_ever())
         self.state = "ready"
         try:
             if await self._unless_stopped(membership.join(self.contract)):
@@ -128,6 +130,7 @@ class Worker:
             await server.stop(None)  # at once: no stream may wait for an engine that is gone
             raise
         finally:
+            probes.cancel()
             await self.peers.aclose()
             await membership.leave()
             self.decode.end_streams()
@@ -147,7 +150,7 @@ class Worker:
         self.contract = Contract(
             model_fingerprint=ready.model_fingerprint,
             compute_dtype=ready.compute_dtype,
-            numerics=config.engine.numerics,
+            numerics=ready.numerics,
             block_size=config.engine.block_size,
             kv_dtype=ready.kv_dtype,
             layout=ready.layout,
@@ -168,6 +171,7 @@ class Worker:
         prefixes = PrefixPuller(
             config, self.contract, self.peers, self.rates, self._metrics, make_lease
         )
+        self._probes = Probes(lambda: self.state, lambda: self.link.send(ListChains(0, 0)))
         self._warmer = Warmer(config, self.link, prefixes, self._metrics)
         self.prefill = PrefillService(
             config,
@@ -191,7 +195,7 @@ class Worker:
             max_model_len=ready.max_model_len,
         )
         port = self._metrics.serve(
-            config.host, config.metrics_port, self.load, lambda: self.rates.pairs
+            config.host, config.metrics_port, self.load, lambda: self.rates.pairs, self._probes
         )
         self._metrics_address = f"{config.host}:{port}"
 

@@ -94,6 +94,7 @@ async def test_holds_requests_while_there_is_no_decode_worker(setup: Setup) -> N
 async def test_is_not_ready_when_the_workers_serve_another_model(setup: Setup) -> None:
     wrong = await setup.add_worker("decode-0", fingerprint="another model")
     await eventually(lambda: len(setup.router.view.known()) == 1)
+    assert (await setup.http.get("/started")).status_code == 200  # it takes requests, which wait
     answer = await setup.http.get("/ready")
     assert answer.status_code == 503
     assert "another model" in answer.json()["error"]["message"]

@@ -1,0 +1,67 @@
+"""What Kubernetes' probes ask of a worker, answered beside its metrics, on the same port.
+
+    /health   200; 503 when the event loop stands still
+    /ready    200 while the worker takes work; 503 before, and while it drains
+
+The thread that serves metrics answers, so an answer comes also when the event loop hangs. A hung
+engine is ended by the worker itself (`Worker._watch_engine`), and its process with it; so that one
+is found before a request meets it, an idle engine is asked something now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+LOOP_HANG_S = 15.0
+ASK_INTERVAL_S = 10.0
+_TURN_S = 1.0
+_App = Callable[[dict[str, Any], Any], Iterable[bytes]]
+
+
+class Probes:
+    """`turn_for_ever` runs on the event loop; the other methods in any thread."""
+
+    def __init__(self, state: Callable[[], str], ask_engine: Callable[[], None]) -> None:
+        """`ask_engine` makes an engine that has nothing to do report once."""
+        self._state = state
+        self._ask_engine = ask_engine
+        self._turned_at = time.monotonic()
+
+    async def turn_for_ever(self) -> None:
+        asked_at = time.monotonic()
+        while True:
+            await asyncio.sleep(_TURN_S)
+            self._turned_at = time.monotonic()
+            if self._turned_at - asked_at >= ASK_INTERVAL_S:
+                asked_at = self._turned_at
+                self._ask_engine()
+
+    def unhealthy_reason(self) -> str:
+        """Empty while all is well."""
+        stands_s = time.monotonic() - self._turned_at
+        return f"the event loop stands still for {stands_s:.0f} s" if stands_s > LOOP_HANG_S else ""
+
+    def not_ready_reason(self) -> str:
+        """Empty while the worker takes work."""
+        state = self._state()
+        return "" if state == "ready" else f"the worker is {state}"
+
+    def around(self, metrics: _App) -> _App:
+        """A WSGI application that answers probes, and leaves every other path to `metrics`."""
+
+        def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+            match environ["PATH_INFO"]:
+                case "/health":
+                    reason = self.unhealthy_reason()
+                case "/ready":
+                    reason = self.not_ready_reason()
+                case _:
+                    return metrics(environ, start_response)
+            status = "503 Service Unavailable" if reason else "200 OK"
+            start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+            return [f"{reason or 'ok'}\n".encode()]
+
+        return app

@@ -1,0 +1,67 @@
+"""What probes see over HTTP, of an event loop that turns and of one that stands still."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from services.registry import Load
+from services.worker import probes
+from services.worker.metrics import WorkerMetrics
+from services.worker.probes import Probes
+
+
+class Served:
+    """Probes on a real port, with a state that tests set and the engine's questions."""
+
+    def __init__(self) -> None:
+        self.state = "ready"
+        self.asked: asyncio.Queue[None] = asyncio.Queue()
+        self.probes = Probes(lambda: self.state, lambda: self.asked.put_nowait(None))
+        metrics = WorkerMetrics(worker_id="p0", role="prefill")
+        port = metrics.serve("127.0.0.1", 0, Load, dict, self.probes)
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}")
+
+    def get(self, path: str) -> tuple[int, str]:
+        reply = self._client.get(path)
+        return reply.status_code, reply.text
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    monkeypatch.setattr(probes, "_TURN_S", 0.01)
+    monkeypatch.setattr(probes, "ASK_INTERVAL_S", 0.03)
+    return Served()
+
+
+def test_a_worker_that_drains_is_healthy_and_not_ready(served: Served) -> None:
+    assert served.get("/ready") == (200, "ok\n")
+    served.state = "draining"
+    assert served.get("/ready") == (503, "the worker is draining\n")
+    assert served.get("/health") == (200, "ok\n")
+    assert "tandem_blocks_used" in served.get("/metrics")[1]
+
+
+async def test_a_loop_that_stands_still_is_seen(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "LOOP_HANG_S", 0.2)
+    turning = asyncio.create_task(served.probes.turn_for_ever())
+    for _ in range(3):
+        await asyncio.sleep(0.15)
+        assert served.probes.unhealthy_reason() == ""
+    turning.cancel()
+    await asyncio.sleep(0.3)
+    status, reason = served.get("/health")
+    assert status == 503
+    assert reason.startswith("the event loop stands still")
+
+
+async def test_an_idle_engine_is_asked_now_and_then(served: Served) -> None:
+    turning = asyncio.create_task(served.probes.turn_for_ever())
+    async with asyncio.timeout(5):
+        for _ in range(3):
+            await served.asked.get()
+    turning.cancel()
