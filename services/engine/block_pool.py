@@ -192,6 +192,10 @@ class BlockPool:
         self._stored, self._removed = {}, {}
         return stored, removed
 
+    def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
+        """Hashes that `match` finds, from `first` on and before `end`; empty `end`: to the last."""
+        return [h for h in self._by_hash if first <= h and (not end or h < end)]
+
     def hot_chains(self, blocks_max: int) -> list[list[bytes]]:
         """Hashes of the most lately used chains, each from its root on.
 

@@ -188,6 +188,10 @@ class Engine:
         """Hashes of the chains used last, root to leaf; `blocks_max` different blocks at most."""
         return self._pool.hot_chains(blocks_max)
 
+    def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
+        """Hashes held here from `first` on and before `end`; empty `end`: to the last."""
+        return self._pool.block_hashes(first, end)
+
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
         """Ends a sequence or chain in any state and frees its blocks; an unknown one is no error.
 

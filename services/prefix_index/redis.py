@@ -7,6 +7,7 @@ it. Keys of shard 0, 1, ... of a cluster, all in the hash slot of their shard's 
         live        mask of slots whose bits count; dropping a bit forgets a worker at once
         dirty       mask of slots that were dropped and whose bits were not swept yet
         sweeping    mask of slots that this round of the sweep clears; cursor: its next bucket
+        entries     how many blocks the buckets have; swept: entries that lost a dropped slot's bit
         next        1 when a worker found this shard full, so that there is a further shard
         slot:ID     the slot of worker ID; and of each live slot N:
         worker:N    its worker; epoch:N, seq:N  its log's epoch and next sequence number;
@@ -40,7 +41,7 @@ class RedisIndex:
     """One client's view of a cluster's tree. Any number of them work on the same tree."""
 
     def __init__(self, redis: Client, cluster_id: str, *, silent_s: int = SILENT_S) -> None:
-        """`silent_s`: a slot without a publish for this long may be given to another worker."""
+        """`silent_s`: a worker that publishes nothing for this long is dropped by the sweep."""
         self._redis = redis
         self._cluster_id = cluster_id
         self._silent_s = silent_s
@@ -48,7 +49,7 @@ class RedisIndex:
         self._shard_of: dict[str, int] = {}  # workers whose log was started here
         self._turns = asyncio.Semaphore(LOOKUPS_AT_ONCE_MAX)
         self._match, self._publish = _script("match"), _script("publish")
-        self._reset, self._sweep = _script("reset"), _script("sweep")
+        self._reset, self._sweep = _script("drop", "reset"), _script("drop", "sweep")
 
     async def open(self) -> None:
         """Opens connections, loads the look-up's script and finds all shards, so that a first burst
@@ -70,7 +71,7 @@ class RedisIndex:
                 raise ConfigError(f"the prefix tree has no room for worker {worker_id}")
             wanted = epoch if placed_in is None else ""
             placed, more = await self._reset(
-                self._redis, [self._key(shard)], worker_id, wanted, self._silent_s
+                self._redis, [self.key(shard)], worker_id, wanted, self._silent_s
             )
             if placed:
                 placed_in = self._shard_of[worker_id] = shard
@@ -86,11 +87,11 @@ class RedisIndex:
         removed: Sequence[bytes],
     ) -> bool:
         if worker_id not in self._shard_of:
-            found = await self._find(worker_id)
+            found = await self.find(worker_id)
             if found is None:
                 return False
             self._shard_of[worker_id] = found[0]
-        keys = [self._key(self._shard_of[worker_id])]
+        keys = [self.key(self._shard_of[worker_id])]
         args = (worker_id, epoch, sequence_number, b"".join(stored), b"".join(removed))
         applied = bool(await self._publish(self._redis, keys, *args))
         if not applied:
@@ -111,12 +112,12 @@ class RedisIndex:
         shard, more = 0, 1
         while more and shard < _SHARDS_MAX:
             _, more = await self._reset(
-                self._redis, [self._key(shard)], worker_id, "", self._silent_s
+                self._redis, [self.key(shard)], worker_id, "", self._silent_s
             )
             shard += 1
 
     async def num_blocks(self, worker_id: str) -> int:
-        found = await self._find(worker_id)
+        found = await self.find(worker_id)
         if found is None:
             return 0
         shard, slot = found
@@ -124,22 +125,22 @@ class RedisIndex:
         return int(count or 0)
 
     async def sweep(self, limit: int) -> bool:
-        replies = await self._sweep.on_each(self._redis, self._keys(), limit)
+        replies = await self._sweep.on_each(self._redis, self._keys(), limit, self._silent_s)
         self._learn(replies[-1][1])
         return any(left for left, _ in replies)
 
-    def _key(self, shard: int) -> str:
+    def key(self, shard: int) -> str:
         return f"{{tandem:{self._cluster_id}:{shard}}}:prefix"
 
     def _keys(self) -> list[str]:
-        return [self._key(shard) for shard in range(self._num_shards)]
+        return [self.key(shard) for shard in range(self._num_shards)]
 
     def _learn(self, more: int) -> None:
         """The last known shard says whether a further one exists."""
         if more and self._num_shards < _SHARDS_MAX:
             self._num_shards += 1
 
-    async def _find(self, worker_id: str) -> tuple[int, int] | None:
+    async def find(self, worker_id: str) -> tuple[int, int] | None:
         """The worker's shard and slot."""
         for shard in range(_SHARDS_MAX):
             slot, more = await self._hmget(shard, f"slot:{worker_id}", "next")
@@ -150,8 +151,8 @@ class RedisIndex:
         return None
 
     async def _hmget(self, shard: int, *fields: str) -> list[Any]:
-        return list(await self._redis.hmget(self._key(shard), list(fields)))
+        return list(await self._redis.hmget(self.key(shard), list(fields)))
 
 
-def _script(name: str) -> Script:
-    return Script((_LUA / f"{name}.lua").read_text())
+def _script(*names: str) -> Script:
+    return Script("".join((_LUA / f"{name}.lua").read_text() for name in names))

@@ -178,6 +178,14 @@ class EngineLink:
         reply: messages.Chains = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
         return reply.chains
 
+    async def list_blocks(self, first: bytes, end: bytes) -> list[bytes]:
+        """Hashes that the engine holds from `first` on and before `end`; empty: to the last."""
+        request_id = next(self._request_ids)
+        answer = self._question(request_id)
+        self.send(messages.ListBlocks(request_id, first, end))
+        reply: messages.Blocks = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        return reply.hashes
+
     async def check_integrity(self) -> str:
         """Empty when all pools are whole, else what is wrong."""
         request_id = next(self._request_ids)
@@ -246,7 +254,7 @@ class EngineLink:
                 self._answer("ready", reply)
             case messages.PeerConnected():
                 self._answer(("peer", reply.peer_id), reply)
-            case messages.Source() | messages.Integrity() | messages.Chains():
+            case messages.Source() | messages.Integrity() | messages.Chains() | messages.Blocks():
                 self._answer(reply.request_id, reply)
             case messages.BlockData(request_id, error):
                 self._answer(request_id, InternalError(error) if error else frames[1].buffer)

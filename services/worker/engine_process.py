@@ -165,6 +165,9 @@ class EngineProcess:
             case messages.ListChains(request_id, blocks_max):
                 chains = self._engine.hot_chains(blocks_max)
                 self._send(messages.Chains(request_id, chains))
+            case messages.ListBlocks(request_id, first, end):
+                hashes = self._engine.block_hashes(first, end)
+                self._send(messages.Blocks(request_id, hashes))
             case messages.Remove(sequence_id):
                 self._engine.remove(sequence_id, self._give_up(sequence_id))
             case messages.StartPull():

@@ -73,6 +73,14 @@ class ListChains(msgspec.Struct, frozen=True, tag=True):
     blocks_max: int
 
 
+class ListBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the hashes from `first` to `end` (not counted in); answered by `Blocks`."""
+
+    request_id: int
+    first: bytes
+    end: bytes  # empty: to the last
+
+
 class Remove(msgspec.Struct, frozen=True, tag=True):
     """The sequence or chain is over for whoever asked: abort it, or free what a peer held."""
 
@@ -142,6 +150,7 @@ Command = (
     | Adopt
     | CommitAdopted
     | ListChains
+    | ListBlocks
     | Remove
     | ConnectPeer
     | DisconnectPeer
@@ -227,6 +236,11 @@ class Chains(msgspec.Struct, frozen=True, tag=True):
     chains: list[list[bytes]]  # block hashes, each chain from its root on
 
 
+class Blocks(msgspec.Struct, frozen=True, tag=True):
+    request_id: int
+    hashes: list[bytes]
+
+
 class Source(msgspec.Struct, frozen=True, tag=True):
     request_id: int
     metadata: bytes  # empty without NIXL
@@ -254,6 +268,7 @@ Reply = (
     | PeerConnected
     | BlockData
     | Chains
+    | Blocks
     | Source
     | Integrity
     | Fatal

@@ -10,6 +10,7 @@ import grpc
 import msgspec
 
 from services.config import WorkerConfig
+from services.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from services.registry import Contract, Load
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
@@ -84,6 +85,18 @@ class Servicer(WorkerServicer):
     ) -> pb.ListChainsResponse:
         chains = await self._worker.link.list_chains(request.blocks_max)
         return pb.ListChainsResponse(chains=[pb.BlockChain(block_hashes=chain) for chain in chains])
+
+    async def ListBlocks(  # noqa: N802
+        self, request: pb.ListBlocksRequest, context: Any
+    ) -> pb.ListBlocksResponse:
+        first, end = max(0, request.first_bucket), request.end_bucket
+        if not first < end <= NUM_BUCKETS:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"buckets {first} to {end}: the first must be before the end, of 0 to {NUM_BUCKETS}",
+            )
+        hashes = await self._worker.link.list_blocks(bucket_start(first), bucket_start(end))
+        return pb.ListBlocksResponse(hashes=b"".join(h[:ENTRY_BYTES] for h in hashes))
 
     async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:  # noqa: N802
         contract = self._worker.contract

@@ -15,7 +15,7 @@ if log[1] ~= ARGV[2] or tonumber(log[2]) ~= tonumber(ARGV[3]) then return 0 end
 
 local buckets = state .. ':b:'
 local mine = bit.lshift(1, tonumber(slot))
-local added = 0
+local added, fresh = 0, 0 -- entries of this worker, and entries that nobody had
 
 local function each(hashes, change)
   for at = 1, #hashes, 16 do
@@ -28,6 +28,7 @@ each(ARGV[4], function(bucket, field, mask)
   if bit.band(mask, mine) == 0 then
     redis.call('HSET', bucket, field, bit.bor(mask, mine))
     added = added + 1
+    if mask == 0 then fresh = fresh + 1 end
   end
 end)
 
@@ -35,6 +36,7 @@ each(ARGV[5], function(bucket, field, mask)
   if bit.band(mask, mine) == 0 then return end
   if mask == mine then
     redis.call('HDEL', bucket, field)
+    fresh = fresh - 1
   else
     redis.call('HSET', bucket, field, bit.bxor(mask, mine))
   end
@@ -42,5 +44,6 @@ each(ARGV[5], function(bucket, field, mask)
 end)
 
 redis.call('HINCRBY', state, 'blocks:' .. slot, added)
+redis.call('HINCRBY', state, 'entries', fresh)
 redis.call('HSET', state, 'seq:' .. slot, ARGV[3] + 1, 'seen:' .. slot, redis.call('TIME')[1])
 return 1

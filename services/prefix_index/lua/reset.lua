@@ -10,18 +10,6 @@ local state, worker, epoch = KEYS[1], ARGV[1], ARGV[2]
 
 local function mask_of(name) return tonumber(redis.call('HGET', state, name) or 0) end
 
--- A slot that never had a block is clean at once; another one waits for the sweep.
-local function drop(slot)
-  local owner = redis.call('HGET', state, 'worker:' .. slot)
-  local bits = bit.lshift(1, tonumber(slot))
-  redis.call('HSET', state, 'live', bit.band(mask_of('live'), bit.bnot(bits)))
-  if redis.call('HGET', state, 'blocks:' .. slot) ~= '0' then
-    redis.call('HSET', state, 'dirty', bit.bor(mask_of('dirty'), bits))
-  end
-  redis.call('HDEL', state, 'slot:' .. owner, 'worker:' .. slot, 'epoch:' .. slot,
-    'seq:' .. slot, 'seen:' .. slot, 'blocks:' .. slot)
-end
-
 local function clean_slot()
   local taken = bit.bor(mask_of('live'), mask_of('dirty'), mask_of('sweeping'))
   for slot = 0, 30 do
@@ -29,22 +17,14 @@ local function clean_slot()
   end
 end
 
-local function drop_silent(now)
-  for slot = 0, 30 do
-    local seen = tonumber(redis.call('HGET', state, 'seen:' .. slot) or now)
-    if now - seen > tonumber(ARGV[3]) then drop(slot) end
-  end
-end
-
 local held = redis.call('HGET', state, 'slot:' .. worker)
-if held then drop(held) end
+if held then drop(state, held) end
 local more = mask_of('next')
 if epoch == '' then return {0, more} end
 
-local now = tonumber(redis.call('TIME')[1])
 local slot = clean_slot()
 if not slot then
-  drop_silent(now)
+  drop_silent(state, tonumber(ARGV[3]))
   slot = clean_slot()
 end
 if not slot then
@@ -52,6 +32,6 @@ if not slot then
   return {0, 1}
 end
 redis.call('HSET', state, 'slot:' .. worker, slot, 'worker:' .. slot, worker,
-  'epoch:' .. slot, epoch, 'seq:' .. slot, 0, 'seen:' .. slot, now, 'blocks:' .. slot, 0,
-  'live', bit.bor(mask_of('live'), bit.lshift(1, slot)))
+  'epoch:' .. slot, epoch, 'seq:' .. slot, 0, 'seen:' .. slot, redis.call('TIME')[1],
+  'blocks:' .. slot, 0, 'live', bit.bor(mask_of('live'), bit.lshift(1, slot)))
 return {1, more}

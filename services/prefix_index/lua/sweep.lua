@@ -1,13 +1,16 @@
--- Clears the bits of dropped workers from a bounded part of one shard, so that slots can be reused.
+-- Drops workers that fell silent, and clears the bits of dropped ones from a bounded part of one
+-- shard, so that slots can be reused.
 --
 -- KEYS[1]   the shard's state, see redis.py; bucket keys are made from it, in the same hash slot
 -- ARGV[1]   how many entries to look at, a bucket counting as one more
+-- ARGV[2]   seconds without a publish after which a worker is dropped
 -- returns   {left, next}: left is 1 while there is more to sweep here; next is 1 when a further
 --           shard exists
 --
 -- A round goes over all 65,536 buckets for the slots that were dirty when it began. A slot that is
 -- dropped meanwhile waits for the next round: buckets behind the cursor can still have its bit.
 local state = KEYS[1]
+drop_silent(state, tonumber(ARGV[2]))
 local head = redis.call('HMGET', state, 'next', 'dirty', 'sweeping', 'cursor')
 local more, dirty = tonumber(head[1] or 0), tonumber(head[2] or 0)
 local sweeping, cursor = tonumber(head[3] or 0), tonumber(head[4] or 0)
@@ -18,14 +21,17 @@ end
 
 local buckets = state .. ':b:'
 local budget = tonumber(ARGV[1])
+local swept, freed = 0, 0
 while budget > 0 and cursor < 65536 do
   local bucket = buckets .. string.char(math.floor(cursor / 256), cursor % 256)
   local entries = redis.call('HGETALL', bucket)
   for i = 1, #entries, 2 do
     local mask = tonumber(entries[i + 1])
     local kept = bit.band(mask, bit.bnot(sweeping))
+    if kept ~= mask then swept = swept + 1 end
     if kept == 0 then
       redis.call('HDEL', bucket, entries[i])
+      freed = freed + 1
     elseif kept ~= mask then
       redis.call('HSET', bucket, entries[i], kept)
     end
@@ -34,5 +40,7 @@ while budget > 0 and cursor < 65536 do
   cursor = cursor + 1
 end
 if cursor == 65536 then sweeping = 0 end
+redis.call('HINCRBY', state, 'swept', swept)
+redis.call('HINCRBY', state, 'entries', -freed)
 redis.call('HSET', state, 'dirty', dirty, 'sweeping', sweeping, 'cursor', cursor)
 return {(sweeping ~= 0 or dirty ~= 0) and 1 or 0, more}

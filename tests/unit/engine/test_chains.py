@@ -143,6 +143,10 @@ def test_hot_chains_are_listed_the_most_lately_used_first() -> None:
     assert [len(chain) for chain in engine.hot_chains(5)] == [1, 3, 3]
     assert [len(chain) for chain in engine.hot_chains(3)] == [1, 2]
     assert engine.hot_chains(0) == []
+    every = sorted({*common, *one, *other, *engine.hot_chains(99)[1]})
+    assert sorted(engine.block_hashes(b"", b"")) == every
+    assert sorted(engine.block_hashes(every[1], every[3])) == every[1:3]
+    assert engine.block_hashes(every[-1], b"") == every[-1:]
     # What is in use is hotter than anything that was used.
     engine.hold("h", [*common, *one])
     assert engine.hot_chains(3) == [[*common, *one]]

@@ -106,6 +106,7 @@ class Machine(EngineMachine):
             for parent, child in pairwise(chain):
                 assert stored[child] == parent
         assert len({block for chain in chains for block in chain}) == min(blocks_max, len(stored))
+        assert set(self.engine.block_hashes(b"", b"")) == set(stored)
 
     def take(self, report: StepReport) -> None:
         super().take(report)

@@ -358,6 +358,20 @@ class BlockChain(_message.Message):
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class ListBlocksRequest(_message.Message):
+    __slots__ = ("first_bucket", "end_bucket")
+    FIRST_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    END_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    first_bucket: int
+    end_bucket: int
+    def __init__(self, first_bucket: _Optional[int] = ..., end_bucket: _Optional[int] = ...) -> None: ...
+
+class ListBlocksResponse(_message.Message):
+    __slots__ = ("hashes",)
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    def __init__(self, hashes: _Optional[bytes] = ...) -> None: ...
+
 class Contract(_message.Message):
     __slots__ = ("model_fingerprint", "compute_dtype", "numerics", "block_size", "kv_dtype", "layout", "hash_version", "protocol_version", "tensor_parallel")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]

@@ -59,6 +59,11 @@ class WorkerStub(object):
                 request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListChainsRequest.SerializeToString,
                 response_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListChainsResponse.FromString,
                 _registered_method=True)
+        self.ListBlocks = channel.unary_unary(
+                '/tandem.v1.Worker/ListBlocks',
+                request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListBlocksResponse.FromString,
+                _registered_method=True)
         self.Connect = channel.unary_unary(
                 '/tandem.v1.Worker/Connect',
                 request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ConnectRequest.SerializeToString,
@@ -123,6 +128,13 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListBlocks(self, request, context):
+        """What this worker holds of a range of block hashes, to compare the prefix tree with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Connect(self, request, context):
         """A reader introduces itself before its first Prefill. Refused with FAILED_PRECONDITION and a
         message naming the difference when the two could not exchange KV blocks.
@@ -172,6 +184,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ListChains,
                     request_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListChainsRequest.FromString,
                     response_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListChainsResponse.SerializeToString,
+            ),
+            'ListBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBlocks,
+                    request_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListBlocksRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListBlocksResponse.SerializeToString,
             ),
             'Connect': grpc.unary_unary_rpc_method_handler(
                     servicer.Connect,
@@ -324,6 +341,33 @@ class Worker(object):
             '/tandem.v1.Worker/ListChains',
             services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListChainsRequest.SerializeToString,
             services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListChainsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/ListBlocks',
+            services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
+            services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

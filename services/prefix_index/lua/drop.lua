@@ -1,0 +1,27 @@
+-- Shared by reset.lua and sweep.lua, which begin with it: taking a slot away from its worker.
+--
+-- From then on its bits do not count. A slot that never had a block is clean at once; another one
+-- waits for the sweep.
+local function drop(state, slot)
+  local owner = redis.call('HGET', state, 'worker:' .. slot)
+  local bits = bit.lshift(1, tonumber(slot))
+  local live = tonumber(redis.call('HGET', state, 'live') or 0)
+  redis.call('HSET', state, 'live', bit.band(live, bit.bnot(bits)))
+  if redis.call('HGET', state, 'blocks:' .. slot) ~= '0' then
+    local dirty = tonumber(redis.call('HGET', state, 'dirty') or 0)
+    redis.call('HSET', state, 'dirty', bit.bor(dirty, bits))
+  end
+  redis.call('HDEL', state, 'slot:' .. owner, 'worker:' .. slot, 'epoch:' .. slot,
+    'seq:' .. slot, 'seen:' .. slot, 'blocks:' .. slot)
+end
+
+-- Drops the slots whose worker published nothing for longer than `silent` seconds.
+local function drop_silent(state, silent)
+  local now = tonumber(redis.call('TIME')[1])
+  local fields = {}
+  for slot = 0, 30 do fields[slot + 1] = 'seen:' .. slot end
+  for i, seen in ipairs(redis.call('HMGET', state, unpack(fields))) do
+    if seen and now - tonumber(seen) > silent then drop(state, i - 1) end
+  end
+end
+
