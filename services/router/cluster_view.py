@@ -14,13 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from services.config import ClusterConfig
 from services.redis_client import UNREACHABLE, Client
-from services.registry import Contract, Load, Registry, WorkerRecord
-from services.router.placement import WorkerSnapshot
+from services.registry import Contract, Registry, WorkerRecord
+from services.router.known_worker import KnownWorker
+from services.router.placement import Roster, WorkerSnapshot
 from services.router.pools import read_pools
 from services.router.worker_client import WorkerClient
 
@@ -30,55 +33,19 @@ POLL_INTERVAL_S = 0.5
 
 
 @dataclass(slots=True)
-class KnownWorker:
-    """A worker of the table. Only decode workers have a client."""
-
-    record: WorkerRecord
-    client: WorkerClient | None = None
-    # Prefill tokens that this router sent there since the record was written.
-    tokens_unreported: int = 0
-    leases_unreported: int = 0
-    sent_at: float = 0.0  # monotonic seconds, when the last of them was
-
-    @property
-    def load(self) -> Load:
-        """The newer of what its stream and its record say."""
-        told = self.client.load if self.client is not None else None
-        return told if told is not None and told.step >= self.record.load.step else self.record.load
-
-    def snapshot(self, *, compatible: bool) -> WorkerSnapshot:
-        load = self.load
-        client = self.client
-        waiting = client.num_unreported if client else 0
-        tokens = client.tokens_unreported if client else self.tokens_unreported
-        return WorkerSnapshot(
-            worker_id=self.record.worker_id,
-            epoch=self.record.epoch,
-            address=self.record.address,
-            role=self.record.role,
-            state=self.record.state,
-            reachable=compatible and (self.record.role != "decode" or _is_up(client)),
-            num_running=load.num_running,
-            num_waiting=load.num_waiting + waiting,
-            queued_tokens=load.queued_tokens + tokens,
-            num_leases=load.num_leases + self.leases_unreported,
-            blocks_total=load.blocks_total,
-            blocks_used=load.blocks_used,
-            rates=self.record.rates,
-            pairs=self.record.pairs,
-        )
-
-
-@dataclass(slots=True)
 class ClusterView:
-    """`run` keeps it; everybody else only reads."""
+    """`run` keeps it; everybody else only reads. `on_news` is called when load was told."""
 
     cluster: ClusterConfig
     redis: Client
     model_fingerprint: str = ""  # empty until the model is loaded: then nothing is compatible
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
     pools_json: bytes | None = None  # as the pool controller wrote it
+    on_news: Callable[[], None] = lambda: None
     _workers: dict[str, KnownWorker] = field(default_factory=dict)
+    _roster: Roster = field(default_factory=Roster)
+    _stale: set[str] = field(default_factory=set)  # ids whose snapshot in the roster is old
+    _read_at: float = 0.0  # monotonic seconds, when the records were read last
     _leaving: list[WorkerClient] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _data_set: bytes = b""
@@ -98,8 +65,16 @@ class ClusterView:
             clients = [w.client for w in self._workers.values() if w.client] + self._leaving
             await asyncio.gather(*(c.close() for c in clients))
 
+    def roster(self) -> Roster:
+        """All workers as of now; a snapshot is made anew only when something changed there."""
+        for worker_id in self._stale:
+            worker = self._workers[worker_id]
+            self._roster.put(worker.snapshot(compatible=self.is_compatible(worker.record)))
+        self._stale.clear()
+        return self._roster
+
     def snapshots(self) -> list[WorkerSnapshot]:
-        return [w.snapshot(compatible=self.is_compatible(w.record)) for w in self._workers.values()]
+        return list(self.roster().by_id.values())
 
     def has_decode_worker(self, refused: frozenset[str] = frozenset()) -> bool:
         """Whether a request could be placed now, on a worker whose epoch is not in `refused`."""
@@ -117,9 +92,9 @@ class ClusterView:
     def note_prefill(self, worker_id: str, num_tokens: int) -> None:
         """Counts work sent to a prefill worker until its next record shows it."""
         if worker := self._workers.get(worker_id):
-            worker.tokens_unreported += num_tokens
-            worker.leases_unreported += 1
-            worker.sent_at = time.monotonic()
+            now = time.monotonic()
+            worker.note_prefill(num_tokens, now, forgotten_before=self._forgotten_before(now))
+            self._stale.add(worker_id)
 
     def contract(self) -> Contract | None:
         """What blocks are hashed under; None while no compatible worker is known."""
@@ -150,10 +125,18 @@ class ClusterView:
         await changed.wait()
 
     def tell_change(self) -> None:
+        self._stale.update(self._workers)
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_news()
+
+    def _note_load(self, worker_id: str) -> None:
+        if worker_id in self._workers:
+            self._stale.add(worker_id)
+            self.on_news()
 
     async def _poll(self, registry: Registry) -> None:
+        read_at = time.monotonic()
         records = await registry.read()
         data_set = await registry.data_set()
         self.pools_json = await read_pools(self.redis, self.cluster.cluster_id)
@@ -164,6 +147,7 @@ class ClusterView:
             self.redis_state, self._data_set = "ok", data_set
             self._trusted_from = now + self.cluster.record_ttl_s
         self._merge({r.worker_id: r for r in records}, complete=now >= self._trusted_from)
+        self._read_at = read_at
 
     def _merge(self, records: dict[str, WorkerRecord], *, complete: bool) -> None:
         changed = False
@@ -171,7 +155,7 @@ class ClusterView:
             changed |= self._merge_one(worker_id, record)
         for worker_id in [w for w in self._workers if w not in records]:
             worker = self._workers[worker_id]
-            if complete or not _is_up(worker.client):
+            if complete or not worker.is_up:
                 log.warning("worker %s is gone: it left, or its record expired", worker_id)
                 self._drop(worker_id)
                 changed = True
@@ -181,6 +165,8 @@ class ClusterView:
             asyncio.create_task(client.close())  # noqa: RUF006
         if changed:
             self.tell_change()
+        elif self._stale:
+            self.on_news()
 
     def _merge_one(self, worker_id: str, record: WorkerRecord) -> bool:
         """Takes a record in. True when something changed that a waiting request may care about."""
@@ -195,19 +181,30 @@ class ClusterView:
             changed = True
         else:
             changed = (known.record.state, known.record.role) != (record.state, record.role)
-            # What never reached the worker never changes its load either: it is forgotten in time.
-            settled = time.monotonic() - known.sent_at > 2 * self.cluster.record_interval_s
-            if settled or known.record.load != record.load:
-                known.tokens_unreported = known.leases_unreported = 0
-            known.record = record
+            if known.take_record(
+                record,
+                last_read_at=self._read_at,
+                forgotten_before=self._forgotten_before(time.monotonic()),
+            ):
+                self._stale.add(worker_id)
         if record.role == "decode" and known.client is None:
             known.client = WorkerClient(
-                worker_id, record.address, self.cluster.token, on_change=self.tell_change
+                worker_id,
+                record.address,
+                self.cluster.token,
+                on_change=self.tell_change,
+                on_load=partial(self._note_load, worker_id),
             )
         return changed
 
+    def _forgotten_before(self, now: float) -> float:
+        """What was sent before shows in a record by now, or never will."""
+        return now - 2 * self.cluster.record_interval_s
+
     def _drop(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id)
+        self._roster.remove(worker_id)
+        self._stale.discard(worker_id)
         if worker.client is not None:
             self._leaving.append(worker.client)
 
@@ -228,10 +225,6 @@ class ClusterView:
             record.model,
             self.model_fingerprint,
         )
-
-
-def _is_up(client: WorkerClient | None) -> bool:
-    return client is not None and client.is_up
 
 
 def _process(record: WorkerRecord) -> tuple[str, str, int, float]:

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,6 +70,7 @@ class Job:
     refused: set[str] = field(default_factory=set)  # epochs of workers that did not take it
     retry_after_s: float | None = None  # the shortest that a full worker named
     placement: Placement | None = None
+    matches: dict[str, int] = field(default_factory=dict)  # that it was placed by
     reason: str = ""  # for the placement, in one line
     timings: pb.SequenceTimings | None = None
 
@@ -93,6 +94,7 @@ class Dispatcher:
         self._lookup = lookup
         self._metrics = metrics
         self._rng = random.Random()
+        self.on_end: Callable[[Job], None] = lambda job: None  # of each request that ended well
         self._num_holding = 0
         self._ttft_limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
 
@@ -119,6 +121,7 @@ class Dispatcher:
     async def _submit(self, job: Job) -> Attempt:
         matches = await self._match(job.block_hashes)
         job.placement = placement = await self._place(job, matches)
+        job.matches = matches
         # Nothing was awaited since the snapshot that said so.
         client = self._view.client(placement.decode.worker_id)
         assert client is not None
@@ -157,14 +160,14 @@ class Dispatcher:
             if failure is not None:
                 raise failure
             if finish_reason:
+                self.on_end(job)
                 return
 
     async def _place(self, job: Job, matches: dict[str, int]) -> Placement:
         work = self._work(job)
         refused = frozenset(job.refused)
         while True:
-            workers = self._view.snapshots()
-            placement = choose(work, workers, matches, self._rng, refused=refused)
+            placement = choose(work, self._view.roster(), matches, self._rng, refused=refused)
             if placement is not None:
                 self._admit(job, work, placement)
                 return placement

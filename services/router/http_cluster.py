@@ -10,10 +10,11 @@ from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
 from services.config import RouterConfig
-from services.router.cluster_view import ClusterView, KnownWorker
+from services.router.cluster_view import ClusterView
 from services.router.generate import Generator
 from services.router.http_body import read_json_object
 from services.router.http_errors import JsonResponse
+from services.router.known_worker import KnownWorker
 from services.router.pools import POOLS, ask_sizes, check_sizes, told_pools
 
 _PAGE = Path(__file__).with_name("page.html")

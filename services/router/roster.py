@@ -31,6 +31,12 @@ class Roster:
             self._pools.setdefault(worker.role, []).append(worker.worker_id)
         self.by_id[worker.worker_id] = worker
 
+    def remove(self, worker_id: str) -> None:
+        """Of one that left; nothing for one that never came."""
+        known = self.by_id.pop(worker_id, None)
+        if known is not None:
+            self._pools[known.role].remove(worker_id)
+
     def pool(self, role: str) -> Sequence[str]:
         """Ids of the workers of this role, in the order in which they came."""
         return self._pools.get(role, ())

@@ -87,17 +87,27 @@ class WorkerClient:
     """Connects by itself, for ever, with a bounded back-off, until `close`."""
 
     def __init__(
-        self, worker_id: str, address: str, token: str, *, on_change: Callable[[], None]
+        self,
+        worker_id: str,
+        address: str,
+        token: str,
+        *,
+        on_change: Callable[[], None],
+        on_load: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_change`: it went up or down. `on_load`: its load, or what was sent since, changed."""
         self.worker_id = worker_id
         self.address = address
         self.is_up = False
         self.load: Load | None = None
-        # Submitted since the worker last told its load: what that load cannot show yet.
-        self.num_unreported = 0
         self.tokens_unreported = 0
+        # Tokens to prefill of each submission that the worker's load does not show yet. A load is
+        # told while submissions are on their way: the worker says how many it had seen.
+        self._unreported: deque[int] = deque()
+        self._num_reported = 0
         self._token = token
         self._on_change = on_change
+        self._on_load = on_load
         self._attempts: dict[str, Attempt] = {}
         self._commands: deque[pb.DecodeCommand] = deque()
         self._command_waits = asyncio.Event()
@@ -107,6 +117,10 @@ class WorkerClient:
     def num_inflight(self) -> int:
         return len(self._attempts)
 
+    @property
+    def num_unreported(self) -> int:
+        return len(self._unreported)
+
     def submit(self, message: pb.SubmitSequence, *, tokens_to_prefill: int) -> Attempt:
         """Raises WorkerLost at once when the stream is down."""
         if not self.is_up:
@@ -115,9 +129,10 @@ class WorkerClient:
         tokens_max = message.input.max_tokens - made
         attempt = Attempt(self, message.request_id, message.attempt, tokens_max)
         self._attempts[message.request_id] = attempt
-        self.num_unreported += 1
+        self._unreported.append(tokens_to_prefill)
         self.tokens_unreported += tokens_to_prefill
         self._send(pb.DecodeCommand(submit=message))
+        self._on_load()
         return attempt
 
     async def close(self) -> None:
@@ -193,7 +208,10 @@ class WorkerClient:
     def _take(self, update: pb.DecodeUpdate) -> None:
         if update.HasField("load"):
             self.load = Load(**{name: getattr(update.load, name) for name in _LOAD_FIELDS})
-            self.num_unreported = self.tokens_unreported = 0
+            while self._num_reported < update.num_submits and self._unreported:
+                self.tokens_unreported -= self._unreported.popleft()
+                self._num_reported += 1
+            self._on_load()
         for sequence in update.sequences:
             attempt = self._attempts.get(sequence.request_id)
             if attempt is not None:
@@ -201,7 +219,8 @@ class WorkerClient:
 
     def _go_down(self, reason: str) -> None:
         was_up, self.is_up = self.is_up, False
-        self.num_unreported = self.tokens_unreported = 0
+        self._unreported.clear()
+        self._num_reported = self.tokens_unreported = 0
         for attempt in self._attempts.values():
             attempt._fail(WorkerLost(f"decode worker {self.worker_id} was lost: {reason}"))
         self._attempts.clear()

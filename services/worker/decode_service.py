@@ -82,7 +82,7 @@ class DecodeService:
     ) -> AsyncIterator[pb.DecodeUpdate]:
         """One router's stream. When it closes, all its requests are removed."""
         stream = RouterStream()
-        stream.push_load(load)
+        stream.push_load(load, 0)
         self._streams.add(stream)
         reading = asyncio.create_task(self._read_commands(stream, commands))
         reading.add_done_callback(stream.on_reader_done)
@@ -111,7 +111,7 @@ class DecodeService:
         for failed in step.failed:
             self._on_failed(failed)
         for stream in self._streams:
-            stream.push_load(load)
+            stream.push_load(load, report.num_commands)
 
     async def _read_commands(
         self, stream: RouterStream, commands: AsyncIterator[pb.DecodeCommand]
@@ -120,6 +120,7 @@ class DecodeService:
             match command.WhichOneof("command"):
                 case "submit":
                     self._submit(stream, command.submit)
+                    stream.note_submit(self._link.num_sent)
                 case "cancel":
                     for sequence_id in list(stream.sequence_ids):
                         if sequence_id.rpartition("#")[0] == command.cancel.request_id:

@@ -58,6 +58,7 @@ class EngineLink:
         self.on_final: Callable[[list[FinalBlocks]], None] = lambda final_blocks: None
         self.on_transfer: Callable[[messages.TransferReply], None] = lambda reply: None
         self.num_reports = 0
+        self.num_sent = 0  # commands; a report tells how many of them it comes after
         self.is_awaited = False  # a command was sent since the last report
         self.reservations = Reservations()
         self._pulls: dict[str, asyncio.Future[PullResult]] = {}
@@ -134,6 +135,7 @@ class EngineLink:
         if data is not None:
             frames.append(data)
         self.is_awaited = True
+        self.num_sent += 1
         if isinstance(command, messages.ENDS_OF_PULLS):
             self.reservations.end(messages.sequence_id(command))
         # A PAIR socket's queue takes a thousand messages; the engine empties it every turn.

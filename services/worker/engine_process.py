@@ -73,6 +73,7 @@ class EngineProcess:
             self._on_transfer_event,
         )
         self._tick = 0
+        self._num_commands = 0  # applied
         self._failed: list[Failed] = []
         self._stopping = False
         self._send(self._ready(fingerprint, load_ms))
@@ -122,7 +123,7 @@ class EngineProcess:
             report = StepReport(load=self._engine.load())
         report.failed = [*self._failed, *report.failed]
         self._failed = []
-        self._send(messages.Report(self._tick, report))
+        self._send(messages.Report(self._tick, report, self._num_commands))
 
     def _send_final(self, final_blocks: list[FinalBlocks]) -> None:
         self._send(messages.BlocksFinal(final_blocks))
@@ -134,6 +135,7 @@ class EngineProcess:
             except zmq.Again:
                 return
             command = _decoder.decode(frames[0])
+            self._num_commands += 1
             try:
                 self._apply(command, frames)
             except TandemError as error:

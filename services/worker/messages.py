@@ -193,6 +193,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
     tick: int
     report: StepReport
+    num_commands: int = 0  # applied before it, since the start
 
 
 class BlocksFinal(msgspec.Struct, frozen=True, tag=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 
 from services.errors import WorkerLost
 from services.rpc.tandem.v1 import worker_pb2 as pb
@@ -24,6 +25,8 @@ class RouterStream:
         self.sequence_ids: set[str] = set()
         self._updates: list[pb.SequenceUpdate] = []
         self._load: pb.WorkerLoad | None = None
+        self._submits: deque[int] = deque()  # the engine's commands that no load shows yet
+        self._num_submits = 0  # that the load shows
         self._changed = asyncio.Event()
         self._closed = False
         self._ended = False
@@ -35,7 +38,15 @@ class RouterStream:
             self._updates.append(update)
         self._changed.set()
 
-    def push_load(self, load: pb.WorkerLoad) -> None:
+    def note_submit(self, num_commands: int) -> None:
+        """A submit came; it is with the engine once so many commands were applied."""
+        self._submits.append(num_commands)
+
+    def push_load(self, load: pb.WorkerLoad, num_commands: int) -> None:
+        """The load after the engine applied so many commands."""
+        while self._submits and self._submits[0] <= num_commands:
+            self._submits.popleft()
+            self._num_submits += 1
         self._load = load
         self._changed.set()
 
@@ -60,6 +71,8 @@ class RouterStream:
             return None
         if not self._ended:
             self._changed.clear()
-        message = pb.DecodeUpdate(sequences=self._updates, load=self._load)
+        message = pb.DecodeUpdate(
+            sequences=self._updates, load=self._load, num_submits=self._num_submits
+        )
         self._updates, self._load = [], None
         return message

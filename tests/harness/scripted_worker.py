@@ -135,6 +135,13 @@ class ScriptedWorker(WorkerServicer):
         for queue in self._streams:
             queue.put_nowait(None)
 
+    def tell_load(self, num_submits: int) -> None:
+        """On every stream: `load`, in which so many submits of the stream are counted."""
+        values = {name: getattr(self.load, name) for name in self.load.__struct_fields__}
+        message = pb.DecodeUpdate(load=pb.WorkerLoad(**values), num_submits=num_submits)
+        for queue in self._streams:
+            queue.put_nowait(message)
+
     async def write_record(self) -> None:
         await self._registry.write(
             WorkerRecord(

@@ -150,6 +150,7 @@ class Node:
         process._settled = SimpleQueue()
         process._ledger = PullLedger()
         process._tick, process._failed, process._stopping = 0, [], False
+        process._num_commands = 0
         pool = process._local_pool()
         self.remote_pool = remote_pool(pool)
         self.thread = process._transfer = TransferThread(
@@ -177,7 +178,7 @@ class Node:
         link.on_report = self._on_report
         link.on_final = lambda final_blocks: self.prefill.on_final_blocks(final_blocks)
         link.on_transfer = lambda reply: None
-        link.num_reports, link.is_awaited = 0, False
+        link.num_reports, link.num_sent, link.is_awaited = 0, 0, False
         self.link = link
 
     def _on_report(self, report: messages.Report) -> None:

@@ -90,3 +90,35 @@ async def test_streams_go_on_and_the_next_is_taken_when_the_queue_is_short(
     await tell_load(router, 2_000)
     router.script(saying([1000, 1001]))
     assert (await router.http.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_a_request_that_a_load_cannot_show_yet_still_counts(router: RunningRouter) -> None:
+    """The worker tells its load while a submission is on its way to it."""
+    await tell_load(router, 0)
+    worker, other = router.workers
+    other.state = "draining"
+    await other.write_record()
+    view = router.router.view
+    await eventually(lambda: not view.roster().by_id[other.worker_id].usable)
+    client = view.client(worker.worker_id)
+    assert client is not None
+    already = client._num_reported + client.num_unreported
+    body = {"prompt": [5] * 40, "max_tokens": 1}
+    asked = [asyncio.create_task(router.http.post("/v1/completions", json=body)) for _ in range(2)]
+    await eventually(lambda: len(router.submitted) == 2)
+
+    def counted() -> tuple[int, int]:
+        snapshot = view.roster().by_id[worker.worker_id]
+        return snapshot.num_waiting, snapshot.queued_tokens
+
+    for seen, step in ((0, 1), (1, 2), (2, 3)):
+        worker.load = Load(queue_max=8, blocks_total=1000, step=step)
+        worker.tell_load(already + seen)
+        await eventually(lambda step=step: view.known()[0].load.step == step)  # type: ignore[misc]
+        assert counted() == (2 - seen, 40 * (2 - seen))
+    for task in asked:
+        task.cancel()
+    await asyncio.wait(asked)
+    other.state = "ready"
+    await other.write_record()
+    await eventually(lambda: view.roster().by_id[other.worker_id].usable)

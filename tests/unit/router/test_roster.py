@@ -17,3 +17,13 @@ def test_news_of_a_worker_replaces_what_was_known_and_a_loan_changes_its_pool() 
     assert list(roster.pool("decode")) == ["a"]
     assert list(roster.pool("prefill")) == ["b", "c"]
     assert list(roster.pool("router")) == []
+
+
+def test_a_worker_that_left_is_in_no_pool() -> None:
+    roster = Roster([worker("a"), worker("b", "prefill"), worker("c")])
+    roster.remove("a")
+    roster.remove("never")
+    assert (list(roster.pool("decode")), list(roster.pool("prefill"))) == (["c"], ["b"])
+    assert list(roster.by_id) == ["b", "c"]
+    roster.put(worker("a"))
+    assert list(roster.pool("decode")) == ["c", "a"]

@@ -171,12 +171,14 @@ class WorkerLoad(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ...) -> None: ...
 
 class DecodeUpdate(_message.Message):
-    __slots__ = ("sequences", "load")
+    __slots__ = ("sequences", "load", "num_submits")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SUBMITS_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceUpdate]
     load: WorkerLoad
-    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+    num_submits: int
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., num_submits: _Optional[int] = ...) -> None: ...
 
 class StartPrefill(_message.Message):
     __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "reader_worker_id", "transport", "rate", "prefix_holders", "verify_every")

@@ -1,0 +1,60 @@
+"""What was sent to a worker counts until a load that was taken later is told."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from services.registry import Load, WorkerRecord
+from services.router.known_worker import KnownWorker
+from tests.harness.scripted_worker import contract
+
+
+def record(**load: int) -> WorkerRecord:
+    return WorkerRecord(
+        worker_id="p",
+        epoch="1",
+        role="prefill",
+        state="ready",
+        address="here:1",
+        metrics_address="",
+        host="here",
+        pid=1,
+        model="m",
+        max_model_len=100,
+        contract=contract("f"),
+        load=Load(**load),
+    )
+
+
+def seen(worker: KnownWorker) -> tuple[int, int]:
+    snapshot = worker.snapshot(compatible=True)
+    return snapshot.queued_tokens, snapshot.num_leases
+
+
+def test_what_a_record_cannot_show_yet_is_kept() -> None:
+    worker = KnownWorker(record(queued_tokens=5))
+    worker.note_prefill(100, 10.1, forgotten_before=8.0)
+    worker.note_prefill(200, 10.4, forgotten_before=8.0)
+    assert seen(worker) == (305, 2)
+    # Read last at 10.2, now again: it was written in between, when the second was on its way maybe.
+    told = record(queued_tokens=90, num_leases=1, step=1)
+    assert worker.take_record(told, last_read_at=10.2, forgotten_before=8.5)
+    assert seen(worker) == (290, 2)
+    assert not worker.take_record(told, last_read_at=10.7, forgotten_before=9.0)
+    assert seen(worker) == (290, 2)
+    later = replace(told, load=Load(queued_tokens=250, num_leases=2, step=2))
+    assert worker.take_record(later, last_read_at=11.2, forgotten_before=9.5)
+    assert seen(worker) == (250, 2)
+
+
+def test_what_never_reached_the_worker_is_forgotten() -> None:
+    worker = KnownWorker(record())
+    worker.note_prefill(100, 10.1, forgotten_before=8.0)
+    assert not worker.take_record(record(), last_read_at=10.6, forgotten_before=10.0)
+    assert seen(worker) == (100, 1)
+    assert worker.take_record(record(), last_read_at=11.6, forgotten_before=11.0)
+    assert seen(worker) == (0, 0)
+    # Without records, as when Redis is lost, the list of what was sent stays short too.
+    for at in range(100):
+        worker.note_prefill(1, at, forgotten_before=at - 2.0)
+    assert seen(worker) == (3, 3)
