@@ -15,7 +15,7 @@ from rich.table import Table
 
 _REPLY_DEADLINE_S = 5.0
 _POLL_INTERVAL_S = 0.25
-_PIPE_COLUMNS = 200
+PIPE_COLUMNS = 200
 
 
 class OperateError(Exception):
@@ -24,9 +24,9 @@ class OperateError(Exception):
 
 def show_status(url: str) -> None:
     """Prints pools and workers. Raises OperateError."""
-    state = _ask(url, "GET")
+    state = ask(url, "GET")
     # Tables in a file or a pipe are not broken to fit a screen that is not there.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     router = state["router"]
     ready = "[green]ready[/]" if router["ready"] else f"[yellow]not ready[/]: {router['reason']}"
     console.print(f"{state['model']} at {url}: {ready}; redis {state['redis']}\n")
@@ -38,10 +38,10 @@ def show_status(url: str) -> None:
 def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
     """Sets sizes given as POOL=SIZE and waits until they are reached. Raises OperateError."""
     wanted = parse_sizes(sizes)
-    _ask(url, "POST", wanted)
+    ask(url, "POST", wanted)
     give_up_at = time.monotonic() + deadline_s
     while True:
-        pools = _ask(url, "GET")["pools"]
+        pools = ask(url, "GET")["pools"]
         if missing := differences(pools, wanted):
             if time.monotonic() > give_up_at:
                 raise OperateError(
@@ -77,15 +77,23 @@ def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
     return found
 
 
-def _ask(url: str, method: str, body: dict[str, int] | None = None) -> Any:
+def ask(
+    url: str,
+    method: str,
+    body: dict[str, int] | None = None,
+    *,
+    path: str = "/v1/cluster",
+    deadline_s: float = _REPLY_DEADLINE_S,
+) -> Any:
+    """What a router answers, as JSON. Raises OperateError."""
     try:
         request = urllib.request.Request(
-            f"{url.rstrip('/')}/v1/cluster",
+            url.rstrip("/") + path,
             method=method,
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=_REPLY_DEADLINE_S) as reply:
+        with urllib.request.urlopen(request, timeout=deadline_s) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as error:
         raise OperateError(_error_message(error)) from error
@@ -116,11 +124,10 @@ def _pools_table(pools: dict[str, Any]) -> Table:
 
 
 def _workers_table(workers: list[dict[str, Any]]) -> Table:
-    columns = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV", "transport")
-    table = Table(*columns, box=None, pad_edge=False)
+    columns = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV", "measured")
+    table = Table(*columns, "pulls from", box=None, pad_edge=False)
     for worker in workers:
         load = worker["load"]
-        transports = (f"{peer} {way}" for peer, way in sorted(worker["transports"].items()))
         table.add_row(
             worker["worker_id"],
             worker["role"],
@@ -130,6 +137,31 @@ def _workers_table(workers: list[dict[str, Any]]) -> Table:
             str(load["num_waiting"]),
             str(load["queued_tokens"]),
             f"{worker['kv_use']:.0%} of {load['blocks_total']}",
-            ", ".join(transports) or "-",
+            _rates(worker.get("rates")),
+            _pairs(worker),
         )
     return table
+
+
+def _rates(rates: dict[str, float] | None) -> str:
+    """Prefill, then a decode step: what it takes, and what each sequence adds."""
+    if rates is None:
+        return "-"
+    step = f"{rates['decode_step_ms']:.3g}+{rates['decode_sequence_ms']:.2g}n ms"
+    return f"{rates['prefill_tokens_per_s']:.0f} tok/s, {step}"
+
+
+def _pairs(worker: dict[str, Any]) -> str:
+    """Each peer, the transport, and how fast its blocks came."""
+    pairs = worker.get("pairs", {})
+    told = []
+    for peer, way in sorted(worker["transports"].items()):
+        speed = pairs.get(peer, {}).get("bytes_per_s")
+        told.append(f"{peer} {way}" + (f" {_speed(speed)}" if speed else ""))
+    return ", ".join(told) or "-"
+
+
+def _speed(bytes_per_s: float) -> str:
+    if bytes_per_s >= 1e9:
+        return f"{bytes_per_s / 1e9:.2g} GB/s"
+    return f"{bytes_per_s / 1e6:.0f} MB/s"

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
 from services.config import RouterConfig
+from services.cost_model import WorkerRates
 from services.router.cluster_view import ClusterView
 from services.router.generate import Generator
 from services.router.http_body import read_json_object
@@ -92,4 +93,21 @@ def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
         "load": {name: getattr(load, name) for name in load.__struct_fields__},
         "requests_here": client.num_inflight if client else 0,
         "transports": record.transports,
+        "rates": _rates(record.rates),
+        "pairs": {
+            peer: {"bytes_per_s": pair.bytes_per_s, "latency_ms": pair.latency_s * 1000}
+            for peer, pair in record.pairs.items()
+        },
+    }
+
+
+def _rates(rates: WorkerRates) -> dict[str, float] | None:
+    """What the worker measured of itself; None while it has measured nothing."""
+    if not rates.measured:
+        return None
+    step_s = rates.prefill.seconds(rates.step_tokens, 0, rates.step_tokens)
+    return {
+        "prefill_tokens_per_s": rates.step_tokens / step_s,  # of a full step at a prompt's start
+        "decode_step_ms": rates.decode.step_s * 1000,
+        "decode_sequence_ms": rates.decode.sequence_s * 1000,  # more for each in the step
     }

@@ -12,7 +12,8 @@ import grpc.aio
 from redis.asyncio import Redis
 
 from services.config import ClusterConfig
-from services.cost_model import WorkerRates
+from services.cost_model import PairRate, WorkerRates
+from services.prefix_index.entries import ENTRY_BYTES, bucket_start
 from services.registry import Contract, Load, Registry, State, WorkerRecord
 from services.rpc.auth import TokenInterceptor
 from services.rpc.options import SERVER_OPTIONS
@@ -98,6 +99,8 @@ class ScriptedWorker(WorkerServicer):
         self.state: State = "ready"
         self.load = Load(queue_max=8, blocks_total=1000)
         self.rates = WorkerRates()
+        self.pairs: dict[str, PairRate] = {}
+        self.block_hashes: list[bytes] | None = None  # that it says it holds; None: cannot say
         self.submitted: list[pb.SubmitSequence] = []
         self.cancelled: list[str] = []
         self.address = ""
@@ -158,6 +161,7 @@ class ScriptedWorker(WorkerServicer):
                 contract=self._contract,
                 load=self.load,
                 rates=self.rates,
+                pairs=self.pairs,
                 started_at=self._started_at,
             )
         )
@@ -175,6 +179,15 @@ class ScriptedWorker(WorkerServicer):
             del self._streams[queue]
             for task in (reading, *tasks):
                 task.cancel()
+
+    async def ListBlocks(  # noqa: N802
+        self, request: pb.ListBlocksRequest, context: Any
+    ) -> pb.ListBlocksResponse:
+        if self.block_hashes is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "says the test")
+        low, high = (bucket_start(b) for b in (request.first_bucket, request.end_bucket))
+        found = [h[:ENTRY_BYTES] for h in self.block_hashes if low <= h and (not high or h < high)]
+        return pb.ListBlocksResponse(hashes=b"".join(found))
 
     async def _read(
         self,

@@ -10,7 +10,8 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from services.cost_model import PrefillRate, WorkerRates
+from services.cluster.operate import show_status
+from services.cost_model import PairRate, PrefillRate, WorkerRates
 from services.registry import Load
 from services.rpc.tandem.v1 import inference_pb2 as pb
 from services.rpc.tandem.v1 import worker_pb2
@@ -33,7 +34,7 @@ async def router(router: RunningRouter) -> AsyncIterator[RunningRouter]:
 async def tell_load(router: RunningRouter, queued_tokens: int) -> None:
     """Every worker tells this queue, and that a token of it takes 1 ms."""
     for worker in router.workers:
-        worker.rates = RATES
+        worker.rates, worker.pairs = RATES, {"prefill-9": PairRate("nixl", 1e-3, 1.5e9)}
         worker.load = Load(queue_max=8, blocks_total=1000, queued_tokens=queued_tokens)
         await worker.write_record()
     known = router.router.view.known
@@ -53,6 +54,17 @@ async def test_refuses_what_would_come_too_late(router: RunningRouter, stream: b
     assert "in 10 s" in error["message"]
     assert not router.submitted
     assert router.outcomes()["overloaded"] == before + 1
+
+
+async def test_status_shows_what_workers_measured(
+    router: RunningRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await tell_load(router, 77)
+    await asyncio.to_thread(show_status, f"http://127.0.0.1:{router.router.http_port}")
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("decode-")]
+    assert len(rows) == 2
+    assert all("1000 tok/s, 10+1n ms" in row for row in rows)
+    assert all("prefill-9 nixl 1.5 GB/s" in row for row in rows)
 
 
 async def test_grpc_is_told_when_to_come_back(router: RunningRouter) -> None:
