@@ -19,6 +19,9 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure what this machine makes of Tandem.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
+index_app = typer.Typer(help="Look after the prefix tree.", no_args_is_help=True)
+app.add_typer(index_app, name="index")
+
 _URL = Annotated[str, typer.Option(help="address of a router")]
 
 
@@ -127,6 +130,24 @@ def scale(
 
     try:
         scale_pools(url, sizes, deadline_s=deadline)
+    except OperateError as error:
+        _fail(str(error))
+
+
+@index_app.command()
+def verify(
+    url: _URL = "http://127.0.0.1:8000",
+    everything: Annotated[
+        bool, typer.Option("--all", help="every entry, not a sample of each worker's")
+    ] = False,
+) -> None:
+    """Compare the prefix tree with what workers hold; exit status 1 when they differ."""
+    from services.cluster.index_verify import verify_index
+    from services.cluster.operate import OperateError
+
+    try:
+        if not verify_index(url, everything=everything):
+            raise typer.Exit(1)
     except OperateError as error:
         _fail(str(error))
 

@@ -95,6 +95,7 @@ class Dispatcher:
         self._metrics = metrics
         self._rng = random.Random()
         self.on_end: Callable[[Job], None] = lambda job: None  # of each request that ended well
+        self.on_end: Callable[[Job], None] = lambda job: None  # of each request that ended well
         self._num_holding = 0
         self._ttft_limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
 
@@ -121,6 +122,7 @@ class Dispatcher:
     async def _submit(self, job: Job) -> Attempt:
         matches = await self._match(job.block_hashes)
         job.placement = placement = await self._place(job, matches)
+        job.matches = matches
         job.matches = matches
         # Nothing was awaited since the snapshot that said so.
         client = self._view.client(placement.decode.worker_id)
@@ -156,6 +158,8 @@ class Dispatcher:
                     job.timings = update.timings
             if token_ids or finish_reason:
                 job.made.extend(token_ids)
+                if finish_reason:  # before the last step: who has it may not come back
+                    self.on_end(job)
                 yield Step(token_ids, finish_reason)
             if failure is not None:
                 raise failure

@@ -21,6 +21,7 @@ from services.config import RouterConfig
 from services.errors import ConfigError
 from services.models.source import resolve
 from services.models.tokenizer import Tokenizer
+from services.prefix_index.inspect import TreeInspector
 from services.prefix_index.redis import RedisIndex
 from services.redis_client import REPLY_TIMEOUT_S, UNREACHABLE, Client, connect
 from services.router.cluster_view import ClusterView
@@ -28,6 +29,10 @@ from services.router.dispatch import Dispatcher
 from services.router.generate import Generator, LoadedModel
 from services.router.grpc_api import GrpcApi
 from services.router.http_app import make_app
+from services.router.http_index import add_index_routes
+from services.router.index_audit import IndexAudit
+from services.router.index_metrics import CountedLookup, IndexMetrics
+from services.router.index_trust import IndexTrust
 from services.router.metrics import Metrics
 from services.router.prompts import PromptPreparer
 
@@ -51,7 +56,13 @@ class Router:
         self.view = ClusterView(config.cluster, self._redis)
         self._metrics.watch(self.view)
         self._index = RedisIndex(self._redis, config.cluster.cluster_id)
-        dispatcher = Dispatcher(config, self.view, self._index, self._metrics)
+        index_metrics = IndexMetrics(self._metrics.registry)
+        lookup = CountedLookup(self._index, index_metrics)
+        dispatcher = Dispatcher(config, self.view, lookup, self._metrics)
+        trust = IndexTrust(self.view, self._index, index_metrics)
+        dispatcher.on_end = trust.observe
+        tree = TreeInspector(self._redis, self._index)
+        self._audit = IndexAudit(self.view, tree, trust, index_metrics)
         self.generator = Generator(config, self.view, dispatcher, self._metrics)
         self._grpc = GrpcApi(config, self.generator)
         self.http_port = 0
@@ -80,6 +91,7 @@ class Router:
             asyncio.create_task(http.serve(sockets=[sock]), name="http"),
             asyncio.create_task(self.view.run(), name="cluster-view"),
             asyncio.create_task(self._load_and_watch(), name="model"),
+            asyncio.create_task(self._audit.run(), name="index-audit"),
             asyncio.create_task(self._stopping.wait(), name="stop"),
         }
         try:
@@ -133,6 +145,7 @@ class Router:
 
     def _app_config(self) -> uvicorn.Config:
         app = make_app(self._config, self.generator, self.view, self._metrics)
+        add_index_routes(app, self._config, self._audit)
         return uvicorn.Config(
             app,
             log_config=None,

@@ -1,0 +1,62 @@
+"""Whether what a worker's entries in the prefix tree promise comes true. Pure.
+
+For each worker a window of its last requests: the tokens that were predicted to be cached there
+when a request was placed, and those that were. Reuse at someone else may hide that a worker has
+nothing, so a low ratio is never an accident of who was asked, only of what was promised.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+WINDOW_TOKENS = 8192  # predicted ones; so many lately count
+EVIDENCE_TOKENS = 1024  # predicted ones; with fewer nothing is said
+REQUESTS_MIN = 4
+HIT_RATIO_MIN = 0.5  # under it the promise is broken: eviction under pressure costs far less
+
+
+@dataclass(slots=True)
+class _Window:
+    requests: deque[tuple[int, int]] = field(default_factory=deque)  # tokens: predicted, cached
+    predicted: int = 0
+    cached: int = 0
+
+
+class HitWatch:
+    def __init__(self) -> None:
+        self._windows: dict[str, _Window] = {}
+
+    def observe(self, worker_id: str, predicted: int, cached: int) -> float | None:
+        """Takes in a request; the ratio of hits, when it is too low to trust the worker's entries.
+
+        `cached`: at least so many tokens were reused there. The window begins anew after an answer.
+        """
+        if predicted <= 0:
+            return None
+        window = self._windows.setdefault(worker_id, _Window())
+        window.requests.append((predicted, min(cached, predicted)))
+        window.predicted += predicted
+        window.cached += min(cached, predicted)
+        while len(window.requests) > REQUESTS_MIN:
+            oldest = window.requests[0]
+            if window.predicted - oldest[0] < WINDOW_TOKENS:
+                break
+            window.requests.popleft()
+            window.predicted -= oldest[0]
+            window.cached -= oldest[1]
+        ratio = window.cached / window.predicted
+        enough = len(window.requests) >= REQUESTS_MIN and window.predicted >= EVIDENCE_TOKENS
+        if not enough or ratio >= HIT_RATIO_MIN:
+            return None
+        del self._windows[worker_id]
+        return ratio
+
+    def forget(self, worker_id: str) -> None:
+        self._windows.pop(worker_id, None)
+
+    def keep(self, worker_ids: Collection[str]) -> None:
+        """Forgets all others."""
+        for worker_id in self._windows.keys() - set(worker_ids):
+            del self._windows[worker_id]
