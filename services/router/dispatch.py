@@ -95,7 +95,6 @@ class Dispatcher:
         self._metrics = metrics
         self._rng = random.Random()
         self.on_end: Callable[[Job], None] = lambda job: None  # of each request that ended well
-        self.on_end: Callable[[Job], None] = lambda job: None  # of each request that ended well
         self._num_holding = 0
         self._ttft_limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
 
@@ -122,7 +121,6 @@ class Dispatcher:
     async def _submit(self, job: Job) -> Attempt:
         matches = await self._match(job.block_hashes)
         job.placement = placement = await self._place(job, matches)
-        job.matches = matches
         job.matches = matches
         # Nothing was awaited since the snapshot that said so.
         client = self._view.client(placement.decode.worker_id)
@@ -164,7 +162,6 @@ class Dispatcher:
             if failure is not None:
                 raise failure
             if finish_reason:
-                self.on_end(job)
                 return
 
     async def _place(self, job: Job, matches: dict[str, int]) -> Placement:
