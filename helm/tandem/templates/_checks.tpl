@@ -1,0 +1,20 @@
+{{/* What a schema cannot say, because it looks at the pools together: root, prefill, decode. */}}
+{{- define "tandem.checks" -}}
+{{- $prefill := .prefill -}}
+{{- $decode := .decode -}}
+{{- range $option := list "dtype" "kvDtype" "numerics" "blockSize" -}}
+{{- $one := include "tandem.number" (index $prefill.options $option) -}}
+{{- $other := include "tandem.number" (index $decode.options $option) -}}
+{{- if ne $one $other -}}
+{{- fail (printf "options.%s of prefill is %s, of decode %s: workers that differ in it cannot exchange blocks" $option $one $other) -}}
+{{- end -}}
+{{- end -}}
+{{- range $pool, $values := dict "prefill" $prefill "decode" $decode -}}
+{{- if and (eq $values.sizeOwner "hpa") (not $values.hpa.metrics) -}}
+{{- fail (printf "%s.sizeOwner is hpa, and hpa.metrics is empty: say what the size follows" $pool) -}}
+{{- end -}}
+{{- if and (eq $values.sizeOwner "hpa") $.root.Values.rayCluster.enabled -}}
+{{- fail (printf "%s.sizeOwner is hpa, and an HPA cannot scale a group of a RayCluster: set chart" $pool) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

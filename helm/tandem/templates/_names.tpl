@@ -1,0 +1,67 @@
+{{/* Names and labels. Parts of more than one argument take a dict with "root", the top context. */}}
+
+{{- define "tandem.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a component's Service and pods are selected by: root, component. */}}
+{{- define "tandem.selector" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "tandem.labels" -}}
+{{ include "tandem.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: tandem
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* metadata of an object: root, component, name (without the release's). */}}
+{{- define "tandem.metadata" -}}
+name: {{ include "tandem.fullname" .root }}{{ with .name }}-{{ . }}{{ end }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "tandem.labels" . | nindent 2 }}
+{{- end -}}
+
+{{/* root, image: what differs from the common one. */}}
+{{- define "tandem.image" -}}
+{{- $image := merge (deepCopy .image) .root.Values.image -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $image.repository $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $image.repository (default .root.Chart.AppVersion $image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The values of one pool, over those of both: root, pool. YAML, for fromYaml. */}}
+{{- define "tandem.pool" -}}
+{{- $values := deepCopy .root.Values.worker -}}
+{{- range $key, $value := index .root.Values .pool -}}
+{{- if and (kindIs "map" $value) (has $key (list "options" "image" "gpu" "rdma" "sameHost" "resources" "podDisruptionBudget" "hpa")) -}}
+{{- range $inner, $given := $value -}}
+{{- $_ := set (index $values $key) $inner $given -}}
+{{- end -}}
+{{- else -}}
+{{- $_ := set $values $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $values -}}
+{{- end -}}
+
+{{/* The Secret that holds one of our secrets: root, existing (its name or empty), name. */}}
+{{- define "tandem.secretName" -}}
+{{- .existing | default (printf "%s-%s" (include "tandem.fullname" .root) .name) -}}
+{{- end -}}

@@ -1,0 +1,194 @@
+{{/* What pods of several components share. */}}
+
+{{/* How every pod of ours is scheduled and secured: root, component, values. */}}
+{{- define "tandem.podCommon" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.topologySpread }}
+topologySpreadConstraints:
+  {{- range . }}
+  - {{ toYaml . | nindent 4 | trim }}
+    labelSelector:
+      matchLabels:
+        {{- include "tandem.selector" $ | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* The variables that services/config.py reads, for routers and workers. */}}
+{{- define "tandem.env" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: TANDEM_CLUSTER_ID
+  value: {{ printf "%s.%s" .Release.Namespace (include "tandem.fullname" .) }}
+- name: TANDEM_CLUSTER_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "tandem.secretName" (dict "root" . "existing" .Values.clusterToken.existingSecret "name" "cluster") }}
+      key: {{ .Values.clusterToken.key }}
+{{- if .Values.redis.builtin.enabled }}
+- name: REDIS_PASSWORD
+  valueFrom:
+    {{- include "tandem.redisPassword" . | nindent 4 }}
+- name: TANDEM_REDIS_URL
+  value: redis://:$(REDIS_PASSWORD)@{{ include "tandem.fullname" . }}-redis:6379/0
+{{- else }}
+- name: TANDEM_REDIS_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.redis.external.urlSecret.name }}
+      key: {{ .Values.redis.external.urlSecret.key }}
+{{- end }}
+- name: TANDEM_LOG_LEVEL
+  value: {{ .Values.logLevel }}
+- name: TANDEM_CACHE_DIR
+  value: /cache/tandem
+{{- if eq .Values.model.source "hub" }}
+- name: HF_HOME
+  value: /cache/hub
+{{- with .Values.model.hub.tokenSecret }}
+{{- if .name }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.redisPassword" -}}
+{{- with .Values.redis.builtin.password -}}
+secretKeyRef:
+  name: {{ include "tandem.secretName" (dict "root" $ "existing" .existingSecret "name" "redis") }}
+  key: {{ .key }}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.rayToken" -}}
+- name: RAY_AUTH_MODE
+  value: token
+- name: RAY_AUTH_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "tandem.secretName" (dict "root" . "existing" .Values.ray.token.existingSecret "name" "ray") }}
+      key: {{ .Values.ray.token.key }}
+{{- end -}}
+
+{{/* What --model is. */}}
+{{- define "tandem.model" -}}
+{{- $model := .Values.model -}}
+{{- if eq $model.source "builtin" -}} smollm2
+{{- else if eq $model.source "hub" -}} {{ $model.hub.name }}
+{{- else if eq $model.source "pvc" -}} {{ printf "/model/%s" (trimPrefix "/" $model.pvc.path) | trimSuffix "/" }}
+{{- else if eq $model.image.mount "copy" -}} /model/{{ base $model.image.path }}
+{{- else -}} {{ printf "/model/%s" (trimPrefix "/" $model.image.path) | trimSuffix "/" }}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.volumeMounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: cache, mountPath: /cache}
+{{- if has .Values.model.source (list "pvc" "image") }}
+- {name: model, mountPath: /model, readOnly: true}
+{{- end }}
+{{- if and (not .Values.redis.builtin.enabled) .Values.redis.external.caSecret.name }}
+- {name: redis-ca, mountPath: /etc/tandem/redis, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: cache
+{{- if .Values.cache.claimName }}
+  persistentVolumeClaim: {claimName: {{ .Values.cache.claimName }}}
+{{- else }}
+  emptyDir: {sizeLimit: {{ .Values.cache.sizeLimit }}}
+{{- end }}
+{{- if eq .Values.model.source "pvc" }}
+- name: model
+  persistentVolumeClaim: {claimName: {{ .Values.model.pvc.claimName }}, readOnly: true}
+{{- else if eq .Values.model.source "image" }}
+- name: model
+{{- if eq .Values.model.image.mount "copy" }}
+  emptyDir: {}
+{{- else }}
+  image:
+    reference: {{ .Values.model.image.reference }}
+    pullPolicy: {{ .Values.model.image.pullPolicy }}
+{{- end }}
+{{- end }}
+{{- if and (not .Values.redis.builtin.enabled) .Values.redis.external.caSecret.name }}
+- name: redis-ca
+  secret:
+    secretName: {{ .Values.redis.external.caSecret.name }}
+    items: [{key: {{ .Values.redis.external.caSecret.key }}, path: ca.crt}]
+{{- end }}
+{{- end -}}
+
+{{/* Brings a model that lies in an image where image volumes are not to be had. */}}
+{{- define "tandem.initContainers" -}}
+{{- $image := .Values.model.image -}}
+{{- if and (eq .Values.model.source "image") (eq $image.mount "copy") -}}
+initContainers:
+  - name: model
+    image: {{ $image.reference }}
+    imagePullPolicy: {{ $image.pullPolicy }}
+    command: [/bin/cp, -r, {{ $image.path | quote }}, /model/]
+    securityContext:
+      {{- include "tandem.containerSecurity" . | nindent 6 }}
+    volumeMounts:
+      - {name: model, mountPath: /model}
+{{- end -}}
+{{- end -}}
+
+{{/* Options of a command line: kvMemory is --kv-memory; a switch is given when it is true. */}}
+{{- define "tandem.options" -}}
+{{- range $name, $value := . }}
+{{- if not (kindIs "bool" $value) }}
+- --{{ kebabcase $name }}
+- {{ include "tandem.number" $value | quote }}
+{{- else if $value }}
+- --{{ kebabcase $name }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Whole numbers as such: YAML gives floats, which print as 1.073741824e+09. */}}
+{{- define "tandem.number" -}}
+{{- if and (kindIs "float64" .) (eq (float64 (int64 .)) .) -}}
+{{- int64 . -}}
+{{- else -}}
+{{- . -}}
+{{- end -}}
+{{- end -}}

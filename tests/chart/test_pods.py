@@ -1,0 +1,211 @@
+"""What pods may do, what they hold, and who may reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.harness.chart import (
+    EXAMPLES,
+    NAMESPACE,
+    Object,
+    component_of,
+    container,
+    find,
+    pod_templates,
+    render,
+    values_of,
+)
+
+ALL = [{}, *map(values_of, EXAMPLES)]
+by_example = pytest.mark.parametrize("values", ALL, ids=["defaults", *(e.stem for e in EXAMPLES)])
+H100 = next(values_of(e) for e in EXAMPLES if e.stem == "h100-rdma")
+OUTSIDER: Object = {"namespace": "elsewhere", "labels": {"app": "anything"}}
+
+
+def containers(objects: list[Object]) -> Iterator[tuple[str, Object, Object]]:
+    """(component, pod's spec, container), of init containers, too."""
+    for component, pod in pod_templates(objects):
+        for made in (*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]):
+            yield component, pod["spec"], made
+
+
+@by_example
+def test_containers_are_confined(values: dict[str, Any]) -> None:
+    for component, pod, made in containers(render(values)):
+        security = made["securityContext"]
+        assert security["readOnlyRootFilesystem"]
+        assert not security["allowPrivilegeEscalation"]
+        assert security["capabilities"]["drop"] == ["ALL"]
+        rdma = component in ("prefill", "decode") and "rdma" in values.get("worker", {})
+        added = ["IPC_LOCK"] if rdma else []
+        assert security["capabilities"].get("add", []) == added
+        assert pod["securityContext"]["runAsNonRoot"] is not rdma
+        assert pod["automountServiceAccountToken"] is False
+
+
+@by_example
+def test_what_is_mounted_is_there(values: dict[str, Any]) -> None:
+    for component, pod, made in containers(render(values)):
+        volumes = {v["name"] for v in pod.get("volumes", [])}
+        mounts = [m["mountPath"] for m in made.get("volumeMounts", [])]
+        assert {m["name"] for m in made.get("volumeMounts", [])} <= volumes
+        assert len(mounts) == len(set(mounts))
+        if component != "test" and made["name"] != "model":
+            assert "/tmp" in mounts  # the root is read-only
+
+
+@by_example
+def test_secrets_come_by_reference(values: dict[str, Any]) -> None:
+    """Each that a pod names is made here, or named by the values; no value is in a pod."""
+    objects = render(values)
+    made = {o["metadata"]["name"]: o["data"] for o in objects if o["kind"] == "Secret"}
+    given = str(values)
+    for _, pod, each in containers(objects):
+        for entry in each.get("env", []):
+            match entry.get("valueFrom"):
+                case {"secretKeyRef": {"name": name, "key": key}}:
+                    assert key in made[name] if name in made else name in given
+        for secret in made.values():
+            for value in secret.values():
+                assert value not in str(pod)
+
+
+def test_existing_secrets_are_used_and_none_is_made() -> None:
+    existing = {"existingSecret": "mine", "key": "a-key"}
+    objects = render(
+        {
+            "clusterToken": existing,
+            "redis": {"builtin": {"password": existing}},
+            "ray": {"token": existing},
+        }
+    )
+    assert not [o for o in objects if o["kind"] == "Secret"]
+    references = [
+        e["valueFrom"]["secretKeyRef"]
+        for _, _, each in containers(objects)
+        for e in each.get("env", [])
+        if "secretKeyRef" in e.get("valueFrom", {})
+    ]
+    assert len(references) == 8  # router and two workers: two each; Redis and the head: one each
+    assert all(r == {"name": "mine", "key": "a-key"} for r in references)
+
+
+def test_external_redis_by_url_with_its_authority() -> None:
+    objects = render(H100)
+    assert not [o for o in objects if component_of(o) == "redis"]
+    for component in ("router", "prefill", "decode"):
+        made = container(objects, component)
+        (url,) = (e for e in made["env"] if e["name"] == "TANDEM_REDIS_URL")
+        assert url["valueFrom"]["secretKeyRef"] == {"name": "tandem-redis-url", "key": "url"}
+        assert "/etc/tandem/redis" in [m["mountPath"] for m in made["volumeMounts"]]
+
+
+def test_devices_are_limits_and_pools_spread() -> None:
+    objects = render(H100)
+    for pool in ("prefill", "decode"):
+        stateful = find(objects, "StatefulSet", pool)["spec"]
+        assert stateful["podManagementPolicy"] == "Parallel"
+        spec = stateful["template"]["spec"]
+        (worker,) = spec["containers"]
+        assert worker["resources"]["limits"] == {
+            "cpu": "8",
+            "memory": "64Gi",
+            "nvidia.com/gpu": 1,
+            "rdma/hca_shared": 1,
+            "hugepages-2Mi": "2Gi",
+        }
+        (spread,) = spec["topologySpreadConstraints"]
+        assert spread["labelSelector"]["matchLabels"] == stateful["selector"]["matchLabels"]
+        assert spec["priorityClassName"] == "serving"
+    scaler = find(objects, "HorizontalPodAutoscaler", "decode")["spec"]["scaleTargetRef"]
+    assert scaler == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "demo-tandem-decode"}
+
+
+def test_a_model_comes_from_where_it_is_said_to() -> None:
+    def model(**values: Any) -> tuple[str, Object]:
+        objects = render({"model": values})
+        spec = find(objects, "StatefulSet", "decode")["spec"]["template"]["spec"]
+        arguments = spec["containers"][0]["args"]
+        volume = [v for v in spec["volumes"] if v["name"] == "model"]
+        return arguments[arguments.index("--model") + 1], volume[0] if volume else {}
+
+    claim = {"claimName": "models", "path": "a/llama.gguf"}
+    image = {"reference": "models/llama:1", "path": "/weights/llama"}
+    assert model(source="builtin") == ("smollm2", {})
+    assert model(source="hub", hub={"name": "org/llama"}) == ("org/llama", {})
+    path, volume = model(source="pvc", pvc=claim)
+    assert path == "/model/a/llama.gguf"
+    assert volume["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
+    path, volume = model(source="image", image=image)
+    assert path == "/model/weights/llama"
+    assert volume["image"]["reference"] == "models/llama:1"
+    path, volume = model(source="image", image={**image, "mount": "copy"})
+    assert path == "/model/llama"
+    assert "emptyDir" in volume
+
+
+def test_the_scaler_may_scale_and_nothing_else() -> None:
+    rules = find(render(), "Role", "scaler")["rules"]
+    assert {(r, n) for rule in rules for r in rule["resources"] for n in rule["resourceNames"]} == {
+        ("statefulsets/scale", "demo-tandem-prefill"),
+        ("statefulsets/scale", "demo-tandem-decode"),
+        ("deployments/scale", "demo-tandem-router"),
+    }
+    assert {verb for rule in rules for verb in rule["verbs"]} == {"get", "patch", "update"}
+
+
+def reachable(objects: list[Object], component: str, source: Object) -> set[Any]:
+    """Ports of a component that a pod may reach: names; "*" for every one."""
+    policies = [o for o in objects if o["kind"] == "NetworkPolicy" and component_of(o) == component]
+    if not policies:
+        return {"*"}
+    found: set[Any] = set()
+    for rule in (rule for p in policies for rule in p["spec"]["ingress"]):
+        if "from" not in rule or any(_matches(peer, source) for peer in rule["from"]):
+            found |= {p["port"] for p in rule["ports"]} if "ports" in rule else {"*"}
+    return found
+
+
+def _matches(peer: Object, source: Object) -> bool:
+    space = peer.get("namespaceSelector")
+    if space is None and source["namespace"] != NAMESPACE:
+        return False
+    if space is not None:
+        wanted = space.get("matchLabels", {})
+        if not wanted.items() <= {"kubernetes.io/metadata.name": source["namespace"]}.items():
+            return False
+    labels = peer.get("podSelector", {}).get("matchLabels", {})
+    return bool(labels.items() <= source["labels"].items())
+
+
+@by_example
+def test_internal_ports_are_closed_to_others(values: dict[str, Any]) -> None:
+    objects = render(values)
+    pods = dict(pod_templates(objects))
+    inside = {
+        component: {"namespace": NAMESPACE, "labels": pod["metadata"]["labels"]}
+        for component, pod in pods.items()
+    }
+    guarded = "networkPolicy" in values  # the routers' clients and the scrapers are named
+    for component in pods:
+        if component == "test":
+            continue
+        outside = reachable(objects, component, OUTSIDER)
+        if component == "router":
+            assert outside == (set() if guarded else {"http", "grpc"})
+        elif component in ("prefill", "decode"):
+            assert outside == (set() if guarded else {"metrics"})
+            assert "grpc" in reachable(objects, component, inside["router"])
+            assert "*" in reachable(objects, component, inside["decode"])  # NIXL's are free-chosen
+        else:
+            assert outside == set()
+    assert {"http"} <= reachable(objects, "router", inside["test"])
+    if "redis" in pods:
+        for component in ("router", "prefill", "decode"):
+            assert reachable(objects, "redis", inside[component]) == {"redis"}
+    if guarded:
+        prometheus = {"namespace": "monitoring", "labels": {}}
+        assert reachable(objects, "decode", prometheus) == {"metrics"}

