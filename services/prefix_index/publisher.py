@@ -72,6 +72,7 @@ class Publisher:
         self._to_store: dict[bytes, None] = {}
         self._to_remove: dict[bytes, None] = {}
         self._num_in_flight = 0
+        self.num_published = 0  # changes that the tree took, ever
         self._sweep_at = 0.0  # monotonic seconds
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -91,6 +92,11 @@ class Publisher:
     def in_step(self) -> bool:
         """The tree took the last batch, and nothing waits."""
         return self._in_step and not self.lag
+
+    @property
+    def num_logs(self) -> int:
+        """How many epochs there were."""
+        return self._counter
 
     @property
     def num_held(self) -> int:
@@ -153,6 +159,11 @@ class Publisher:
                 failures += 1
                 if failures == 1:
                     logger.warning("the prefix tree is out of reach: %r", error)
+            except Exception:
+                # A bug; but a worker that publishes nothing any more would cost more than a log.
+                self._in_step = False
+                failures += 1
+                logger.exception("publishing to the prefix tree broke")
             await self._pause(failures)
 
     async def _begin_log(self) -> None:
@@ -179,6 +190,7 @@ class Publisher:
             )
         if applied:
             self._next_number += 1
+            self.num_published += self._num_in_flight
             self._num_in_flight = 0
         return applied
 

@@ -40,7 +40,7 @@ class Membership:
         self._redis = connect(cluster.redis_url)
         self._registry = Registry(self._redis, cluster)
         self._index = RedisIndex(self._redis, cluster.cluster_id)
-        self._publisher = Publisher(self._index, worker_id, epoch)
+        self.publisher = Publisher(self._index, worker_id, epoch)
         self._task: asyncio.Task[None] | None = None
         self._reachable = True
 
@@ -53,14 +53,14 @@ class Membership:
             except UNREACHABLE as error:
                 self._note_unreachable(error)
                 await asyncio.sleep(self._cluster.record_interval_s)
-        self._publisher.start()
+        self.publisher.start()
         await self.refresh()
         self._task = asyncio.create_task(self._refresh_for_ever())
 
     def on_report(self, report: StepReport) -> None:
         """Queues what the step stored and removed for the tree."""
         if report.stored or report.removed:
-            self._publisher.add((s.block_hash for s in report.stored), report.removed)
+            self.publisher.add((s.block_hash for s in report.stored), report.removed)
 
     async def refresh(self) -> None:
         """One round: write our record, read the others'."""
@@ -78,7 +78,7 @@ class Membership:
         if self._task is not None:
             self._task.cancel()
         try:
-            await self._publisher.aclose()
+            await self.publisher.aclose()
             await self._registry.remove(self._worker_id)
             await self._index.forget(self._worker_id)
         except UNREACHABLE as error:

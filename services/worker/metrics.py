@@ -19,7 +19,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.cost_model import PairRate
+from services.prefix_index.publisher import Publisher
 from services.registry import Load
+from services.worker.index_metrics import IndexMetrics
 from services.worker.lease import PullStats
 from services.worker.messages import PullsSettled, ReaderRenewed, TransferReply
 from services.worker.peers import Peer
@@ -149,6 +151,10 @@ class WorkerMetrics:
 
     def on_second_token(self, transport: str, seconds: float) -> None:
         self._second_token.labels(**self._labels, transport=transport).observe(seconds)
+
+    def watch(self, publisher: Publisher) -> None:
+        """Its log in the prefix tree, from now on."""
+        self._registry.register(IndexMetrics(self._labels, publisher))
 
     def collect(self) -> Iterable[Metric]:
         """All but the gauges, as they stand."""

@@ -93,7 +93,7 @@ class Servicer(WorkerServicer):
         if not first < end <= NUM_BUCKETS:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"buckets {first} to {end}: the first must be before the end, of 0 to {NUM_BUCKETS}",
+                f"buckets {first} to {end} are no range of 0 to {NUM_BUCKETS}",
             )
         hashes = await self._worker.link.list_blocks(bucket_start(first), bucket_start(end))
         return pb.ListBlocksResponse(hashes=b"".join(h[:ENTRY_BYTES] for h in hashes))

@@ -108,6 +108,7 @@ class Worker:
             on_records=self._on_records,
         )
         self._membership = membership
+        self._metrics.watch(membership.publisher)
         self.link.on_report = self._on_report
         self.link.on_final = self.prefill.on_final_blocks
         self.link.on_transfer = self._on_transfer

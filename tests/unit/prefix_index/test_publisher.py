@@ -218,3 +218,21 @@ async def _converges(steps: list[tuple[int, str, str]]) -> None:
         expected = {"w": lengths[which]} if lengths[which] else {}
         assert await index.match(chains[which]) == expected
     await publisher.aclose()
+
+
+async def test_a_bug_does_not_end_publishing(index: Unsteady, publisher: Publisher) -> None:
+    blocks = chain("a", 6)
+    publisher.add(blocks[:3], [])
+    await until(lambda: publisher.in_step)
+    publish, broken = index.publish, iter(range(2))
+
+    async def break_twice(*args: object) -> bool:
+        if next(broken, None) is not None:
+            raise ZeroDivisionError
+        return await publish(*args)  # type: ignore[arg-type]
+
+    index.publish = break_twice  # type: ignore[method-assign]
+    publisher.add(blocks[3:], [])
+    await until(lambda: publisher.in_step and publisher.num_logs == 3)
+    assert await index.match(blocks) == {"w": 6}
+    assert publisher.num_published == 3 + 6
