@@ -212,6 +212,7 @@ class ClusterView:
         if self.redis_state != "lost":
             log.warning("Redis is lost, the last known workers stand: %r", error)
         self.redis_state = "lost"
+        self.on_news()
 
     def _report_incompatible(self, record: WorkerRecord) -> None:
         theirs = record.contract.model_fingerprint

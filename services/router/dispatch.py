@@ -2,6 +2,7 @@
 
     placing --no usable decode worker--> holding (bounded) --a worker came--> placing
             --its first token would come too late--> refused, before anything is sent
+            --tenants take turns--> waiting (line.py) --> placing
     placing --> submitted --queue full--> placing, without that worker
                           --worker lost, no token yet--> placing (at most MOVES_MAX times)
                           --tokens--> ... --> ended | failed
@@ -14,24 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.config import RouterConfig
-from services.errors import (
-    NoWorkers,
-    Overloaded,
-    QueueFull,
-    TandemError,
-    WorkerLost,
-    from_code,
-)
+from services.errors import NoWorkers, QueueFull, TandemError, WorkerLost, from_code
 from services.redis_client import UNREACHABLE
-from services.router.admission import TtftLimit, wait_s
 from services.router.cluster_view import ClusterView
+from services.router.gate import Gate
 from services.router.metrics import Metrics
 from services.router.placement import Placement, Work, choose
 from services.router.reasons import reason_of
@@ -43,7 +37,6 @@ log = logging.getLogger(__name__)
 
 MOVES_MAX = 2
 RETRY_AFTER_DEFAULT_S = 1.0
-OWN_TIMES = 2.0  # a prompt may wait as long as it takes itself, whatever the limit is
 # What a worker answers that does not take the request: another one may.
 _REFUSALS = (QueueFull, NoWorkers)
 
@@ -65,6 +58,7 @@ class Job:
     cache_salt: bytes = b""
     made: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    is_admitted: bool = False
     num_submissions: int = 0
     num_moves: int = 0
     refused: set[str] = field(default_factory=set)  # epochs of workers that did not take it
@@ -96,7 +90,7 @@ class Dispatcher:
         self._rng = random.Random()
         self.on_end: Callable[[Job], None] = lambda job: None  # of each request that ended well
         self._num_holding = 0
-        self._ttft_limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
+        self._gate = Gate(config, view, metrics)
 
     async def run(self, job: Job) -> AsyncGenerator[Step, None]:
         """Steps until the end; closing the iterator cancels the job where it runs.
@@ -119,15 +113,27 @@ class Dispatcher:
                 attempt.close()
 
     async def _submit(self, job: Job) -> Attempt:
-        matches = await self._match(job.block_hashes)
-        job.placement = placement = await self._place(job, matches)
-        job.matches = matches
-        # Nothing was awaited since the snapshot that said so.
+        work = self._work(job)
+        while True:
+            matches = await self._match(job.block_hashes)
+            waits = self._gate.must_wait()
+            async with self._turn(job, work, matches):
+                if waits:
+                    matches = await self._match(job.block_hashes)
+                placement = self._choose(job, work, matches)
+                if placement is not None:
+                    self._admit(job, work, placement)
+                    return self._send(job, work, placement, matches)
+            await self._hold(frozenset(job.refused))
+
+    def _send(self, job: Job, work: Work, placement: Placement, matches: dict[str, int]) -> Attempt:
+        """Nothing was awaited since the worker was seen usable."""
         client = self._view.client(placement.decode.worker_id)
         assert client is not None
+        job.placement, job.matches = placement, matches
         message = _submission(job, placement, matches)
         job.num_submissions += 1
-        kind = reason_of(self._work(job), placement, matches)
+        kind = reason_of(work, placement, matches)
         job.reason = f"{kind}: {placement.reason}"
         self._metrics.placements.labels(reason=kind).inc()
         log.debug("request %s: %s", job.request.request_id, job.reason)
@@ -164,39 +170,41 @@ class Dispatcher:
             if finish_reason:
                 return
 
-    async def _place(self, job: Job, matches: dict[str, int]) -> Placement:
-        work = self._work(job)
+    def _choose(self, job: Job, work: Work, matches: dict[str, int]) -> Placement | None:
+        """None while no decode worker is usable. Raises QueueFull when all have refused."""
         refused = frozenset(job.refused)
-        while True:
-            placement = choose(work, self._view.roster(), matches, self._rng, refused=refused)
-            if placement is not None:
-                self._admit(job, work, placement)
-                return placement
-            if job.retry_after_s is not None:
-                raise QueueFull(
-                    "the queues of all decode workers are full; try again later",
-                    retry_after_s=job.retry_after_s,
-                )
-            await self._hold(refused)
+        placement = choose(work, self._view.roster(), matches, self._rng, refused=refused)
+        if placement is None and job.retry_after_s is not None:
+            raise QueueFull(
+                "the queues of all decode workers are full; try again later",
+                retry_after_s=job.retry_after_s,
+            )
+        return placement
+
+    def _turn(
+        self, job: Job, work: Work, matches: dict[str, int]
+    ) -> AbstractAsyncContextManager[None]:
+        """Only its first submission waits for a turn: who moves waited already."""
+        if job.num_submissions:
+            return nullcontext()
+        if self._gate.must_wait() and (placement := self._choose(job, work, matches)):
+            self._admit(job, work, placement)
+        depth = max(matches.values(), default=0) * work.block_size
+        return self._gate.turn(
+            job.request.tenant,
+            tokens_missing=max(0, work.num_tokens - depth),
+            completion_max=job.max_tokens,
+        )
+
+    def _admit(self, job: Job, work: Work, placement: Placement) -> None:
+        """Once a request. Raises Overloaded."""
+        if not job.is_admitted:
+            self._gate.admit(work, placement, tenant=job.request.tenant)
+            job.is_admitted = True
 
     def _work(self, job: Job) -> Work:
         contract = self._view.contract()
         return Work(len(job.token_ids), contract.block_size if contract else 16)
-
-    def _admit(self, job: Job, work: Work, placement: Placement) -> None:
-        """Raises Overloaded. Who was submitted once is in: it moves, it is not sent away."""
-        if job.num_submissions or not self._ttft_limit.base_s:
-            return
-        late_s = wait_s(work, placement, self._ttft_limit)
-        if late_s is None:
-            return
-        log.info("request %s is refused: %s", job.request.request_id, placement.reason)
-        limit_s = self._ttft_limit.seconds(work.num_tokens)
-        raise Overloaded(
-            f"all workers are busy: the first token is not to be expected within {limit_s:g} s; "
-            f"try again in {math.ceil(late_s)} s",
-            retry_after_s=late_s,
-        )
 
     async def _match(self, block_hashes: list[bytes]) -> dict[str, int]:
         if not block_hashes:

@@ -74,7 +74,7 @@ class Metrics:
         )
         self.requests_holding = Gauge(
             "tandem:num_requests_waiting",
-            "Requests that this router holds because a pool is empty",
+            "Requests that this router holds: a pool is empty, or tenants take turns",
             registry=registry,
         )
         self.lookups_failed = Counter(

@@ -13,8 +13,10 @@ import pytest
 
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.config import ClusterConfig, RouterConfig
+from services.cost_model import PrefillRate, WorkerRates
 from services.models.source import resolve
 from services.redis_client import connect
+from services.registry import Load
 from services.router.server import Router
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying, update
@@ -46,7 +48,7 @@ class Setup:
 
 
 @pytest.fixture
-async def setup() -> AsyncIterator[Setup]:
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
     """A router without workers, on a Redis of its own."""
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis())
@@ -59,6 +61,7 @@ async def setup() -> AsyncIterator[Setup]:
             grpc_port=0,
             hold_deadline_s=1.5,
             hold_requests_max=2,
+            **getattr(request, "param", {}),
         )
         router = Router(config)
         task = asyncio.create_task(router.run())
@@ -182,3 +185,22 @@ async def test_no_request_fails_while_redis_is_killed_and_restarted(setup: Setup
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("setup", [{"trust_tenant_header": True}], indirect=True)
+async def test_nobody_is_refused_or_held_by_a_load_that_redis_cannot_renew(setup: Setup) -> None:
+    prefill = await setup.add_worker("prefill-0", role="prefill")
+    decode = await setup.add_worker("decode-0")
+    for worker in (prefill, decode):
+        worker.rates = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), step_tokens=100, measured=True)
+        worker.load = Load(blocks_total=1000, queued_tokens=10**6)
+        await worker.write_record()
+    view = setup.router.view
+    await eventually(lambda: sum(w.load.queued_tokens for w in view.known()) == 2 * 10**6)
+    await eventually(lambda: setup.usable() == ["decode-0", "prefill-0"])
+    assert (await setup.http.post("/v1/completions", json=BODY)).status_code == 429
+    setup.redis.kill()
+    await eventually(lambda: view.redis_state == "lost")
+    assert (await setup.http.post("/v1/completions", json=BODY)).status_code == 200
+    setup.redis.restart()
+    await eventually(lambda: view.redis_state == "ok")

@@ -1,16 +1,21 @@
-"""The tenant that a gateway names: in the salt of the blocks, of HTTP and gRPC alike."""
+"""The tenant that a gateway names: in the salt of the blocks, and in its turn at busy workers."""
 
 from __future__ import annotations
+
+import asyncio
 
 import grpc.aio
 import pytest
 
+from services.cost_model import PrefillRate, WorkerRates
 from services.errors import BadRequest
+from services.registry import Load
 from services.router.tenants import cache_salt
 from services.rpc.tandem.v1 import inference_pb2 as pb
+from services.rpc.tandem.v1 import worker_pb2
 from services.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tests.harness.scripted_worker import saying
-from tests.service.router.conftest import RunningRouter
+from tests.harness.scripted_worker import Say, Script, saying, update
+from tests.service.router.conftest import RunningRouter, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
@@ -41,3 +46,84 @@ async def test_two_names_are_refused(router: RunningRouter) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == BadRequest.code
     assert not router.submitted
+
+
+async def test_tenants_take_turns_at_busy_workers(router: RunningRouter) -> None:
+    order: list[int] = []
+    router.script(noting(order))
+    other = router.workers[1]
+    other.state = "draining"  # with one stream to one worker, what comes first was sent first
+    await tell_load(router, queued_tokens=5000, step=1)  # 5 s: no room
+    asked = []
+    for number, tenant in enumerate(("flood", "flood", "flood", "light", "")):
+        headers = {"x-tandem-tenant": tenant} if tenant else {}
+        body = {"prompt": [number + 1] * 40, "max_tokens": 1}
+        asked.append(
+            asyncio.create_task(router.http.post("/v1/completions", json=body, headers=headers))
+        )
+        await eventually(lambda number=number: num_waiting(router) == number + 1)  # type: ignore[misc]
+    assert not router.submitted
+    asked[1].cancel()
+    await eventually(lambda: num_waiting(router) == 4)
+    await tell_load(router, queued_tokens=0, step=2)
+    await asyncio.wait(asked)
+    other.state = "ready"
+    assert [task.result().status_code for task in asked if task is not asked[1]] == [200] * 4
+    assert order == [1, 4, 5, 3]
+
+
+async def test_a_request_that_would_wait_too_long_for_its_turn_is_refused(
+    router: RunningRouter,
+) -> None:
+    """Not so one of another tenant, of which nobody waits."""
+    await tell_load(router, queued_tokens=85_000, step=3)  # 85 s, of 90 that are believed
+    router.script(saying([1000]))
+
+    async def ask(tenant: str, tokens: int) -> int:
+        body = {"prompt": [5] * tokens, "max_tokens": 1}
+        headers = {"x-tandem-tenant": tenant}
+        return (await router.http.post("/v1/completions", json=body, headers=headers)).status_code
+
+    waiting = [asyncio.create_task(ask("flood", 2000)) for _ in range(8)]
+    await eventually(lambda: num_waiting(router) + sum(t.done() for t in waiting) == 8)
+    light = asyncio.create_task(ask("light", 2000))
+    await eventually(lambda: num_waiting(router) + sum(t.done() for t in waiting) == 9)
+    assert 0 < sum(t.done() for t in waiting) < 8
+    assert not light.done()
+    await tell_load(router, queued_tokens=0, step=4)
+    assert await light == 200
+    assert set(await asyncio.gather(*waiting)) == {200, 429}
+
+
+def num_waiting(router: RunningRouter) -> float:
+    return router.router.generator._metrics.requests_holding._value.get()
+
+
+def noting(order: list[int]) -> Script:
+    """Says one token, and notes the first of the prompt."""
+
+    async def script(submit: worker_pb2.SubmitSequence, say: Say) -> None:
+        order.append(submit.input.token_ids[0])
+        say(update(submit, [1000], "length"))
+
+    return script
+
+
+async def tell_load(router: RunningRouter, *, queued_tokens: int, step: int) -> None:
+    """Every worker tells this queue, and that it has seen all that was submitted."""
+    rates = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), step_tokens=100, measured=True)
+    for worker in router.workers:
+        worker.rates = rates
+        worker.load = Load(queue_max=8, blocks_total=1000, queued_tokens=queued_tokens, step=step)
+        await worker.write_record()
+    known = router.router.view.known
+    states = {w.worker_id: w.state for w in router.workers}
+    await eventually(
+        lambda: all(
+            w.record.rates == rates and w.record.state == states[w.record.worker_id]
+            for w in known()
+        )
+    )
+    for worker in router.workers:
+        worker.tell_load(1 << 40)
+    await eventually(lambda: all(w.load.step == step for w in known()))

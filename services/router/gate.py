@@ -1,0 +1,92 @@
+"""Whether a request is taken, and when it goes to the workers: early refusal, and turns of tenants.
+
+Both weigh what workers told of their load. While Redis is lost prefill workers cannot tell: then
+everybody goes at once, as the workers' own bounds allow.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from services.config import RouterConfig
+from services.errors import Overloaded
+from services.router.admission import MARGIN, TtftLimit, wait_s
+from services.router.cluster_view import ClusterView
+from services.router.line import Line
+from services.router.metrics import Metrics
+from services.router.placement import Placement, Work
+from services.router.room import QUEUED_MAX_S, has_room, work_s
+
+log = logging.getLogger(__name__)
+
+OWN_TIMES = 2.0  # a prompt may wait as long as it takes itself, whatever the limit is
+
+
+class Gate:
+    """One a router."""
+
+    def __init__(self, config: RouterConfig, view: ClusterView, metrics: Metrics) -> None:
+        self._view = view
+        self._metrics = metrics
+        self._limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
+        # Shorter than what is refused: else nobody would ever wait for a turn.
+        most_s = MARGIN * config.ttft_limit_s / 2 if config.ttft_limit_s else math.inf
+        self._queued_max_s = min(QUEUED_MAX_S, most_s)
+        self._line: Line | None = None
+        if config.trust_tenant_header:
+            self._line = Line(self._has_room)
+            view.on_news = self._line.let_go
+
+    def must_wait(self) -> bool:
+        """Whether a request that came now would wait for its tenant's turn."""
+        return self._line is not None and self._line.must_wait()
+
+    def admit(self, work: Work, placement: Placement, *, tenant: str) -> None:
+        """Raises Overloaded when its first token would come too late."""
+        if not self._limit.base_s or self._view.redis_state != "ok":
+            return
+        late_s = wait_s(work, placement, self._limit, ahead_s=self._ahead_s(tenant))
+        if late_s is None:
+            return
+        log.info("refused: %d s late by %s", math.ceil(late_s), placement.reason)
+        limit_s = self._limit.seconds(work.num_tokens)
+        raise Overloaded(
+            f"all workers are busy: the first token is not to be expected within {limit_s:g} s; "
+            f"try again in {math.ceil(late_s)} s",
+            retry_after_s=late_s,
+        )
+
+    @asynccontextmanager
+    async def turn(
+        self, tenant: str, *, tokens_missing: int, completion_max: int
+    ) -> AsyncIterator[None]:
+        """Waits for the tenant's turn, if tenants take turns; inside, it is to be submitted."""
+        if self._line is None:
+            yield
+            return
+        workers = self._view.roster().by_id.values()
+        self._metrics.requests_holding.inc()
+        is_holding = True
+        try:
+            cost = work_s(workers, tokens_missing, completion_max)
+            async with self._line.turn(tenant, cost):
+                self._metrics.requests_holding.dec()
+                is_holding = False
+                yield
+        finally:
+            if is_holding:
+                self._metrics.requests_holding.dec()
+
+    def _has_room(self) -> bool:
+        workers = self._view.roster().by_id.values()
+        told = self._view.redis_state == "ok"
+        return not told or has_room(workers, queued_max_s=self._queued_max_s)
+
+    def _ahead_s(self, tenant: str) -> float:
+        if self._line is None:
+            return 0.0
+        num_usable = sum(w.usable for w in self._view.roster().by_id.values())
+        return self._line.cost_ahead(tenant) / max(1, num_usable)
