@@ -35,7 +35,7 @@ class PrefillRate(msgspec.Struct, frozen=True):
         return (
             num_steps * self.step_s
             + num_tokens * self.token_s
-            + token_contexts(num_tokens, context) * self.token_context_s
+            + (num_tokens * context + num_tokens * (num_tokens - 1) // 2) * self.token_context_s
         )
 
 
@@ -123,5 +123,5 @@ def best_start(
 
 def prefill_seconds(rates: WorkerRates, num_tokens: int, cached_tokens: int) -> float:
     """Of a prompt; its last token is computed always, for the first new one comes from it."""
-    cached = max(0, min(cached_tokens, num_tokens - 1))
+    cached = cached_tokens if cached_tokens < num_tokens else max(0, num_tokens - 1)
     return rates.prefill.seconds(num_tokens - cached, cached, rates.step_tokens)

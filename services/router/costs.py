@@ -8,6 +8,9 @@
              + what it misses of the prompt: computed, or pulled from a holder first;
                computing counts again for each that it delays
 
+A second of computing delays whoever comes behind it: as many, in a steady state, as wait there now.
+So long prompts go where nobody waits, and short ones may queue.
+
 Workers tell their rates in their records. One that has measured nothing counts as one like the
 others; while nobody has, a token costs `TOKEN_S`, and only the ratios of these prices matter.
 """
@@ -27,10 +30,6 @@ TOKENS_PER_RUNNING = 24.0  # steps that one more sequence makes longer for the o
 TOKENS_PER_WAITING = 64.0
 TOKENS_PER_LEASE = 32.0
 PULL_PRICE = 0.25  # of a token's KV that is pulled, against one that is computed; unmeasured
-# A second of prefill delays whoever comes behind it, as many as wait there now, and those who
-# decode there: they lose it once in a whole answer, which is worth less than at its first token.
-RUNNING_DELAY_PRICE = 0.05
-COPY_PRICE = 0.05  # the same, at least: a copy pushes out other cached blocks
 SHORTFALL_PRICE = 4.0  # of a token without a free block: somebody is preempted for it
 
 
@@ -53,6 +52,7 @@ class WorkerSnapshot:
     rates: WorkerRates = field(default_factory=WorkerRates)
     # Peer's worker id -> how its blocks come here.
     pairs: Mapping[str, PairRate] = field(default_factory=dict, hash=False)
+    placed: float = 0.0  # its share of the prefill of late; only the ratios of shares count
 
     @property
     def usable(self) -> bool:
@@ -85,14 +85,21 @@ def decode_cost(
     """
     cached = cached_tokens(work, worker, matches)
     missing = work.num_tokens - cached
-    token_s = _token_s(worker)
+    rates = worker.rates
+    if rates.measured:
+        # A step's own time is spread over its tokens; attention is left out.
+        token_s = rates.prefill.token_s + rates.prefill.step_s / rates.step_tokens
+        missing_s = _missing_s(work, worker, cached, sources)
+    else:
+        token_s = TOKEN_S
+        missing_s = (PULL_PRICE if sources else 1.0) * TOKEN_S * missing
     free_tokens = (worker.blocks_total - worker.blocks_used) * work.block_size
     shortfall = max(0, missing - free_tokens) if worker.blocks_total else 0
     return (
         _queue_s(worker)
-        + TOKENS_PER_RUNNING * _sequence_s(worker) * worker.num_running
+        + TOKENS_PER_RUNNING * rates.decode.sequence_s * worker.num_running
         + TOKENS_PER_WAITING * token_s * worker.num_waiting
-        + _missing_s(work, worker, cached, sources)
+        + missing_s
         + SHORTFALL_PRICE * token_s * shortfall
     )
 
@@ -128,7 +135,7 @@ def prefill_cost(
 def cached_tokens(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> int:
     """A prompt that is cached whole still recomputes its last token."""
     held = matches.get(worker.worker_id, 0) * work.block_size
-    return max(0, min(held, work.num_tokens - 1))
+    return held if held < work.num_tokens else max(0, work.num_tokens - 1)
 
 
 def with_likely_rates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]:
@@ -149,24 +156,27 @@ def with_likely_rates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]
 def _missing_s(
     work: Work, worker: WorkerSnapshot, cached: int, sources: Sequence[WorkerSnapshot]
 ) -> float:
-    """What it costs to have the missing blocks there: pulled from a source, or computed."""
-    missing = work.num_tokens - cached
-    if not worker.rates.measured:
-        return (PULL_PRICE if sources else 1.0) * TOKEN_S * missing
-    delayed = 1 + worker.num_waiting + RUNNING_DELAY_PRICE * worker.num_running
-    computed_s = delayed * prefill_seconds(worker.rates, work.num_tokens, cached)
+    """What it costs to have the missing blocks there: pulled from a source, or computed.
+
+    That a copy pushes out other blocks is not priced: twice the memory saves 1.5% of the computing
+    of Mooncake's trace, so a token pushed out costs little next to one that is computed.
+    """
+    rates = worker.rates
+    computed_s = (1 + worker.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)
+    if not sources:
+        return computed_s
     ways = [worker.pairs[s.worker_id] for s in sources if s.worker_id in worker.pairs]
     if not ways:
-        return (PULL_PRICE if sources else 1.0) * computed_s
-    num_bytes = missing * worker.rates.block_bytes / work.block_size
-    pulled_s = min(way.seconds(num_bytes) for way in ways)
-    return min(computed_s, pulled_s + COPY_PRICE * _token_s(worker) * missing)
+        return PULL_PRICE * computed_s
+    num_bytes = (work.num_tokens - cached) * rates.block_bytes / work.block_size
+    return min(computed_s, min(way.seconds(num_bytes) for way in ways))
 
 
 def _queue_s(worker: WorkerSnapshot) -> float:
-    if not worker.rates.measured:
-        return TOKEN_S * worker.queued_tokens
-    return worker.rates.prefill.seconds(worker.queued_tokens, 0, worker.rates.step_tokens)
+    rates, queued = worker.rates, worker.queued_tokens
+    if not rates.measured:
+        return TOKEN_S * queued
+    return rates.prefill.seconds(queued, 0, rates.step_tokens) if queued else 0.0
 
 
 def _token_s(worker: WorkerSnapshot) -> float:
@@ -175,7 +185,3 @@ def _token_s(worker: WorkerSnapshot) -> float:
     if not rates.measured:
         return TOKEN_S
     return rates.prefill.token_s + rates.prefill.step_s / rates.step_tokens
-
-
-def _sequence_s(worker: WorkerSnapshot) -> float:
-    return worker.rates.decode.sequence_s

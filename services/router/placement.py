@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from random import Random
 
+from services.cost_model import prefill_seconds
 from services.router.costs import (
+    TOKEN_S,
     Work,
     WorkerSnapshot,
     cached_tokens,
@@ -36,13 +39,13 @@ __all__ = [
     "prefill_cost",
 ]
 
-NEAR_BEST_RATIO = 1.05
-NEAR_BEST_S = 8e-3
+NEAR_BEST_S = 8e-3  # a decode step: what load that is one step old cannot tell
 PREFILL_CANDIDATES_MAX = 3
 PREFIX_HOLDERS_MAX = 3
 FEW = 32  # workers that are all weighed; of more, some are drawn
 DRAWN = 6  # of each pool
 DRAWS_MAX = 8 * DRAWN
+SHARE_EXCESS = 0.05  # of the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +72,35 @@ def choose(
     """
     roster = workers if isinstance(workers, Roster) else Roster(workers)
     holders = _deepest(roster, matches, rng)
-    few = _shortlist("decode", roster, holders, refused, rng)
-    if not few:
+    usable = _shortlist("decode", roster, holders, refused, rng)
+    if not usable:
         return None
-    few += _shortlist("prefill", roster, holders, frozenset(), rng)
-    seen = {w.worker_id: w for w in few}
-    likely = with_likely_rates(few)
-    decode = [w for w in likely if w.role == "decode"]
-    prefill = [w for w in likely if w.role == "prefill"]
-    candidates = _order_prefill(work, prefill, matches, holders[:PREFIX_HOLDERS_MAX], rng)
+    peers = _shortlist("prefill", roster, holders, frozenset(), rng)
+    likely = with_likely_rates(usable + peers)
+    decode, prefill = likely[: len(usable)], likely[len(usable) :]
+    candidates: list[WorkerSnapshot] = []
+    if prefill:
+        sources = holders[:PREFIX_HOLDERS_MAX]
+        candidates = _order_prefill(work, prefill, matches, sources, roster, rng)
+    else:
+        decode = _within_share(work, decode, matches, roster)
     costs = {w.worker_id: decode_cost(work, w, matches, sources=candidates) for w in decode}
-    chosen = rng.choice(near_best(decode, costs))
+    chosen = _pick(near_best(decode, costs), rng)
     prefills = candidates[0] if candidates else chosen
     cached = cached_tokens(work, chosen, matches)
     tokens_missing = work.num_tokens - max(cached, cached_tokens(work, prefills, matches))
     depth, taken = matches.get(prefills.worker_id, 0), (chosen.worker_id, prefills.worker_id)
     deeper = [w for w in holders if matches[w.worker_id] > depth and w.worker_id not in taken]
-    names = ",".join(w.worker_id for w in candidates) or "none"
+    names = ",".join([w.worker_id for w in candidates]) or "none"
     reason = (
         f"decode={chosen.worker_id} cost={costs[chosen.worker_id] * 1000:.0f}ms cached={cached}"
         f"/{work.num_tokens} running={chosen.num_running} waiting={chosen.num_waiting}"
-        f" kv={chosen.kv_use:.2f} of={len(decode)}; prefill={names}"
+        f" kv={chosen.kv_use:.2f} of={len(usable)}; prefill={names}"
     )
+    by_id = roster.by_id
     return Placement(
-        seen[chosen.worker_id],
-        tuple(seen[w.worker_id] for w in candidates),
+        by_id[chosen.worker_id],
+        tuple([by_id[w.worker_id] for w in candidates]),
         tuple(deeper[:PREFIX_HOLDERS_MAX]),
         tokens_missing,
         reason,
@@ -104,26 +111,56 @@ def near_best(
     workers: Sequence[WorkerSnapshot], costs: Mapping[str, float]
 ) -> list[WorkerSnapshot]:
     """Those whose cost is too close to the lowest for stale load to tell them apart."""
-    limit = min(costs[w.worker_id] for w in workers) * NEAR_BEST_RATIO + NEAR_BEST_S
+    limit = min([costs[w.worker_id] for w in workers]) + NEAR_BEST_S
     return [w for w in workers if costs[w.worker_id] <= limit]
+
+
+def _pick(workers: list[WorkerSnapshot], rng: Random) -> WorkerSnapshot:
+    return workers[int(rng.random() * len(workers))]
+
+
+def _within_share(
+    work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], roster: Roster
+) -> list[WorkerSnapshot]:
+    """Those who may take more prefill; who is furthest below the mean when nobody may.
+
+    A worker's share of late, this request in it, stays under the mean and `SHARE_EXCESS` of it
+    and one request: the whole prompt, computed. So one conversation stays where its blocks are,
+    for its turns together cost that once; a prefix that many share spreads.
+    """
+    limit = (1 + SHARE_EXCESS) * roster.mean_placed(workers[0].role)
+    fit = [
+        w
+        for w in workers
+        if w.placed <= limit or w.placed - limit <= roster.second * _saved_s(work, w, matches)
+    ]
+    return fit or [min(workers, key=lambda w: w.placed)]
+
+
+def _saved_s(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> float:
+    """What its cached blocks save there."""
+    cached = cached_tokens(work, worker, matches)
+    rates = worker.rates
+    if not cached or not rates.measured:
+        return TOKEN_S * cached
+    missing_s = prefill_seconds(rates, work.num_tokens, cached)
+    return prefill_seconds(rates, work.num_tokens, 0) - missing_s
 
 
 def _order_prefill(
     work: Work,
-    workers: Sequence[WorkerSnapshot],
+    workers: list[WorkerSnapshot],
     matches: Mapping[str, int],
     holders: Sequence[WorkerSnapshot],
+    roster: Roster,
     rng: Random,
 ) -> list[WorkerSnapshot]:
-    """The first at random among the near-best, then the others by cost."""
-    if not workers:
-        return []
+    """The first at random among the near-best who may take more, then all others by cost."""
     costs = {w.worker_id: prefill_cost(work, w, matches, holders=holders) for w in workers}
-    first = rng.choice(near_best(workers, costs))
-    rest = sorted(
-        (w for w in workers if w is not first), key=lambda w: (costs[w.worker_id], w.worker_id)
-    )
-    return [first, *rest][:PREFILL_CANDIDATES_MAX]
+    first = _pick(near_best(_within_share(work, workers, matches, roster), costs), rng)
+    rest = [w for w in workers if w is not first]
+    rest.sort(key=lambda w: (costs[w.worker_id], w.worker_id))
+    return [first, *rest[: PREFILL_CANDIDATES_MAX - 1]]
 
 
 def _shortlist(
@@ -151,30 +188,20 @@ def _shortlist(
 
 def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[WorkerSnapshot]:
     """A few that have the most of the prompt, the most first, at random among equals."""
+    if not matches:
+        return []
     few = PREFIX_HOLDERS_MAX + 2
-    names: Iterable[str] = matches
-    if len(matches) > few:
+    names = list(matches)
+    start = int(rng.random() * len(names))
+    names = names[start:] + names[:start]
+    if len(names) > FEW:
         # Often a thousand have the first block, and a few of them more.
         least = sorted(matches.values())[-few]
-        names = [name for name, depth in matches.items() if depth > least]
-        names += _some_at(least, matches, few, rng)
+        equals = islice((name for name in names if matches[name] == least), few)
+        names = [name for name, depth in matches.items() if depth > least] + list(equals)
     by_id = roster.by_id
     having = [
         w for name in names if matches[name] > 0 and (w := by_id.get(name)) is not None and w.usable
     ]
-    having.sort(key=lambda w: (-matches[w.worker_id], w.worker_id))
+    having.sort(key=lambda w: -matches[w.worker_id])
     return having[:few]
-
-
-def _some_at(depth: int, matches: Mapping[str, int], count: int, rng: Random) -> list[str]:
-    """At most `count` names that have this depth, at random."""
-    names = list(matches)
-    drawn: dict[str, None] = {}
-    for _ in range(4 * count):
-        name = names[int(rng.random() * len(names))]
-        if matches[name] == depth:
-            drawn[name] = None
-            if len(drawn) == count:
-                return list(drawn)
-    equals = [name for name in names if matches[name] == depth]
-    return rng.sample(equals, min(count, len(equals)))

@@ -12,13 +12,18 @@ from services.router.costs import WorkerSnapshot
 
 
 class Roster:
-    """One snapshot for each worker id, the last that was put."""
+    """One snapshot for each worker id, the last that was put.
 
-    __slots__ = ("_pools", "by_id")
+    `second` is what a second of prefill counts in the workers' shares (`shares.py`).
+    """
+
+    __slots__ = ("_pools", "_sums", "by_id", "second")
 
     def __init__(self, workers: Iterable[WorkerSnapshot] = ()) -> None:
         self.by_id: dict[str, WorkerSnapshot] = {}
+        self.second = 1.0
         self._pools: dict[str, list[str]] = {}
+        self._sums: dict[str, list[float]] = {}  # by role: usable workers, and their shares
         for worker in workers:
             self.put(worker)
 
@@ -29,6 +34,15 @@ class Roster:
             if known is not None:
                 self._pools[known.role].remove(worker.worker_id)
             self._pools.setdefault(worker.role, []).append(worker.worker_id)
+            self._sums.setdefault(worker.role, [0.0, 0.0])
+        if known is not None and known.usable:
+            sums = self._sums[known.role]
+            sums[0] -= 1
+            sums[1] -= known.placed
+        if worker.usable:
+            sums = self._sums[worker.role]
+            sums[0] += 1
+            sums[1] += worker.placed
         self.by_id[worker.worker_id] = worker
 
     def remove(self, worker_id: str) -> None:
@@ -36,7 +50,16 @@ class Roster:
         known = self.by_id.pop(worker_id, None)
         if known is not None:
             self._pools[known.role].remove(worker_id)
+            if known.usable:
+                sums = self._sums[known.role]
+                sums[0] -= 1
+                sums[1] -= known.placed
 
     def pool(self, role: str) -> Sequence[str]:
         """Ids of the workers of this role, in the order in which they came."""
         return self._pools.get(role, ())
+
+    def mean_placed(self, role: str) -> float:
+        """Of the usable workers of this role."""
+        count, total = self._sums.get(role, (0.0, 0.0))
+        return total / count if count else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.router.shares import Sent
 from services.simulator.traces import Arrival
 from services.simulator.worker import Task, Worker
 
@@ -29,6 +30,7 @@ class Request:
         "num_pulled_tokens",
         "prefill",
         "refused",
+        "sent",
     )
 
     def __init__(self, arrival: Arrival, hashes: Sequence[bytes]) -> None:
@@ -42,6 +44,7 @@ class Request:
         self.holders: list[tuple[str, int]] = []  # with the tokens that they have
         self.refused: frozenset[str] = frozenset()
         self.num_moves = 0
+        self.sent: Sent | None = None  # until it is prefilled
         self.cached_tokens = 0
         self.num_pulled_tokens = 0
         self.first_token_s = 0.0  # 0: none yet

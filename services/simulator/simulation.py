@@ -76,6 +76,9 @@ class Simulation:
         request = _request(task)
         request.first_token_s = request.first_token_s or self._clock.now_s
         request.cached_tokens = task.cached_tokens
+        if request.sent is not None and self._view is not None:
+            self._view.note_first_token(request.sent, worker.worker_id)
+            request.sent = None
         pulled = task.pulled_blocks * self.scenario.block_size - task.cached_tokens
         request.num_pulled_tokens = max(0, pulled)
         if task is request.lease:
@@ -119,6 +122,7 @@ class Simulation:
         num_tokens = request.arrival.num_tokens
         work = Work(num_tokens, self.scenario.block_size)
         matches = _now(self._index.match(request.hashes))
+        self._view.tick()
         while True:
             placement = self._policy(
                 work, self._view.roster, matches, self._rng, refused=request.refused
@@ -153,7 +157,12 @@ class Simulation:
         else:
             accepted = self._prefill(request, worker, task)
         if accepted:
-            self._view.note_sent(noted, placement.tokens_missing)
+            request.sent = self._view.note_prefill(
+                noted,
+                arrival.num_tokens,
+                placement.tokens_missing,
+                may_pull=bool(request.holders),
+            )
         return accepted
 
     def _worth_asking(

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from services.cost_model import PrefillRate, WorkerRates
+from services.router.placement import SHARE_EXCESS, Roster, Work, choose
+from services.router.shares import HALF_LIFE_S, Shares, paced
+from tests.unit.router.test_placement import worker
+
+TOKEN = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), measured=True)
+
+
+def test_the_pace_and_the_share_are_learned_from_first_tokens() -> None:
+    shares = Shares()
+    shares.join("slow", 0.0)
+    for n in range(40):
+        sent = shares.sent("slow", 1.0, 10.0 * n)
+        shares.first_token(sent, "slow", 10.0 * n + 1.3)
+    assert shares.pace("slow") == pytest.approx(1.3, rel=0.01)
+    assert paced(TOKEN, shares.pace("slow")).prefill.seconds(100) == pytest.approx(0.13, rel=0.01)
+    given_s = sum(1.3 * 2.0 ** (-(391.3 - 10 * n - 1.3) / HALF_LIFE_S) for n in range(40))
+    assert shares.placed("slow") / shares.second(391.3) == pytest.approx(given_s)
+
+
+def test_of_two_in_a_queue_each_counts_for_its_own_time() -> None:
+    shares = Shares()
+    shares.join("w", 0.0)
+    sent = [shares.sent("w", 1.0, 0.0) for _ in range(2)]
+    assert shares.placed("w") == 2.0
+    for n, one in enumerate(sent):
+        shares.first_token(one, "w", 1.0 + n)
+    assert shares.pace("w") == pytest.approx(1.0)
+
+
+def test_who_was_chosen_and_did_not_compute_it_has_no_share_of_it() -> None:
+    shares = Shares()
+    shares.join("chosen", 0.0)
+    shares.join("other", 0.0)
+    shares.first_token(shares.sent("chosen", 1.0, 0.0), "other", 2.0)
+    assert shares.placed("chosen") == 0.0
+    assert shares.placed("other") == 2.0 * shares.second(2.0)
+    assert shares.pace("other") == 1.0
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_hot_prefix_takes_no_worker_over_the_mean_its_excess_and_one_request(role: str) -> None:
+    names = [f"w{n}" for n in range(5)]
+    matches, given = {"w0": 60}, dict.fromkeys(names, 0.0)
+    rng = Random(0)
+    for _ in range(2000):
+        workers = [worker(n, role, rates=TOKEN, placed=given[n]) for n in names]
+        if role == "prefill":
+            workers.append(worker("d", rates=TOKEN))
+        placement = choose(Work(1000), Roster(workers), matches, rng)
+        assert placement is not None
+        chosen = (*placement.prefill_candidates, placement.decode)[0]
+        given[chosen.worker_id] += 0.04 if chosen.worker_id == "w0" else 1.0
+        mean = sum(given.values()) / len(names)
+        assert max(given.values()) <= (1 + SHARE_EXCESS) * mean + 1.0
+    assert given["w0"] > 10
+
+
+def test_one_conversation_stays_where_its_blocks_are() -> None:
+    given = {"a": 0.0, "b": 0.0}
+    matches: dict[str, int] = {}
+    where = set()
+    for turn in range(1, 30):
+        workers = [worker(n, rates=TOKEN, placed=given[n]) for n in given]
+        placement = choose(Work(1600 * turn), Roster(workers), matches, Random(turn))
+        assert placement is not None
+        name = placement.decode.worker_id
+        given[name] += 1.6
+        matches = {name: 100 * turn}
+        where.add(name)
+    assert len(where) == 1
