@@ -7,13 +7,9 @@ from typing import Any, get_args
 
 import pytest
 from helm_python import HelmError
-from typer.main import get_command_from_info
-from typer.models import CommandInfo
 
 from services import config
-from services.router import __main__ as router_main
 from services.router import server
-from services.worker import __main__ as worker_main
 from tests.harness.chart import (
     EXAMPLES,
     chart,
@@ -24,6 +20,7 @@ from tests.harness.chart import (
     render,
     values_of,
 )
+from tests.harness.programs import parse_router, parse_worker, router_defaults, worker_defaults
 
 # Set by the chart itself, from what it knows of the pod.
 CHART_SETS = {
@@ -32,9 +29,6 @@ CHART_SETS = {
 }
 # For tests and measurements, or, as cores, not an operator's choice inside a container.
 CHART_LEAVES = {"cores", "transfer-delay", "overlap"}
-WORKER = get_command_from_info(
-    CommandInfo(callback=worker_main.main), pretty_exceptions_short=True, rich_markup_mode=None
-)
 ALL = [{}, *map(values_of, EXAMPLES)]
 
 
@@ -44,11 +38,7 @@ def kebab(name: str) -> str:
 
 def program_defaults(program: str) -> dict[str, Any]:
     """Options of a program that the chart mirrors, by their names on the command line."""
-    if program == "worker":
-        found = {p.name.replace("_", "-"): p.default for p in WORKER.params if p.name}
-    else:
-        actions = router_main._parser()._actions
-        found = {a.dest.replace("_", "-"): a.default for a in actions if a.dest != "help"}
+    found = worker_defaults() if program == "worker" else router_defaults()
     left_out = CHART_SETS[program] | CHART_LEAVES
     return {name: default for name, default in found.items() if name not in left_out}
 
@@ -92,8 +82,7 @@ def test_rendered_command_lines_are_the_programs(values: dict[str, Any]) -> None
     for role in ("prefill", "decode"):
         made = container(objects, role, "worker")
         command = command_line(made, {"POD_NAME": f"{role}-0", "POD_IP": "10.0.0.7"})
-        assert command[:3] == ["python", "-m", "services.worker"]
-        given = WORKER.make_context("worker", command[3:]).params
+        given = parse_worker(command)
         assert given["role"] == role
         assert given["host"] == "10.0.0.7"
         ports = {p["name"]: p["containerPort"] for p in made["ports"]}
@@ -105,7 +94,7 @@ def test_rendered_command_lines_are_the_programs(values: dict[str, Any]) -> None
         config.EngineConfig(**engine)  # raises ConfigError for what the program refuses
     router = container(objects, "router")
     command = command_line(router, {"POD_NAME": "router-0"})
-    given = router_main._parser().parse_args(command[3:])
+    given = parse_router(command)
     ports = {p["name"]: p["containerPort"] for p in router["ports"]}
     assert (given.http_port, given.grpc_port) == (ports["http"], ports["grpc"])
 

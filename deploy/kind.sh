@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Installs Tandem on a local kind cluster, and sees there what no test without a cluster can.
+#
+#   deploy/kind.sh          build the image, make the cluster, install, check
+#   deploy/kind.sh check    the checks alone
+#   deploy/kind.sh down     remove the cluster
+#
+# Needs docker, kind 0.24 or newer (its network plugin heeds NetworkPolicies), kubectl and helm.
+# TORCH_INDEX: see deploy/Dockerfile.
+set -euo pipefail
+
+cluster=tandem
+namespace=tandem
+release=tandem
+image=tandem-llm:0.1.0
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+k() { kubectl --context "kind-$cluster" --namespace "$namespace" "$@"; }
+say() { printf '\n== %s\n' "$*"; }
+fail() { printf 'FAILED: %s\n' "$*" >&2; exit 1; }
+
+need() {
+  for tool in "$@"; do
+    command -v "$tool" >/dev/null || fail "$tool is not installed"
+  done
+}
+
+install() {
+  need docker kind kubectl helm
+  say "image $image"
+  docker build --file "$root/deploy/Dockerfile" --target cpu \
+    --build-arg "TORCH_INDEX=${TORCH_INDEX:-}" --tag "$image" "$root"
+  kind get clusters | grep -qx "$cluster" || kind create cluster --name "$cluster" --wait 120s
+  kind load docker-image "$image" --name "$cluster"
+  say "chart"
+  helm upgrade --install "$release" "$root/helm/tandem" --kube-context "kind-$cluster" \
+    --namespace "$namespace" --create-namespace --values "$root/helm/examples/laptop.yaml" \
+    --wait --timeout 15m
+}
+
+# What must be so in a cluster; each line is a thing that the tests cannot see.
+check() {
+  need kubectl helm
+  say "a completion (helm test)"
+  helm test "$release" --kube-context "kind-$cluster" --namespace "$namespace" --logs
+
+  say "non-root, read-only root, no token of the API server"
+  # shellcheck disable=SC2016  # the pod's shell expands it
+  k exec "$release-decode-0" -- sh -c '
+    test "$(id -u)" = 10001
+    ! touch /opt/x 2>/dev/null
+    ! test -e /var/run/secrets/kubernetes.io/serviceaccount/token' || fail "confinement"
+
+  say "scaling decode alone: 1 -> 2 -> 1"
+  k scale statefulset "$release-decode" --replicas=2
+  k rollout status statefulset "$release-decode" --timeout=10m
+  test "$(k get statefulset "$release-prefill" -o jsonpath='{.status.replicas}')" = 1 \
+    || fail "prefill was scaled, too"
+  k scale statefulset "$release-decode" --replicas=1
+  k wait --for=delete "pod/$release-decode-1" --timeout=90s
+
+  say "a hung engine is found, and its container started again"
+  before=$(restarts)
+  k exec "$release-decode-0" -- python -c '
+import os, psutil, signal
+psutil.Process(1).children()[0].send_signal(signal.SIGSTOP)'
+  for _ in $(seq 60); do
+    test "$(restarts)" -gt "$before" && break
+    sleep 3
+  done
+  test "$(restarts)" -gt "$before" || fail "the engine hangs for 180 s and nothing came of it"
+  k wait --for=condition=Ready "pod/$release-decode-0" --timeout=10m
+
+  say "internal ports are closed to others"
+  ip=$(k get pod "$release-decode-0" -o jsonpath='{.status.podIP}')
+  k run stranger --image="$image" --restart=Never --rm --attach --quiet --command -- python -c "
+import socket
+try:
+    socket.create_connection(('$ip', 7000), 5)
+except OSError as error:
+    print('closed:', error)
+else:
+    raise SystemExit('port 7000 of a worker is open to a stranger')"
+
+  say "the scaler may scale the pools, and nothing else"
+  account="system:serviceaccount:$namespace:$release-scaler"
+  k auth can-i patch "statefulsets/$release-decode" --subresource=scale --as="$account"
+  ! k auth can-i patch "statefulsets/$release-decode" --as="$account" || fail "it may patch more"
+  ! k auth can-i get secrets --as="$account" || fail "it may read secrets"
+
+  say "a router that goes finishes its streams (preStop and drain)"
+  k port-forward "service/$release-router" 18000:8000 >/dev/null &
+  forward=$!
+  trap 'kill "$forward" 2>/dev/null || true' EXIT
+  sleep 3
+  curl -sS --no-buffer http://127.0.0.1:18000/v1/completions -H 'Content-Type: application/json' \
+    -d '{"prompt": "Once upon a time", "max_tokens": 200, "stream": true}' >/tmp/tandem-stream &
+  stream=$!
+  sleep 1
+  k rollout restart deployment "$release-router"
+  wait "$stream" || fail "the stream broke"
+  grep -q 'data: \[DONE\]' /tmp/tandem-stream || fail "the stream was cut off"
+  say "all is well"
+}
+
+restarts() {
+  k get pod "$release-decode-0" -o jsonpath='{.status.containerStatuses[0].restartCount}'
+}
+
+case "${1:-up}" in
+  up) install; check ;;
+  check) check ;;
+  down) need kind; kind delete cluster --name "$cluster" ;;
+  *) fail "usage: deploy/kind.sh [up|check|down]" ;;
+esac

