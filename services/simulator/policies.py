@@ -6,7 +6,9 @@ round-robin    one after the other
 least-loaded   the fewest requests, running and waiting
 prefix-only    the longest cached prefix; at random among equals
 dynamo         the published rule of Dynamo's KV router: blocks to prefill there, its queue and
-               this prompt, times a weight + blocks that decode there; the lowest, or by softmax
+               this prompt, times a weight + blocks that decode there; the lowest
+               (temperature 0, their default)
+dynamo-softmax the same, drawn by softmax at temperature 0.5
                https://docs.nvidia.com/dynamo/latest/components/router/README.html
 """
 
@@ -134,5 +136,6 @@ _PICKS: dict[str, Callable[[], Pick]] = {
     "least-loaded": lambda: _least_loaded,
     "prefix-only": lambda: _longest_prefix,
     "dynamo": lambda: Dynamo().pick,
+    "dynamo-softmax": lambda: Dynamo(temperature=0.5).pick,
 }
 POLICIES = ("tandem", *_PICKS)
