@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 class PublisherConfig:
     interval_s: float = 0.03  # between two batches while there is something to publish
     heartbeat_s: float = 1.0
-    batch_blocks: int = 512  # bounds how long one batch occupies Redis
+    # Bounds how long one batch occupies Redis, and so how long a look-up may wait for it.
+    batch_blocks: int = 256
     deadline_s: float = 2.0  # of each call
     backoff_min_s: float = 0.1
     backoff_max_s: float = 2.0

@@ -17,28 +17,51 @@ local buckets = state .. ':b:'
 local mine = bit.lshift(1, tonumber(slot))
 local added, fresh = 0, 0 -- entries of this worker, and entries that nobody had
 
+-- A number takes Redis longer to write out than Lua to find its text.
+local texts = {}
+local function text_of(mask)
+  local text = texts[mask]
+  if not text then
+    text = string.format('%d', mask)
+    texts[mask] = text
+  end
+  return text
+end
+
 local function each(hashes, change)
   for at = 1, #hashes, 16 do
-    local bucket, field = buckets .. hashes:sub(at, at + 1), hashes:sub(at + 2, at + 9)
-    change(bucket, field, tonumber(redis.call('HGET', bucket, field) or 0))
+    change(buckets .. hashes:sub(at, at + 1), hashes:sub(at + 2, at + 9))
   end
 end
 
-each(ARGV[4], function(bucket, field, mask)
-  if bit.band(mask, mine) == 0 then
-    redis.call('HSET', bucket, field, bit.bor(mask, mine))
+-- Chains part from what others hold and never meet it again, so a block is most likely as new, or
+-- as shared, as the one before it: one call for a new block, two for a shared one.
+local alone = text_of(mine)
+local shared = false
+each(ARGV[4], function(bucket, field)
+  if not shared and redis.call('HSETNX', bucket, field, alone) == 1 then
+    added, fresh = added + 1, fresh + 1
+    return
+  end
+  local mask = redis.call('HGET', bucket, field)
+  shared = mask ~= false
+  if not shared then
+    redis.call('HSET', bucket, field, alone)
+    added, fresh = added + 1, fresh + 1
+  elseif bit.band(tonumber(mask), mine) == 0 then
+    redis.call('HSET', bucket, field, text_of(bit.bor(tonumber(mask), mine)))
     added = added + 1
-    if mask == 0 then fresh = fresh + 1 end
   end
 end)
 
-each(ARGV[5], function(bucket, field, mask)
+each(ARGV[5], function(bucket, field)
+  local mask = tonumber(redis.call('HGET', bucket, field) or 0)
   if bit.band(mask, mine) == 0 then return end
   if mask == mine then
     redis.call('HDEL', bucket, field)
     fresh = fresh - 1
   else
-    redis.call('HSET', bucket, field, bit.bxor(mask, mine))
+    redis.call('HSET', bucket, field, text_of(bit.bxor(mask, mine)))
   end
   added = added - 1
 end)
