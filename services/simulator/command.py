@@ -59,6 +59,9 @@ def simulate(
     seeds: Annotated[int, typer.Option(help="paired runs of each policy and load")] = 1,
     rates: Annotated[str, typer.Option(help="JSON file of WorkerRates; default: a guess")] = "",
     rate_error: Annotated[float, typer.Option(help="true rates differ by up to this")] = 0.3,
+    cores: Annotated[
+        float, typer.Option(help="all workers share one machine's cores; 0: each has its own")
+    ] = 0.0,
     report_age: Annotated[float, typer.Option(help="ms: how old reported load is")] = 500.0,
     shift: Annotated[float, typer.Option(help="seconds into the trace to start at")] = 0.0,
     rename: Annotated[str, typer.Option(help="other prefixes, by this name")] = "",
@@ -86,6 +89,7 @@ def simulate(
             kv_tokens=kv_tokens,
             rates=_read_rates(rates),
             rate_error=rate_error,
+            cores=cores,
             report_age_s=report_age / 1000,
             pull_prefixes=pulls,
             faults=tuple(_read_fault(text) for text in fault or []),

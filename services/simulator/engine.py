@@ -26,6 +26,7 @@ class Engine(Generic[Job]):
 
     def __init__(self, rates: WorkerRates) -> None:
         self.rates = rates
+        self.speed = 1.0  # less where others compute on the same cores
         self.prefilling: Job | None = None
         self.prefill_busy_s = 0.0
         self._decoding: list[tuple[float, int, Job]] = []  # a heap by the step of the last token
@@ -70,7 +71,7 @@ class Engine(Generic[Job]):
         """To `now_s`, which is not later than `next_at`."""
         passed_s = now_s - self._now_s
         if passed_s > 0:
-            self._steps += passed_s / self._step_s
+            self._steps += passed_s * self.speed / self._step_s
             if self.prefilling is not None:
                 self.prefill_busy_s += passed_s
             self._now_s = now_s
@@ -82,7 +83,7 @@ class Engine(Generic[Job]):
             end = self._prefill_end
         if end is None:
             return None
-        return self._now_s + max(0.0, end - self._steps) * self._step_s
+        return self._now_s + max(0.0, end - self._steps) * self._step_s / self.speed
 
     def take_prefilled(self) -> Job | None:
         """The prompt, if it is done by now."""

@@ -50,6 +50,7 @@ class Scenario:
     rates: WorkerRates = DEFAULT_RATES  # what the policy is told
     pair: PairRate = DEFAULT_PAIR
     rate_error: float = 0.3  # true rates differ from these by up to this share
+    cores: float = 0.0  # of one machine that all workers share; 0: each has its own
     report_age_s: float = 0.5  # how old a worker's load is when the router sees it
     sequences_max: int = 256
     queue_max: int = 256
@@ -119,4 +120,6 @@ def full_load_factor(scenario: Scenario, arrivals: Sequence[Arrival]) -> float:
     else:
         steps_s = rates.decode.step_s * max(0.0, tokens / scenario.sequences_max - chunks)
         busy = (prefill_s + sequence_s + steps_s) / scenario.num_decode
+    if scenario.cores:
+        busy = max(busy, (prefill_s + sequence_s + steps_s) / scenario.cores)
     return span_s(arrivals) / busy

@@ -18,6 +18,7 @@ from services.prefix_index.memory import MemoryIndex
 from services.router.admission import wait_s
 from services.router.placement import Placement, Work
 from services.simulator.clock import Clock
+from services.simulator.host import Host
 from services.simulator.policies import Policy
 from services.simulator.requests import MOVES_MAX, Request
 from services.simulator.scenario import Fault, Scenario
@@ -41,6 +42,7 @@ class Simulation:
         self._clock = Clock()
         self._index = MemoryIndex()
         self._logs: dict[str, int] = {}  # next sequence number
+        host = Host(scenario.cores) if scenario.cores else None
         self.workers = {
             worker_id: Worker(
                 worker_id,
@@ -52,6 +54,7 @@ class Simulation:
                 queue_max=scenario.queue_max,
                 clock=self._clock,
                 listener=self,
+                host=host,
             )
             for worker_id, role in scenario.roles.items()
         }

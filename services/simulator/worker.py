@@ -18,6 +18,7 @@ from services.cost_model import WorkerRates
 from services.registry import Load
 from services.simulator.clock import Clock
 from services.simulator.engine import Engine
+from services.simulator.host import Host
 from services.simulator.kv_cache import KvCache
 
 
@@ -77,6 +78,7 @@ class Worker:
         queue_max: int,
         clock: Clock,
         listener: Listener,
+        host: Host | None = None,  # none: cores of its own
     ) -> None:
         self.worker_id = worker_id
         self.role = role
@@ -95,6 +97,8 @@ class Worker:
         self._reserving: deque[Task] = deque()
         self._queued_tokens = 0
         self._wakes = 0
+        self._host = host
+        self._seat = host.join(self) if host is not None else 0
 
     def submit(self, task: Task) -> bool:
         """To be prefilled here. False when the queue is full, or memory could never hold it."""
@@ -152,8 +156,8 @@ class Worker:
         self._reserving.clear()
         self.cache = KvCache(self.cache.num_blocks)
         self._queued_tokens = self.num_leases = 0
-        self._wakes += 1
         self.is_up = False
+        self._plan()
         return tasks
 
     def restart(self) -> None:
@@ -162,6 +166,12 @@ class Worker:
         self.generation += 1
         self.engine.advance(self._clock.now_s)
         self._listener.load_changed(self)
+
+    def set_speed(self, speed: float) -> None:
+        """Of its engine, by what else computes on its host."""
+        self.engine.advance(self._clock.now_s)
+        self.engine.speed = speed
+        self._plan_wake()
 
     def load(self) -> Load:
         self.engine.advance(self._clock.now_s)
@@ -230,11 +240,22 @@ class Worker:
                 known = max(task.num_held, task.pulled_blocks) * self._block_size
                 start = min(known, task.num_tokens - 1)
                 engine.prefill(task, task.num_tokens - start, start)
-        self._wakes += 1
-        next_at = engine.next_at()
-        if next_at is not None:
-            self._clock.at(next_at, self._wake, self._wakes)
+        self._plan()
         self._listener.load_changed(self)
+
+    def _plan(self) -> None:
+        """The next event, and whether it computes at all now."""
+        busy = self._plan_wake()
+        if self._host is not None:
+            self._host.note(self._seat, busy=busy)
+
+    def _plan_wake(self) -> bool:
+        self._wakes += 1
+        next_at = self.engine.next_at()
+        if next_at is None:
+            return False
+        self._clock.at(next_at, self._wake, self._wakes)
+        return True
 
     def _hold(self, task: Task) -> bool:
         cached = self.cache.num_cached(task.hashes)

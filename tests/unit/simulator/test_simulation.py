@@ -140,3 +140,17 @@ def test_faults_under_load_end_every_request_once(scenario: Scenario) -> None:
     )
     simulation = run(replace(scenario, faults=faults), arrivals)
     assert all(bool(r.ended_s) != bool(r.failure) for r in simulation.requests)
+
+
+def test_workers_that_share_cores_are_slower_together() -> None:
+    """Two prompts at once, on two workers: on one core each takes as long as both in a row."""
+    pair = [Arrival(0.0, 1024, 1, (0, 1)), Arrival(0.0, 1024, 1, (2, 3))]
+    alone_s = EXACT.rates.prefill.seconds(1024, 0, EXACT.rates.step_tokens)
+    for cores, expected_s in ((0.0, alone_s), (2.0, alone_s), (1.0, 2 * alone_s)):
+        requests = run(replace(EXACT, cores=cores), pair).requests
+        assert {r.decode.worker_id for r in requests if r.decode} == {"decode-0", "decode-1"}
+        assert [r.ttft_s for r in requests] == pytest.approx([expected_s] * 2)
+    later = [pair[0], replace(pair[1], at_s=alone_s / 2)]
+    first, second = run(replace(EXACT, cores=1.0), later).requests
+    assert first.ttft_s == pytest.approx(1.5 * alone_s)
+    assert second.ttft_s == pytest.approx(1.5 * alone_s)
