@@ -1,9 +1,11 @@
 """The parts that are compiled at install; everything else is in pyproject.toml.
 
-Optional: where there is no compiler, plain Python does the same, more slowly, and says so.
+Optional: where there is no compiler, plain Python and torch do the same, more slowly, and say so.
 """
 
 from setuptools import Extension, setup
+
+NATIVE = "kernels/native"
 
 setup(
     ext_modules=[
@@ -12,6 +14,18 @@ setup(
             ["services/_block_hash.c"],
             extra_compile_args=["-O3"],
             optional=True,
-        )
+        ),
+        # One binary with all instruction sets; it chooses at run time.
+        Extension(
+            "kernels.native._decoder",
+            [f"{NATIVE}/{name}.cpp" for name in ("api", "pack", "avx2", "avx512", "plain")],
+            depends=[
+                f"{NATIVE}/{name}.h"
+                for name in ("decoder", "scratch", "simd", "linear", "attention", "forward", "pack")
+            ],
+            extra_compile_args=["-std=c++17", "-O3", "-fopenmp", "-Wno-psabi"],
+            extra_link_args=["-fopenmp"],
+            optional=True,
+        ),
     ]
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -50,7 +50,7 @@ class Kernels:
     rotate: Callable[[torch.Tensor, Angles], torch.Tensor]
 
 
-def kernels_for(device_type: str, numerics: Literal["fast", "invariant"]) -> Kernels:
+def kernels_for(device_type: str, numerics: str) -> Kernels:
     """Raises ValueError where there is no implementation."""
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"no kernels for device {device_type!r}; there are for cpu and cuda")

@@ -43,6 +43,10 @@ def up(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
     numerics: Annotated[str, typer.Option(help="fast or invariant")] = "fast",
+    kernels: Annotated[
+        str, typer.Option(help="auto, native or torch; native: C++ on CPUs")
+    ] = "auto",
+    weights: Annotated[str, typer.Option(help="auto or int8; int8: native kernels only")] = "auto",
     block_size: Annotated[int, typer.Option(help="tokens of a KV block")] = 16,
     kv_memory: Annotated[int, typer.Option(help="bytes of a worker's KV pool")] = 1 << 30,
     num_blocks: Annotated[int, typer.Option(help="instead of --kv-memory; 0: by memory")] = 0,
@@ -75,6 +79,8 @@ def up(
         "dtype": dtype,
         "kv-dtype": kv_dtype,
         "numerics": numerics,
+        "kernels": kernels,
+        "weights": weights,
         "block-size": block_size,
         "kv-memory": kv_memory,
         "num-blocks": num_blocks,

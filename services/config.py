@@ -18,6 +18,8 @@ Pool = Literal["router", "prefill", "decode"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 Numerics = Literal["fast", "invariant"]
+Kernels = Literal["auto", "native", "torch"]
+WeightFormat = Literal["auto", "int8"]
 Transport = Literal["auto", "nixl", "grpc"]
 PrefillAt = Literal["auto", "remote", "local"]
 VerifyBlocks = Literal["off", "sample", "all"]
@@ -69,6 +71,8 @@ class EngineConfig:
     dtype: Dtype = "auto"  # auto: bfloat16 where the hardware has it, else float32
     kv_dtype: Dtype = "auto"  # auto: the compute dtype
     numerics: Numerics = "fast"  # invariant: fp32, a sequence's tokens depend on nothing else
+    kernels: Kernels = "auto"  # auto: compiled ones on a CPU that they fit, else torch
+    weights: WeightFormat = "auto"  # auto: the compute dtype
     block_size: int = 16  # tokens a block
     kv_bytes_max: int = 1 << 30  # memory of the KV pool
     num_blocks: int | None = None  # instead of kv_bytes_max
@@ -83,6 +87,8 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, get_args(Dtype))
         _check_choice("kv-dtype", self.kv_dtype, get_args(Dtype))
         _check_choice("numerics", self.numerics, get_args(Numerics))
+        _check_choice("kernels", self.kernels, get_args(Kernels))
+        _check_choice("weights", self.weights, get_args(WeightFormat))
         for name in ("block_size", "kv_bytes_max", "max_num_seqs", "max_tokens_per_step"):
             _check_positive(name, getattr(self, name))
         for name in ("queue_max", "num_threads"):

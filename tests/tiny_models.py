@@ -22,7 +22,7 @@ from services.models.source import ModelFolder, read_folder
 
 _SIZES = {
     "vocab_size": 203,
-    "hidden_size": 48,
+    "hidden_size": 96,
     "intermediate_size": 76,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
@@ -58,14 +58,15 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
         LlamaConfig,
         {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True},
     ),
+    "llama-small-heads": (LlamaForCausalLM, LlamaConfig, {"head_dim": 8}),
     "llama-one-kv-head": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
     "mistral-wide-heads": (
         MistralForCausalLM,
         MistralConfig,
-        {"head_dim": 16, "sliding_window": None},
+        {"head_dim": 32, "sliding_window": None},
     ),
     "qwen2-yarn": (Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": _YARN}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
 }
 FAMILIES = tuple(_FAMILIES)
 

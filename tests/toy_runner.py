@@ -53,6 +53,7 @@ class ToyRunner:
     """services.engine.engine.Runner, with a pool of one head and one layer of fp32."""
 
     dtype_name = "float32"
+    numerics_name = "fast"
     kv_dtype_name = "float32"
 
     def __init__(self, *, block_size: int, max_model_len: int = 1000) -> None:

@@ -36,6 +36,7 @@ class PoolOnly:
 
     kv: torch.Tensor
     dtype_name: str = "bfloat16"
+    numerics_name: str = "fast"
     kv_dtype_name: str = "bfloat16"
 
 

@@ -300,7 +300,7 @@ class Engine:
         root = chain_root(
             model_fingerprint=self._model_fingerprint,
             compute_dtype=self._runner.dtype_name,
-            numerics=self._config.numerics,
+            numerics=self._runner.numerics_name,
             kv_dtype=self._runner.kv_dtype_name,
             block_size=self.layout.block_size,
             cache_salt=spec.cache_salt,

@@ -1,30 +1,35 @@
 """A model with its KV pool on one device: a step's batch in, logits out.
 
-Decides device and dtypes from the settings and the hardware, loads the weights, owns the pool.
-Knows no scheduling: which blocks a sequence has is said in the batch, and believed.
+Decides device, dtypes and kernels from the settings and the hardware, loads the weights, owns the
+pool. Knows no scheduling: which blocks a sequence has is said in the batch, and believed.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from kernels.dispatch import kernels_for
-from kernels.kv_cache import KvPool
 from services.config import EngineConfig
 from services.engine.batch import StepBatch
 from services.engine.layout import BlockLayout
-from services.engine.model import Decoder
+from services.engine.native_decoder import NativeDecoder, why_not_native
 from services.engine.pool_memory import own_pages, size_shared
-from services.engine.step_inputs import make_step_inputs
+from services.engine.torch_steps import TorchSteps
 from services.engine.weights import load_weights
 from services.errors import ConfigError
+from services.models.config import ModelConfig
 from services.models.source import ModelFolder
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's two, arm64's one
+# Up to so many tokens a step waits for the weights, and the native kernels read them faster; beyond
+# it hardware that multiplies bfloat16 does so several times faster than they multiply fp32.
+_NATIVE_TOKENS_MAX = 16
 
 
 class ModelRunner:
@@ -41,20 +46,31 @@ class ModelRunner:
         UnsupportedModel for a checkpoint that does not fit its config."""
         torch.set_num_threads(config.num_threads)
         self.device = _choose_device(config.device)
-        self.dtype_name = _choose_dtype(config, self.device)
-        self.kv_dtype_name = self.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
+        dtype_name = _choose_dtype(config, self.device)
+        self.kv_dtype_name = dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.max_model_len = _choose_max_model_len(config, folder.config.max_model_len)
         self._model_config = folder.config
         self._block_size = config.block_size
         self._pool_fd = pool_fd
-        self._kernels = kernels_for(self.device.type, config.numerics)
+        is_native = _choose_native(config, self.device, folder.config)
+        int8 = config.weights == "int8"
+        self.dtype_name = f"{dtype_name}+int8" if int8 else dtype_name
+        self.numerics_name: str = config.numerics
         weights = load_weights(
-            folder.weight_files,
-            folder.config,
-            dtype=_DTYPES[self.dtype_name],
-            device=self.device,
+            folder.weight_files, folder.config, dtype=_DTYPES[dtype_name], device=self.device
         )
-        self._decoder = Decoder(folder.config, weights, self._kernels)
+        self._small: NativeDecoder | TorchSteps
+        self._large: NativeDecoder | TorchSteps
+        if is_native:
+            self._small = self._large = native = NativeDecoder(
+                folder.config, weights, num_threads=config.num_threads, int8=int8
+            )
+            if config.numerics == "invariant":  # the bits are one instruction set's
+                self.numerics_name = f"invariant-{native.instructions}"
+            if dtype_name == "bfloat16" and _has_bfloat16(self.device) and not int8:
+                self._large = TorchSteps(folder.config, weights, config.numerics)
+        else:
+            self._small = self._large = TorchSteps(folder.config, weights, config.numerics)
 
     def layout(self, num_blocks: int) -> BlockLayout:
         return BlockLayout(
@@ -79,7 +95,6 @@ class ModelRunner:
             self.kv = memory.view(dtype).view(layout.shape)
         else:
             self.kv = torch.zeros(layout.shape, dtype=dtype, device=self.device)
-        self._pool = KvPool(self.kv)
 
     @torch.inference_mode()
     def forward(
@@ -90,16 +105,8 @@ class ModelRunner:
         Calls `on_kv_written` once, as soon as all their KV is in the pool for everybody to read.
         Answers fp32 logits [slices that want them, vocab], in the order of the slices.
         """
-        inputs = make_step_inputs(batch, self._pool, row_multiple=self._kernels.row_multiple)
-        if self.device.type != "cuda":
-            return self._decoder.forward(inputs, self._pool, on_kv_written)
-        # The rest of the kernels is put in the stream before waiting for the KV: the device goes on
-        # without a gap, and the wait ends when the KV is there, not when they are done.
-        written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        logits = self._decoder.forward(inputs, self._pool, written.record)
-        written.synchronize()
-        on_kv_written()
-        return logits
+        steps = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
+        return steps.forward(batch, self.kv, on_kv_written)
 
 
 def _choose_device(wanted: str) -> torch.device:
@@ -130,6 +137,20 @@ def _has_bfloat16(device: torch.device) -> bool:
     except FileNotFoundError:
         return False
     return not _BF16_CPU_FLAGS.isdisjoint(flags.split())
+
+
+def _choose_native(config: EngineConfig, device: torch.device, model: ModelConfig) -> bool:
+    if config.kernels == "torch" or device.type != "cpu":
+        reason = "kernels are torch's" if device.type == "cpu" else f"the device is {device.type}"
+    else:
+        reason = why_not_native(model)
+        if reason and config.kernels == "auto":
+            log.warning("torch computes, several times slower than compiled kernels: %s", reason)
+    if reason and config.kernels == "native":
+        raise ConfigError(f"there are no native kernels for this: {reason}")
+    if reason and config.weights == "int8":
+        raise ConfigError(f"int8 weights need the native kernels: {reason}")
+    return not reason
 
 
 def _choose_max_model_len(config: EngineConfig, trained_for: int) -> int:

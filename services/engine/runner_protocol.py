@@ -18,6 +18,9 @@ class Runner(Protocol):
     def dtype_name(self) -> str: ...
 
     @property
+    def numerics_name(self) -> str: ...
+
+    @property
     def kv_dtype_name(self) -> str: ...
 
     @property

@@ -35,6 +35,10 @@ def main(
     dtype: str = "auto",
     kv_dtype: str = "auto",
     numerics: str = "fast",
+    kernels: Annotated[
+        str, typer.Option(help="auto, native or torch; native: C++ on CPUs")
+    ] = "auto",
+    weights: Annotated[str, typer.Option(help="auto or int8; int8: native kernels only")] = "auto",
     block_size: int = 16,
     kv_memory: Annotated[int, typer.Option(help="bytes of the KV pool")] = 1 << 30,
     num_blocks: Annotated[int, typer.Option(help="instead of --kv-memory; 0: by memory")] = 0,
@@ -81,6 +85,8 @@ def main(
                 dtype=dtype,  # type: ignore[arg-type]
                 kv_dtype=kv_dtype,  # type: ignore[arg-type]
                 numerics=numerics,  # type: ignore[arg-type]
+                kernels=kernels,  # type: ignore[arg-type]
+                weights=weights,  # type: ignore[arg-type]
                 block_size=block_size,
                 kv_bytes_max=kv_memory,
                 num_blocks=num_blocks or None,

@@ -301,6 +301,7 @@ class EngineProcess:
         return messages.Ready(
             model_fingerprint=fingerprint,
             compute_dtype=self._runner.dtype_name,
+            numerics=self._runner.numerics_name,
             kv_dtype=self._runner.kv_dtype_name,
             layout=layout.describe(),
             num_blocks=layout.num_blocks,

@@ -179,6 +179,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     model_fingerprint: str
     compute_dtype: str
+    numerics: str
     kv_dtype: str
     layout: str
     num_blocks: int

@@ -151,7 +151,7 @@ class Worker:
         self.contract = Contract(
             model_fingerprint=ready.model_fingerprint,
             compute_dtype=ready.compute_dtype,
-            numerics=config.engine.numerics,
+            numerics=ready.numerics,
             block_size=config.engine.block_size,
             kv_dtype=ready.kv_dtype,
             layout=ready.layout,

@@ -105,7 +105,7 @@ class Node:
         contract = Contract(
             model_fingerprint="toy",
             compute_dtype=self.runner.dtype_name,
-            numerics=config.engine.numerics,
+            numerics=self.runner.numerics_name,
             block_size=limits["block_size"],
             kv_dtype=self.runner.kv_dtype_name,
             layout=self.engine.layout.describe(),

@@ -168,7 +168,7 @@ class TestChoices:
         runner = make_runner(folder, dtype="bfloat16", block_size=8)
         runner.allocate(5)
         layout = runner.layout(5)
-        assert layout.shape == (5, 2, 3, 2, 8, 8)
+        assert layout.shape == (5, 2, 3, 2, 8, 16)
         assert tuple(runner.kv.shape) == layout.shape
         assert runner.kv.dtype == torch.bfloat16
         assert runner.kv.data_ptr() % PAGE_BYTES == 0

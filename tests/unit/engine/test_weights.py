@@ -56,7 +56,7 @@ def test_a_missing_tensor_is_named(folder: ModelFolder) -> None:
 
 def test_a_surplus_tensor_is_named(folder: ModelFolder) -> None:
     tensors = stored(folder)
-    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(48)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(96)
     rewrite(folder, tensors)
     with pytest.raises(UnsupportedModel, match=r"has model\.layers\.0\.self_attn\.q_proj\.bias"):
         load(folder)
@@ -78,13 +78,13 @@ def test_a_wrong_shape_is_named_with_the_right_one(folder: ModelFolder) -> None:
     tensors = stored(folder)
     tensors["model.norm.weight"] = torch.ones(47)
     rewrite(folder, tensors)
-    with pytest.raises(UnsupportedModel, match=r"model\.norm\.weight has shape \[47\].*\[48\]"):
+    with pytest.raises(UnsupportedModel, match=r"model\.norm\.weight has shape \[47\].*\[96\]"):
         load(folder)
 
 
 def test_integers_are_refused(folder: ModelFolder) -> None:
     tensors = stored(folder)
-    tensors["model.norm.weight"] = torch.ones(48, dtype=torch.int8)
+    tensors["model.norm.weight"] = torch.ones(96, dtype=torch.int8)
     rewrite(folder, tensors)
     with pytest.raises(UnsupportedModel, match=r"torch\.int8"):
         load(folder)
@@ -100,7 +100,7 @@ def test_tables_of_old_checkpoints_are_ignored(folder: ModelFolder) -> None:
 def test_a_tied_output_is_the_embedding_even_if_it_is_stored_again(tmp_path: Path) -> None:
     folder, _ = make_tiny_model("qwen3", tmp_path)
     tensors = stored(folder)
-    tensors["lm_head.weight"] = torch.zeros(203, 48)
+    tensors["lm_head.weight"] = torch.zeros(203, 96)
     rewrite(folder, tensors)
     weights = load(folder)
     assert weights.output is weights.embedding
@@ -127,7 +127,7 @@ def test_converted_tensors_are_joined(tmp_path: Path) -> None:
     expected = torch.cat([file[f"{name}.{part}_proj.weight"] for part in "qkv"]).bfloat16()
     assert torch.equal(joined.weight, expected)
     assert joined.bias is not None
-    assert joined.bias.shape == (48 + 2 * 16,)
+    assert joined.bias.shape == (96 + 2 * 32,)
 
 
 def test_several_files(folder: ModelFolder) -> None:

@@ -1,0 +1,1 @@
+"""The decoder of the CPU in C++: built at install, chosen at run time."""

@@ -1,0 +1,94 @@
+// What ctypes calls. Nothing thrown leaves: 0 is success, 1 is no memory.
+
+#include <new>
+
+#include "decoder.h"
+#include "pack.h"
+#include "scratch.h"
+
+namespace {
+
+struct Choice {
+    const char* name;
+    const tandem::Entry* entry;
+};
+
+// `wanted` null: the best that this processor has.
+Choice choose(const char* wanted) {
+    const auto is = [wanted](const char* name) {
+        if (wanted == nullptr) return true;
+        const char* w = wanted;
+        for (; *w && *w == *name; ++w, ++name) {
+        }
+        return *w == *name;
+    };
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_avx512 =
+        has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (has_avx512 && is("avx512")) return {"avx512", &tandem::avx512};
+    if (has_avx2 && is("avx2")) return {"avx2", &tandem::avx2};
+#endif
+    if (is("plain")) return {"plain", &tandem::plain};
+    return {nullptr, nullptr};
+}
+
+struct Decoder {
+    tandem::Model model;
+    tandem::Entry entry;
+    tandem::Scratch scratch;
+};
+
+template <class Work>
+int guarded(Work work) {
+    try {
+        work();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// The instruction set that `wanted` (null: the best) means here; null where it is not to be had.
+const char* tandem_instructions(const char* wanted) { return choose(wanted).name; }
+
+void tandem_pack(const void* weights, int32_t weights_kind, int64_t out, int64_t in, int32_t kind,
+                 void* panels, float* scales) {
+    tandem::pack(weights, weights_kind, out, in, kind, panels, scales);
+}
+
+// `model` is copied; what it points to is not. Null: no memory, or no such instructions.
+void* tandem_create(const tandem::Model* model, const char* wanted) {
+    const Choice choice = choose(wanted);
+    if (choice.entry == nullptr) return nullptr;
+    Decoder* decoder = new (std::nothrow) Decoder{*model, *choice.entry, {}};
+    if (decoder == nullptr) return nullptr;
+    const int failed = guarded([&] {
+        decoder->scratch.of_thread = std::vector<tandem::Buffer>(model->num_threads);
+    });
+    if (failed) {
+        delete decoder;
+        return nullptr;
+    }
+    return decoder;
+}
+
+void tandem_destroy(void* decoder) { delete static_cast<Decoder*>(decoder); }
+
+int tandem_to_last_kv(void* decoder, const tandem::Step* step) {
+    Decoder& d = *static_cast<Decoder*>(decoder);
+    return guarded([&] { d.entry.to_last_kv(d.model, *step, d.scratch); });
+}
+
+int tandem_to_logits(void* decoder, const tandem::Step* step) {
+    Decoder& d = *static_cast<Decoder*>(decoder);
+    return guarded([&] { d.entry.to_logits(d.model, *step, d.scratch); });
+}
+
+}  // extern "C"

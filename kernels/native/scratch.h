@@ -1,0 +1,49 @@
+// Buffers of one decoder. They only grow, so that a step of a size seen before allocates nothing.
+
+#pragma once
+
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+namespace tandem {
+
+constexpr std::size_t kAlignment = 64;
+
+class Buffer {
+public:
+    Buffer() = default;
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { std::free(data_); }
+
+    float* of(std::size_t num_floats) {
+        if (num_floats > size_) {
+            std::free(data_);
+            data_ = nullptr;
+            size_ = 0;
+            // Whole lines, and one more that a last vector may read past the end.
+            const std::size_t bytes =
+                (num_floats * sizeof(float) / kAlignment + 2) * kAlignment;
+            data_ = static_cast<float*>(std::aligned_alloc(kAlignment, bytes));
+            if (data_ == nullptr) throw std::bad_alloc();
+            size_ = num_floats;
+        }
+        return data_;
+    }
+
+private:
+    float* data_ = nullptr;
+    std::size_t size_ = 0;
+};
+
+struct Scratch {
+    Buffer hidden;    // [rows, hidden]: the residual stream
+    Buffer input;     // rows in tiles, as a product reads them
+    Buffer projected; // [rows, q, k and v side by side], or [rows, gate and up]
+    Buffer attended;  // [rows, heads * head_dim], in tiles
+    Buffer last;      // [logit rows, hidden]
+    std::vector<Buffer> of_thread;  // attention's tiles
+};
+
+}  // namespace tandem

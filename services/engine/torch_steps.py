@@ -1,0 +1,40 @@
+"""Steps on torch's own operators: any device, any dtype, either numerics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.dispatch import kernels_for
+from kernels.kv_cache import KvPool
+from services.engine.batch import StepBatch
+from services.engine.model import Decoder
+from services.engine.step_inputs import make_step_inputs
+from services.engine.weights import ModelWeights
+from services.models.config import ModelConfig
+
+
+class TorchSteps:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, numerics: str) -> None:
+        self._kernels = kernels_for(weights.embedding.device.type, numerics)
+        self._decoder = Decoder(config, weights, self._kernels)
+
+    def forward(
+        self,
+        batch: StepBatch,
+        kv: torch.Tensor,
+        on_kv_written: Callable[[], object] = lambda: None,
+    ) -> torch.Tensor:
+        """As NativeDecoder.forward, on the device of `kv`."""
+        pool = KvPool(kv)
+        inputs = make_step_inputs(batch, pool, row_multiple=self._kernels.row_multiple)
+        if kv.device.type != "cuda":
+            return self._decoder.forward(inputs, pool, on_kv_written)
+        # The rest of the kernels is put in the stream before waiting for the KV: the device goes on
+        # without a gap, and the wait ends when the KV is there, not when they are done.
+        written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        logits = self._decoder.forward(inputs, pool, written.record)
+        written.synchronize()
+        on_kv_written()
+        return logits
