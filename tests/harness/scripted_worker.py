@@ -14,7 +14,6 @@ from redis.asyncio import Redis
 from services.config import ClusterConfig
 from services.cost_model import PairRate, WorkerRates
 from services.prefix_index.entries import ENTRY_BYTES, bucket_start
-from services.prefix_index.entries import ENTRY_BYTES, bucket_start
 from services.registry import Contract, Load, Registry, State, WorkerRecord
 from services.rpc.auth import TokenInterceptor
 from services.rpc.options import SERVER_OPTIONS
@@ -102,7 +101,6 @@ class ScriptedWorker(WorkerServicer):
         self.rates = WorkerRates()
         self.pairs: dict[str, PairRate] = {}
         self.block_hashes: list[bytes] | None = None  # that it says it holds; None: cannot say
-        self.block_hashes: list[bytes] | None = None  # that it says it holds; None: cannot say
         self.submitted: list[pb.SubmitSequence] = []
         self.cancelled: list[str] = []
         self.address = ""
@@ -181,15 +179,6 @@ class ScriptedWorker(WorkerServicer):
             del self._streams[queue]
             for task in (reading, *tasks):
                 task.cancel()
-
-    async def ListBlocks(  # noqa: N802
-        self, request: pb.ListBlocksRequest, context: Any
-    ) -> pb.ListBlocksResponse:
-        if self.block_hashes is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "says the test")
-        low, high = (bucket_start(b) for b in (request.first_bucket, request.end_bucket))
-        found = [h[:ENTRY_BYTES] for h in self.block_hashes if low <= h and (not high or h < high)]
-        return pb.ListBlocksResponse(hashes=b"".join(found))
 
     async def ListBlocks(  # noqa: N802
         self, request: pb.ListBlocksRequest, context: Any
