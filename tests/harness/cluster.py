@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,9 +140,35 @@ class LocalCluster:
 
     def start_router(self) -> None:
         self.http_port, self.grpc_port = free_port(), free_port()
+        self.router = self._spawn_router(self.http_port, self.grpc_port)
+
+    @contextmanager
+    def another_router(self, *options: str) -> Iterator[str]:
+        """Beside the cluster's own, with options of its own: its URL, once it is ready."""
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        router = self._spawn_router(port, free_port(), *options)
+
+        def ready() -> bool:
+            assert router.poll() is None, "the router ended; see its log"
+            try:
+                return httpx.get(f"{url}/ready", timeout=5).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        try:
+            wait_for(ready, deadline_s=START_DEADLINE_S, what="readiness of another router")
+            yield url
+        finally:
+            router.terminate()
+            router.wait(10)
+
+    def _spawn_router(
+        self, http_port: int, grpc_port: int, *options: str
+    ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "services.router", "--model", self.model]
-        command += ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
-        self.router = self._spawn(command, self.folder / "router.log")
+        command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port), *options]
+        return self._spawn(command, self.folder / "router.log")
 
     def wait_ready(self, *worker_ids: str) -> None:
         """Until the router sees these workers ready (default: all started), pairs connected."""
