@@ -1,0 +1,190 @@
+"""Shapes that hurt, through the native decoder and through torch: also run under sanitizers.
+
+    python -m tests.unit.engine.native_shapes [instructions]
+
+computes all of them and compares; it needs no test runner, so that a library can be preloaded.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+
+from services.engine.batch import SequenceSlice, StepBatch
+from services.engine.native_decoder import NativeDecoder
+from services.engine.torch_steps import TorchSteps
+from services.engine.weights import LayerWeights, Linear, ModelWeights
+from services.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of two layers, and how its KV is kept."""
+
+    group: int = 3  # queries' heads of a KV head
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    hidden: int = 40
+    inner: int = 52
+    vocab: int = 61
+    block_size: int = 16
+    bias: bool = False
+    qk_norm: bool = False
+    weights: torch.dtype = torch.float32
+    kv: torch.dtype = torch.float32
+    num_threads: int = 1
+
+
+BASE = Shape()
+SHAPES = (
+    *(replace(BASE, group=group) for group in (1, 2, 4, 5, 7, 8)),
+    *(replace(BASE, head_dim=head_dim, num_kv_heads=1) for head_dim in (16, 80, 128, 256)),
+    *(replace(BASE, block_size=block_size) for block_size in (1, 8, 12, 64)),
+    replace(BASE, hidden=1100, inner=2050, bias=True, num_threads=2),  # inputs in several blocks
+    replace(BASE, qk_norm=True, hidden=17, inner=1, vocab=1),
+    replace(BASE, weights=torch.bfloat16, num_threads=3),
+    replace(BASE, kv=torch.bfloat16),
+)
+# Tokens of each sequence in each step, the first ones as a prompt without a prefix.
+STEPS = ((1,), (1, 5, 64), (1, 1, 1, 1, 1, 1, 1), (130, 1, 3), (1, 2, 1, 40))
+
+
+def config_of(shape: Shape) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_layers=2,
+        num_attention_heads=shape.group * shape.num_kv_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        qkv_bias=shape.bias,
+        attention_out_bias=shape.bias,
+        mlp_bias=shape.bias,
+        qk_norm=shape.qk_norm,
+        max_model_len=1000,
+        bos_token_id=None,
+        eos_token_ids=(),
+        torch_dtype="float32",
+    )
+
+
+def random_weights(shape: Shape) -> ModelWeights:
+    generator = torch.Generator().manual_seed(3)
+
+    def some(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(shape.weights)
+
+    def linear(num_out: int, num_in: int) -> Linear:
+        bias = some(num_out) if shape.bias else None
+        return Linear((some(num_out, num_in).float() / num_in**0.5).to(shape.weights), bias)
+
+    def layer() -> LayerWeights:
+        q_size, kv_size = shape.group * shape.num_kv_heads, shape.num_kv_heads
+        parts = (q_size, kv_size, kv_size)
+        return LayerWeights(
+            attention_norm=some(shape.hidden),
+            qkv=tuple(linear(heads * shape.head_dim, shape.hidden) for heads in parts),
+            q_norm=some(shape.head_dim) if shape.qk_norm else None,
+            k_norm=some(shape.head_dim) if shape.qk_norm else None,
+            attention_out=linear(shape.hidden, q_size * shape.head_dim),
+            mlp_norm=some(shape.hidden),
+            gate_up=(linear(shape.inner, shape.hidden), linear(shape.inner, shape.hidden)),
+            down=linear(shape.hidden, shape.inner),
+        )
+
+    return ModelWeights(
+        embedding=some(shape.vocab, shape.hidden),
+        layers=(layer(), layer()),
+        final_norm=some(shape.hidden),
+        output=linear(shape.vocab, shape.hidden).weight,
+    )
+
+
+def widened(weights: ModelWeights) -> ModelWeights:
+    """The same numbers in fp32."""
+
+    def linear(part: Linear) -> Linear:
+        return Linear(part.weight.float(), None if part.bias is None else part.bias.float())
+
+    def layer(w: LayerWeights) -> LayerWeights:
+        return LayerWeights(
+            attention_norm=w.attention_norm.float(),
+            qkv=tuple(map(linear, w.qkv)),
+            q_norm=None if w.q_norm is None else w.q_norm.float(),
+            k_norm=None if w.k_norm is None else w.k_norm.float(),
+            attention_out=linear(w.attention_out),
+            mlp_norm=w.mlp_norm.float(),
+            gate_up=tuple(map(linear, w.gate_up)),
+            down=linear(w.down),
+        )
+
+    return ModelWeights(
+        embedding=weights.embedding.float(),
+        layers=tuple(map(layer, weights.layers)),
+        final_norm=weights.final_norm.float(),
+        output=weights.output.float(),
+    )
+
+
+def batches(shape: Shape) -> list[StepBatch]:
+    """STEPS over sequences whose blocks lie anywhere; a new one starts where a step has more."""
+    choose = random.Random(1)
+    longest, most = sum(max(step) for step in STEPS), max(map(len, STEPS))
+    blocks_each = -(-longest // shape.block_size)
+    blocks = list(range(most * blocks_each))
+    choose.shuffle(blocks)
+    done = [0] * most
+    made = []
+    for step in STEPS:
+        slices = []
+        for i, num_tokens in enumerate(step):
+            done[i] += num_tokens
+            token_ids = [choose.randrange(shape.vocab) for _ in range(num_tokens)]
+            table = blocks[i * blocks_each : (i + 1) * blocks_each]
+            slices.append(SequenceSlice(token_ids, done[i], table, i != 1))
+        made.append(StepBatch(slices))
+    return made
+
+
+def pool(shape: Shape) -> torch.Tensor:
+    most = 1 + max(block for b in batches(shape) for s in b.slices for block in s.block_table)
+    return torch.zeros(
+        most, shape.num_kv_heads, 2, 2, shape.block_size, shape.head_dim, dtype=shape.kv
+    )
+
+
+def outputs(shape: Shape, instructions: str | None) -> list[torch.Tensor]:
+    decoder = NativeDecoder(
+        config_of(shape),
+        random_weights(shape),
+        num_threads=shape.num_threads,
+        instructions=instructions,
+    )
+    kv = pool(shape)
+    return [*(decoder.forward(batch, kv) for batch in batches(shape)), kv]
+
+
+def compare(shape: Shape, instructions: str | None) -> None:
+    """Raises AssertionError where logits or KV differ by more than fp32's sums may."""
+    reference = TorchSteps(config_of(shape), widened(random_weights(shape)), "fast")
+    kv = pool(shape)
+    with torch.inference_mode():
+        expected = [*(reference.forward(batch, kv) for batch in batches(shape)), kv]
+    tolerance = 2e-2 if shape.kv is torch.bfloat16 else 1e-4
+    for ours, theirs in zip(outputs(shape, instructions), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+if __name__ == "__main__":
+    for each in SHAPES:
+        compare(each, sys.argv[1] if len(sys.argv) > 1 else None)
+    print(len(SHAPES), "shapes agree")

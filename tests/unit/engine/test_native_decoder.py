@@ -1,0 +1,130 @@
+"""The compiled decoder against torch: shapes that hurt, every instruction set, int8, sanitizers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.native import library
+from services.config import EngineConfig
+from services.engine.batch import StepBatch
+from services.engine.native_decoder import NativeDecoder
+from services.engine.runner import ModelRunner
+from services.errors import ConfigError
+from services.models.source import resolve
+from tests.step_batches import place
+from tests.tiny_models import make_tiny_model
+from tests.unit.engine import native_shapes
+from tests.unit.engine.native_shapes import BASE, SHAPES, Shape
+
+ROOT = Path(__file__).parents[3]
+NATIVE = ROOT / "kernels" / "native"
+LIBRARY = library.load()
+assert LIBRARY is not None, "the native kernels were not built"
+INSTRUCTIONS = [name for name in ("avx512", "avx2", "plain") if LIBRARY.instructions(name)]
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=repr)
+def test_it_computes_what_torch_does(shape: Shape, instructions: str) -> None:
+    native_shapes.compare(shape, instructions)
+
+
+@pytest.mark.parametrize("shape", [BASE, SHAPES[-3]], ids=repr)
+def test_threads_do_not_change_a_bit(shape: Shape) -> None:
+    from dataclasses import replace
+
+    alone = native_shapes.outputs(replace(shape, num_threads=1), None)
+    for num_threads in (2, 5):
+        many = native_shapes.outputs(replace(shape, num_threads=num_threads), None)
+        assert all(map(torch.equal, alone, many))
+
+
+def test_the_best_instructions_are_chosen_and_unknown_ones_refused() -> None:
+    assert LIBRARY is not None
+    assert LIBRARY.instructions() == INSTRUCTIONS[0]
+    assert LIBRARY.instructions("sse9") is None
+    with pytest.raises(MemoryError):
+        NativeDecoder(
+            native_shapes.config_of(BASE),
+            native_shapes.random_weights(BASE),
+            num_threads=1,
+            instructions="sse9",
+        )
+
+
+def test_int8_weights_are_close_and_told_in_the_dtype() -> None:
+    """Each weight is off by at most half a step of 1/127 of its row's largest."""
+    folder = resolve("smollm2")
+    config = EngineConfig(model="", device="cpu", dtype="float32")
+    exact = ModelRunner(folder, config)
+    from dataclasses import replace
+
+    rounded = ModelRunner(folder, replace(config, weights="int8"))
+    assert (exact.dtype_name, rounded.dtype_name) == ("float32", "float32+int8")
+    prompt = list(range(1000, 1040))
+    logits = []
+    for runner in (exact, rounded):
+        (sequence,) = place(runner, [prompt])
+        logits.append(runner.forward(StepBatch([sequence.take(len(prompt))]))[0])
+    cosine = torch.nn.functional.cosine_similarity(logits[0], logits[1], dim=0)
+    assert 0.99 < cosine < 1
+    assert not torch.equal(*logits)
+
+
+def test_what_cannot_be_native_falls_back_or_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = make_tiny_model("llama-small-heads", tmp_path)
+    runner = ModelRunner(folder, EngineConfig(model="", device="cpu", numerics="invariant"))
+    assert runner.numerics_name == "invariant"
+    assert "head size 8 is not a multiple of 16" in caplog.text
+    with pytest.raises(ConfigError, match="head size 8"):
+        ModelRunner(folder, EngineConfig(model="", device="cpu", kernels="native"))
+    with pytest.raises(ConfigError, match="int8 weights need the native kernels"):
+        ModelRunner(folder, EngineConfig(model="", device="cpu", weights="int8"))
+    whole, _ = make_tiny_model("llama", tmp_path / "whole")
+    native = ModelRunner(whole, EngineConfig(model="", device="cpu", numerics="invariant"))
+    assert native.numerics_name == f"invariant-{INSTRUCTIONS[0]}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sanitizer", ["address", "undefined"])
+def test_all_shapes_are_clean_under(sanitizer: str, tmp_path: Path) -> None:
+    """A build of its own, put in place of the installed one in a copy of the package."""
+    package = tmp_path / "kernels"
+    subprocess.run(["cp", "-r", str(ROOT / "kernels"), str(package)], check=True)
+    for old in (package / "native").glob("_decoder*.so"):
+        old.unlink()
+    suffix = next(p for p in NATIVE.glob("_decoder*.so")).name
+    sources = [str(NATIVE / f"{name}.cpp") for name in ("api", "pack", "avx2", "avx512", "plain")]
+    flags = ["-std=c++17", "-O1", "-g", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi"]
+    flags += [f"-fsanitize={sanitizer}", f"-fno-sanitize-recover={sanitizer}"]
+    built = package / "native" / suffix
+    subprocess.run(["g++", *flags, "-o", str(built), *sources], check=True)
+    name = {"address": "libasan.so", "undefined": "libubsan.so"}[sanitizer]
+    preload = subprocess.run(
+        ["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "LD_PRELOAD": preload,
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+    }
+    for instructions in INSTRUCTIONS:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.unit.engine.native_shapes", instructions],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "shapes agree" in done.stdout
