@@ -176,6 +176,15 @@ def index(context: typer.Context) -> None:
     _run_bench("index", context)
 
 
+@bench.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def engine(context: typer.Context) -> None:
+    """Time prefill and decode of the model, compiled kernels beside torch (options: --help)."""
+    _run_bench("engine", context)
+
+
 @app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

@@ -67,7 +67,7 @@ class ModelRunner:
             )
             if config.numerics == "invariant":  # the bits are one instruction set's
                 self.numerics_name = f"invariant-{native.instructions}"
-            if dtype_name == "bfloat16" and _has_bfloat16(self.device) and not int8:
+            if dtype_name == "bfloat16" and has_bfloat16(self.device) and not int8:
                 self._large = TorchSteps(folder.config, weights, config.numerics)
         else:
             self._small = self._large = TorchSteps(folder.config, weights, config.numerics)
@@ -122,10 +122,10 @@ def _choose_dtype(config: EngineConfig, device: torch.device) -> str:
         return "float32"
     if config.dtype != "auto":
         return config.dtype
-    return "bfloat16" if _has_bfloat16(device) else "float32"
+    return "bfloat16" if has_bfloat16(device) else "float32"
 
 
-def _has_bfloat16(device: torch.device) -> bool:
+def has_bfloat16(device: torch.device) -> bool:
     """Whether the hardware multiplies bfloat16; elsewhere it is emulated, slower than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
