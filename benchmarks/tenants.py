@@ -1,0 +1,171 @@
+"""Whether a tenant can tell by its time to first token that another one asked the same prompt.
+
+    python benchmarks/tenants.py [--pairs 100] [--tokens 512]
+
+A cluster of one prefill and one decode worker, one core each, and a router that trusts the tenant
+header. For each pair, one prompt each, in turn (which comes first alternates):
+
+    known   tenant A asks a prompt, then B the same one: B's time is taken
+    fresh   tenant A asks another prompt, then B one that nobody asked: B's time is taken
+    own     tenant A asks, then A again: what sharing would look like, so that the test can fail
+
+Two tests of `known` and of `own` against `fresh`, with 20,000 permutations each: of the difference
+of the medians (labels exchanged at random), and of the median of the differences within a pair
+(signs exchanged at random). Also how many of B's prompt tokens were cached: 0. Writes
+benchmarks/results/tenants.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from rich.progress import track
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from services.cluster.embedded_redis import EmbeddedRedis
+from tests.harness.cluster import LocalCluster
+
+RESULTS = Path(__file__).parent / "results" / "tenants.json"
+KINDS = ("known", "fresh", "own")
+PERMUTATIONS = 20_000
+VOCABULARY = 49_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--warm-up", type=int, default=5, help="pairs that are not counted")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder, EmbeddedRedis() as redis:
+        cluster = LocalCluster(redis, Path(folder))
+        cluster.options = ("--num-blocks", "4000")
+        cores = sorted(os.sched_getaffinity(0))
+        try:
+            cluster.start_router()
+            for number, role in enumerate(("prefill", "decode")):
+                core = str(cores[number % len(cores)])
+                cluster.start_worker(f"{role}-0", role, "--cores", core)
+            cluster.wait_ready()
+            with (
+                cluster.another_router("--trust-tenant-header") as url,
+                httpx.Client(base_url=url, timeout=120) as client,
+            ):
+                rounds = arguments.pairs + arguments.warm_up
+                samples = [
+                    measure_pair(client, rng, number, arguments.tokens)
+                    for number in track(range(rounds), description="pairs")
+                ][arguments.warm_up :]
+        finally:
+            cluster.close()
+    summary = {"tokens": arguments.tokens, **summarize(samples, rng)}
+    arguments.json.write_text(json.dumps({**summary, "pairs": samples}, indent=1) + "\n")
+    print_summary(summary)
+
+
+def measure_pair(
+    client: httpx.Client, rng: np.random.Generator, number: int, num_tokens: int
+) -> dict[str, dict[str, float]]:
+    """Time to first token (ms) and cached tokens of each kind."""
+    kinds = KINDS[number % 3 :] + KINDS[: number % 3]
+    return {kind: measure(client, rng, kind, num_tokens) for kind in kinds}
+
+
+def measure(
+    client: httpx.Client, rng: np.random.Generator, kind: str, num_tokens: int
+) -> dict[str, float]:
+    first, other = rng.integers(100, VOCABULARY, (2, num_tokens)).tolist()
+    ask(client, first, "tenant-a")
+    ttft_ms, cached = ask(
+        client,
+        other if kind == "fresh" else first,
+        "tenant-a" if kind == "own" else "tenant-b",
+    )
+    return {"ttft_ms": ttft_ms, "cached_tokens": cached}
+
+
+def ask(client: httpx.Client, prompt: list[int], tenant: str) -> tuple[float, int]:
+    """Milliseconds to the first token, and cached tokens of the prompt."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": 2,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started, first_s, cached = time.perf_counter(), 0.0, -1
+    headers = {"x-tandem-tenant": tenant}
+    with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            first_s = first_s or time.perf_counter() - started
+            usage = json.loads(line.removeprefix("data: ")).get("usage")
+            if usage:
+                cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return first_s * 1000, cached
+
+
+def summarize(
+    samples: list[dict[str, dict[str, float]]], rng: np.random.Generator
+) -> dict[str, Any]:
+    ttft = {kind: np.array([s[kind]["ttft_ms"] for s in samples]) for kind in KINDS}
+    return {
+        "num_pairs": len(samples),
+        "ttft_ms_median": {kind: float(np.median(t)) for kind, t in ttft.items()},
+        "cached_tokens_max": {
+            kind: max(s[kind]["cached_tokens"] for s in samples) for kind in KINDS
+        },
+        "p_medians": {k: p_medians(ttft[k], ttft["fresh"], rng) for k in ("known", "own")},
+        "p_pairs": {k: p_pairs(ttft[k], ttft["fresh"], rng) for k in ("known", "own")},
+    }
+
+
+def p_medians(one: np.ndarray, other: np.ndarray, rng: np.random.Generator) -> float:
+    """Two-sided, of the difference of the medians, labels exchanged."""
+    seen = abs(np.median(one) - np.median(other))
+    mixed = rng.permuted(np.tile(np.concatenate((one, other)), (PERMUTATIONS, 1)), axis=1)
+    found = np.abs(
+        np.median(mixed[:, : len(one)], axis=1) - np.median(mixed[:, len(one) :], axis=1)
+    )
+    return float((1 + np.sum(found >= seen)) / (1 + PERMUTATIONS))
+
+
+def p_pairs(one: np.ndarray, other: np.ndarray, rng: np.random.Generator) -> float:
+    """Two-sided, of the median of the differences, signs exchanged."""
+    differences = one - other
+    signs = rng.choice((-1.0, 1.0), (PERMUTATIONS, len(differences)))
+    found = np.abs(np.median(signs * differences, axis=1))
+    return float((1 + np.sum(found >= abs(np.median(differences)))) / (1 + PERMUTATIONS))
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    medians, cached = summary["ttft_ms_median"], summary["cached_tokens_max"]
+    print(f"{summary['num_pairs']} pairs of prompts of {summary['tokens']} tokens")
+    for kind in KINDS:
+        print(f"  {kind:5}  TTFT median {medians[kind]:7.1f} ms, cached at most {cached[kind]}")
+    for kind in ("known", "own"):
+        print(
+            f"  {kind} against fresh: p = {summary['p_medians'][kind]:.4f} (medians), "
+            f"{summary['p_pairs'][kind]:.4f} (within pairs)"
+        )
+
+
+if __name__ == "__main__":
+    main()
