@@ -19,6 +19,7 @@ from services.redis_client import connect
 
 BATCH_BLOCKS = PublisherConfig().batch_blocks
 READY = "ready"
+SILENT_S = 86_400  # the bench's workers publish once and send no heartbeats
 _HELD_MAX = 100_000
 
 
@@ -31,7 +32,7 @@ def random_chain(rng: random.Random, length: int) -> list[bytes]:
 async def run(url: str, cluster_id: str, rate: int) -> float:
     """Blocks a second that were published."""
     redis = connect(url)
-    index = RedisIndex(redis, cluster_id)
+    index = RedisIndex(redis, cluster_id, silent_s=SILENT_S)
     await index.reset("publisher", "bench:1")
     print(READY, flush=True)
     ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
