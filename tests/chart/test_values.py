@@ -58,6 +58,8 @@ def test_choices_are_the_programs() -> None:
         ("dtype", config.Dtype),
         ("kvDtype", config.Dtype),
         ("numerics", config.Numerics),
+        ("kernels", config.Kernels),
+        ("weights", config.WeightFormat),
         ("transport", config.Transport),
         ("prefillAt", config.PrefillAt),
         ("verifyBlocks", config.VerifyBlocks),

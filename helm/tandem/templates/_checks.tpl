@@ -2,7 +2,7 @@
 {{- define "tandem.checks" -}}
 {{- $prefill := .prefill -}}
 {{- $decode := .decode -}}
-{{- range $option := list "dtype" "kvDtype" "numerics" "blockSize" -}}
+{{- range $option := list "dtype" "kvDtype" "numerics" "kernels" "weights" "blockSize" -}}
 {{- $one := include "tandem.number" (index $prefill.options $option) -}}
 {{- $other := include "tandem.number" (index $decode.options $option) -}}
 {{- if ne $one $other -}}
