@@ -1,0 +1,284 @@
+"""The simulator against a real 2P2D cluster of SmolLM2 on this machine.
+
+    python benchmarks/simulator_against_real.py --calibrate     # the real workers' rates, alone
+    python benchmarks/simulator_against_real.py --predict       # commit what this writes, and then
+    python benchmarks/simulator_against_real.py --measure       # the same requests, for real
+
+--calibrate  starts the cluster, sends prompts one after another until the workers have measured
+             themselves, and takes their rates and pairs from their records, as the router does.
+             Then keeps all four workers busy: by how much they are faster together than one alone
+             is how many cores they share. What a lone first token takes beyond the model is the
+             overhead of HTTP, router and worker. -> results/simulator_calibration.json
+--predict    simulates the mix at 30%, 60% and 90% of the load that the calibrated workers can
+             carry -> results/simulator_predictions.json
+--measure    sends the same mix at the same times through the router's HTTP, each run with other
+             tokens in its blocks (so nothing is cached from the run before), and prints predicted
+             and measured medians, the error and the spread from run to run
+             -> results/simulator_against_real.json
+
+The mix is `small_mix.py`'s. The machine must be quiet: load averages are written down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from small_mix import BLOCK, make_mix, replay, send
+
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.config import ClusterConfig
+from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
+from services.redis_client import connect
+from services.registry import Registry, WorkerRecord
+from services.router.admission import TtftLimit
+from services.simulator.policies import make_policy
+from services.simulator.report import summarize
+from services.simulator.scenario import Scenario, Slo, full_load_factor
+from services.simulator.simulation import Simulation
+from services.simulator.traces import Arrival, scale_load
+from tests.harness.client import open_client
+from tests.harness.cluster import LocalCluster
+
+RESULTS = Path(__file__).parent / "results"
+CALIBRATION = Path("simulator_calibration.json")
+PREDICTIONS = Path("simulator_predictions.json")
+MEASURED = Path("simulator_against_real.json")
+POOL = 2  # workers of each role
+NUM_BLOCKS = 4000
+SEQUENCES_MAX = 8  # a step's decode batch: small, so that 100% load is one that CPUs reach
+LOADS = (0.3, 0.6, 0.9)
+SIMULATED_RUNS = 20
+OPTIONS = ("--num-blocks", str(NUM_BLOCKS), "--max-num-seqs", str(SEQUENCES_MAX))
+
+
+class Calibration(msgspec.Struct):
+    rates: WorkerRates  # the middle of the four workers'
+    pair: PairRate
+    cores: float  # so many times faster are all workers together than one alone
+    overhead_s: float  # of a first token, beyond the model
+    load_average: tuple[float, float, float]
+
+
+@contextmanager
+def running_cluster() -> Iterator[LocalCluster]:
+    with EmbeddedRedis() as redis, tempfile.TemporaryDirectory() as folder:
+        cluster = LocalCluster(redis, Path(folder), options=OPTIONS)
+        try:
+            yield cluster.start(prefill=POOL, decode=POOL)
+        finally:
+            cluster.close()
+
+
+async def read_records(cluster: LocalCluster) -> list[WorkerRecord]:
+    config = ClusterConfig(cluster.cluster_id, cluster.redis.url, cluster.token)
+    async with connect(config.redis_url) as redis:
+        return await Registry(redis, config).read()
+
+
+async def calibrate(cluster: LocalCluster, rounds: int) -> Calibration:
+    mix = make_mix(8 * rounds, seed=1000)
+    async with open_client(cluster) as client:
+        for n, arrival in enumerate(mix):  # alone
+            await send(client, arrival, f"alone {n}")
+        for n in range(rounds):  # batches of growing size: what one more sequence costs
+            batch = [Arrival(0.0, 40, 40, (n, 1 + n, 2 + n))] * (1 + n % (2 * SEQUENCES_MAX))
+            await asyncio.gather(*(send(client, a, f"b{n} {i}") for i, a in enumerate(batch)))
+        await asyncio.sleep(3)  # until records show it
+        records = await read_records(cluster)
+        rates = middle_rates(records)
+        pair = middle_pair([p for r in records for p in r.pairs.values()])
+        overheads = []
+        for n in range(rounds):
+            lone = Arrival(0.0, 150 + 20 * (n % 10), 4, tuple(range(50)))
+            seen = await send(client, lone, f"lone {n}")
+            overheads.append(seen.ttft_s - simulate_alone(rates, pair, lone))
+    cores = await measure_cores(cluster, rates, rounds)
+    return Calibration(rates, pair, cores, statistics.median(overheads), os.getloadavg())
+
+
+async def measure_cores(cluster: LocalCluster, rates: WorkerRates, rounds: int) -> float:
+    """Prefill for all four workers at once: its seconds if each were alone, over those it took."""
+    prompts = [Arrival(0.0, 500, 1, tuple(range(40))) for _ in range(6 * rounds)]
+    gate = asyncio.Semaphore(4 * POOL)
+
+    async def one(client: httpx.AsyncClient, number: int, arrival: Arrival) -> None:
+        async with gate:
+            await send(client, arrival, f"all {number}")
+
+    async with open_client(cluster) as client:
+        began = time.perf_counter()
+        await asyncio.gather(*(one(client, n, a) for n, a in enumerate(prompts)))
+        took_s = time.perf_counter() - began
+    alone_s = sum(rates.prefill.seconds(a.num_tokens, 0, rates.step_tokens) for a in prompts)
+    return alone_s / took_s
+
+
+def middle_rates(records: Sequence[WorkerRecord]) -> WorkerRates:
+    """Of each coefficient the middle. Only decode workers have measured decoding."""
+    measured = [r.rates for r in records if r.rates.measured]
+    prefill = [r.prefill for r in measured]
+    decode = [r.rates.decode for r in records if r.role == "decode"]
+    middle = statistics.median
+    return WorkerRates(
+        PrefillRate(
+            middle([r.step_s for r in prefill]),
+            middle([r.token_s for r in prefill]),
+            middle([r.token_context_s for r in prefill]),
+        ),
+        DecodeRate(middle([r.step_s for r in decode]), middle([r.sequence_s for r in decode])),
+        step_tokens=measured[0].step_tokens,
+        block_bytes=measured[0].block_bytes,
+        measured=True,
+    )
+
+
+def middle_pair(pairs: Sequence[PairRate]) -> PairRate:
+    return PairRate(
+        pairs[0].transport,
+        statistics.median([p.latency_s for p in pairs]),
+        statistics.median([p.bytes_per_s for p in pairs]),
+    )
+
+
+def scenario_of(calibration: Calibration, seed: int = 0) -> Scenario:
+    """The real cluster: no hidden errors but those of the model, and nobody is refused early."""
+    return Scenario(
+        num_decode=POOL,
+        num_prefill=POOL,
+        kv_tokens=NUM_BLOCKS * BLOCK,
+        rates=calibration.rates,
+        pair=calibration.pair,
+        rate_error=0.0,
+        cores=calibration.cores,
+        report_age_s=0.0,
+        sequences_max=SEQUENCES_MAX,
+        admission=False,
+        slo=Slo(TtftLimit(60.0), 60.0),
+        seed=seed,
+        block_size=BLOCK,
+    )
+
+
+def simulate_alone(rates: WorkerRates, pair: PairRate, arrival: Arrival) -> float:
+    """Seconds to the first token where nobody else is."""
+    alone = Calibration(rates, pair, float(2 * POOL), 0.0, (0.0, 0.0, 0.0))
+    simulation = Simulation(scenario_of(alone), [arrival], make_policy("tandem"))
+    simulation.run()
+    return simulation.requests[0].ttft_s
+
+
+def predict(calibration: Calibration, count: int) -> dict[str, Any]:
+    scenario, mix = scenario_of(calibration), make_mix(count, seed=0)
+    rows = []
+    for load in LOADS:
+        factor = load * full_load_factor(scenario, mix)
+        medians = []
+        for seed in range(SIMULATED_RUNS):
+            simulation = Simulation(
+                replace(scenario, seed=seed), scale_load(mix, factor), make_policy("tandem")
+            )
+            simulation.run()
+            report = summarize(simulation, "tandem", load)
+            assert report.num_served == count
+            medians.append((report.ttft_s["p50"] + calibration.overhead_s, report.tpot_s["p50"]))
+        rows.append(
+            {
+                "load": load,
+                "requests_per_s": count / (mix[-1].at_s / factor),
+                "factor": factor,
+                "ttft_ms": 1000 * statistics.median([m[0] for m in medians]),
+                "tpot_ms": 1000 * statistics.median([m[1] for m in medians]),
+            }
+        )
+    return {"requests": count, "rows": rows, "calibration": msgspec.to_builtins(calibration)}
+
+
+async def measure(
+    cluster: LocalCluster, predictions: dict[str, Any], runs: int
+) -> list[dict[str, Any]]:
+    mix = make_mix(predictions["requests"], seed=0)
+    await replay(cluster, scale_load(make_mix(20, seed=2000), 2.0), "warm")
+    rows = []
+    for row in predictions["rows"]:
+        seen = []
+        for run in range(runs):
+            before = os.getloadavg()[0]
+            one = await replay(cluster, scale_load(mix, row["factor"]), f"{row['load']} {run}")
+            seen.append(
+                {
+                    "ttft_ms": 1000 * statistics.median([s.ttft_s for s in one]),
+                    "tpot_ms": 1000 * statistics.median([s.tpot_s for s in one]),
+                    "load_average_before": before,
+                }
+            )
+            await asyncio.to_thread(cluster.wait_idle)
+        rows.append({"load": row["load"], "predicted": row, "runs": seen})
+    return rows
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    print("load        predicted  measured (median)  error   spread of the runs")
+    for row in rows:
+        for name in ("ttft_ms", "tpot_ms"):
+            runs, predicted = [run[name] for run in row["runs"]], row["predicted"][name]
+            median = statistics.median(runs)
+            spread = (max(runs) - min(runs)) / median
+            print(
+                f"{row['load']:4.0%} {name}  {predicted:8.1f}  {median:8.1f}  "
+                f"{predicted / median - 1:+15.1%}  {spread:8.1%}"
+            )
+
+
+def write(path: Path, value: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    for name in ("calibrate", "predict", "measure"):
+        what.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--requests", type=int, default=120, help="of the mix")
+    parser.add_argument("--runs", type=int, default=5, help="of each load, for real")
+    parser.add_argument("--rounds", type=int, default=12, help="of the calibration")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="of what is read and written")
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
+    if arguments.calibrate:
+        with running_cluster() as cluster:
+            found = asyncio.run(calibrate(cluster, arguments.rounds))
+        write(folder / CALIBRATION, msgspec.to_builtins(found))
+        print(f"cores {found.cores:.2f}, overhead {1000 * found.overhead_s:.1f} ms, {found.rates}")
+    elif arguments.predict:
+        text = (folder / CALIBRATION).read_bytes()
+        predictions = predict(msgspec.json.decode(text, type=Calibration), arguments.requests)
+        write(folder / PREDICTIONS, predictions)
+        for row in predictions["rows"]:
+            print(row)
+    else:
+        predictions = json.loads((folder / PREDICTIONS).read_text())
+        with running_cluster() as cluster:
+            rows = asyncio.run(measure(cluster, predictions, arguments.runs))
+        write(folder / MEASURED, rows)
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()
