@@ -86,6 +86,7 @@ class Node:
             cluster=ClusterConfig("c", "redis://", "token"),
             engine=EngineConfig(model="toy", block_size=limits["block_size"]),
             transfer=TransferConfig(
+                prefill_at="remote",
                 local_prefill_max_tokens=0,
                 heartbeat_interval_s=1.0,
                 heartbeat_timeout_s=4.0,
