@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: what a decoder computes, a file per operation."""
+"""Tensors in, tensors out: what a decoder computes, a file per operation; in C++ whole, in native/."""
