@@ -128,7 +128,7 @@ def redis_cluster(folder: Path, num_nodes: int = 3) -> Iterator[tuple[str, list[
         bounds = [16384 * n // num_nodes for n in range(num_nodes + 1)]
         for n, server in enumerate(servers):
             with server.client() as client:
-                client.execute_command("CLUSTER ADDSLOTSRANGE", bounds[n], bounds[n + 1] - 1)
+                client.execute_command("CLUSTER ADDSLOTS", *range(bounds[n], bounds[n + 1]))
                 client.execute_command("CLUSTER MEET", HOST, servers[0].port)
 
         def whole() -> bool:

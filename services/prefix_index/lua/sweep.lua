@@ -41,6 +41,6 @@ while budget > 0 and cursor < 65536 do
 end
 if cursor == 65536 then sweeping = 0 end
 redis.call('HINCRBY', state, 'swept', swept)
-redis.call('HINCRBY', state, 'entries', -freed)
+redis.call('HINCRBY', state, 'entries', 0 - freed) -- to Redis 6.2 a -0 is no integer
 redis.call('HSET', state, 'dirty', dirty, 'sweeping', sweeping, 'cursor', cursor)
 return {(sweeping ~= 0 or dirty ~= 0) and 1 or 0, more}
