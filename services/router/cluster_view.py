@@ -25,6 +25,7 @@ from services.registry import Contract, Registry, WorkerRecord
 from services.router.known_worker import KnownWorker
 from services.router.placement import Roster, WorkerSnapshot
 from services.router.pools import read_pools
+from services.router.shares import Shares
 from services.router.worker_client import WorkerClient
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class ClusterView:
     on_news: Callable[[], None] = lambda: None
     _workers: dict[str, KnownWorker] = field(default_factory=dict)
     _roster: Roster = field(default_factory=Roster)
+    _shares: Shares = field(default_factory=Shares)  # of the prefill that this router gave out
+    _made_at: float = field(default_factory=time.monotonic)
     _stale: set[str] = field(default_factory=set)  # ids whose snapshot in the roster is old
     _read_at: float = 0.0  # monotonic seconds, when the records were read last
     _leaving: list[WorkerClient] = field(default_factory=list)
@@ -67,10 +70,16 @@ class ClusterView:
 
     def roster(self) -> Roster:
         """All workers as of now; a snapshot is made anew only when something changed there."""
+        now_s = time.monotonic() - self._made_at
+        if self._shares.rebase(now_s):
+            self._roster = Roster()
+            self._stale.update(self._workers)
         for worker_id in self._stale:
             worker = self._workers[worker_id]
-            self._roster.put(worker.snapshot(compatible=self.is_compatible(worker.record)))
+            compatible, placed = self.is_compatible(worker.record), self._shares.placed(worker_id)
+            self._roster.put(worker.snapshot(compatible=compatible, placed=placed))
         self._stale.clear()
+        self._roster.second = self._shares.second(now_s)
         return self._roster
 
     def snapshots(self) -> list[WorkerSnapshot]:
@@ -94,6 +103,12 @@ class ClusterView:
         if worker := self._workers.get(worker_id):
             now = time.monotonic()
             worker.note_prefill(num_tokens, now, forgotten_before=self._forgotten_before(now))
+            self._stale.add(worker_id)
+
+    def note_share(self, worker_id: str, prefill_s: float) -> None:
+        """Counts a prompt that takes so long there to what the worker was given of late."""
+        if worker_id in self._workers:
+            self._shares.sent(worker_id, prefill_s, time.monotonic() - self._made_at)
             self._stale.add(worker_id)
 
     def contract(self) -> Contract | None:
@@ -177,6 +192,7 @@ class ClusterView:
             known = None
         if known is None:
             known = self._workers[worker_id] = KnownWorker(record)
+            self._shares.join(worker_id, self._roster.mean_placed(record.role))
             self._report_incompatible(record)
             changed = True
         else:
@@ -204,6 +220,7 @@ class ClusterView:
     def _drop(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id)
         self._roster.remove(worker_id)
+        self._shares.leave(worker_id)
         self._stale.discard(worker_id)
         if worker.client is not None:
             self._leaving.append(worker.client)

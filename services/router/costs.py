@@ -132,6 +132,13 @@ def prefill_cost(
     return base_s + wait_s + delayed * prefill_seconds(worker.rates, work.num_tokens, start)
 
 
+def computing_s(work: Work, worker: WorkerSnapshot, missing: int) -> float:
+    """What the last `missing` tokens of the prompt take there, with nobody ahead."""
+    if not worker.rates.measured:
+        return TOKEN_S * missing
+    return prefill_seconds(worker.rates, work.num_tokens, work.num_tokens - missing)
+
+
 def cached_tokens(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> int:
     """A prompt that is cached whole still recomputes its last token."""
     held = matches.get(worker.worker_id, 0) * work.block_size

@@ -25,6 +25,7 @@ from services.config import RouterConfig
 from services.errors import NoWorkers, QueueFull, TandemError, WorkerLost, from_code
 from services.redis_client import UNREACHABLE
 from services.router.cluster_view import ClusterView
+from services.router.costs import computing_s
 from services.router.gate import Gate
 from services.router.metrics import Metrics
 from services.router.placement import Placement, Work, choose
@@ -137,6 +138,9 @@ class Dispatcher:
         job.reason = f"{kind}: {placement.reason}"
         self._metrics.placements.labels(reason=kind).inc()
         log.debug("request %s: %s", job.request.request_id, job.reason)
+        computes = (*placement.prefill_candidates, placement.decode)[0]
+        prefill_s = computing_s(work, computes, placement.tokens_missing)
+        self._view.note_share(computes.worker_id, prefill_s)
         if not placement.prefill_candidates:
             return client.submit(message, tokens_to_prefill=placement.tokens_missing)
         first = placement.prefill_candidates[0]

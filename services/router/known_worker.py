@@ -56,7 +56,7 @@ class KnownWorker:
         while self._sent and self._sent[0][0] < before:
             self._sent.popleft()
 
-    def snapshot(self, *, compatible: bool) -> WorkerSnapshot:
+    def snapshot(self, *, compatible: bool, placed: float = 0.0) -> WorkerSnapshot:
         load, client = self.load, self.client
         waiting = client.num_unreported if client else 0
         tokens = client.tokens_unreported if client else sum(tokens for _, tokens in self._sent)
@@ -75,4 +75,5 @@ class KnownWorker:
             blocks_used=load.blocks_used,
             rates=self.record.rates,
             pairs=self.record.pairs,
+            placed=placed,
         )

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from itertools import islice
 from random import Random
 
-from services.cost_model import prefill_seconds
 from services.router.costs import (
-    TOKEN_S,
     Work,
     WorkerSnapshot,
     cached_tokens,
+    computing_s,
     decode_cost,
     prefill_cost,
     with_likely_rates,
@@ -140,11 +139,10 @@ def _within_share(
 def _saved_s(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> float:
     """What its cached blocks save there."""
     cached = cached_tokens(work, worker, matches)
-    rates = worker.rates
-    if not cached or not rates.measured:
-        return TOKEN_S * cached
-    missing_s = prefill_seconds(rates, work.num_tokens, cached)
-    return prefill_seconds(rates, work.num_tokens, 0) - missing_s
+    if not cached:
+        return 0.0
+    whole_s = computing_s(work, worker, work.num_tokens)
+    return whole_s - computing_s(work, worker, work.num_tokens - cached)
 
 
 def _order_prefill(

@@ -8,6 +8,8 @@ how much the worker is slower than it tells, and what its share of the work was 
     first token   they are corrected to what was seen, and its pace is learned from the two
     time          a share counts half after `HALF_LIFE_S`
 
+A prompt of which no first token is told counts as predicted.
+
 Shares are kept in seconds of the moment when this was made, which shrink by the half-life: so a
 share changes only when something happens to its worker, and nobody walks all of them as time goes
 by. With several routers each keeps the shares of what it sent itself; where each of them is even,
@@ -26,6 +28,7 @@ from services.rate_meters import LinearMeter
 # Long against a prompt (seconds), so that one long prompt does not make a worker's share; short
 # against the time in which pools are resized and habits of clients change.
 HALF_LIFE_S = 300.0
+REBASE_S = 100 * HALF_LIFE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +54,28 @@ class Shares:
 
     def __init__(self) -> None:
         self._shares: dict[str, _Share] = {}
+        self._origin_s = 0.0
 
-    @staticmethod
-    def second(now_s: float) -> float:
+    def second(self, now_s: float) -> float:
         """What one second of prefill counts in a share."""
-        return float(2.0 ** (now_s / HALF_LIFE_S))
+        return float(2.0 ** ((now_s - self._origin_s) / HALF_LIFE_S))
+
+    def rebase(self, now_s: float) -> bool:
+        """Before numbers grow out of bounds, after days: all shares are new numbers then."""
+        if now_s - self._origin_s < REBASE_S:
+            return False
+        scale = 1 / self.second(now_s)
+        for share in self._shares.values():
+            share.placed *= scale
+        self._origin_s = now_s
+        return True
 
     def join(self, worker_id: str, placed: float) -> None:
         """A new worker, or one that came back: with the mean share, so that not all goes to it."""
         self._shares[worker_id] = _Share(placed)
+
+    def leave(self, worker_id: str) -> None:
+        self._shares.pop(worker_id, None)
 
     def placed(self, worker_id: str) -> float:
         return self._shares[worker_id].placed

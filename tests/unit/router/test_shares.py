@@ -6,7 +6,7 @@ import pytest
 
 from services.cost_model import PrefillRate, WorkerRates
 from services.router.placement import SHARE_EXCESS, Roster, Work, choose
-from services.router.shares import HALF_LIFE_S, Shares, paced
+from services.router.shares import HALF_LIFE_S, REBASE_S, Shares, paced
 from tests.unit.router.test_placement import worker
 
 TOKEN = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), measured=True)
@@ -75,3 +75,18 @@ def test_one_conversation_stays_where_its_blocks_are() -> None:
         matches = {name: 100 * turn}
         where.add(name)
     assert len(where) == 1
+
+
+def test_after_days_shares_are_new_numbers_in_the_same_proportion() -> None:
+    shares = Shares()
+    for name, seconds in (("a", 1.0), ("b", 3.0)):
+        shares.join(name, 0.0)
+        shares.sent(name, seconds, 0.9 * REBASE_S)
+    assert not shares.rebase(0.95 * REBASE_S)
+    before = shares.placed("b") / shares.second(1.1 * REBASE_S)
+    assert shares.rebase(1.1 * REBASE_S)
+    assert shares.second(1.1 * REBASE_S) == 1.0
+    assert shares.placed("b") == pytest.approx(before)
+    assert shares.placed("b") == pytest.approx(3 * shares.placed("a"))
+    shares.leave("a")
+    assert not shares.rebase(1.2 * REBASE_S)
