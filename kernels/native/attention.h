@@ -64,15 +64,22 @@ template <int MR, int NP>
 inline void score(const float* q, const float* keys, int dim, float* scores) {
     for (int panel = 0; panel < kPanels; panel += NP) {
         Floats sums[NP][kVectors][MR] = {};
-        for (int d = 0; d < dim; ++d)
+        for (int d = 0; d < dim; ++d) {
+            Floats k[NP][kVectors];
 #pragma GCC unroll 8
             for (int p = 0; p < NP; ++p)
 #pragma GCC unroll 8
-                for (int v = 0; v < kVectors; ++v) {
-                    const Floats k = load(keys + d * kKeys + (panel + p) * kPanel + v * kLanes);
+                for (int v = 0; v < kVectors; ++v)
+                    k[p][v] = load(keys + d * kKeys + (panel + p) * kPanel + v * kLanes);
 #pragma GCC unroll 16
-                    for (int m = 0; m < MR; ++m) sums[p][v][m] += q[m * dim + d] * k;
-                }
+            for (int m = 0; m < MR; ++m) {
+                const Floats input = all(q[m * dim + d]);
+#pragma GCC unroll 8
+                for (int p = 0; p < NP; ++p)
+#pragma GCC unroll 8
+                    for (int v = 0; v < kVectors; ++v) sums[p][v][m] += input * k[p][v];
+            }
+        }
         for (int p = 0; p < NP; ++p)
             for (int v = 0; v < kVectors; ++v)
                 for (int m = 0; m < MR; ++m)
@@ -89,13 +96,18 @@ inline void gather(const float* weights, const T* const* values, int num_keys, i
         for (int v = 0; v < kVectors; ++v)
             for (int m = 0; m < MR; ++m)
                 sums[v][m] = load(out + m * dim + first + v * kLanes) * factors[m];
-        for (int key = 0; key < num_keys; ++key)
+        for (int key = 0; key < num_keys; ++key) {
+            Floats value[kVectors];
 #pragma GCC unroll 8
-            for (int v = 0; v < kVectors; ++v) {
-                const Floats value = load(values[key] + first + v * kLanes);
+            for (int v = 0; v < kVectors; ++v)
+                value[v] = load(values[key] + first + v * kLanes);
 #pragma GCC unroll 16
-                for (int m = 0; m < MR; ++m) sums[v][m] += weights[m * kKeys + key] * value;
+            for (int m = 0; m < MR; ++m) {
+                const Floats weight = all(weights[m * kKeys + key]);
+#pragma GCC unroll 8
+                for (int v = 0; v < kVectors; ++v) sums[v][m] += weight * value[v];
             }
+        }
         for (int v = 0; v < kVectors; ++v)
             for (int m = 0; m < MR; ++m) store(out + m * dim + first + v * kLanes, sums[v][m]);
     }
