@@ -44,7 +44,7 @@ PREFIX_HOLDERS_MAX = 3
 FEW = 32  # workers that are all weighed; of more, some are drawn
 DRAWN = 6  # of each pool
 DRAWS_MAX = 8 * DRAWN
-SHARE_EXCESS = 0.05  # of the mean
+SHARE_EXCESS = 0.05  # of the mean: half of 10%, for what was predicted of a share is not exact
 
 
 @dataclass(frozen=True, slots=True)
