@@ -1,6 +1,6 @@
 """Goodput under SLO at 10% to 120% load, on paired seeds, of this router's placement and of others.
 
-    python benchmarks/simulator_goodput.py TRACE --case NAME [--seeds 5] [--processes 2] [--png FILE]
+    python benchmarks/simulator_goodput.py TRACE --case NAME [--seeds 5] [--processes 2] [--png F]
 
 All policies see the same arrivals and the same hidden errors of a seed: rates off by up to 30%,
 load 500 ms old. Each case is put into benchmarks/results/simulator_goodput.json under its name,

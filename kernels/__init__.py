@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: what a decoder computes, a file per operation; in C++ whole, in native/."""
+"""Tensors in, tensors out: what a decoder computes, an operation a file; whole and in C++: native."""
