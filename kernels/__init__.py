@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: what a decoder computes, an operation a file; whole and in C++: native."""
+"""Tensors in, tensors out: what a decoder computes, an operation a file; in C++ whole: native."""
