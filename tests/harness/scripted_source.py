@@ -48,7 +48,10 @@ CONFIG = WorkerConfig(
     cluster=ClusterConfig("c", "redis://", "token"),
     engine=EngineConfig(model="m"),
     transfer=TransferConfig(
-        heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0, release_deadline_s=0.5
+        prefill_at="remote",
+        heartbeat_interval_s=0.1,
+        heartbeat_timeout_s=1.0,
+        release_deadline_s=0.5,
     ),
     worker_id="d0",
 )
