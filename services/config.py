@@ -170,7 +170,7 @@ class RouterConfig:
     # Of a look-up in the prefix tree, the loop's own delay under a burst counted in; then
     # placement goes without.
     lookup_deadline_s: float = 0.02
-    hold_requests_max: int = 256  # requests that wait while a pool is empty
+    hold_requests_max: int = 256  # that wait while a pool is empty; as many for tenants' turns
     hold_deadline_s: float = 30.0
     request_deadline_s: float = 600.0
     # Refused early: a request whose first token is predicted to come later. 0: none is.

@@ -37,7 +37,7 @@ class Gate:
         self._queued_max_s = min(QUEUED_MAX_S, most_s)
         self._line: Line | None = None
         if config.trust_tenant_header:
-            self._line = Line(self._has_room)
+            self._line = Line(self._has_room, waiting_max=config.hold_requests_max)
             view.on_news = self._line.let_go
 
     def must_wait(self) -> bool:

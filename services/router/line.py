@@ -14,13 +14,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from services.errors import QueueFull
 from services.router.fair_queue import FairQueue
+
+_RETRY_AFTER_S = 1.0
 
 
 class Line:
     """`let_go` is to be called whenever there may be room."""
 
-    def __init__(self, has_room: Callable[[], bool]) -> None:
+    def __init__(self, has_room: Callable[[], bool], *, waiting_max: int = 256) -> None:
+        self.waiting_max = waiting_max  # of all tenants; beyond it QueueFull
         self._has_room = has_room
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
         self._one_is_going = False
@@ -34,12 +38,21 @@ class Line:
 
     @asynccontextmanager
     async def turn(self, tenant: str, cost: float) -> AsyncIterator[None]:
-        """Waits for the tenant's turn; inside, the request is to be submitted without delay."""
+        """Waits for the tenant's turn; inside, the request is to be submitted without delay.
+
+        Raises QueueFull when too many wait already.
+        """
+        if len(self._queue) >= self.waiting_max:
+            raise QueueFull(
+                f"{len(self._queue)} requests wait for room at the workers; try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
         going = asyncio.get_running_loop().create_future()
         self._queue.push(tenant, cost, going)
         self.let_go()
         try:
-            await going
+            # Shielded: one whose client goes is let go of like any other until it has heard of it.
+            await asyncio.shield(going)
         except asyncio.CancelledError:
             if not self._queue.remove(tenant, going):
                 self._went()

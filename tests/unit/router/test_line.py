@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from services.errors import QueueFull
 from services.router.line import Line
 
 
@@ -69,6 +72,29 @@ async def test_who_goes_away_holds_up_nobody() -> None:
     assert [t.cancelled() for t in tasks] == [True, True, False]
     await room.free(1)
     assert not room.line.must_wait()
+
+
+async def test_one_that_goes_away_in_the_turn_in_which_room_comes_holds_up_nobody() -> None:
+    room = Room(0)
+    tasks = await room.start("a0", "a1")
+    tasks[0].cancel()  # it has not heard of it when it is let go
+    room.places = 1
+    room.line.let_go()
+    await settle()
+    assert room.went == ["a1"]
+    assert tasks[0].cancelled()
+    await room.free(1)
+    assert not room.line.must_wait()
+
+
+async def test_a_full_line_refuses() -> None:
+    room = Room(0)
+    room.line.waiting_max = 2
+    tasks = await room.start("a0", "b0", "c0")
+    with pytest.raises(QueueFull, match="2 requests wait"):
+        await tasks[2]
+    await room.free(2)
+    assert room.went == ["a0", "b0"]
 
 
 async def test_one_that_breaks_when_let_go_holds_up_nobody() -> None:
