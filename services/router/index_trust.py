@@ -84,5 +84,5 @@ class IndexTrust:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 await self._index.forget(worker_id)
         except UNREACHABLE as error:
-            del self._alarmed_at[worker_id]
+            self._alarmed_at.pop(worker_id, None)  # a worker that left may be forgotten already
             log.warning("%s is not forgotten in the prefix tree yet: %r", worker_id, error)
