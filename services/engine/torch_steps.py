@@ -19,6 +19,7 @@ class TorchSteps:
     def __init__(self, config: ModelConfig, weights: ModelWeights, numerics: str) -> None:
         self._kernels = kernels_for(weights.embedding.device.type, numerics)
         self._decoder = Decoder(config, weights, self._kernels)
+        self._kv: torch.Tensor | None = None
 
     def forward(
         self,
@@ -27,7 +28,9 @@ class TorchSteps:
         on_kv_written: Callable[[], object] = lambda: None,
     ) -> torch.Tensor:
         """As NativeDecoder.forward, on the device of `kv`."""
-        pool = KvPool(kv)
+        if self._kv is not kv:  # of one runner it is the same in every step
+            self._kv, self._pool = kv, KvPool(kv)
+        pool = self._pool
         inputs = make_step_inputs(batch, pool, row_multiple=self._kernels.row_multiple)
         if kv.device.type != "cuda":
             return self._decoder.forward(inputs, pool, on_kv_written)
