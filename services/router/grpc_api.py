@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -32,6 +32,7 @@ from services.router.request import (
     refusal,
 )
 from services.router.tenants import TENANT_HEADER, read_tenant
+from services.rpc.failures import abort
 from services.rpc.options import SERVER_OPTIONS
 from services.rpc.tandem.v1 import inference_pb2 as pb
 
@@ -110,7 +111,7 @@ class GrpcApi:
                         await context.send_initial_metadata(placement)
                     yield _response(request.request_id, delta)
         except TandemError as error:
-            await _abort(context, error)
+            await abort(context, error)
 
     async def _list_models(
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
@@ -118,7 +119,7 @@ class GrpcApi:
         try:
             _parse(pb.ListModelsRequest(), body)
         except TandemError as error:
-            await _abort(context, error)
+            await abort(context, error)
         if self._generator.model is None:
             return pb.ListModelsResponse()
         model = pb.Model(
@@ -197,13 +198,3 @@ def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> list[st
     """All that the client sent under this key."""
     sent = context.invocation_metadata() or ()
     return [str(value) for key, value in sent if key == name]
-
-
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
-    trailers: tuple[tuple[str, str], ...] = (("tandem-code", error.code),)
-    if error.retry_after_s is not None:
-        after_s = error.retry_after_whole_s
-        # The second is what gRPC's own retry policies heed (gRFC A6).
-        trailers += (("retry-after", f"{after_s}"), ("grpc-retry-pushback-ms", f"{after_s}000"))
-    await context.abort(getattr(grpc.StatusCode, error.grpc_code), error.message, trailers)
-    raise AssertionError("abort raises")

@@ -24,6 +24,7 @@ from services.errors import ConfigError, WorkerLost
 from services.registry import Contract, Load, State, WorkerRecord
 from services.rpc.auth import TokenInterceptor
 from services.rpc.block_bytes import EncodedByHandler
+from services.rpc.failures import FailureInterceptor
 from services.rpc.options import SERVER_OPTIONS
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
@@ -202,7 +203,11 @@ class Worker:
 
     async def _start_server(self) -> grpc.aio.Server:
         server = grpc.aio.server(
-            interceptors=[TokenInterceptor(self.config.cluster.token), EncodedByHandler()],
+            interceptors=[
+                TokenInterceptor(self.config.cluster.token),
+                FailureInterceptor(),
+                EncodedByHandler(),
+            ],
             options=SERVER_OPTIONS,
         )
         add_WorkerServicer_to_server(Servicer(self), server)  # type: ignore[no-untyped-call]
