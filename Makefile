@@ -10,7 +10,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	&& echo $$p && break; done)
 
 # Named after what they depend on: a changed version installs again, a fresh checkout does not.
-KEY := $(shell cat pyproject.toml constraints.txt Makefile setup.py services/*.c | cksum | cut -d' ' -f1)
+KEY := $(shell cat pyproject.toml constraints.txt Makefile setup.py services/*.c kernels/native/*.cpp \
+	kernels/native/*.h | cksum | cut -d' ' -f1)
 RUNTIME := .venv/installed-runtime-$(KEY)
 DEV := .venv/installed-dev-$(KEY)
 
