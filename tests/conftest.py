@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 from redis.asyncio import Redis
 
@@ -16,6 +17,13 @@ from services.redis_client import connect
 # No example is slow by itself; a busy machine must not make one look so.
 settings.register_profile("tandem", deadline=None)
 settings.load_profile("tandem")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if of_gpu and not torch.cuda.is_available():
+        for item in of_gpu:
+            item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device"))
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ import msgspec
 import zmq
 
 from services.engine.engine import Engine
-from services.engine.pool_bytes import PoolBytes
+from services.engine.pool_bytes import pool_bytes
 from services.engine.runner import ModelRunner
 from services.engine.types import Failed, FinalBlocks, StepReport
 from services.errors import TandemError
@@ -55,7 +55,7 @@ class EngineProcess:
         self._runner, self._engine, fingerprint = self._load(settings, load_ms)
         on_cpu = self._runner.kv.device.type == "cpu"
         self._pool_is_shared = on_cpu and settings.pool_fd is not None
-        self._bytes = PoolBytes(self._runner.kv, self._engine.layout)
+        self._bytes = pool_bytes(self._runner.kv, self._engine.layout)
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PAIR)
         self._commands.connect(settings.commands_address)

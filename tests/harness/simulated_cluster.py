@@ -20,7 +20,7 @@ import zmq
 
 from services.block_hash import HASH_VERSION
 from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from services.engine.pool_bytes import PoolBytes
+from services.engine.pool_bytes import pool_bytes
 from services.registry import Contract
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.transfer.nixl import NixlReader
@@ -144,7 +144,7 @@ class Node:
     def _make_process(self, loop: SimulatedLoop, config: WorkerConfig) -> None:
         process: Any = object.__new__(EngineProcess)
         process._runner, process._engine = self.runner, self.engine
-        process._bytes = PoolBytes(self.runner.kv, self.engine.layout)
+        process._bytes = pool_bytes(self.runner.kv, self.engine.layout)
         process._commands = self.socket = Socket()
         process._transfers = self.transfers = Socket()
         process._wake = process._wake_sender = Socket()

@@ -4,24 +4,25 @@ import pytest
 import torch
 
 from services.engine.layout import BlockLayout
-from services.engine.pool_bytes import PoolBytes
+from services.engine.pool_bytes import pool_bytes
 from services.errors import InternalError
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_what_is_read_of_one_pool_is_written_to_another(dtype: str) -> None:
+def test_what_is_read_of_one_pool_is_written_to_another(dtype: str, device: str) -> None:
     layout = BlockLayout(6, 2, 3, 4, 8, dtype)
-    source = torch.randn(layout.shape).to(getattr(torch, dtype))
+    source = torch.randn(layout.shape).to(getattr(torch, dtype)).to(device)
     target = torch.zeros_like(source)
-    data = PoolBytes(source, layout).read([5, 0, 3])
+    data = pool_bytes(source, layout).read([5, 0, 3])
     assert len(data) == 3 * layout.block_bytes
-    PoolBytes(target, layout).write([1, 2, 4], bytes(data))
+    pool_bytes(target, layout).write([1, 2, 4], bytes(data))
     assert torch.equal(target[[1, 2, 4]], source[[5, 0, 3]])
     assert not target[[0, 3, 5]].any()
 
 
 def test_bytes_that_are_not_whole_blocks_are_refused() -> None:
     layout = BlockLayout(2, 1, 1, 1, 4, "float32")
-    pool = PoolBytes(torch.zeros(layout.shape), layout)
+    pool = pool_bytes(torch.zeros(layout.shape), layout)
     with pytest.raises(InternalError, match="are not 2 blocks"):
         pool.write([0, 1], b"abc")
