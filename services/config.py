@@ -23,6 +23,7 @@ WeightFormat = Literal["auto", "int8"]
 Transport = Literal["auto", "nixl", "grpc"]
 PrefillAt = Literal["auto", "remote", "local"]
 VerifyBlocks = Literal["off", "sample", "all"]
+Autoscale = Literal["off", "dry-run", "on"]
 
 # Options whose names on the command line are shorter.
 _OPTIONS = {
@@ -155,6 +156,47 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AutoscaleConfig:
+    """What the autoscaler is to hold, and within what. `services/autoscaler` says how."""
+
+    mode: Autoscale = "off"  # dry-run: it explains and exports what it would do
+    prefill_min: int = 1
+    prefill_max: int = 8
+    decode_min: int = 1
+    decode_max: int = 8
+    ttft_s: float = 2.0  # the service level of a first token
+    ttft_token_s: float = 0.0  # more for each token of the prompt
+    itl_s: float = 0.1  # of each next token
+    cold_start_s: float = 90.0  # from asking for a worker to its first request
+    interval_s: float = 10.0  # between two decisions
+    history_s: float = 600.0  # of load, that forecasts are drawn from
+    quantile: float = 0.9  # of load and of times: what is held for so many, not on average
+    utilization: float = 0.85  # of a worker's time, at that load
+    kv_use_max: float = 0.85  # of a decode worker's KV pool
+    down_window_s: float = 600.0  # a pool shrinks to the most that was wanted in it
+    down_interval_s: float = 60.0  # between two steps down
+    step_down: float = 0.25  # of the pool at once, at least one worker
+    reversal_s: float = 600.0  # at most one change of direction in it
+
+    def __post_init__(self) -> None:
+        _check_choice("autoscale", self.mode, get_args(Autoscale))
+        for pool in ("prefill", "decode"):
+            least, most = getattr(self, f"{pool}_min"), getattr(self, f"{pool}_max")
+            if not 0 <= least <= most:
+                raise ConfigError(
+                    f"autoscale-{pool}-min is {least} and autoscale-{pool}-max is {most}; "
+                    "0 <= min <= max is allowed"
+                )
+        for name in ("ttft_token_s", "cold_start_s"):
+            _check_seconds(f"autoscale_{name}", getattr(self, name))
+        for name in ("ttft_s", "itl_s", "interval_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"autoscale-{name[:-2]} is {getattr(self, name)}; it must be seconds above 0"
+                )
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """One replica of the router."""
 
@@ -177,6 +219,7 @@ class RouterConfig:
     ttft_limit_s: float = 120.0
     ttft_limit_token_s: float = 0.0  # more for each token of the prompt
     trust_tenant_header: bool = False  # only behind a gateway that sets `x-tandem-tenant` itself
+    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
 
     def __post_init__(self) -> None:
         for name in ("body_bytes_max", "hold_requests_max", "tokenizer_processes"):

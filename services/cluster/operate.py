@@ -31,6 +31,9 @@ def show_status(url: str) -> None:
     ready = "[green]ready[/]" if router["ready"] else f"[yellow]not ready[/]: {router['reason']}"
     console.print(f"{state['model']} at {url}: {ready}; redis {state['redis']}\n")
     console.print(_pools_table(state["pools"]))
+    autoscale = state.get("autoscale", {})
+    for decision in autoscale.get("decisions", ()):
+        console.print(f"autoscale {autoscale['mode']}: {decision['why']}")
     console.print()
     console.print(_workers_table(state["workers"]))
 

@@ -9,7 +9,7 @@ import sys
 def main(argv: list[str] | None = None) -> int:
     """Exit code 1, and one line that says why, when the settings are wrong or a port is taken."""
     # Tokenizer processes import this module again: all that is heavy is imported inside.
-    from services.config import ClusterConfig, RouterConfig
+    from services.config import AutoscaleConfig, ClusterConfig, RouterConfig
     from services.errors import TandemError
     from services.telemetry import configure_logging
 
@@ -28,6 +28,18 @@ def main(argv: list[str] | None = None) -> int:
             ttft_limit_s=args.ttft_limit,
             ttft_limit_token_s=args.ttft_limit_token,
             trust_tenant_header=args.trust_tenant_header,
+            autoscale=AutoscaleConfig(
+                mode=args.autoscale,
+                prefill_min=args.autoscale_prefill_min,
+                prefill_max=args.autoscale_prefill_max,
+                decode_min=args.autoscale_decode_min,
+                decode_max=args.autoscale_decode_max,
+                ttft_s=args.autoscale_ttft,
+                ttft_token_s=args.autoscale_ttft_token,
+                itl_s=args.autoscale_itl,
+                cold_start_s=args.autoscale_cold_start,
+                interval_s=args.autoscale_interval,
+            ),
         )
         from services.router.server import serve
 
@@ -62,7 +74,30 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="heed x-tandem-tenant; only behind a gateway that sets it and drops a client's own",
     )
+    _add_autoscaler(parser)
     return parser
+
+
+def _add_autoscaler(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("autoscaler", "sizes of the pools, from a service level")
+    group.add_argument(
+        "--autoscale",
+        default="off",
+        help="off, dry-run (explain and export what it would do) or on (ask the pool controller)",
+    )
+    for pool in ("prefill", "decode"):
+        group.add_argument(f"--autoscale-{pool}-min", type=int, default=1)
+        group.add_argument(f"--autoscale-{pool}-max", type=int, default=8)
+    for name, seconds, what in (
+        ("ttft", 2.0, "to a first token"),
+        ("ttft-token", 0.0, "more for each prompt token"),
+        ("itl", 0.1, "to each next token"),
+        ("cold-start", 90.0, "from asking for a worker to its first request"),
+        ("interval", 10.0, "between two decisions"),
+    ):
+        group.add_argument(
+            f"--autoscale-{name}", type=float, default=seconds, help=f"seconds {what}"
+        )
 
 
 if __name__ == "__main__":

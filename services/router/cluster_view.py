@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from services.autoscaler.policy import Decision
 from services.config import ClusterConfig
 from services.redis_client import UNREACHABLE, Client
 from services.registry import Contract, Registry, WorkerRecord
@@ -42,6 +43,7 @@ class ClusterView:
     model_fingerprint: str = ""  # empty until the model is loaded: then nothing is compatible
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
     pools_json: bytes | None = None  # as the pool controller wrote it
+    decisions: list[Decision] = field(default_factory=list)  # of the autoscaler, the last ones
     on_news: Callable[[], None] = lambda: None
     _workers: dict[str, KnownWorker] = field(default_factory=dict)
     _roster: Roster = field(default_factory=Roster)

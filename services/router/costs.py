@@ -96,7 +96,7 @@ def decode_cost(
     free_tokens = (worker.blocks_total - worker.blocks_used) * work.block_size
     shortfall = max(0, missing - free_tokens) if worker.blocks_total else 0
     return (
-        _queue_s(worker)
+        queue_s(worker)
         + TOKENS_PER_RUNNING * rates.decode.sequence_s * worker.num_running
         + TOKENS_PER_WAITING * token_s * worker.num_waiting
         + missing_s
@@ -113,7 +113,7 @@ def prefill_cost(
 ) -> float:
     """Never lower with more load, never higher with more cached blocks or holders."""
     cached = cached_tokens(work, worker, matches)
-    base_s = _queue_s(worker) + TOKENS_PER_LEASE * _token_s(worker) * worker.num_leases
+    base_s = queue_s(worker) + TOKENS_PER_LEASE * _token_s(worker) * worker.num_leases
     if not worker.rates.measured:
         return base_s + TOKEN_S * (work.num_tokens - cached)
     delayed = 1 + worker.num_leases
@@ -179,7 +179,7 @@ def _missing_s(
     return min(computed_s, min(way.seconds(num_bytes) for way in ways))
 
 
-def _queue_s(worker: WorkerSnapshot) -> float:
+def queue_s(worker: WorkerSnapshot) -> float:
     rates, queued = worker.rates, worker.queued_tokens
     if not rates.measured:
         return TOKEN_S * queued

@@ -93,6 +93,11 @@ class Dispatcher:
         self._num_holding = 0
         self._gate = Gate(config, view, metrics)
 
+    @property
+    def num_holding(self) -> int:
+        """Requests that wait here because no decode worker is ready."""
+        return self._num_holding
+
     async def run(self, job: Job) -> AsyncGenerator[Step, None]:
         """Steps until the end; closing the iterator cancels the job where it runs.
 

@@ -15,6 +15,7 @@ from services.config import RouterConfig
 from services.errors import Overloaded
 from services.router.admission import MARGIN, TtftLimit, wait_s
 from services.router.cluster_view import ClusterView
+from services.router.costs import computing_s
 from services.router.line import Line
 from services.router.metrics import Metrics
 from services.router.placement import Placement, Work
@@ -45,7 +46,9 @@ class Gate:
         return self._line is not None and self._line.must_wait()
 
     def admit(self, work: Work, placement: Placement, *, tenant: str) -> None:
-        """Raises Overloaded when its first token would come too late."""
+        """Once a request. Raises Overloaded when its first token would come too late."""
+        computes = (*placement.prefill_candidates, placement.decode)[0]
+        self._metrics.demand.asked(computing_s(work, computes, placement.tokens_missing))
         if not self._limit.base_s or self._view.redis_state != "ok":
             return
         late_s = wait_s(work, placement, self._limit, ahead_s=self._ahead_s(tenant))

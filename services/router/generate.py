@@ -158,6 +158,7 @@ class Generator:
                 piece = text.push(step.token_ids, step.finish_reason)
                 now = time.perf_counter()
                 self._observe_latency(now - last, len(piece.token_ids), first=num_sent == 0)
+                self._count_demand(job, now - last, len(piece.token_ids), first=num_sent == 0)
                 last = now
                 delta = Delta(
                     text=piece.text,
@@ -215,6 +216,15 @@ class Generator:
         for _ in range(num_tokens):
             self._metrics.itl_s.observe(elapsed_s / num_tokens)
 
+    def _count_demand(self, job: Job, elapsed_s: float, num_tokens: int, *, first: bool) -> None:
+        """For the autoscaler: by how much of what its service level allows."""
+        slo, meter = self.config.autoscale, self._metrics.demand
+        if num_tokens and first:
+            meter.first_token(elapsed_s / (slo.ttft_s + slo.ttft_token_s * len(job.token_ids)))
+        elif num_tokens:
+            meter.next_tokens(elapsed_s / num_tokens / slo.itl_s, num_tokens)
+
     def _observe_end(self, job: Job) -> None:
+        self._metrics.demand.ended(len(job.made))
         self._metrics.prompt_tokens.inc(len(job.token_ids))
         self._metrics.cached_tokens.inc(job.cached_tokens)

@@ -52,6 +52,10 @@ def cluster_state(config: RouterConfig, generator: Generator, view: ClusterView)
         "router": {"id": config.router_id, "ready": not reason, "reason": reason},
         "redis": view.redis_state,
         "pools": _pools(workers, told_pools(view.pools_json)),
+        "autoscale": {
+            "mode": config.autoscale.mode,
+            "decisions": [{"pool": d.role, "size": d.to, "why": d.line} for d in view.decisions],
+        },
         "workers": [_worker(w, view) for w in workers],
     }
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.autoscaler.signals import DemandMeter
 from services.router.reasons import REASONS
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        self.demand = DemandMeter()  # for the autoscaler: what was asked for, and how well it went
         self.ttft_s = Histogram(
             "tandem:time_to_first_token_seconds",
             "From the checked request to its first token",

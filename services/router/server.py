@@ -24,6 +24,7 @@ from services.models.tokenizer import Tokenizer
 from services.prefix_index.inspect import TreeInspector
 from services.prefix_index.redis import RedisIndex
 from services.redis_client import REPLY_TIMEOUT_S, UNREACHABLE, Client, connect
+from services.router.autoscale import AutoscaleGauges, AutoscaleLoop
 from services.router.cluster_view import ClusterView
 from services.router.dispatch import Dispatcher
 from services.router.generate import Generator, LoadedModel
@@ -64,6 +65,10 @@ class Router:
         tree = TreeInspector(self._redis, self._index)
         self._audit = IndexAudit(self.view, tree, trust, index_metrics)
         self.generator = Generator(config, self.view, dispatcher, self._metrics)
+        self.autoscale = AutoscaleLoop(
+            config, self.view, self._metrics.demand, num_held=lambda: dispatcher.num_holding
+        )
+        self._metrics.registry.register(AutoscaleGauges(self.view))
         self._grpc = GrpcApi(config, self.generator)
         self.http_port = 0
         self.grpc_port = 0
@@ -94,6 +99,8 @@ class Router:
             asyncio.create_task(self._audit.run(), name="index-audit"),
             asyncio.create_task(self._stopping.wait(), name="stop"),
         }
+        if self._config.autoscale.mode != "off":
+            work.add(asyncio.create_task(self.autoscale.run(), name="autoscale"))
         try:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -25,6 +25,7 @@ class Request:
         "first_token_s",
         "hashes",
         "holders",
+        "is_counted",
         "lease",
         "num_moves",
         "num_pulled_tokens",
@@ -44,6 +45,7 @@ class Request:
         self.holders: list[tuple[str, int]] = []  # with the tokens that they have
         self.refused: frozenset[str] = frozenset()
         self.num_moves = 0
+        self.is_counted = False  # as demand
         self.sent: Sent | None = None  # until it is prefilled
         self.cached_tokens = 0
         self.num_pulled_tokens = 0

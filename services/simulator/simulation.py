@@ -13,9 +13,11 @@ from collections.abc import Coroutine, Sequence
 from random import Random
 from typing import Any, TypeVar
 
-from services.cost_model import ASK_S, Holder, WorkerRates, best_start
+from services.autoscaler.signals import DemandMeter
+from services.cost_model import ASK_S, Holder, WorkerRates, best_start, prefill_seconds
 from services.prefix_index.memory import MemoryIndex
 from services.router.admission import wait_s
+from services.router.costs import computing_s
 from services.router.placement import Placement, Work
 from services.simulator.clock import Clock
 from services.simulator.host import Host
@@ -39,7 +41,7 @@ class Simulation:
         self._arrivals = arrivals
         self._policy = policy
         self._rng = Random(scenario.seed)
-        self._clock = Clock()
+        self.clock = Clock()
         self._index = MemoryIndex()
         self._logs: dict[str, int] = {}  # next sequence number
         host = Host(scenario.cores) if scenario.cores else None
@@ -52,23 +54,24 @@ class Simulation:
                 num_blocks=scenario.kv_tokens // scenario.block_size,
                 sequences_max=scenario.sequences_max,
                 queue_max=scenario.queue_max,
-                clock=self._clock,
+                clock=self.clock,
                 listener=self,
                 host=host,
             )
             for worker_id, role in scenario.roles.items()
         }
-        self._view: View | None = None
-        self._view = View(scenario, self._clock, list(self.workers.values()))
+        self.meter = DemandMeter()  # what a router would count for the autoscaler
+        self._num_arrived = 0
+        self.view = View(scenario, self.clock, list(self.workers.values()))
         self._pairs = {w: scenario.true_pair(w) for w in self.workers}
         for worker in self.workers.values():
             self._start_log(worker)
 
     def run(self) -> None:
         for fault in self.scenario.faults:
-            self._clock.at(fault.at_s, self._inject, fault)
+            self.clock.at(fault.at_s, self._inject, fault)
         self._plan_arrival(0)
-        self._clock.run()
+        self.clock.run()
 
     # What workers tell.
 
@@ -77,19 +80,23 @@ class Simulation:
 
     def prefilled(self, worker: Worker, task: Task) -> None:
         request = _request(task)
-        request.first_token_s = request.first_token_s or self._clock.now_s
+        if not request.first_token_s:
+            request.first_token_s = self.clock.now_s
+            self.meter.first_token(
+                request.ttft_s / self.scenario.slo.ttft.seconds(request.arrival.num_tokens)
+            )
         request.cached_tokens = task.cached_tokens
-        if request.sent is not None and self._view is not None:
-            self._view.note_first_token(request.sent, worker.worker_id)
+        if request.sent is not None:
+            self.view.note_first_token(request.sent, worker.worker_id)
             request.sent = None
         pulled = task.pulled_blocks * self.scenario.block_size - task.cached_tokens
         request.num_pulled_tokens = max(0, pulled)
         if task is request.lease:
-            self._clock.after(self._exposed_s(request, worker), self._finish_pull, request, task)
+            self.clock.after(self._exposed_s(request, worker), self._finish_pull, request, task)
 
     def decoded(self, worker: Worker, task: Task) -> None:
         request = _request(task)
-        request.ended_s = self._clock.now_s
+        self._end(request)
         request.hashes = ()  # a million requests are kept to the end
 
     def blocks_changed(
@@ -103,33 +110,35 @@ class Simulation:
         self._logs[worker.worker_id] = number + 1
 
     def load_changed(self, worker: Worker) -> None:
-        if self._view is not None:
-            self._view.note_load(worker)
+        self.view.note_load(worker)
 
     # A request's way.
 
     def _plan_arrival(self, at: int) -> None:
         if at < len(self._arrivals):
-            self._clock.at(self._arrivals[at].at_s, self._arrive, at)
+            self.clock.at(self._arrivals[at].at_s, self._arrive, at)
 
     def _arrive(self, at: int) -> None:
         arrival = self._arrivals[at]
         num_full = arrival.num_tokens // self.scenario.block_size
         request = Request(arrival, arrival.block_hashes()[:num_full])
         self.requests.append(request)
+        self._num_arrived += 1
         self._plan_arrival(at + 1)
         self._place(request)
 
     def _place(self, request: Request) -> None:
-        assert self._view is not None
         num_tokens = request.arrival.num_tokens
         work = Work(num_tokens, self.scenario.block_size)
         matches = _now(self._index.match(request.hashes))
-        self._view.tick()
+        self.view.tick()
         while True:
             placement = self._policy(
-                work, self._view.roster, matches, self._rng, refused=request.refused
+                work, self.view.roster, matches, self._rng, refused=request.refused
             )
+            if not request.is_counted:
+                request.is_counted = True
+                self.meter.asked(self._prefill_s(work, placement))
             if placement is None or self._comes_too_late(work, placement):
                 request.failure = "refused"
                 return
@@ -137,12 +146,18 @@ class Simulation:
                 return
             request.refused |= {placement.decode.epoch}
 
+    def _prefill_s(self, work: Work, placement: Placement | None) -> float:
+        """Of one worker, as a router prices it."""
+        if placement is None:
+            return prefill_seconds(self.scenario.rates, work.num_tokens, 0)
+        computes = (*placement.prefill_candidates, placement.decode)[0]
+        return computing_s(work, computes, placement.tokens_missing)
+
     def _comes_too_late(self, work: Work, placement: Placement) -> bool:
         limit = self.scenario.slo.ttft
         return self.scenario.admission and wait_s(work, placement, limit) is not None
 
     def _submit(self, request: Request, placement: Placement, matches: dict[str, int]) -> bool:
-        assert self._view is not None
         arrival, size = request.arrival, self.scenario.block_size
         worker = self.workers[placement.decode.worker_id]
         request.decode = request.prefill = worker
@@ -156,11 +171,11 @@ class Simulation:
         noted = request.candidates[0] if request.candidates else worker.worker_id
         if request.candidates:
             accepted = worker.reserve(task)
-            self._view.note_sent(worker.worker_id, 0)
+            self.view.note_sent(worker.worker_id, 0)
         else:
             accepted = self._prefill(request, worker, task)
         if accepted:
-            request.sent = self._view.note_prefill(
+            request.sent = self.view.note_prefill(
                 noted,
                 arrival.num_tokens,
                 placement.tokens_missing,
@@ -199,7 +214,7 @@ class Simulation:
             peer = self.workers[request.candidates.pop(0)]
             lease = Task(request, request.arrival.num_tokens, request.hashes, 0)
             request.lease, request.prefill = lease, peer
-            if peer.is_up and self._prefill(request, peer, lease):
+            if peer.is_up and not peer.is_draining and self._prefill(request, peer, lease):
                 return
         request.lease, request.prefill = None, request.decode
         request.decode.release(request.decode_task)
@@ -214,7 +229,7 @@ class Simulation:
         if start_s == 0.0:
             return worker.submit(task)
         task.pulled_blocks = start // self.scenario.block_size
-        self._clock.after(start_s, self._submit_pulled, request, worker, task, worker.generation)
+        self.clock.after(start_s, self._submit_pulled, request, worker, task, worker.generation)
         return True
 
     def _submit_pulled(self, request: Request, worker: Worker, task: Task, generation: int) -> None:
@@ -267,24 +282,49 @@ class Simulation:
             request.decode.adopt(request.decode_task)
         else:
             request.decode.release(request.decode_task)
-            request.ended_s = self._clock.now_s
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        request.ended_s = self.clock.now_s
+        self.meter.ended(request.arrival.output_tokens)
+        if (count := request.arrival.output_tokens - 1) > 0:
+            self.meter.next_tokens(request.tpot_s / self.scenario.slo.tpot_s, count)
+
+    # Pools that change.
+
+    @property
+    def has_more(self) -> bool:
+        """Whether requests are still to come."""
+        return self._num_arrived < len(self._arrivals)
+
+    def start_worker(self, worker: Worker) -> None:
+        """One that is off, with nothing in its cache."""
+        worker.restart()
+        self._start_log(worker)
+        self.view.note_state(worker)
+
+    def drain_worker(self, worker: Worker) -> None:
+        """Nothing new goes there."""
+        worker.is_draining = True
+        self.view.note_drain(worker)
+
+    def stop_worker(self, worker: Worker) -> None:
+        """One that is idle."""
+        worker.fail()
+        _now(self._index.forget(worker.worker_id))
+        self.view.note_state(worker)
 
     # Faults.
 
     def _inject(self, fault: Fault) -> None:
-        assert self._view is not None
         worker = self.workers[fault.worker_id]
         if fault.state == "up":
             if not worker.is_up:
-                worker.restart()
-                self._start_log(worker)
-                self._view.note_state(worker)
+                self.start_worker(worker)
             return
         if not worker.is_up:
             return
-        worker.fail()
-        _now(self._index.forget(worker.worker_id))
-        self._view.note_state(worker)
+        self.stop_worker(worker)
         for request in self.requests:
             if not request.ended_s and not request.failure:
                 if request.decode is worker:

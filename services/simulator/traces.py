@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from random import Random
 
 BLOCK_SIZE = 512  # tokens; Mooncake's
+DAY_S = 86_400.0
+# Requests of a service that people use, by hour from midnight: quiet at night, two peaks.
+DAY = (
+    *(0.45, 0.34, 0.27, 0.23, 0.22, 0.25, 0.35, 0.55, 0.8, 1.1, 1.35, 1.45),
+    *(1.4, 1.4, 1.5, 1.6, 1.55, 1.45, 1.3, 1.25, 1.25, 1.15, 0.9, 0.65),
+)
 
 
 class TraceError(ValueError):
@@ -92,6 +99,41 @@ def repeat(arrivals: Sequence[Arrival], num_requests: int, seed: int) -> list[Ar
         shift_s = rng.uniform(0, span_s(arrivals))
         copies += rename_prefixes(shift_time(arrivals, shift_s), f"copy {number}")
     return sorted(copies, key=lambda a: a.at_s)[:num_requests]
+
+
+def lay_on_day(
+    arrivals: Sequence[Arrival], num_requests: int, hours: Sequence[float] = DAY, *, seed: int = 0
+) -> list[Arrival]:
+    """So many requests over 24 hours, as often in each hour as its weight says.
+
+    Renamed copies of the trace come one after the other; its time is stretched so that the rate
+    follows the weights, linear from the middle of one hour to that of the next. Bursts stay bursts.
+    """
+    period_s = span_s(arrivals)
+    copies: list[Arrival] = []
+    for number in range(-(-num_requests // len(arrivals))):
+        renamed = rename_prefixes(arrivals, f"day {seed} {number}") if number else arrivals
+        copies += [replace(a, at_s=a.at_s + number * period_s) for a in renamed]
+    del copies[num_requests:]
+    # The share of the day's requests until each minute, and its inverse.
+    count = len(hours)
+    weights = []
+    for minute in range(count * 60):
+        at = (minute + 0.5) / 60 - 0.5
+        low = math.floor(at)
+        weights.append(
+            hours[low % count] + (at - low) * (hours[(low + 1) % count] - hours[low % count])
+        )
+    until = list(accumulate(weights, initial=0.0))
+    minute_s, trace_s = DAY_S / len(weights), span_s(copies)
+    laid, minute = [], 0
+    for arrival in copies:
+        share = arrival.at_s / trace_s * until[-1]
+        while until[minute + 1] < share:
+            minute += 1
+        within = (share - until[minute]) / weights[minute]
+        laid.append(replace(arrival, at_s=(minute + within) * minute_s))
+    return laid
 
 
 def span_s(arrivals: Sequence[Arrival]) -> float:

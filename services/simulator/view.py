@@ -81,6 +81,10 @@ class View:
         self._shares.join(worker.worker_id, self.roster.mean_placed(worker.role))
         self._refresh(known)
 
+    def note_drain(self, worker: Worker) -> None:
+        """It takes nothing new: told at once, by its record."""
+        self._refresh(self._known[worker.worker_id])
+
     def note_load(self, worker: Worker) -> None:
         known = self._known[worker.worker_id]
         known.changed = True
@@ -114,7 +118,7 @@ class View:
             epoch=f"{worker.worker_id}/{worker.generation}",
             address="",
             role=worker.role,
-            state="ready",
+            state="draining" if worker.is_draining else "ready",
             reachable=worker.is_up,
             num_running=load.num_running,
             num_waiting=load.num_waiting + (count if is_decode else 0),

@@ -84,6 +84,7 @@ class Worker:
         self.role = role
         self.rates = rates  # the true ones
         self.is_up = True
+        self.is_draining = False
         self.generation = 0  # counts its starts
         self.num_leases = 0
         self.engine: Engine[Task] = Engine(rates)
@@ -156,7 +157,7 @@ class Worker:
         self._reserving.clear()
         self.cache = KvCache(self.cache.num_blocks)
         self._queued_tokens = self.num_leases = 0
-        self.is_up = False
+        self.is_up = self.is_draining = False
         self._plan()
         return tasks
 
@@ -183,6 +184,13 @@ class Worker:
             blocks_total=self.cache.num_blocks,
             blocks_used=self.cache.num_used,
         )
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody holds anything here, and nobody waits."""
+        engine = self.engine
+        waits = self._queue or self._reserving or engine.prefilling is not None
+        return not (waits or engine.num_decoding or self.num_leases or self.cache.num_used)
 
     def _prefills_for_itself(self) -> bool:
         task = self.engine.prefilling

@@ -1,0 +1,42 @@
+"""A load a short while ahead, from the loads of the last minutes. Pure.
+
+    load |         x   .-'  <- bound: the line and the quantile of what lay above it
+         |   x  x .-'x
+         |  x .-' x
+         |  .-' x              the line: least squares
+         +--------------|----
+            seen       now + horizon
+
+A quantile and not the mean: what has to be carried is not the load of an average minute. The line
+is drawn over minutes and read off a cold start later, for that is when a worker that is asked for
+now begins to help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Forecast(NamedTuple):
+    now: float  # on the line
+    ahead: float  # on the line, at the horizon; never less than 0
+    bound: float  # `ahead` and the quantile of what lay above the line
+
+
+def forecast(
+    samples: Sequence[tuple[float, float]], *, now_s: float, horizon_s: float, quantile: float
+) -> Forecast:
+    """Of (time, load) samples, at least one. Fewer than three draw no slope."""
+    count = len(samples)
+    mean_t = sum(t for t, _ in samples) / count
+    mean = sum(load for _, load in samples) / count
+    spread = sum((t - mean_t) ** 2 for t, _ in samples)
+    slope = 0.0
+    if count > 2 and spread > 0:
+        slope = sum((t - mean_t) * (load - mean) for t, load in samples) / spread
+    now = max(0.0, mean + slope * (now_s - mean_t))
+    # A line over few minutes may be steep by chance: never more than twice what was seen.
+    ahead = min(max(0.0, now + slope * horizon_s), 2 * max(load for _, load in samples))
+    above = sorted(load - (mean + slope * (t - mean_t)) for t, load in samples)
+    return Forecast(now, ahead, ahead + max(0.0, above[min(count - 1, int(quantile * count))]))

@@ -1,0 +1,96 @@
+"""The autoscaler in a running router: counted, decided, exported, and asked of the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from services.config import AutoscaleConfig
+from services.router.autoscale import AutoscaleLoop
+from tests.harness.scripted_worker import saying
+from tests.service.router.conftest import RunningRouter, eventually
+
+pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+
+ROUTER = {"autoscale": AutoscaleConfig(mode="on", prefill_min=2, interval_s=0.1)}
+BODY = {"prompt": "one two three", "max_tokens": 4}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def owned(router: RunningRouter) -> AsyncIterator[RunningRouter]:
+    """As with a pool controller, whose word is this."""
+    view = router.router.view
+    key = f"{{tandem:{view.cluster.cluster_id}}}:pools"
+    await view.redis.set(key, json.dumps({"prefill": {"wanted": 0}, "decode": {"wanted": 2}}))
+    await eventually(lambda: view.pools_json is not None and bool(view.decisions))
+    yield router
+    await view.redis.delete(key)
+
+
+async def asked(router: RunningRouter) -> dict[str, int]:
+    view = router.router.view
+    value = await view.redis.brpop([f"{{tandem:{view.cluster.cluster_id}}}:scale"], timeout=5)
+    assert value is not None, "nobody asked the controller"
+    return json.loads(value[1])  # type: ignore[no-any-return]
+
+
+async def test_it_asks_the_owner_of_the_sizes(owned: RunningRouter) -> None:
+    assert await asked(owned) == {"prefill": 2}
+
+
+async def test_a_decision_is_told_and_exported(owned: RunningRouter) -> None:
+    state = (await owned.http.get("/v1/cluster")).json()["autoscale"]
+    assert state["mode"] == "on"
+    assert [d["pool"] for d in state["decisions"]] == ["prefill", "decode"]
+    assert state["decisions"][0]["why"].startswith("prefill 0 -> 2 for its bounds")
+    metrics = (await owned.http.get("/metrics")).text
+    assert 'tandem:desired_workers{role="prefill"} 2.0' in metrics
+    assert 'tandem:desired_workers{role="decode"} 2.0' in metrics
+
+
+async def test_requests_count_as_demand_once_and_with_their_times(owned: RunningRouter) -> None:
+    meter = owned.router._metrics.demand
+    before = meter.demand()
+    owned.script(saying([1, 2, 3, 4]))
+    for _ in range(3):
+        assert (await owned.http.post("/v1/completions", json=BODY)).status_code == 200
+    came = meter.demand().since(before)
+
+    assert (came.num_requests, came.num_ended, came.output_tokens) == (3, 3, 12)
+    assert came.prefill_s > 0
+    assert (sum(came.ttft), sum(came.itl)) == (3, 9)
+
+
+async def test_one_of_several_routers_decides_for_the_demand_of_all(owned: RunningRouter) -> None:
+    first = owned.router.autoscale
+    config = replace(owned.router._config, router_id="router-1")
+    view = owned.router.view
+    meter = type(owned.router._metrics.demand)()
+    second = AutoscaleLoop(config, view, meter, num_held=lambda: 0)
+    await second._turn()  # it is seen, and does not decide
+    assert second._policy is None
+    before = first._total
+    await asyncio.sleep(0.3)
+    for _ in range(5):
+        meter.asked(0.5)
+    await second._turn()
+    await eventually(lambda: first._total.since(before).num_requests >= 5)
+
+    assert first._total.since(before).prefill_s == pytest.approx(2.5, abs=0.1)
+    assert view.decisions
+
+
+async def test_without_an_owner_it_only_tells(router: RunningRouter) -> None:
+    view = router.router.view
+    await eventually(lambda: view.pools_json is None and bool(view.decisions))
+    key = f"{{tandem:{view.cluster.cluster_id}}}:scale"
+    await view.redis.delete(key)
+    await asyncio.sleep(0.4)
+
+    assert await view.redis.llen(key) == 0
+    assert [d.size for d in view.decisions] == [0, 2]
