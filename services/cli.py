@@ -140,6 +140,21 @@ def scale(
         _fail(str(error))
 
 
+@app.command()
+def flip(
+    worker: Annotated[str, typer.Argument(metavar="WORKER")],
+    role: Annotated[str, typer.Option(help="prefill or decode; default: the other one")] = "",
+    url: _URL = "http://127.0.0.1:8000",
+) -> None:
+    """Move a running worker to the other pool, or back, without a restart."""
+    from services.cluster.operate import OperateError, flip_worker
+
+    try:
+        flip_worker(url, worker, role)
+    except OperateError as error:
+        _fail(str(error))
+
+
 @index_app.command()
 def verify(
     url: _URL = "http://127.0.0.1:8000",

@@ -6,6 +6,8 @@
         NeverFits           400  INVALID_ARGUMENT     larger than the whole KV pool
       Unauthenticated       401  UNAUTHENTICATED
       ModelNotFound         404  NOT_FOUND
+      WorkerNotFound        404  NOT_FOUND
+      NotNow                409  FAILED_PRECONDITION  an operator's wish that cannot be met now
       BodyTooLarge          413  RESOURCE_EXHAUSTED
       QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
         Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
@@ -75,6 +77,18 @@ class ModelNotFound(TandemError):
     code = "model_not_found"
     http_status = 404
     grpc_code = "NOT_FOUND"
+
+
+class WorkerNotFound(TandemError):
+    code = "worker_not_found"
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+
+
+class NotNow(TandemError):
+    code = "not_now"
+    http_status = 409
+    grpc_code = "FAILED_PRECONDITION"
 
 
 class BodyTooLarge(TandemError):

@@ -87,7 +87,7 @@ class Load(msgspec.Struct, frozen=True):
 class WorkerRecord(msgspec.Struct, frozen=True):
     worker_id: str
     epoch: str  # new at each start of the process and each time its log is published again
-    role: str  # "prefill" or "decode": the pool it is in
+    role: str  # "prefill" or "decode": whose work it does now
     state: State
     address: str  # host:port of its gRPC service
     metrics_address: str
@@ -100,6 +100,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     rates: WorkerRates = WorkerRates()
     pairs: dict[str, PairRate] = {}  # peer worker id -> how its blocks come here
     started_at: float = 0.0  # seconds since the Unix epoch
+    pool: str = ""  # that it was started for and counts as: not `role` while it is lent
 
     @property
     def transports(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`tandem status` and `tandem scale`: what an operator asks a router over HTTP."""
+"""`tandem status`, `tandem scale` and `tandem flip`: what an operator asks a router over HTTP."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 _REPLY_DEADLINE_S = 5.0
+_FLIP_DEADLINE_S = 15.0
 _POLL_INTERVAL_S = 0.25
 PIPE_COLUMNS = 200
 
@@ -57,6 +59,14 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
         return
 
 
+def flip_worker(url: str, worker_id: str, role: str) -> None:
+    """Moves a worker to the pool of this role, or to the other one. Raises OperateError."""
+    path = f"/v1/cluster/workers/{urllib.parse.quote(worker_id, safe='')}/role"
+    body = {"role": role} if role else {}
+    flipped = ask(url, "POST", body, path=path, deadline_s=_FLIP_DEADLINE_S)
+    print(f"{worker_id} is in the {flipped['role']} pool now ({flipped['seen_s']:.2f} s)")
+
+
 def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
     """Raises OperateError naming the argument at fault."""
     wanted = {}
@@ -83,7 +93,7 @@ def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
 def ask(
     url: str,
     method: str,
-    body: dict[str, int] | None = None,
+    body: Mapping[str, object] | None = None,
     *,
     path: str = "/v1/cluster",
     deadline_s: float = _REPLY_DEADLINE_S,
@@ -116,13 +126,14 @@ def _error_message(error: urllib.error.HTTPError) -> str:
 
 
 def _pools_table(pools: dict[str, Any]) -> Table:
-    table = Table("pool", "wanted", "running", "ready", "processes", box=None, pad_edge=False)
+    columns = ("pool", "wanted", "running", "ready", "serving", "processes")
+    table = Table(*columns, box=None, pad_edge=False)
     for name, pool in pools.items():
         agents = ", ".join(f"{a['id']} {a['state']}" for a in pool.get("agents", ()))
-        ready = "-" if name == "router" else str(pool.get("ready", 0))
-        table.add_row(
-            name, str(pool.get("wanted", "-")), str(pool.get("running", "-")), ready, agents
-        )
+        is_router = name == "router"
+        ready, serving = ("-" if is_router else str(pool.get(k, 0)) for k in ("ready", "serving"))
+        wanted, running = (str(pool.get(k, "-")) for k in ("wanted", "running"))
+        table.add_row(name, wanted, running, ready, serving, agents)
     return table
 
 

@@ -97,8 +97,13 @@ class AutoscaleLoop:
         decisions = self._decide(num_held)
         self._view.decisions = decisions
         await redis.set(self._told_key, msgspec.json.encode(decisions), px=keep_ms)
-        changes: dict[str, int] = {d.role: d.to for d in decisions if d.to != d.size}
-        if changes and config.mode == "on" and told_pools(self._view.pools_json):
+        pools = told_pools(self._view.pools_json)
+        changes: dict[str, int] = {
+            d.role: max(0, pools[d.role]["wanted"] + d.to - d.size)  # without those that are lent
+            for d in decisions
+            if d.to != d.size and d.role in pools
+        }
+        if changes and config.mode == "on":
             await ask_sizes(redis, self._config.cluster.cluster_id, changes)
 
     async def _sum_demand(self) -> int:
@@ -141,11 +146,12 @@ class AutoscaleLoop:
 
     def _size(self, role: str) -> int:
         """As the pool controller has it; without one, those that registered and do not leave."""
+        records = [w.record for w in self._view.known()]
         told = told_pools(self._view.pools_json).get(role, {}).get("wanted")
-        if told is not None:
-            return int(told)
-        workers = [w.record for w in self._view.known() if w.record.role == role]
-        return sum(record.state != "draining" for record in workers)
+        if told is None:
+            return sum(r.role == role and r.state != "draining" for r in records)
+        lent = [r for r in records if r.pool and r.pool != r.role]
+        return int(told) + sum(1 if r.role == role else -1 for r in lent)
 
 
 class AutoscaleGauges(Collector):

@@ -199,12 +199,18 @@ class ClusterView:
             changed = True
         else:
             changed = (known.record.state, known.record.role) != (record.state, record.role)
+            if known.record.role != record.role:
+                log.info("worker %s is in the %s pool now", worker_id, record.role)
+                self._shares.join(worker_id, self._roster.mean_placed(record.role))
             if known.take_record(
                 record,
                 last_read_at=self._read_at,
                 forgotten_before=self._forgotten_before(time.monotonic()),
             ):
                 self._stale.add(worker_id)
+        if record.role != "decode" and known.client is not None:
+            self._leaving.append(known.client)  # what runs on it goes on
+            known.client = None
         if record.role == "decode" and known.client is None:
             known.client = WorkerClient(
                 worker_id,

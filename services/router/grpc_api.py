@@ -22,6 +22,8 @@ from grpc_reflection.v1alpha import reflection
 from services.config import RouterConfig
 from services.errors import BadRequest, ConfigError, TandemError
 from services.router.generate import Delta, Generator
+from services.router.grpc_cluster import SERVICE as CLUSTER_SERVICE
+from services.router.grpc_cluster import GrpcCluster
 from services.router.reasons import PLACEMENT_HEADER, asks
 from services.router.request import (
     Conversation,
@@ -44,7 +46,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 class GrpcApi:
     """`start` binds; `set_ready` is what the health service says; `stop` drains."""
 
-    def __init__(self, config: RouterConfig, generator: Generator) -> None:
+    def __init__(self, config: RouterConfig, generator: Generator, cluster: GrpcCluster) -> None:
         self._config = config
         self._generator = generator
         self._address = f"{config.host}:{config.grpc_port}"
@@ -55,9 +57,9 @@ class GrpcApi:
             ]
         )
         self._health = HealthServicer()
-        self._server.add_generic_rpc_handlers((self._handlers(),))
+        self._server.add_generic_rpc_handlers((self._handlers(), cluster.handlers()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (SERVICE, CLUSTER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:

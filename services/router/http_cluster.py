@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,14 @@ from starlette.responses import HTMLResponse, Response
 
 from services.config import RouterConfig
 from services.cost_model import WorkerRates
+from services.errors import BadRequest
 from services.router.cluster_view import ClusterView
+from services.router.control import ClusterControl
 from services.router.generate import Generator
 from services.router.http_body import read_json_object
 from services.router.http_errors import JsonResponse
 from services.router.known_worker import KnownWorker
-from services.router.pools import POOLS, ask_sizes, check_sizes, told_pools
+from services.router.pools import pool_states
 
 _PAGE = Path(__file__).with_name("page.html")
 
@@ -24,7 +25,7 @@ _PAGE = Path(__file__).with_name("page.html")
 def add_cluster_routes(
     app: FastAPI, config: RouterConfig, generator: Generator, view: ClusterView
 ) -> None:
-    cluster_id = config.cluster.cluster_id
+    control = ClusterControl(config, view)
 
     @app.get("/v1/cluster")
     async def state() -> Response:
@@ -33,9 +34,18 @@ def add_cluster_routes(
     @app.post("/v1/cluster", status_code=202)
     async def scale(request: Request) -> Response:
         """Asks the pool controller for pool sizes; GET shows when they are reached."""
-        sizes = check_sizes(await read_json_object(request, config.body_bytes_max))
-        await ask_sizes(view.redis, cluster_id, sizes)
+        sizes = await control.scale(await read_json_object(request, config.body_bytes_max))
         return JsonResponse({"wanted": sizes}, 202)
+
+    @app.post("/v1/cluster/workers/{worker_id}/role")
+    async def flip(worker_id: str, request: Request) -> Response:
+        """Moves a worker to the other pool, or to the one that is named; answers when it is so."""
+        body = await read_json_object(request, config.body_bytes_max)
+        if unknown := set(body) - {"role"}:
+            raise BadRequest(f"the body has {unknown}; allowed is role", param=unknown.pop()[:80])
+        if not isinstance(role := body.get("role", ""), str):
+            raise BadRequest("role must be prefill or decode", param="role")
+        return JsonResponse(await control.flip(worker_id, role))
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -51,25 +61,12 @@ def cluster_state(config: RouterConfig, generator: Generator, view: ClusterView)
         "max_model_len": generator.max_model_len,
         "router": {"id": config.router_id, "ready": not reason, "reason": reason},
         "redis": view.redis_state,
-        "pools": _pools(workers, told_pools(view.pools_json)),
+        "pools": pool_states([w.record for w in workers], view.pools_json),
         "autoscale": {
             "mode": config.autoscale.mode,
             "decisions": [{"pool": d.role, "size": d.to, "why": d.line} for d in view.decisions],
         },
         "workers": [_worker(w, view) for w in workers],
-    }
-
-
-def _pools(
-    workers: list[KnownWorker], told: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """The controller's word, and beside it what registered: there may be no controller."""
-    registered = Counter(w.record.role for w in workers)
-    ready = Counter(w.record.role for w in workers if w.record.state == "ready")
-    names = [p for p in POOLS if p in told or p != "router"]
-    return {
-        name: {**told.get(name, {}), "registered": registered[name], "ready": ready[name]}
-        for name in names
     }
 
 
@@ -80,6 +77,7 @@ def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
     return {
         "worker_id": record.worker_id,
         "role": record.role,
+        "pool": record.pool or record.role,
         "state": record.state,
         "compatible": view.is_compatible(record),
         "connected": client.is_up if client else None,

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import msgspec
@@ -15,6 +17,7 @@ import msgspec
 from services.config import Pool
 from services.errors import BadRequest, NoWorkers
 from services.redis_client import UNREACHABLE, Client
+from services.registry import WorkerRecord
 
 POOLS: tuple[str, ...] = get_args(Pool)
 POOL_SIZE_MAX = 64
@@ -56,6 +59,32 @@ async def read_pools(redis: Client, cluster_id: str) -> bytes | None:
     """As the controller wrote them; None without a controller. Errors of redis-py pass through."""
     value = await redis.get(f"{{tandem:{cluster_id}}}:pools")
     return value.encode() if isinstance(value, str) else value
+
+
+def pool_states(
+    records: Iterable[WorkerRecord], pools_json: bytes | None
+) -> dict[str, dict[str, Any]]:
+    """The controller's word, and beside it what registered: there may be no controller.
+
+    `ready` workers of a pool may be lent to the other one; `serving` are those that do its work.
+    """
+    told = told_pools(pools_json)
+    registered, ready, serving = Counter[str](), Counter[str](), Counter[str]()
+    for record in records:
+        is_ready = record.state == "ready"
+        registered[record.pool or record.role] += 1
+        ready[record.pool or record.role] += is_ready
+        serving[record.role] += is_ready
+    return {
+        name: {
+            **told.get(name, {}),
+            "registered": registered[name],
+            "ready": ready[name],
+            "serving": serving[name],
+        }
+        for name in POOLS
+        if name in told or name != "router"
+    }
 
 
 def told_pools(pools_json: bytes | None) -> dict[str, dict[str, Any]]:

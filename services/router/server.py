@@ -29,6 +29,7 @@ from services.router.cluster_view import ClusterView
 from services.router.dispatch import Dispatcher
 from services.router.generate import Generator, LoadedModel
 from services.router.grpc_api import GrpcApi
+from services.router.grpc_cluster import GrpcCluster
 from services.router.http_app import make_app
 from services.router.http_index import add_index_routes
 from services.router.index_audit import IndexAudit
@@ -69,7 +70,7 @@ class Router:
             config, self.view, self._metrics.demand, num_held=lambda: dispatcher.num_holding
         )
         self._metrics.registry.register(AutoscaleGauges(self.view))
-        self._grpc = GrpcApi(config, self.generator)
+        self._grpc = GrpcApi(config, self.generator, GrpcCluster(config, self.view))
         self.http_port = 0
         self.grpc_port = 0
         self.listening = asyncio.Event()

@@ -33,6 +33,8 @@ class DecodeSequence:
     )
     reserved: asyncio.Future[Reserved] | None = None
     prefilling: asyncio.Task[None] | None = None
+    may_ask: bool = True  # False: what it lacks is computed here
+    asks: asyncio.Timeout | None = None  # while a prefill worker computes its prompt: its end
     prefix: PrefixPlan | None = None  # HERE: whom to pull its first blocks from
 
     @property

@@ -37,6 +37,8 @@ from services.worker.router_stream import RouterStream
 
 log = logging.getLogger(__name__)
 
+_ASK_POLL_S = 0.02
+
 
 class DecodeService:
     """All requests of this worker as a decode worker, whichever router they came from."""
@@ -94,6 +96,30 @@ class DecodeService:
             self._streams.discard(stream)
             for sequence_id in list(stream.sequence_ids):
                 self._remove(sequence_id)
+
+    def leave_pool(self) -> None:
+        """Takes nothing more; what is here goes on."""
+        self.draining = True
+
+    def join_pool(self) -> None:
+        """Takes sequences, after `leave_pool`."""
+        self.draining = False
+
+    async def ask_nobody(self, grace_s: float) -> None:
+        """Returns when no prompt of a sequence here waits for a prefill worker.
+
+        Those that are asked already have so long to answer; what is missing then is computed here.
+        """
+        loop = asyncio.get_running_loop()
+        for sequence in self._sequences.values():
+            sequence.may_ask = False
+        give_up_at = loop.time() + grace_s
+        while asking := [s.asks for s in self._sequences.values() if s.asks is not None]:
+            if loop.time() >= give_up_at:
+                for ending in asking:
+                    if ending.when() is None:
+                        ending.reschedule(give_up_at)
+            await asyncio.sleep(_ASK_POLL_S)
 
     def end_streams(self) -> None:
         """The worker leaves: routers see their streams end, not break."""

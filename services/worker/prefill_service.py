@@ -64,6 +64,7 @@ class PrefillService:
         self.blocks = BlockServer(link, self._leases, metrics, block_bytes=block_bytes)
         self._tick = 0
         self.draining = False
+        self.takes_prompts = True  # False in the decode pool, after a change of role
 
     @property
     def num_leases(self) -> int:
@@ -108,6 +109,9 @@ class PrefillService:
         reader_id = opening.reader_worker_id
         if self.draining:
             yield _refused("this worker is draining")
+            return
+        if opening is first.start and not self.takes_prompts:
+            yield _refused("this worker is in the decode pool now")
             return
         if why := self._leases.refusal(reader_id):
             yield _refused(why, wait_estimate_s=self._rates.retry_after_s)

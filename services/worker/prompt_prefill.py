@@ -19,7 +19,7 @@ import msgspec
 
 from services.config import WorkerConfig
 from services.engine.types import Mode, Reserved
-from services.errors import TandemError
+from services.errors import LeaseLost, TandemError
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.worker.decode_sequence import DecodeSequence
 from services.worker.engine_link import EngineLink
@@ -83,7 +83,7 @@ class PromptPrefill:
         left = list(sequence.candidates)
         asked: dict[str, int] = {}
         waits_s: dict[str, float] = {}
-        while left:
+        while left and sequence.may_ask:
             plan = self._plan(sequence, reserved, left, waits_s)
             if not plan.candidates:
                 break
@@ -94,7 +94,7 @@ class PromptPrefill:
             lease = await self._lease(candidate)
             if self._owner.is_over(sequence):
                 return
-            if lease is None:
+            if lease is None or not sequence.may_ask:
                 continue
             asked[name] = asked.get(name, 0) + 1
             try:
@@ -159,17 +159,23 @@ class PromptPrefill:
     ) -> int:
         missing = len(sequence.spec.token_ids) - reserved.num_cached_tokens
         first_missing = reserved.num_cached_tokens // self._block_size
-        with self._planner.sent(lease.peer.worker_id, missing):
-            return await lease.run(
-                sequence.spec,
-                request_id=sequence.request_id,
-                first_missing_block=first_missing,
-                targets=reserved.block_ids,
-                prefix_holders=[*self._owner.as_holder(first_missing), *sequence.holders],
-                on_first_token=lambda token, stats: self._owner.on_first_token(
-                    sequence, token, stats
-                ),
-            )
+        try:
+            async with asyncio.timeout(None) as sequence.asks:
+                with self._planner.sent(lease.peer.worker_id, missing):
+                    return await lease.run(
+                        sequence.spec,
+                        request_id=sequence.request_id,
+                        first_missing_block=first_missing,
+                        targets=reserved.block_ids,
+                        prefix_holders=[*self._owner.as_holder(first_missing), *sequence.holders],
+                        on_first_token=lambda token, stats: self._owner.on_first_token(
+                            sequence, token, stats
+                        ),
+                    )
+        except TimeoutError as error:
+            raise LeaseLost("it is given up: this worker asks nobody any more") from error
+        finally:
+            sequence.asks = None
 
     async def _lease(self, candidate: pb.PrefillCandidate) -> ReaderLease | None:
         try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import grpc
 import msgspec
 
-from services.config import WorkerConfig
+from services.config import Role, WorkerConfig
 from services.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
-from services.registry import Contract, Load
+from services.registry import Contract, Load, State
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
 from services.transfer.reach import host_identity
@@ -43,6 +43,11 @@ class Served(Protocol):
 
     @property
     def draining(self) -> bool: ...
+
+    @property
+    def state(self) -> State: ...
+
+    async def set_role(self, role: Role) -> float: ...
 
     def load(self) -> Load: ...
 
@@ -128,6 +133,22 @@ class Servicer(WorkerServicer):
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
         self._worker.stop(request.deadline_s or self._worker.config.drain_deadline_s)
         return pb.DrainResponse()
+
+    async def SetRole(  # noqa: N802
+        self, request: pb.SetRoleRequest, context: Any
+    ) -> pb.SetRoleResponse:
+        wanted: dict[str, Role] = {role: role for role in get_args(Role)}
+        if request.role not in wanted:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"role is {request.role!r}; it must be one of {', '.join(wanted)}",
+            )
+        if self._worker.state != "ready":
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"this worker is {self._worker.state}"
+            )
+        took_s = await self._worker.set_role(wanted[request.role])
+        return pb.SetRoleResponse(role=request.role, took_s=took_s)
 
     async def GetState(  # noqa: N802
         self, request: pb.GetStateRequest, context: Any

@@ -19,7 +19,7 @@ from typing import Any
 import grpc.aio
 
 from services.block_hash import HASH_VERSION
-from services.config import WorkerConfig
+from services.config import Role, WorkerConfig
 from services.errors import ConfigError, WorkerLost
 from services.registry import Contract, Load, State, WorkerRecord
 from services.rpc.auth import TokenInterceptor
@@ -41,6 +41,7 @@ from services.worker.prefix_pull import PrefixPuller
 from services.worker.probes import Probes
 from services.worker.pulls import Puller
 from services.worker.rates import Rates
+from services.worker.role import RoleChange
 from services.worker.servicer import Servicer
 from services.worker.warm import Warmer
 
@@ -84,6 +85,10 @@ class Worker:
         self._stop_deadline_s = deadline_s
         self._stopping.set()
 
+    async def set_role(self, role: Role) -> float:
+        """To the other pool, or back; seconds that it took."""
+        return await self._role.to(role)
+
     def load(self) -> Load:
         return self._load
 
@@ -109,6 +114,7 @@ class Worker:
             on_records=self._on_records,
         )
         self._membership = membership
+        self._role = RoleChange(self.config.role, self.decode, self.prefill, membership.refresh)
         self._metrics.watch(membership.publisher)
         self.link.on_report = self._on_report
         self.link.on_final = self.prefill.on_final_blocks
@@ -274,7 +280,8 @@ class Worker:
         return WorkerRecord(
             worker_id=self.config.worker_id,
             epoch=self.epoch,
-            role=self.config.role,
+            role=self._role.role,
+            pool=self.config.role,
             state=self.state,
             address=self._address,
             metrics_address=self._metrics_address,

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import grpc
 import grpc.aio
 from redis.asyncio import Redis
 
@@ -105,7 +106,7 @@ class ScriptedWorker(WorkerServicer):
         self.cancelled: list[str] = []
         self.address = ""
         self.worker_id = worker_id
-        self.role = role
+        self.role = self.pool = role
         self._registry = Registry(redis, cluster)
         self._token = cluster.token
         self._contract = contract(fingerprint)
@@ -151,6 +152,7 @@ class ScriptedWorker(WorkerServicer):
                 worker_id=self.worker_id,
                 epoch=self._epoch,
                 role=self.role,
+                pool=self.pool,
                 state=self.state,
                 address=self.address,
                 metrics_address="",
@@ -179,6 +181,15 @@ class ScriptedWorker(WorkerServicer):
             del self._streams[queue]
             for task in (reading, *tasks):
                 task.cancel()
+
+    async def SetRole(  # noqa: N802
+        self, request: pb.SetRoleRequest, context: Any
+    ) -> pb.SetRoleResponse:
+        if self.state != "ready":
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"it is {self.state}")
+        self.role = request.role
+        await self.write_record()
+        return pb.SetRoleResponse(role=self.role, took_s=0.25)
 
     async def ListBlocks(  # noqa: N802
         self, request: pb.ListBlocksRequest, context: Any

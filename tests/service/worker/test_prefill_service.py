@@ -279,3 +279,16 @@ async def test_a_reader_that_goes_before_it_said_anything_is_no_error() -> None:
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
         assert not source.service.num_leases
+
+
+async def test_in_the_decode_pool_it_takes_no_prompts_and_still_lends_what_it_has() -> None:
+    async with source_of() as source:
+        open_before = await opened(source, start("before"))
+        source.service.takes_prompts = False
+        refused = await refusal(source, start("after"))
+        assert refused.message == "this worker is in the decode pool now"
+        assert refused.wait_estimate_s == 0
+        hold = pb.HoldBlocks(lease_id="held", block_hashes=[b"h" * 16], reader_worker_id="d0")
+        await opened(source, pb.PrefillCommand(hold=hold))
+        assert source.service.num_leases == 2
+        open_before.cancel()

@@ -74,6 +74,11 @@ class WorkerStub(object):
                 request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/tandem.v1.Worker/SetRole',
+                request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
         self.GetState = channel.unary_unary(
                 '/tandem.v1.Worker/GetState',
                 request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.GetStateRequest.SerializeToString,
@@ -150,6 +155,14 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Moves this worker to the other pool until it ends, its model and its cache as they are. Answers
+        when it takes the new pool's work; sequences that decode here go on meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetState(self, request, context):
         """Gauges for `tandem status` and tests.
         """
@@ -199,6 +212,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
             ),
             'GetState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetState,
@@ -422,6 +440,33 @@ class Worker(object):
             '/tandem.v1.Worker/Drain',
             services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/SetRole',
+            services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            services_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,100 @@
+"""What operators may change, over HTTP and gRPC alike: pool sizes, and a worker's role."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+
+from services.config import RouterConfig
+from services.errors import BadRequest, NotNow, WorkerLost, WorkerNotFound
+from services.registry import WorkerRecord
+from services.router.cluster_view import ClusterView
+from services.router.pools import ask_sizes, check_sizes
+from services.rpc.auth import token_metadata
+from services.rpc.options import CHANNEL_OPTIONS
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+
+log = logging.getLogger(__name__)
+
+CALL_DEADLINE_S = 10.0
+SEEN_DEADLINE_S = 3.0
+_OTHER = {"prefill": "decode", "decode": "prefill"}
+
+
+class Flipped(msgspec.Struct, frozen=True):
+    worker_id: str
+    role: str
+    took_s: float  # at the worker
+    seen_s: float  # until this router placed by it
+
+
+class ClusterControl:
+    """One a router. Raises errors of services/errors.py."""
+
+    def __init__(self, config: RouterConfig, view: ClusterView) -> None:
+        self._cluster = config.cluster
+        self._view = view
+
+    async def scale(self, wanted: dict[str, Any]) -> dict[str, int]:
+        """Asks the pool controller; the state of the pools tells when it is so."""
+        sizes = check_sizes(wanted)
+        await ask_sizes(self._view.redis, self._cluster.cluster_id, sizes)
+        return sizes
+
+    async def flip(self, worker_id: str, role: str = "") -> Flipped:
+        """Moves a worker to the pool of this role, or to the other one, and waits until this
+        router sees it there. The last decode worker stays: nobody could answer without it."""
+        record = self._record(worker_id)
+        role = role or _OTHER[record.role]
+        if role not in _OTHER:
+            raise BadRequest(f"role is {role[:80]!r}; it must be prefill or decode", param="role")
+        if role == "prefill" and record.role == "decode":
+            self._check_another_decodes(worker_id)
+        started = time.monotonic()
+        took_s = await self._call(record, role)
+        try:
+            async with asyncio.timeout(SEEN_DEADLINE_S):
+                while not self._is_seen(worker_id, role):
+                    await self._view.wait_change()
+        except TimeoutError:
+            log.warning("worker %s is in the %s pool and not seen there yet", worker_id, role)
+        return Flipped(worker_id, role, took_s, time.monotonic() - started)
+
+    async def _call(self, record: WorkerRecord, role: str) -> float:
+        async with grpc.aio.insecure_channel(record.address, options=CHANNEL_OPTIONS) as channel:
+            stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                reply = await stub.SetRole(
+                    pb.SetRoleRequest(role=role),
+                    timeout=CALL_DEADLINE_S,
+                    metadata=token_metadata(self._cluster.token),
+                )
+            except grpc.aio.AioRpcError as error:
+                message = f"{record.worker_id} did not change its role: {error.details()}"
+                if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+                    raise NotNow(message) from error
+                raise WorkerLost(message) from error
+        return float(reply.took_s)
+
+    def _record(self, worker_id: str) -> WorkerRecord:
+        known = {w.record.worker_id: w.record for w in self._view.known()}
+        if worker_id not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise WorkerNotFound(f"there is no worker {worker_id[:80]!r}; there are: {names}")
+        return known[worker_id]
+
+    def _check_another_decodes(self, worker_id: str) -> None:
+        snapshots = self._view.snapshots()
+        if not any(w.usable and w.role == "decode" for w in snapshots if w.worker_id != worker_id):
+            raise NotNow(f"{worker_id} is the only decode worker: nobody would answer requests")
+
+    def _is_seen(self, worker_id: str, role: str) -> bool:
+        seen = self._view.roster().by_id.get(worker_id)
+        return seen is not None and seen.role == role and seen.usable

@@ -1,0 +1,184 @@
+"""Workers change pools, come and go under load: nobody's answer is lost, or another one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import httpx
+import pytest
+
+from tests.chaos.load import Load, Prompt, Request, golden_prompts
+from tests.e2e.conftest import StartCluster
+from tests.harness.cluster import LocalCluster, free_port, wait_for
+
+FLIP_MAX_S = 2.0
+MAX_TOKENS = 12
+
+
+@dataclass
+class Asking:
+    """Clients that ask all the time, each its next request when the last one has ended."""
+
+    load: Load
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def more(self, count: int) -> None:
+        """Waits until so many more have ended."""
+        wanted = len(self.load.outcomes) + count
+        async with asyncio.timeout(120):
+            while len(self.load.outcomes) < wanted:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    def check(self) -> int:
+        """Every request has ended as it had to, token for token. How many there were."""
+        for outcome in self.load.outcomes:
+            request = outcome.request
+            assert outcome.kind == "finished", f"{outcome.kind} after {outcome.seconds:.1f} s"
+            assert outcome.token_ids == request.prompt.expected[: request.max_tokens]
+        return len(self.load.outcomes)
+
+
+def endless(rng: Random, prompts: list[Prompt], stop: asyncio.Event) -> Iterator[Request]:
+    number = 0
+    while not stop.is_set():
+        number += 1
+        api = "http" if number % 2 else "grpc"
+        yield Request(number, rng.choice(prompts), rng.randint(2, MAX_TOKENS), api, None)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def asking(cluster: LocalCluster, num_clients: int) -> AsyncIterator[Asking]:
+    """While the block runs; afterwards all requests have ended and nothing is held."""
+    rng = Random(7)
+    stop = asyncio.Event()
+    prompts = [p for _ in range(4) for p in golden_prompts(rng, (1, 3, 5))]
+    wanted = endless(rng, prompts, stop)
+    load = Load(cluster, wanted, num_clients=num_clients, bound_s=120)
+    running = asyncio.create_task(load.run())
+    now = Asking(load, stop)
+    try:
+        await now.more(num_clients)
+        yield now
+    finally:
+        stop.set()
+        await running
+
+
+async def flip(cluster: LocalCluster, worker_id: str, role: str) -> float:
+    """Seconds until the router places by it."""
+    started = time.monotonic()
+    async with httpx.AsyncClient(timeout=15) as client:
+        url = f"{cluster.url}/v1/cluster/workers/{worker_id}/role"
+        reply = await client.post(url, json={"role": role})
+    assert reply.status_code == 200, reply.text
+    assert cluster.records()[worker_id]["role"] == role
+    return time.monotonic() - started
+
+
+async def test_a_worker_changes_pools_under_load_in_under_two_seconds(
+    start_cluster: StartCluster,
+) -> None:
+    with start_cluster("--local-prefill-max-tokens", "0", prefill=1, decode=2) as cluster:
+        async with asking(cluster, 6) as now:
+            seconds = {}
+            for worker_id, role in (
+                ("decode-1", "prefill"),
+                ("prefill-0", "decode"),
+                ("decode-1", "decode"),  # no prefill pool: decode workers prefill
+                ("prefill-0", "prefill"),
+            ):
+                seconds[worker_id, role] = await flip(cluster, worker_id, role)
+                await now.more(8)
+        assert now.check() >= 32
+        assert max(seconds.values()) < FLIP_MAX_S, seconds
+        cluster.wait_idle()
+
+
+async def test_pools_grow_and_shrink_under_load(start_cluster: StartCluster) -> None:
+    with start_cluster("--local-prefill-max-tokens", "0", prefill=1, decode=1) as cluster:
+        async with asking(cluster, 6) as now:
+            for worker_id, role in (("prefill-1", "prefill"), ("decode-1", "decode")):
+                added = cluster.start_worker(worker_id, role)
+                await asyncio.to_thread(cluster.wait_ready, worker_id)
+                await now.more(8)
+                added.process.terminate()
+                assert await asyncio.to_thread(added.process.wait, 40) == 0
+                del cluster.workers[worker_id]
+                await now.more(8)
+        now.check()
+        cluster.wait_idle()
+
+
+@dataclass
+class LaunchedCluster:
+    """`tandem up`, with a pool controller, as far as clients of a load need to know it."""
+
+    http_port: int
+    grpc_port: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def records(self) -> dict[str, dict[str, object]]:
+        return {w["worker_id"]: w for w in httpx.get(f"{self.url}/v1/cluster").json()["workers"]}
+
+    def tandem(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "services.cli", *arguments, "--url", self.url]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[LaunchedCluster]:
+    ports = free_port(), free_port()
+    options = ["--port", str(ports[0]), "--grpc-port", str(ports[1]), "--numerics", "invariant"]
+    command = [sys.executable, "-m", "services.cli", "up", *options, "--num-blocks", "600"]
+    with (tmp_path / "up.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
+
+    def ready() -> bool:
+        assert process.poll() is None, (tmp_path / "up.log").read_text()[-2000:]
+        return "Ctrl-C stops" in (tmp_path / "up.log").read_text()
+
+    with closing(LaunchedCluster(*ports, process)) as cluster:
+        wait_for(ready, deadline_s=180, what="the launched cluster")
+        yield cluster
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_scaling_and_flips_under_32_streams_lose_nothing(
+    launched: LaunchedCluster,
+) -> None:
+    """Prefill 1 -> 3 -> 1 and decode 1 -> 2 -> 1 by `tandem scale`, then flips, then to zero."""
+    flips: list[float] = []
+    async with asking(launched, 32) as now:  # type: ignore[arg-type]
+        for size in ("prefill=3", "decode=2"):
+            await asyncio.to_thread(launched.tandem, "scale", size, "--deadline", "180")
+            await now.more(32)
+        for _ in range(3):
+            for worker_id in ("prefill-1", "decode-1"):
+                for _ in range(2):
+                    told = await asyncio.to_thread(launched.tandem, "flip", worker_id)
+                    flips.append(float(told.rpartition("(")[2].removesuffix(" s)\n")))
+                    await now.more(16)
+        for size in ("prefill=1", "decode=1", "prefill=0", "prefill=1", "decode=0", "decode=1"):
+            await asyncio.to_thread(launched.tandem, "scale", size, "--deadline", "180")
+            if size != "decode=0":
+                await now.more(16)
+    print(json.dumps({"requests": now.check(), "flips_s": flips}))
+    assert max(flips) < FLIP_MAX_S, flips

@@ -1,0 +1,144 @@
+"""Pool sizes and roles, over HTTP and gRPC, on a router with two scripted decode workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from services.rpc.tandem.v1 import cluster_pb2 as pb
+from services.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from services.rpc.tandem.v1.worker_pb2 import SubmitSequence
+from tests.harness.scripted_worker import Say, saying, update
+from tests.service.router.conftest import RunningRouter, eventually
+
+pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+
+BODY = {"prompt": "one two three", "max_tokens": 3}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stub(router: RunningRouter) -> AsyncIterator[ClusterStub]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.grpc_port}") as channel:
+        yield ClusterStub(channel)
+    for worker in router.workers:
+        worker.role, worker.state = "decode", "ready"
+        await worker.write_record()
+    await eventually(lambda: all(w.role == "decode" for w in router.router.view.snapshots()))
+
+
+def path(worker_id: str) -> str:
+    return f"/v1/cluster/workers/{worker_id}/role"
+
+
+async def pools(router: RunningRouter) -> dict[str, dict[str, int]]:
+    return (await router.http.get("/v1/cluster")).json()["pools"]  # type: ignore[no-any-return]
+
+
+async def test_a_worker_flips_and_comes_back(router: RunningRouter, stub: ClusterStub) -> None:
+    reply = await router.http.post(path("decode-1"), json={})
+    assert reply.status_code == 200, reply.text
+    flipped = reply.json()
+    assert (flipped["worker_id"], flipped["role"], flipped["took_s"]) == (
+        "decode-1",
+        "prefill",
+        0.25,
+    )
+    assert flipped["seen_s"] < 2
+    counts = await pools(router)
+    assert (counts["decode"]["ready"], counts["decode"]["serving"]) == (2, 1)
+    assert (counts["prefill"]["ready"], counts["prefill"]["serving"]) == (0, 1)
+
+    router.script(saying([1, 2, 3]))
+    answer = await router.http.post("/v1/completions", json=BODY)
+    assert answer.status_code == 200
+    submit = router.workers[0].submitted[0]
+    assert isinstance(submit, SubmitSequence)
+    assert [c.worker_id for c in submit.prefill_candidates] == ["decode-1"]
+
+    back = await stub.FlipWorker(pb.FlipWorkerRequest(worker_id="decode-1", role="decode"))
+    assert (back.role, back.took_s) == ("decode", 0.25)
+    await eventually(lambda: router.router.view.client("decode-1") is not None)
+
+
+async def test_what_runs_on_a_worker_that_flips_goes_on(
+    router: RunningRouter, stub: ClusterStub
+) -> None:
+    go_on = asyncio.Event()
+
+    async def halting(submit: SubmitSequence, say: Say) -> None:
+        say(update(submit, [5]))
+        await go_on.wait()
+        say(update(submit, [6, 7], "length"))
+
+    router.workers[1].script = router.workers[0].script = halting
+    asked = [asyncio.create_task(router.http.post("/v1/completions", json=BODY)) for _ in range(8)]
+    await eventually(lambda: all(w.submitted for w in router.workers))
+    await stub.FlipWorker(pb.FlipWorkerRequest(worker_id="decode-1"))
+    go_on.set()
+
+    assert [(await answer).status_code for answer in asked] == [200] * 8
+
+
+async def test_the_last_decode_worker_stays(router: RunningRouter, stub: ClusterStub) -> None:
+    await stub.FlipWorker(pb.FlipWorkerRequest(worker_id="decode-0"))
+    reply = await router.http.post(path("decode-1"), json={"role": "prefill"})
+
+    assert reply.status_code == 409
+    assert "decode-1 is the only decode worker" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "body", "status", "named"),
+    [
+        ("decode-9", {}, 404, "there are: decode-0, decode-1"),
+        ("decode-0", {"role": "router"}, 400, "must be prefill or decode"),
+        ("decode-0", {"role": 3}, 400, "must be prefill or decode"),
+        ("decode-0", {"rolle": "decode"}, 400, "rolle"),
+    ],
+)
+async def test_what_cannot_be_is_refused_and_says_why(
+    router: RunningRouter, worker_id: str, body: dict[str, object], status: int, named: str
+) -> None:
+    reply = await router.http.post(path(worker_id), json=body)
+
+    assert reply.status_code == status
+    assert named in reply.json()["error"]["message"]
+
+
+async def test_a_worker_that_drains_is_not_flipped(
+    router: RunningRouter, stub: ClusterStub
+) -> None:
+    router.workers[0].state = "draining"
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.FlipWorker(pb.FlipWorkerRequest(worker_id="decode-0"))
+
+    assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "it is draining" in str(refused.value.details())
+
+
+async def test_grpc_tells_and_sets_sizes(router: RunningRouter, stub: ClusterStub) -> None:
+    state = await stub.GetCluster(pb.GetClusterRequest())
+    assert [(p.name, p.ready, p.serving) for p in state.pools] == [
+        ("prefill", 0, 0),
+        ("decode", 2, 2),
+    ]
+    assert [(w.worker_id, w.role, w.pool) for w in state.workers] == [
+        ("decode-0", "decode", "decode"),
+        ("decode-1", "decode", "decode"),
+    ]
+    reply = await stub.ScalePools(pb.ScalePoolsRequest(sizes={"prefill": 3, "decode": 0}))
+    assert dict(reply.wanted) == {"prefill": 3, "decode": 0}
+    view = router.router.view
+    taken = await view.redis.rpop(f"{{tandem:{view.cluster.cluster_id}}}:scale")
+    assert json.loads(taken) == {"prefill": 3, "decode": 0}
+
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.ScalePools(pb.ScalePoolsRequest(sizes={"router": 0}))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "router must be an integer from 1" in str(refused.value.details())
