@@ -13,8 +13,16 @@
 {{- if and (eq $values.sizeOwner "hpa") (not $values.hpa.metrics) -}}
 {{- fail (printf "%s.sizeOwner is hpa, and hpa.metrics is empty: say what the size follows" $pool) -}}
 {{- end -}}
-{{- if and (eq $values.sizeOwner "hpa") $.root.Values.rayCluster.enabled -}}
-{{- fail (printf "%s.sizeOwner is hpa, and an HPA cannot scale a group of a RayCluster: set chart" $pool) -}}
+{{- if and (has $values.sizeOwner (list "hpa" "keda")) $.root.Values.rayCluster.enabled -}}
+{{- fail (printf "%s.sizeOwner is %s, and an HPA cannot scale a group of a RayCluster: set chart" $pool $values.sizeOwner) -}}
+{{- end -}}
+{{- if eq $values.sizeOwner "keda" -}}
+{{- if not $values.keda.prometheus -}}
+{{- fail (printf "%s.sizeOwner is keda, and keda.prometheus is empty: say where it reads the size" $pool) -}}
+{{- end -}}
+{{- if eq $.root.Values.router.options.autoscale "off" -}}
+{{- fail (printf "%s.sizeOwner is keda, and nobody says the size: set router.options.autoscale to dry-run" $pool) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -50,7 +50,7 @@ labels:
 {{- define "tandem.pool" -}}
 {{- $values := deepCopy .root.Values.worker -}}
 {{- range $key, $value := index .root.Values .pool -}}
-{{- if and (kindIs "map" $value) (has $key (list "options" "image" "gpu" "rdma" "sameHost" "resources" "podDisruptionBudget" "hpa")) -}}
+{{- if and (kindIs "map" $value) (has $key (list "options" "image" "gpu" "rdma" "sameHost" "resources" "podDisruptionBudget" "hpa" "keda")) -}}
 {{- range $inner, $given := $value -}}
 {{- $_ := set (index $values $key) $inner $given -}}
 {{- end -}}
