@@ -150,6 +150,7 @@ class WorkerConfig:
     engine_hang_timeout_s: float = 60.0  # without a turn of its loop while somebody waits
     cores: tuple[int, ...] = ()  # to pin the engine to; empty: anywhere
     warm_blocks: int = 0  # to adopt from peers after joining; 0: start cold
+    generation: str = ""  # beside one that it cannot exchange KV with, while that one drains
 
     def __post_init__(self) -> None:
         _check_choice("role", self.role, get_args(Role))

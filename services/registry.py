@@ -5,12 +5,17 @@ Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control key
     {tandem:CLUSTER}:workers              SET of worker ids that registered and did not leave
     {tandem:CLUSTER}:worker:ID            msgpack WorkerRecord, with a time to live
     {tandem:CLUSTER}:contract             msgpack Contract of the cluster, kept alive by workers
+    {tandem:CLUSTER}:contract:GENERATION  that of a generation with a name
     {tandem:CLUSTER}:mark                 drawn by who first asked `data_set`; lost with the data
 
 A record is written every `record_interval_s` by its worker and expires after `record_ttl_s`: then
 the worker is dead to everybody. The first worker sets the cluster's contract; one that differs is
 refused with a message that names each difference, and is not seen by readers if it writes a record
 all the same. The contract goes with its last worker.
+
+An upgrade to what cannot exchange KV with what runs is another *generation*: its workers agree on a
+contract of their own, and both generations serve until the old one has drained. Who may be paired
+is told by contracts, never by generations.
 """
 
 from __future__ import annotations
@@ -54,6 +59,10 @@ class Contract(msgspec.Struct, frozen=True):
             for name in self.__struct_fields__
             if name != "tensor_parallel" and getattr(self, name) != getattr(other, name)
         ]
+
+    def pairing_key(self) -> bytes:
+        """Equal for two contracts that do not differ in what they may not."""
+        return _shared(self)
 
     def chain_root(self, cache_salt: bytes = b"") -> bytes:
         """What the block hashes of a prompt start from."""
@@ -100,6 +109,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     rates: WorkerRates = WorkerRates()
     pairs: dict[str, PairRate] = {}  # peer worker id -> how its blocks come here
     started_at: float = 0.0  # seconds since the Unix epoch
+    generation: str = ""  # whose contract it agrees with
     pool: str = ""  # that it was started for and counts as: not `role` while it is lent
 
     @property
@@ -154,20 +164,22 @@ class Registry:
         self._data_set = Script(_DATA_SET)
         self._left_out: set[str] = set()  # workers whose record `read` has complained about
 
-    async def check_contract(self, contract: Contract) -> None:
-        """Joins the cluster's contract, or makes it. Raises Incompatible naming the differences."""
-        await self._redis.set(self._contract_key, _shared(contract), nx=True, px=self._ttl_ms)
-        found = await self._redis.get(self._contract_key)
+    async def check_contract(self, contract: Contract, generation: str = "") -> None:
+        """Joins the generation's contract, or makes it. Raises Incompatible naming differences."""
+        key = self._contract_key_of(generation)
+        await self._redis.set(key, _shared(contract), nx=True, px=self._ttl_ms)
+        found = await self._redis.get(key)
         if found is not None and (differences := _differences(contract, _bytes(found))):
             raise Incompatible(
                 "this worker cannot join the cluster: its " + "; its ".join(differences)
             )
 
     async def write(self, record: WorkerRecord) -> None:
-        """Keeps a worker (and the cluster's contract) alive for another time to live."""
+        """Keeps a worker (and its generation's contract) alive for another time to live."""
+        contract_key = self._contract_key_of(record.generation)
         await self._write(
             self._redis,
-            [self._record_key(record.worker_id), self._workers_key, self._contract_key],
+            [self._record_key(record.worker_id), self._workers_key, contract_key],
             record.worker_id,
             msgspec.msgpack.encode(record),
             _shared(record.contract),
@@ -182,8 +194,8 @@ class Registry:
     async def read(self) -> list[WorkerRecord]:
         """Records of all workers alive, by worker id; ids whose record expired are dropped.
 
-        A record that this version cannot read, or whose contract is not the cluster's, is left out
-        and logged once.
+        A record that this version cannot read, or whose contract is not its generation's, is left
+        out and logged once.
         """
         members = await self._redis.smembers(self._workers_key)
         worker_ids = sorted(_bytes(member).decode() for member in members)
@@ -196,12 +208,22 @@ class Registry:
         found = dict(zip(worker_ids, values, strict=True))
         if dead := [worker_id for worker_id, value in found.items() if value is None]:
             await self._drop(dead)
-        records = (
-            self._decode(worker_id, value, contract)
+        records = [
+            record
             for worker_id, value in found.items()
-            if value is not None
-        )
-        return [record for record in records if record is not None]
+            if value is not None and (record := self._decode(worker_id, value)) is not None
+        ]
+        contracts = await self._contracts({r.generation for r in records}, contract)
+        return [r for r in records if self._agrees(r, contracts[r.generation])]
+
+    async def _contracts(self, generations: set[str], unnamed: bytes | None) -> dict[str, bytes]:
+        """Of these generations; empty where it has expired."""
+        contracts = {"": unnamed or b""}
+        if named := sorted(generations - {""}):
+            replies = await self._redis.mget([self._contract_key_of(name) for name in named])
+            values = (b"" if reply is None else _bytes(reply) for reply in replies)
+            contracts.update(zip(named, values, strict=True))
+        return contracts
 
     async def data_set(self) -> bytes:
         """Another answer than before: Redis was restarted, emptied or replaced since.
@@ -211,23 +233,31 @@ class Registry:
         parts = await self._data_set(self._redis, [self._mark_key], secrets.token_hex(8))
         return b":".join(parts)
 
-    def _decode(self, worker_id: str, value: bytes, contract: bytes | None) -> WorkerRecord | None:
+    def _decode(self, worker_id: str, value: bytes) -> WorkerRecord | None:
         try:
-            record = msgspec.msgpack.decode(value, type=WorkerRecord)
-            problems = [] if contract is None else _differences(record.contract, contract)
+            return msgspec.msgpack.decode(value, type=WorkerRecord)
         except msgspec.DecodeError as error:
-            problems = [f"record cannot be read by this version: {error}"]
-        if not problems:
-            self._left_out.discard(worker_id)
-            return record
+            self._leave_out(worker_id, [f"record cannot be read by this version: {error}"])
+            return None
+
+    def _agrees(self, record: WorkerRecord, contract: bytes) -> bool:
+        if contract and (problems := _differences(record.contract, contract)):
+            self._leave_out(record.worker_id, problems)
+            return False
+        self._left_out.discard(record.worker_id)
+        return True
+
+    def _leave_out(self, worker_id: str, problems: list[str]) -> None:
         if worker_id not in self._left_out:
             self._left_out.add(worker_id)
             logger.warning("worker %s is left out: its %s", worker_id, "; its ".join(problems))
-        return None
 
     async def _drop(self, worker_ids: list[str]) -> None:
         keys = [self._workers_key, self._contract_key, *map(self._record_key, worker_ids)]
         await self._drop_dead(self._redis, keys, *worker_ids)
+
+    def _contract_key_of(self, generation: str) -> str:
+        return f"{self._contract_key}:{generation}" if generation else self._contract_key
 
     def _record_key(self, worker_id: str) -> str:
         return self._record_prefix + worker_id

@@ -52,6 +52,8 @@ class WorkerSnapshot:
     rates: WorkerRates = field(default_factory=WorkerRates)
     # Peer's worker id -> how its blocks come here.
     pairs: Mapping[str, PairRate] = field(default_factory=dict, hash=False)
+    # Workers whose keys differ cannot exchange KV. One of all but during an upgrade.
+    pairing_key: bytes = b""
     placed: float = 0.0  # its share of the prefill of late; only the ratios of shares count
 
     @property

@@ -75,5 +75,6 @@ class KnownWorker:
             blocks_used=load.blocks_used,
             rates=self.record.rates,
             pairs=self.record.pairs,
+            pairing_key=self.record.contract.pairing_key(),
             placed=placed,
         )

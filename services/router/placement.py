@@ -70,6 +70,8 @@ def choose(
     Workers whose epoch is in `refused` said no to this request already.
     """
     roster = workers if isinstance(workers, Roster) else Roster(workers)
+    if len(roster.pairing_keys) > 1:
+        return _choose_one_generation(work, roster, matches, rng, refused)
     holders = _deepest(roster, matches, rng)
     usable = _shortlist("decode", roster, holders, refused, rng)
     if not usable:
@@ -104,6 +106,31 @@ def choose(
         tokens_missing,
         reason,
     )
+
+
+def _choose_one_generation(
+    work: Work,
+    roster: Roster,
+    matches: Mapping[str, int],
+    rng: Random,
+    refused: frozenset[str],
+) -> Placement | None:
+    """In an upgrade: workers that can exchange KV, by chance and by how many of them decode."""
+    groups: dict[bytes, Roster] = {}
+    for worker in roster.by_id.values():
+        groups.setdefault(worker.pairing_key, Roster()).put(worker)
+    left = [(group, _num_usable(group, refused)) for group in groups.values()]
+    left = [(group, count) for group, count in left if count]
+    if not left:
+        return None
+    (group,) = rng.choices([g for g, _ in left], [count for _, count in left])
+    group.second = roster.second
+    return choose(work, group, matches, rng, refused=refused)
+
+
+def _num_usable(roster: Roster, refused: frozenset[str]) -> int:
+    workers = (roster.by_id[name] for name in roster.pool("decode"))
+    return sum(w.usable and w.epoch not in refused for w in workers)
 
 
 def near_best(

@@ -70,6 +70,10 @@ def main(
     warm_blocks: Annotated[
         int, typer.Option(help="KV blocks to adopt from peers after joining; 0: start cold")
     ] = 0,
+    generation: Annotated[
+        str,
+        typer.Option(help="another name than the workers' that it is to replace, in an upgrade"),
+    ] = "",
     drain_deadline: Annotated[float, typer.Option(help="seconds")] = 30.0,
 ) -> None:
     """Runs one worker until it is drained."""
@@ -113,6 +117,7 @@ def main(
             drain_deadline_s=drain_deadline,
             engine_hang_timeout_s=engine_hang_timeout,
             warm_blocks=warm_blocks,
+            generation=generation,
             cores=tuple(int(core) for core in cores.split(",") if core),
         )
         asyncio.run(_run(config))

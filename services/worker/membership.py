@@ -48,7 +48,7 @@ class Membership:
         """Waits for Redis, then joins. Raises Incompatible naming the differences."""
         while True:
             try:
-                await self._registry.check_contract(contract)
+                await self._registry.check_contract(contract, self._record().generation)
                 break
             except UNREACHABLE as error:
                 self._note_unreachable(error)

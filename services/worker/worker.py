@@ -261,6 +261,7 @@ class Worker:
             await self._warmer.run(await self.peers.all_connected())
 
     def _on_records(self, records: list[WorkerRecord]) -> None:
+        records = [r for r in records if not self.contract.differences(r.contract)]
         self.peers.update(records)
         self.decode.planner.update(records)
 
@@ -282,6 +283,7 @@ class Worker:
             epoch=self.epoch,
             role=self._role.role,
             pool=self.config.role,
+            generation=self.config.generation,
             state=self.state,
             address=self._address,
             metrics_address=self._metrics_address,

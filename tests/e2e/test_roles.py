@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -18,6 +19,7 @@ import pytest
 
 from tests.chaos.load import Load, Prompt, Request, golden_prompts
 from tests.e2e.conftest import StartCluster
+from tests.harness.client import metric
 from tests.harness.cluster import LocalCluster, free_port, wait_for
 
 FLIP_MAX_S = 2.0
@@ -84,7 +86,28 @@ async def flip(cluster: LocalCluster, worker_id: str, role: str) -> float:
     return time.monotonic() - started
 
 
-async def test_a_worker_changes_pools_under_load_in_under_two_seconds(
+async def test_a_worker_comes_changes_pools_and_goes_under_load(
+    start_cluster: StartCluster,
+) -> None:
+    with start_cluster("--local-prefill-max-tokens", "0", prefill=1, decode=1) as cluster:
+        async with asking(cluster, 4) as now:
+            added = cluster.start_worker("decode-1", "decode")
+            await asyncio.to_thread(cluster.wait_ready, "decode-1")
+            await now.more(4)
+            seconds = []
+            for role in ("prefill", "decode"):
+                seconds.append(await flip(cluster, "decode-1", role))
+                await now.more(4)
+            added.process.terminate()
+            assert await asyncio.to_thread(added.process.wait, 40) == 0
+            del cluster.workers["decode-1"]
+        now.check()
+        assert max(seconds) < FLIP_MAX_S, seconds
+        cluster.wait_idle()
+
+
+@pytest.mark.slow
+async def test_workers_of_both_pools_change_under_load_in_under_two_seconds(
     start_cluster: StartCluster,
 ) -> None:
     with start_cluster("--local-prefill-max-tokens", "0", prefill=1, decode=2) as cluster:
@@ -103,19 +126,42 @@ async def test_a_worker_changes_pools_under_load_in_under_two_seconds(
         cluster.wait_idle()
 
 
-async def test_pools_grow_and_shrink_under_load(start_cluster: StartCluster) -> None:
+@pytest.mark.slow
+async def test_generations_that_cannot_exchange_kv_serve_side_by_side(
+    start_cluster: StartCluster,
+) -> None:
+    """One pool after the other is replaced by workers of another contract."""
     with start_cluster("--local-prefill-max-tokens", "0", prefill=1, decode=1) as cluster:
-        async with asking(cluster, 6) as now:
-            for worker_id, role in (("prefill-1", "prefill"), ("decode-1", "decode")):
-                added = cluster.start_worker(worker_id, role)
-                await asyncio.to_thread(cluster.wait_ready, worker_id)
+        async with asking(cluster, 4) as now:
+            refused = cluster.start_worker("refused", "decode", "--block-size", "32")
+            assert await asyncio.to_thread(refused.process.wait, 60) == 2
+            del cluster.workers["refused"]
+            upgrade = ("--block-size", "32", "--num-blocks", "200", "--generation", "b")
+            for role in ("decode", "prefill"):
+                cluster.start_worker(f"{role}-b", role, *upgrade)
+                await asyncio.to_thread(wait_for, partial(is_ready, cluster, f"{role}-b"), **SOON)
                 await now.more(8)
-                added.process.terminate()
-                assert await asyncio.to_thread(added.process.wait, 40) == 0
-                del cluster.workers[worker_id]
+                served = cluster.records()[f"{role}-0"]["load"]["step"]
+                old = cluster.workers.pop(f"{role}-0")
                 await now.more(8)
+                assert cluster.records()[f"{role}-0"]["load"]["step"] > served, "it went idle"
+                pairs = {w: set(r["transports"]) for w, r in cluster.records().items()}
+                assert not {peer for peer in pairs[f"{role}-b"] if not peer.endswith("-b")}
+                assert not {peer for peer in pairs[f"{role}-0"] if peer.endswith("-b")}
+                old.process.terminate()
+                assert await asyncio.to_thread(old.process.wait, 40) == 0
+            await now.more(8)
         now.check()
+        pulled = metric(cluster, "decode-b", "tandem_kv_blocks_pulled_total")
+        assert pulled > 0, "the new pools work together"
         cluster.wait_idle()
+
+
+SOON = {"deadline_s": 60.0, "what": "the new generation"}
+
+
+def is_ready(cluster: LocalCluster, worker_id: str) -> bool:
+    return cluster.is_ready(cluster.workers[worker_id])
 
 
 @dataclass

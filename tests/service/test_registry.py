@@ -136,6 +136,22 @@ async def test_a_contract_that_differs_is_refused_and_each_difference_named(
     )
 
 
+async def test_another_generation_has_a_contract_of_its_own(registry: Registry) -> None:
+    """Both are seen; within each of them workers must agree."""
+    await registry.check_contract(CONTRACT)
+    await registry.write(a_record("old"))
+    await registry.check_contract(OTHER, "b")
+    new = msgspec.structs.replace(a_record("new", OTHER), generation="b")
+    await registry.write(new)
+    assert [r.worker_id for r in await registry.read()] == ["new", "old"]
+    assert CONTRACT.pairing_key() != OTHER.pairing_key()
+
+    with pytest.raises(Incompatible):
+        await registry.check_contract(CONTRACT, "b")
+    await registry.write(msgspec.structs.replace(a_record("lies"), generation="b"))
+    assert [r.worker_id for r in await registry.read()] == ["new", "old"]
+
+
 async def test_a_contract_of_another_version_is_refused(
     registry: Registry, redis_client: Redis, cluster_id: str
 ) -> None:

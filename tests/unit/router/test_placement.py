@@ -296,3 +296,29 @@ def test_of_many_workers_the_only_one_left_is_found() -> None:
     assert placement.decode.worker_id == "d123"
     assert [w.worker_id for w in placement.prefill_candidates] == ["p45"]
     assert placement.prefix_holders == ()
+
+
+def test_workers_that_cannot_exchange_kv_are_never_paired_and_both_kinds_serve() -> None:
+    old = [worker("d-old", pairing_key=b"1"), worker("p-old", "prefill", pairing_key=b"1")]
+    new = [worker("d-new", pairing_key=b"2"), worker("p-new", "prefill", pairing_key=b"2")]
+    chosen = set()
+    for seed in range(40):
+        placement = choose(Work(500), [*old, *new], {"p-old": 9, "d-new": 3}, Random(seed))
+        assert placement is not None
+        kind = placement.decode.pairing_key
+        chosen.add(kind)
+        partners = (*placement.prefill_candidates, *placement.prefix_holders)
+        assert partners
+        assert all(w.pairing_key == kind for w in partners)
+    assert chosen == {b"1", b"2"}
+
+
+def test_in_an_upgrade_the_generation_that_can_take_it_does() -> None:
+    leaves = worker("d-old", pairing_key=b"1", state="draining")
+    stays = [worker("d-new", pairing_key=b"2"), worker("p-old", "prefill", pairing_key=b"1")]
+    placement = choose(Work(500), [leaves, *stays], {}, Random(0))
+    assert placement is not None
+    assert placement.decode.worker_id == "d-new"
+    assert placement.prefill_candidates == ()
+    refused = frozenset({"d-new/1"})
+    assert choose(Work(500), [leaves, *stays], {}, Random(0), refused=refused) is None
