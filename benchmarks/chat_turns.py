@@ -50,7 +50,9 @@ def main() -> None:
         redis = EmbeddedRedis(folder / "redis")
         redis.start()
         stack.callback(redis.stop)
-        cluster = LocalCluster(redis, folder, options=("--prefill-at", "remote"))
+        # Every chat stays in the decode worker's pool until its second turn.
+        options = ("--prefill-at", "remote", "--kv-memory", str(4 << 30))
+        cluster = LocalCluster(redis, folder, options=options)
         stack.callback(cluster.close)
         cluster.start_router()
         cluster.start_worker("decode-0", "decode", "--cores", "1")

@@ -52,7 +52,7 @@ def resolve(model: str, *, cache_dir: Path | None = None) -> ModelFolder:
     """
     path = Path(model).expanduser()
     if model == BUILT_IN and not path.exists():
-        return read_folder(converted_folder(_built_in_file(), cache_dir=cache_dir))
+        return read_folder(converted_folder(built_in_file(), cache_dir=cache_dir))
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ConfigError(f"there is no GGUF file {path}; a model is {_ACCEPTED}")
@@ -99,7 +99,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _built_in_file() -> Path:
+def built_in_file() -> Path:
     try:
         files = metadata.files(_BUILT_IN_PACKAGE) or []
     except metadata.PackageNotFoundError as error:
