@@ -27,9 +27,7 @@ def main(file: str, threads: str, wanted: str = "") -> None:
     answers = redirect()
     llama.llama_backend_init()
     path = rewritten(Path(file), wanted) if wanted else Path(file)
-    model = llama.llama_model_load_from_file(
-        str(path).encode(), llama.llama_model_default_params()
-    )
+    model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     params = llama.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = 32 * 512, STEP_TOKENS, STEP_TOKENS
     params.n_seq_max, params.kv_unified = 32, True

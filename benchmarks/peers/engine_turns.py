@@ -1,6 +1,6 @@
 """What an engine under test is: a process that prefills or decodes when a line asks it to.
 
-A line of standard input is `prefill TOKENS` or `decode BATCH CONTEXT STEPS`; the answer is one line,
+A line of standard input is `prefill TOKENS` or `decode BATCH CONTEXT STEPS`; the answer is a line
 `seconds S`. The first line that it prints itself is `ready DESCRIPTION`. Everything else it prints
 goes to standard error, so the engines' own messages cannot be taken for answers. Nothing of Tandem
 is imported here: the engines run in environments of their own.
@@ -18,7 +18,7 @@ Decode = Callable[[list[list[int]], int], float]
 
 
 def redirect() -> int:
-    """Before the engine is imported: its prints go to standard error; answers to what is returned."""
+    """Before an engine is imported: its prints go to standard error. Returns where answers go."""
     answers = os.dup(1)
     os.dup2(2, 1)
     return answers

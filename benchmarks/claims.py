@@ -1,0 +1,262 @@
+"""What the field claims for serving engines, each against our own engine without it.
+
+    python benchmarks/claims.py [--threads 2] [--repeats 5] [--only kv-cache,chunked-prefill]
+
+    kv-cache          256 tokens of prompt and 128 made; without: every token computes all before
+    continuous        requests of mixed lengths, 8 at a time; without: the next 8 start when all 8
+                      have ended (the test of Anyscale's "continuous batching", 2023, smaller)
+    paged             memory of sequences of about 500 tokens; without: each reserves its longest
+    chunked-prefill   four streams decode while a prompt of 4,000 tokens comes; without: in one step
+    prefix-reuse      time to first token of a prompt of 1,500 tokens, again
+
+One engine in this process, as a worker runs it; no network. With and without take turns within one
+run. Writes benchmarks/results/claims.json and prints the table of docs/measurements.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from services.bench.engine import idle_percent
+from services.config import EngineConfig
+from services.engine.engine import Engine
+from services.engine.runner import ModelRunner
+from services.engine.types import Mode, SamplingParams, SequenceSpec, StepReport
+from services.models.source import resolve
+
+RESULTS = Path(__file__).parent / "results" / "claims.json"
+SLOTS = 8  # sequences at a time of the continuous test
+STREAMS, LONG_PROMPT = 4, 4000
+CHUNKS = (16, 64, 256, 512)  # tokens of a step
+
+
+class Bench:
+    """Engines on one set of weights; prompts never repeat unless they are meant to."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._folder = resolve("smollm2")
+        self.rng = random.Random(1)
+        self._ids = itertools.count()
+
+    def engine(self, **options: Any) -> Engine:
+        options = {"kv_bytes_max": 2 << 30, **options}
+        config = EngineConfig(model="", device="cpu", num_threads=self._threads, **options)
+        return Engine(config, ModelRunner(self._folder, config), self._folder.fingerprint)
+
+    def prompt(self, length: int) -> list[int]:
+        return [self.rng.randrange(100, 40_000) for _ in range(length)]
+
+    def add(self, engine: Engine, prompt: list[int], max_tokens: int, salt: bytes = b"") -> str:
+        name = str(next(self._ids))
+        engine.add(
+            SequenceSpec(
+                name,
+                prompt,
+                len(prompt),
+                Mode.HERE,
+                SamplingParams(),
+                max_tokens,
+                cache_salt=salt,
+            )
+        )
+        return name
+
+
+def drained(engine: Engine) -> Iterator[StepReport]:
+    """Steps until nothing is left."""
+    while engine.has_work():
+        yield engine.step()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def kv_cache(bench: Bench, repeats: int) -> dict[str, Any]:
+    engine = bench.engine()
+
+    def cached(prompt: list[int]) -> None:
+        bench.add(engine, prompt, 128)
+        list(drained(engine))
+
+    def recomputed(prompt: list[int]) -> None:
+        tokens = list(prompt)
+        for number in range(128):  # each under a salt of its own: nothing is found in the cache
+            bench.add(engine, tokens, 1, salt=b"%d" % number)
+            list(drained(engine))
+            tokens.append(100 + number)
+
+    taken = [
+        (seconds(lambda: cached(bench.prompt(256))), seconds(lambda: recomputed(bench.prompt(256))))
+        for _ in range(repeats)
+    ]
+    return ratio_of("256 + 128 tokens", "s", [(off, on) for on, off in taken])
+
+
+def continuous(bench: Bench, repeats: int) -> dict[str, Any]:
+    engine = bench.engine(max_num_seqs=SLOTS)
+
+    def work(rng: random.Random) -> list[tuple[list[int], int]]:
+        lengths = [min(256, 1 + int(rng.expovariate(1 / 64))) for _ in range(6 * SLOTS)]
+        return [(bench.prompt(64), length) for length in lengths]
+
+    def run(requests: list[tuple[list[int], int]], group: int) -> None:
+        for first in range(0, len(requests), group):
+            for prompt, max_tokens in requests[first : first + group]:
+                bench.add(engine, prompt, max_tokens)
+            list(drained(engine))
+
+    taken = []
+    for number in range(repeats):
+        on = seconds(lambda: run(work(random.Random(number)), 6 * SLOTS))  # noqa: B023
+        off = seconds(lambda: run(work(random.Random(number)), SLOTS))  # noqa: B023
+        taken.append((off, on))
+    return ratio_of(f"{6 * SLOTS} requests, 1 to 256 tokens each", "s", taken)
+
+
+def paged(bench: Bench, repeats: int) -> dict[str, Any]:
+    """The share of the blocks in use that holds no token, over all steps; lengths about 500."""
+    engine = bench.engine()
+    size, longest, count = engine.layout.block_size, 1024, 32
+    for _ in range(count):
+        bench.add(engine, bench.prompt(bench.rng.randint(400, 600) - 64), 64)
+    shares, reserved = [], []
+    for _ in drained(engine):
+        load = engine.load()
+        slots = load.blocks_used * size
+        if load.num_running == count:
+            shares.append(load.tokens_wasted / slots)
+            reserved.append(1 - (slots - load.tokens_wasted) / (count * longest))
+    return {
+        "what": f"memory without tokens, {len(shares)} steps, block size {size}",
+        "unit": "%",
+        "with": round(100 * statistics.mean(shares), 2),
+        "without": round(100 * statistics.mean(reserved), 2),
+    }
+
+
+def chunked_prefill(bench: Bench, repeats: int) -> dict[str, Any]:
+    rows = []
+    for chunk in (*CHUNKS, LONG_PROMPT + STREAMS):
+        engine = bench.engine(max_tokens_per_step=chunk)
+        runs = [beside_long_prompt(bench, engine) for _ in range(repeats)]
+        rows.append(
+            {
+                "chunk": chunk,
+                **{key: round(statistics.median(run[key] for run in runs), 4) for key in runs[0]},
+            }
+        )
+    return {"what": f"{STREAMS} streams beside {LONG_PROMPT} tokens", "unit": "", "rows": rows}
+
+
+def beside_long_prompt(bench: Bench, engine: Engine) -> dict[str, float]:
+    bench.add(engine, bench.prompt(LONG_PROMPT), 1)
+    alone_s = seconds(lambda: list(drained(engine)))
+    streams = [bench.add(engine, bench.prompt(128), 4000) for _ in range(STREAMS)]
+    for _ in range(8):
+        engine.step()
+    quiet = [seconds(engine.step) for _ in range(30)]
+    long_name = bench.add(engine, bench.prompt(LONG_PROMPT), 1)
+    beside, done = [], False
+    began = time.perf_counter()
+    while not done:
+        step_began = time.perf_counter()
+        report = engine.step()
+        beside.append(time.perf_counter() - step_began)
+        done = any(each.sequence_id == long_name for each in report.new_tokens)
+    beside_s = time.perf_counter() - began
+    for name in streams:
+        engine.remove(name)
+    engine.step()
+    return {
+        "quiet_p99_ms": percentile(quiet, 0.99) * 1e3,
+        "beside_p99_ms": percentile(beside, 0.99) * 1e3,
+        "token_ratio": percentile(beside, 0.99) / percentile(quiet, 0.99),
+        "ttft_alone_s": alone_s,
+        "ttft_beside_s": beside_s,
+        "ttft_ratio": beside_s / alone_s,
+    }
+
+
+def prefix_reuse(bench: Bench, repeats: int) -> dict[str, Any]:
+    engine = bench.engine()
+    taken = []
+    for _ in range(repeats):
+        prompt = bench.prompt(1500)
+
+        def first_token(prompt: list[int] = prompt) -> None:
+            bench.add(engine, prompt, 1)
+            list(drained(engine))
+
+        taken.append((seconds(first_token), seconds(first_token)))
+    return ratio_of("first token of 1,500 tokens, again", "s", taken)
+
+
+def ratio_of(what: str, unit: str, taken: list[tuple[float, float]]) -> dict[str, Any]:
+    """Of pairs (without, with)."""
+    return {
+        "what": what,
+        "unit": unit,
+        "with": round(statistics.median(on for _, on in taken), 4),
+        "without": round(statistics.median(off for off, _ in taken), 4),
+        "ratio": round(statistics.median(off / on for off, on in taken), 2),
+    }
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+CLAIMS: dict[str, Callable[[Bench, int], dict[str, Any]]] = {
+    "kv-cache": kv_cache,
+    "continuous": continuous,
+    "paged": paged,
+    "chunked-prefill": chunked_prefill,
+    "prefix-reuse": prefix_reuse,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default=",".join(CLAIMS))
+    args = parser.parse_args()
+    idle = idle_percent(2.0)
+    import torch
+
+    torch.set_num_threads(args.threads)
+    bench = Bench(args.threads)
+    found = {}
+    for name in args.only.split(","):
+        found[name] = CLAIMS[name](bench, args.repeats)
+        print(name, json.dumps(found[name]), flush=True)
+    results = {
+        "machine": {"cores": os.cpu_count(), "idle_percent_before": round(idle, 1)},
+        "threads": args.threads,
+        "repeats": args.repeats,
+        "claims": found,
+    }
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
