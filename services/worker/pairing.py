@@ -117,6 +117,8 @@ class Pairing:
                 wait_for_ready=False,
             )
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise Incompatible(error.details() or "") from None
             raise WorkerLost(f"{error.code().name}: {error.details()}") from None
         if response.epoch != peer.epoch:
             raise WorkerLost(f"it is another process now (epoch {response.epoch})")

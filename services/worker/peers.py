@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.config import WorkerConfig
-from services.errors import TandemError, WorkerLost
+from services.errors import Incompatible, TandemError, WorkerLost
 from services.registry import Contract, WorkerRecord
 from services.worker.engine_link import EngineLink
 from services.worker.messages import DisconnectPeer
@@ -36,6 +36,7 @@ FAILURES_MAX = 3  # NIXL reads in a row, until the pair goes on over gRPC
 # With more decode workers than this a pair with one is made on first demand, not at joining.
 EAGER_DECODE_PEERS_MAX = 16
 _RETRY_S = 5.0
+_RETRY_INCOMPATIBLE_S = 300.0  # neither process changes; a new one is another peer
 _AGAIN_MIN_S = 30.0  # between two measurements of a pair, doubled each time
 _AGAIN_MAX_S = 600.0
 
@@ -45,6 +46,8 @@ class _Entry:
     record: tuple[str, str, str]  # worker id, epoch, address
     connecting: asyncio.Task[Peer]
     failed_at: float = 0.0
+    retry_s: float = _RETRY_S
+    failure: str = ""  # what the last attempt ended with: said once, however often it is tried
     seen_at: float = field(default_factory=time.monotonic)  # in the registry, or by a request
     measured_at: float = field(default_factory=time.monotonic)
     again_s: float = field(default_factory=lambda: _AGAIN_MIN_S)
@@ -161,13 +164,15 @@ class Peers:
 
     def _may_retry(self, entry: _Entry) -> bool:
         failed = entry.connecting.done() and not _succeeded(entry.connecting)
-        return failed and time.monotonic() - entry.failed_at > _RETRY_S
+        return failed and time.monotonic() - entry.failed_at > entry.retry_s
 
     def _open(self, worker_id: str, epoch: str, address: str) -> _Entry:
         key = peer_id(worker_id, epoch)
+        before = self._entries.get(key)
         self._close(key)
         connecting = asyncio.create_task(self._pairing.make(worker_id, epoch, address))
         entry = _Entry((worker_id, epoch, address), connecting)
+        entry.failure = before.failure if before else ""
         connecting.add_done_callback(lambda task: self._opened(entry, task))
         self._entries[key] = entry
         return entry
@@ -175,7 +180,10 @@ class Peers:
     def _opened(self, entry: _Entry, task: asyncio.Task[Peer]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             entry.failed_at = time.monotonic()
-            log.warning("cannot read from %s at %s: %s", entry.record[0], entry.record[2], error)
+            entry.retry_s = _RETRY_INCOMPATIBLE_S if isinstance(error, Incompatible) else _RETRY_S
+            told, entry.failure = entry.failure, str(error)
+            level = logging.DEBUG if told == entry.failure else logging.WARNING
+            log.log(level, "cannot read from %s at %s: %s", entry.record[0], entry.record[2], error)
 
     def _close(self, key: str) -> None:
         entry = self._entries.pop(key, None)

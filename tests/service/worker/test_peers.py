@@ -51,10 +51,11 @@ class Source(WorkerServicer):
             pool=msgspec.msgpack.encode(RemotePool(0, 4, 1000, 0, "DRAM")),
             host=host_message(msgspec.structs.replace(host, cma=True, rdma=False)),
         )
-        self.num_probes = 0
+        self.num_connects = self.num_probes = 0
 
     async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:  # noqa: N802
         assert request.host.boot_id == host_identity().boot_id
+        self.num_connects += 1
         return self.answer
 
     async def Probe(  # noqa: N802
@@ -234,6 +235,30 @@ async def test_a_pair_without_a_common_transport_is_refused() -> None:
         del pair.source.answer.transports[1]
         with pytest.raises(Incompatible, match="wanted grpc, it offers"):
             await pair.get()
+
+
+async def test_what_cannot_work_is_said_once_and_seldom_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers_module, "_RETRY_S", 0.0)
+    async with pair_of("grpc") as pair:
+        transports = list(pair.source.answer.transports)
+        del pair.source.answer.transports[:]
+        with pytest.raises(Incompatible):
+            await pair.get()
+        for _ in range(3):
+            pair.peers.update([pair.record()])
+            await pair.peers.all_connected()
+        assert pair.source.num_connects == 1
+        monkeypatch.setattr(peers_module, "_RETRY_INCOMPATIBLE_S", 0.0)
+        pair.peers._entries["p0-e"].retry_s = 0.0
+        pair.peers.update([pair.record()])
+        await asyncio.wait([pair.peers._entries["p0-e"].connecting])
+        assert pair.source.num_connects == 2
+        assert caplog.text.count("cannot read from p0") == 1
+        pair.source.answer.transports.extend(transports)
+        pair.peers.update([pair.record()])
+        assert [peer.worker_id for peer in await pair.peers.all_connected()] == ["p0"]
 
 
 @pytest.mark.parametrize(("num_decode", "connected"), [(16, True), (17, False)])
