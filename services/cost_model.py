@@ -31,7 +31,7 @@ class PrefillRate(msgspec.Struct, frozen=True):
         """
         if num_tokens <= 0:
             return 0.0
-        num_steps = -(-num_tokens // max(1, step_tokens))
+        num_steps = -(-num_tokens // (step_tokens or 1))
         return (
             num_steps * self.step_s
             + num_tokens * self.token_s
@@ -111,13 +111,17 @@ def best_start(
     best = (0.0, cached_tokens)
     lowest_s = prefill_seconds(rates, num_tokens, cached_tokens)
     for holder in holders:
-        missing = holder.num_tokens - cached_tokens
-        if missing <= 0:
+        reached, rate = holder.num_tokens, holder.rate
+        if reached <= cached_tokens:
             continue
-        pull_s = ASK_S + holder.rate.seconds(missing * bytes_per_token)
-        total_s = pull_s + prefill_seconds(rates, num_tokens, holder.num_tokens)
+        pull_s = (
+            ASK_S + rate.latency_s + (reached - cached_tokens) * bytes_per_token / rate.bytes_per_s
+        )
+        if pull_s >= lowest_s:
+            continue
+        total_s = pull_s + prefill_seconds(rates, num_tokens, reached)
         if total_s < lowest_s:
-            best, lowest_s = (pull_s, holder.num_tokens), total_s
+            best, lowest_s = (pull_s, reached), total_s
     return best
 
 

@@ -174,11 +174,12 @@ def _missing_s(
     computed_s = (1 + worker.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)
     if not sources:
         return computed_s
-    ways = [worker.pairs[s.worker_id] for s in sources if s.worker_id in worker.pairs]
-    if not ways:
-        return PULL_PRICE * computed_s
     num_bytes = (work.num_tokens - cached) * rates.block_bytes / work.block_size
-    return min(computed_s, min(way.seconds(num_bytes) for way in ways))
+    pairs = worker.pairs
+    pulled_s = [pairs[s.worker_id].seconds(num_bytes) for s in sources if s.worker_id in pairs]
+    if not pulled_s:
+        return PULL_PRICE * computed_s
+    return min(computed_s, *pulled_s)
 
 
 def queue_s(worker: WorkerSnapshot) -> float:

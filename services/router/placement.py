@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from heapq import nlargest
 from random import Random
 
 from services.router.costs import (
@@ -217,13 +217,15 @@ def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[Wo
         return []
     few = PREFIX_HOLDERS_MAX + 2
     names = list(matches)
+    if len(names) > FEW:
+        # Often a thousand have the first block, and a few of them more.
+        deepest = max(matches.values())
+        among = [name for name, depth in matches.items() if depth == deepest]
+        names = among if len(among) >= few else names
     start = int(rng.random() * len(names))
     names = names[start:] + names[:start]
     if len(names) > FEW:
-        # Often a thousand have the first block, and a few of them more.
-        least = sorted(matches.values())[-few]
-        equals = islice((name for name in names if matches[name] == least), few)
-        names = [name for name, depth in matches.items() if depth > least] + list(equals)
+        names = nlargest(few, names, key=matches.__getitem__)
     by_id = roster.by_id
     having = [
         w for name in names if matches[name] > 0 and (w := by_id.get(name)) is not None and w.usable
