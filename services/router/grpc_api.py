@@ -34,7 +34,7 @@ from services.router.request import (
     refusal,
 )
 from services.router.tenants import TENANT_HEADER, read_tenant
-from services.rpc.failures import abort
+from services.rpc.failures import abort, log_lost_peers_calmly
 from services.rpc.options import SERVER_OPTIONS
 from services.rpc.tandem.v1 import inference_pb2 as pb
 
@@ -50,6 +50,7 @@ class GrpcApi:
         self._config = config
         self._generator = generator
         self._address = f"{config.host}:{config.grpc_port}"
+        log_lost_peers_calmly()
         self._server = grpc.aio.server(
             options=[
                 *((k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"),

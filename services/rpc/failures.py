@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -44,3 +45,23 @@ class FailureInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return grpc.unary_unary_rpc_method_handler(
             answer, handler.request_deserializer, handler.response_serializer
         )
+
+
+class _PeerWent(logging.Filter):
+    """A send that failed because the peer's connection is gone: no error of the server's."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, grpc.aio.InternalError):
+            record.levelno, record.levelname = logging.INFO, "INFO"
+            record.exc_info = None
+        return True
+
+
+_PEER_WENT = _PeerWent()
+
+
+def log_lost_peers_calmly() -> None:
+    """gRPC logs a peer that went amid a message as an error with a traceback; who serves the call
+    hears of it by being cancelled, and says what there is to say. Any number of times."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_PEER_WENT)

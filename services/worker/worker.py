@@ -24,7 +24,7 @@ from services.errors import ConfigError, WorkerLost
 from services.registry import Contract, Load, State, WorkerRecord
 from services.rpc.auth import TokenInterceptor
 from services.rpc.block_bytes import EncodedByHandler
-from services.rpc.failures import FailureInterceptor
+from services.rpc.failures import FailureInterceptor, log_lost_peers_calmly
 from services.rpc.options import SERVER_OPTIONS
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
@@ -208,6 +208,7 @@ class Worker:
         self._metrics_address = f"{config.host}:{port}"
 
     async def _start_server(self) -> grpc.aio.Server:
+        log_lost_peers_calmly()
         server = grpc.aio.server(
             interceptors=[
                 TokenInterceptor(self.config.cluster.token),

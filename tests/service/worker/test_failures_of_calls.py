@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import subprocess
+import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -10,7 +14,7 @@ import grpc.aio
 import pytest
 
 from services.errors import QueueFull, TandemError, WorkerLost
-from services.rpc.failures import FailureInterceptor
+from services.rpc.failures import FailureInterceptor, log_lost_peers_calmly
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
@@ -56,3 +60,58 @@ async def test_a_wait_travels_along() -> None:
     trailers = dict(error.trailing_metadata() or ())
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert (trailers["retry-after"], trailers["grpc-retry-pushback-ms"]) == ("2", "2000")
+
+
+class _Endless(WorkerServicer):
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def Probe(self, request: Any, context: Any) -> AsyncIterator[pb.BlockBytes]:  # noqa: N802
+        try:
+            while True:
+                yield pb.BlockBytes(data=bytes(1 << 20))
+        finally:
+            self.ended.set()
+
+
+_READER = """
+import grpc, sys
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+channel = grpc.insecure_channel(sys.argv[1], [("grpc.max_receive_message_length", -1)])
+for _ in WorkerStub(channel).Probe(pb.ProbeRequest()):
+    print("read", flush=True)
+"""
+
+
+async def test_a_reader_that_is_killed_is_no_error_of_the_source(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log_lost_peers_calmly()
+    source, server = _Endless(), grpc.aio.server()
+    add_WorkerServicer_to_server(source, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        reader = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _READER, f"127.0.0.1:{port}"), stdout=subprocess.PIPE
+        )
+        assert reader.stdout is not None
+        await reader.stdout.readline()
+        reader.kill()
+        await reader.wait()
+        async with asyncio.timeout(20):
+            await source.ended.wait()
+    finally:
+        await server.stop(0)
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def test_a_bug_in_a_handler_stays_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    log_lost_peers_calmly()
+    try:
+        raise ValueError("a bug")
+    except ValueError:
+        logging.getLogger("grpc._cython.cygrpc").exception("raised")
+    assert [r.levelname for r in caplog.records] == ["ERROR"]
+    assert caplog.records[0].exc_info
