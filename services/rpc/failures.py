@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from services.errors import TandemError
+from services.errors import DeadlineExceeded, TandemError
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
@@ -24,7 +24,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError)
 
 
 class FailureInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends a unary call by the TandemError it raises; streams say theirs in their events."""
+    """Ends a unary call by the TandemError or TimeoutError that it raises; streams say theirs in
+    their events."""
 
     async def intercept_service(
         self,
@@ -41,6 +42,9 @@ class FailureInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 return await serve(request, context)
             except TandemError as error:
                 await abort(context, error)
+            except TimeoutError:
+                late = f"no answer in time to {handler_call_details.method}"
+                await abort(context, DeadlineExceeded(late))
 
         return grpc.unary_unary_rpc_method_handler(
             answer, handler.request_deserializer, handler.response_serializer

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from services.errors import QueueFull, TandemError, WorkerLost
+from services.errors import QueueFull, WorkerLost
 from services.rpc.failures import FailureInterceptor, log_lost_peers_calmly
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import (
@@ -24,14 +24,14 @@ from services.rpc.tandem.v1.worker_pb2_grpc import (
 
 
 class _Failing(WorkerServicer):
-    def __init__(self, error: TandemError) -> None:
+    def __init__(self, error: Exception) -> None:
         self._error = error
 
     async def ListBlocks(self, request: Any, context: Any) -> Any:  # noqa: N802
         raise self._error
 
 
-async def _fails_with(error: TandemError) -> grpc.aio.AioRpcError:
+async def _fails_with(error: Exception) -> grpc.aio.AioRpcError:
     server = grpc.aio.server(interceptors=[FailureInterceptor()])
     add_WorkerServicer_to_server(_Failing(error), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -52,6 +52,15 @@ async def test_a_lost_engine_is_unavailable_and_no_traceback(
         error = await _fails_with(WorkerLost("the engine ended"))
     assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the engine ended")
     assert dict(error.trailing_metadata() or ())["tandem-code"] == "worker_lost"
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+async def test_an_engine_that_does_not_answer_is_said_to_be_late(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error = await _fails_with(TimeoutError())
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "ListBlocks" in (error.details() or "")
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
