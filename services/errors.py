@@ -8,6 +8,7 @@
       ModelNotFound         404  NOT_FOUND
       WorkerNotFound        404  NOT_FOUND
       NotNow                409  FAILED_PRECONDITION  an operator's wish that cannot be met now
+      RequestNotFound       404  NOT_FOUND            unknown, or too long ago
       BodyTooLarge          413  RESOURCE_EXHAUSTED
       QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
         Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
@@ -81,6 +82,12 @@ class ModelNotFound(TandemError):
 
 class WorkerNotFound(TandemError):
     code = "worker_not_found"
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+
+
+class RequestNotFound(TandemError):
+    code = "request_not_found"
     http_status = 404
     grpc_code = "NOT_FOUND"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from services.engine.sequence import Sequence, Status
 from services.engine.types import (
+    Admitted,
     FinalBlocks,
     Held,
     Mode,
@@ -37,6 +39,7 @@ class PendingReport:
         return bool(self._report.reserved or self._report.final_blocks)
 
     def admitted(self, sequence: Sequence) -> None:
+        self._report.admitted.append(Admitted(sequence.sequence_id, time.monotonic()))
         if sequence.status is Status.AWAITING_KV:
             missing = sequence.block_table[sequence.num_stored_blocks :]
             self.reserved(sequence.sequence_id, sequence.num_computed_tokens, missing)
@@ -98,6 +101,7 @@ class PendingReport:
         """Nothing is told of the sequence any more that was not told yet."""
         report = self._report
         report.new_tokens = [new for new in report.new_tokens if new.sequence_id != sequence_id]
+        report.admitted = [a for a in report.admitted if a.sequence_id != sequence_id]
         report.reserved = [r for r in report.reserved if r.sequence_id != sequence_id]
         report.final_blocks = [f for f in report.final_blocks if f.sequence_id != sequence_id]
         report.held = [held for held in report.held if held.sequence_id != sequence_id]

@@ -53,6 +53,13 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     reader_rate: tuple[float, float] | None = None  # FOR_PEER: latency_s, bytes_per_s of its pulls
 
 
+class Admitted(msgspec.Struct, frozen=True):
+    """A sequence left the queue: it has its blocks."""
+
+    sequence_id: str
+    at: float  # time.monotonic(), the same clock in all processes of a machine
+
+
 class Reserved(msgspec.Struct, frozen=True):
     """A sequence has all its blocks and waits for KV from outside; or so does an adopted chain."""
 
@@ -131,6 +138,7 @@ class StepReport(msgspec.Struct):
     num_prefill_context_tokens: int = 0  # tokens before each of those, summed
     num_decode_tokens: int = 0
     num_decode_context_tokens: int = 0
+    admitted: list[Admitted] = []
     reserved: list[Reserved] = []
     final_blocks: list[FinalBlocks] = []
     prefilled: list[Prefilled] = []

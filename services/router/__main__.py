@@ -14,8 +14,8 @@ def main(argv: list[str] | None = None) -> int:
     from services.telemetry import configure_logging
 
     args = _parser().parse_args(argv)
-    configure_logging(args.router_id)
     try:
+        configure_logging(args.router_id)
         config = RouterConfig(
             cluster=ClusterConfig.from_environment(),
             model=args.model,

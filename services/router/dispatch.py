@@ -31,6 +31,7 @@ from services.router.metrics import Metrics
 from services.router.placement import Placement, Work, choose
 from services.router.reasons import reason_of
 from services.router.request import GenerationRequest
+from services.router.timeline import Timeline
 from services.router.worker_client import Attempt
 from services.rpc.tandem.v1 import worker_pb2 as pb
 
@@ -68,6 +69,7 @@ class Job:
     matches: dict[str, int] = field(default_factory=dict)  # that it was placed by
     reason: str = ""  # for the placement, in one line
     timings: pb.SequenceTimings | None = None
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +122,22 @@ class Dispatcher:
 
     async def _submit(self, job: Job) -> Attempt:
         work = self._work(job)
+        timeline = job.timeline
         while True:
-            matches = await self._match(job.block_hashes)
-            waits = self._gate.must_wait()
-            async with self._turn(job, work, matches):
-                if waits:
-                    matches = await self._match(job.block_hashes)
-                placement = self._choose(job, work, matches)
-                if placement is not None:
-                    self._admit(job, work, placement)
-                    return self._send(job, work, placement, matches)
-            await self._hold(frozenset(job.refused))
+            with timeline.stage("route"):
+                matches = await self._match(job.block_hashes)
+                waits = self._gate.must_wait()
+                turn = self._turn(job, work, matches)
+            async with timeline.queueing(turn):
+                with timeline.stage("route"):
+                    if waits:
+                        matches = await self._match(job.block_hashes)
+                    placement = self._choose(job, work, matches)
+                    if placement is not None:
+                        self._admit(job, work, placement)
+                        return self._send(job, work, placement, matches)
+            with timeline.stage("queue"):
+                await self._hold(frozenset(job.refused))
 
     def _send(self, job: Job, work: Work, placement: Placement, matches: dict[str, int]) -> Attempt:
         """Nothing was awaited since the worker was seen usable."""
@@ -142,7 +149,8 @@ class Dispatcher:
         kind = reason_of(work, placement, matches)
         job.reason = f"{kind}: {placement.reason}"
         self._metrics.placements.labels(reason=kind).inc()
-        log.debug("request %s: %s", job.request.request_id, job.reason)
+        about = {"request_id": job.request.request_id}
+        log.debug("request %s: %s", job.request.request_id, job.reason, extra=about)
         computes = (*placement.prefill_candidates, placement.decode)[0]
         prefill_s = computing_s(work, computes, placement.tokens_missing)
         self._view.note_share(computes.worker_id, prefill_s)
@@ -160,6 +168,8 @@ class Dispatcher:
             for update in await attempt.updates():
                 token_ids.extend(update.token_ids)
                 job.cached_tokens = job.cached_tokens or update.cached_tokens
+                if update.token_ids and update.HasField("timings"):
+                    job.timeline.take(update.timings, len(job.made) + len(token_ids))
                 if update.finish_reason == "error":
                     failure = from_code(
                         update.error.code,
@@ -268,11 +278,14 @@ class Dispatcher:
             ) from error
         job.num_moves += 1
         self._metrics.moves.inc()
-        log.warning("request %s moves: %s", job.request.request_id, error.message)
+        request_id = job.request.request_id
+        about = {"request_id": request_id}
+        log.warning("request %s moves: %s", request_id, error.message, extra=about)
 
 
 def _submission(job: Job, placement: Placement, matches: Mapping[str, int]) -> pb.SubmitSequence:
     sampling = job.request.sampling
+    trace = job.timeline.span.headers
     return pb.SubmitSequence(
         request_id=job.request.request_id,
         attempt=job.num_submissions,
@@ -290,6 +303,7 @@ def _submission(job: Job, placement: Placement, matches: Mapping[str, int]) -> p
             stop_token_ids=job.stop_token_ids,
             cache_salt=job.cache_salt,
         ),
+        trace=pb.TraceContext(**trace) if trace else None,
         prefill_candidates=[
             pb.PrefillCandidate(
                 worker_id=w.worker_id,

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -26,13 +26,17 @@ from services.router.dispatch import Dispatcher, Job
 from services.router.metrics import Metrics
 from services.router.prompts import Chain, PromptPreparer
 from services.router.request import GenerationRequest
+from services.router.request_log import RUNNING, RequestLog, RequestRecord
 from services.router.tenants import cache_salt
 from services.router.text import TextStream
+from services.router.timeline import Timeline
+from services.tracing import NO_TRACING, Attributes, Tracing
 
 log = logging.getLogger(__name__)
 
 # Beyond it a router refuses: each open request costs memory and a share of the event loop.
 REQUESTS_MAX = 4096
+_NO_TRACE: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class Delta:
     finish_reason: str = ""  # "stop" or "length"
     prompt_token_ids: list[int] | None = None
     placement: str = ""  # why it was placed where it was
+    timeline: Timeline | None = None  # where its time went until now
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +76,20 @@ class Generator:
     """Shared by all requests of a router. `model` is None until it is loaded."""
 
     def __init__(
-        self, config: RouterConfig, view: ClusterView, dispatcher: Dispatcher, metrics: Metrics
+        self,
+        config: RouterConfig,
+        view: ClusterView,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self.model: LoadedModel | None = None
         self.config = config
         self._view = view
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._tracing = tracing
+        self.requests = RequestLog()
         self._num_running = 0
 
     @property
@@ -105,47 +117,68 @@ class Generator:
             return "all workers serve another model than this router"
         return "no decode worker is ready"
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    async def generate(
+        self, request: GenerationRequest, trace: Mapping[str, str] = _NO_TRACE
+    ) -> AsyncGenerator[Delta, None]:
         """Deltas, at least one; closing the generator cancels the request wherever it is.
 
-        Raises errors of services/errors.py only.
+        `trace`: the client's headers `traceparent` and `tracestate`, if it sent them. Raises errors
+        of services/errors.py only.
         """
-        outcome = "cancelled"
-        started = time.perf_counter()
+        record = self._open(request, trace)
         self._num_running += 1
         self._metrics.requests_running.inc()
         try:
             if self._num_running > REQUESTS_MAX:
                 raise QueueFull(f"{REQUESTS_MAX} requests are open already", retry_after_s=1.0)
-            async with aclosing(self._run(request, started)) as deltas:
+            async with aclosing(self._run(request, record)) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason:
-                        outcome = delta.finish_reason
+                        record.outcome = delta.finish_reason
                     yield delta
         except TandemError as error:
-            outcome = error.code
+            record.fail(error)
             raise
         except Exception as error:
-            outcome = InternalError.code
-            log.exception("request %s failed", request.request_id)
-            raise InternalError(f"an error inside the router: {type(error).__name__}") from error
+            about = {"request_id": request.request_id}
+            log.exception("request %s failed", request.request_id, extra=about)
+            hidden = InternalError(f"an error inside the router: {type(error).__name__}")
+            record.fail(hidden)
+            raise hidden from error
         finally:
+            if record.outcome == RUNNING:
+                record.outcome = "cancelled"
             self._num_running -= 1
-            self._metrics.requests_running.dec()
-            self._metrics.requests.labels(kind=request.kind, outcome=outcome).inc()
-            self._metrics.e2e_s.observe(time.perf_counter() - started)
+            record.end()
+            self._metrics.on_end(record)
 
-    async def _run(self, request: GenerationRequest, started: float) -> AsyncGenerator[Delta, None]:
+    def _open(self, request: GenerationRequest, trace: Mapping[str, str]) -> RequestRecord:
+        operation = "chat" if request.kind == "chat" else "text_completion"
+        attributes: Attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.request.model": self.served_name,
+            "gen_ai.response.id": request.request_id,
+            "gen_ai.request.temperature": request.sampling.temperature,
+        }
+        span = self._tracing.begin(f"{operation} {self.served_name}", trace, attributes)
+        record = RequestRecord(request.request_id, request.kind, Timeline(span))
+        self.requests.open(record)
+        return record
+
+    async def _run(
+        self, request: GenerationRequest, record: RequestRecord
+    ) -> AsyncGenerator[Delta, None]:
         model = self.model
         if model is None:
             raise NoWorkers("the model is not loaded yet", retry_after_s=1.0)
         deadline = asyncio.get_running_loop().time() + self.config.request_deadline_s
-        job = await self._prepare(request, model)
-        self._metrics.prepare_s.observe(time.perf_counter() - started)
+        timeline = record.timeline
+        with timeline.stage("tokenize"):
+            job = await self._prepare(request, model)
+        job.timeline, record.job = timeline, job
         text = TextStream(model.tokenizer, request.stop)
         steps = self._dispatcher.run(job)
         num_sent = 0
-        last = started
         async with aclosing(steps):
             while True:
                 try:
@@ -156,10 +189,12 @@ class Generator:
                         f"the request took longer than {self.config.request_deadline_s:g} s"
                     ) from None
                 piece = text.push(step.token_ids, step.finish_reason)
-                now = time.perf_counter()
-                self._observe_latency(now - last, len(piece.token_ids), first=num_sent == 0)
-                self._count_demand(job, now - last, len(piece.token_ids), first=num_sent == 0)
-                last = now
+                now = time.monotonic()
+                elapsed_s = now - timeline.last_token_s
+                self._observe_latency(elapsed_s, len(piece.token_ids), first=num_sent == 0)
+                self._count_demand(job, elapsed_s, len(piece.token_ids), first=num_sent == 0)
+                if piece.token_ids:
+                    timeline.note_tokens(now)
                 delta = Delta(
                     text=piece.text,
                     token_ids=piece.token_ids,
@@ -169,13 +204,15 @@ class Generator:
                     finish_reason=piece.finish_reason,
                     prompt_token_ids=job.token_ids if num_sent == 0 else None,
                     placement=job.reason,
+                    timeline=timeline,
                 )
                 num_sent += len(piece.token_ids)
+                record.num_sent = num_sent
                 self._metrics.generation_tokens.inc(len(piece.token_ids))
                 if piece.finish_reason:
                     # Before the last delta, so that the worker is free however slow the client is.
                     await steps.aclose()
-                    self._observe_end(job)
+                    self._metrics.demand.ended(len(job.made))
                 yield delta
                 if piece.finish_reason:
                     return
@@ -223,8 +260,3 @@ class Generator:
             meter.first_token(elapsed_s / (slo.ttft_s + slo.ttft_token_s * len(job.token_ids)))
         elif num_tokens:
             meter.next_tokens(elapsed_s / num_tokens / slo.itl_s, num_tokens)
-
-    def _observe_end(self, job: Job) -> None:
-        self._metrics.demand.ended(len(job.made))
-        self._metrics.prompt_tokens.inc(len(job.token_ids))
-        self._metrics.cached_tokens.inc(job.cached_tokens)

@@ -24,7 +24,7 @@ from services.errors import BadRequest, ConfigError, TandemError
 from services.router.generate import Delta, Generator
 from services.router.grpc_cluster import SERVICE as CLUSTER_SERVICE
 from services.router.grpc_cluster import GrpcCluster
-from services.router.reasons import PLACEMENT_HEADER, asks
+from services.router.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from services.router.request import (
     Conversation,
     GenerationRequest,
@@ -40,6 +40,7 @@ from services.rpc.tandem.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+_TRACE_KEYS = ("traceparent", "tracestate")
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -93,6 +94,9 @@ class GrpcApi:
                 "Generate": grpc.unary_stream_rpc_method_handler(
                     self._generate, response_serializer=pb.GenerateResponse.SerializeToString
                 ),
+                "GetRequest": grpc.unary_unary_rpc_method_handler(
+                    self._get_request, response_serializer=pb.RequestRecord.SerializeToString
+                ),
                 "ListModels": grpc.unary_unary_rpc_method_handler(
                     self._list_models, response_serializer=pb.ListModelsResponse.SerializeToString
                 ),
@@ -107,14 +111,30 @@ class GrpcApi:
             tenant = read_tenant(named, trusted=self._config.trust_tenant_header)
             request = replace(parse_request(body), tenant=tenant)
             wants_placement = any(map(asks, _metadata(context, PLACEMENT_HEADER)))
-            async with aclosing(self._generator.generate(request)) as deltas:
+            wants_timing = any(map(asks, _metadata(context, TIMING_HEADER)))
+            trace = {n: v for n in _TRACE_KEYS for v in _metadata(context, n)}
+            async with aclosing(self._generator.generate(request, trace)) as deltas:
                 async for delta in deltas:
+                    if wants_timing and delta.finish_reason and delta.timeline is not None:
+                        timing = delta.timeline.server_timing()
+                        context.set_trailing_metadata((("server-timing", timing),))
                     if delta.prompt_token_ids is not None and wants_placement:
                         placement = ((PLACEMENT_HEADER, delta.placement),)
                         await context.send_initial_metadata(placement)
                     yield _response(request.request_id, delta)
         except TandemError as error:
             await abort(context, error)
+
+    async def _get_request(
+        self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.RequestRecord:
+        try:
+            asked = _parse(pb.GetRequestRequest(), body)
+            found = self._generator.requests.find(asked.request_id).as_dict()
+        except TandemError as error:
+            await abort(context, error)
+        request_id, _ = found.pop("id"), found.pop("object")
+        return pb.RequestRecord(request_id=request_id, **found)
 
     async def _list_models(
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]

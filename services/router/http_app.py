@@ -17,10 +17,16 @@ from starlette.responses import Response
 from services.config import RouterConfig
 from services.errors import ModelNotFound, NoWorkers
 from services.router.cluster_view import ClusterView
-from services.router.generate import Delta, Generator
+from services.router.generate import Generator
 from services.router.http_body import read_json_object
 from services.router.http_cluster import add_cluster_routes
 from services.router.http_errors import JsonResponse, error_response, install_handlers
+from services.router.http_requests import (
+    add_request_routes,
+    answer_headers,
+    asks_timing,
+    trace_headers,
+)
 from services.router.http_stream import EventStream, first_delta, whole_answer
 from services.router.metrics import Metrics
 from services.router.openai_replies import Replies
@@ -31,7 +37,6 @@ from services.router.openai_requests import (
     parse_chat,
     parse_completion,
 )
-from services.router.reasons import PLACEMENT_HEADER, asks
 from services.router.tenants import TENANT_HEADER, read_tenant
 
 Parse = Callable[[dict[str, Any], str], ParsedRequest]
@@ -49,6 +54,7 @@ def make_app(
     _add_generation(app, config, generator)
     _add_models(app, generator)
     _add_operations(app, generator, metrics)
+    add_request_routes(app, generator)
     add_cluster_routes(app, config, generator, view)
     return app
 
@@ -56,16 +62,20 @@ def make_app(
 def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) -> None:
     async def serve(request: Request, parse: Parse) -> Response:
         body = await read_json_object(request, config.body_bytes_max)
-        parsed = parse(body, uuid.uuid4().hex)
+        request_id = request.state.request_id = uuid.uuid4().hex
+        parsed = parse(body, request_id)
         replies = Replies(parsed, generator.served_name)
         sent = request.headers.getlist(TENANT_HEADER)
         tenant = read_tenant(sent, trusted=config.trust_tenant_header)
-        deltas = generator.generate(replace(parsed.request, tenant=tenant))
+        asked = replace(parsed.request, tenant=tenant)
+        deltas = generator.generate(asked, trace_headers(request))
         if parsed.stream:
             first = await first_delta(request, deltas)
-            return EventStream(first, deltas, replies, _headers(request, first))
+            headers = answer_headers(request, request_id, first)
+            timeline = first.timeline if asks_timing(request) else None
+            return EventStream(first, deltas, replies, headers, timeline)
         answer, last = await whole_answer(request, deltas, replies)
-        return JsonResponse(answer, headers=_headers(request, last))
+        return JsonResponse(answer, headers=answer_headers(request, request_id, last))
 
     @app.post("/v1/completions", openapi_extra=_documented(CompletionBody))
     async def completions(request: Request) -> Response:
@@ -123,12 +133,6 @@ def _add_operations(app: FastAPI, generator: Generator, metrics: Metrics) -> Non
     @app.get("/metrics")
     async def prometheus() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _headers(request: Request, delta: Delta) -> dict[str, str]:
-    if not asks(request.headers.get(PLACEMENT_HEADER)):
-        return {}
-    return {PLACEMENT_HEADER: delta.placement}
 
 
 def _documented(body: type[CompletionBody] | type[ChatBody]) -> dict[str, Any]:

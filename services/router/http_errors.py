@@ -55,9 +55,12 @@ def error_response(error: TandemError) -> Response:
 def install_handlers(app: FastAPI) -> None:
     """Every error of every route takes the one shape."""
 
-    async def on_tandem(_: Request, error: Exception) -> Response:
+    async def on_tandem(request: Request, error: Exception) -> Response:
         assert isinstance(error, TandemError)
-        return error_response(error)
+        response = error_response(error)
+        if request_id := getattr(request.state, "request_id", ""):
+            response.headers["x-request-id"] = request_id
+        return response
 
     async def on_http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

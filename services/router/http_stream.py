@@ -21,6 +21,7 @@ from services.errors import TandemError
 from services.router.generate import Delta
 from services.router.http_errors import error_body
 from services.router.openai_replies import Replies
+from services.router.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ class EventStream(Response):
         rest: AsyncGenerator[Delta, None],
         replies: Replies,
         headers: Mapping[str, str],
+        timeline: Timeline | None = None,
     ) -> None:
+        """`timeline`: told in a comment at the end."""
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
             media_type="text/event-stream",
@@ -68,6 +71,7 @@ class EventStream(Response):
         self._first = first
         self._rest = rest
         self._replies = replies
+        self._timeline = timeline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -84,6 +88,9 @@ class EventStream(Response):
             async for delta in self._rest:
                 await self._send_delta(send, delta)
             ending = b"data: [DONE]\n\n"
+            if self._timeline is not None:
+                timing = f": server-timing: {self._timeline.server_timing()}\n\n"
+                ending = timing.encode() + ending
         except TandemError as error:
             ending = b"data: " + _encode(error_body(error)) + b"\n\n"
         await send({"type": "http.response.body", "body": ending, "more_body": False})

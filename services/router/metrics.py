@@ -7,22 +7,33 @@ from the cluster view at each scrape.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.autoscaler.signals import DemandMeter
+from services.config import Role
 from services.router.reasons import REASONS
+from services.router.timeline import STAGES
 
 if TYPE_CHECKING:
     from services.router.cluster_view import ClusterView
+    from services.router.request_log import RequestRecord
 
 # vLLM's buckets, seconds.
 _FAST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _TTFT_S = (*_FAST_S, 20, 40, 80, 160, 640)
 _ITL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 _E2E_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
@@ -32,6 +43,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.demand = DemandMeter()  # for the autoscaler: what was asked for, and how well it went
+        ProcessCollector(registry=registry)
         self.ttft_s = Histogram(
             "tandem:time_to_first_token_seconds",
             "From the checked request to its first token",
@@ -55,6 +67,33 @@ class Metrics:
             "Rendering, tokenizing and hashing, off the event loop",
             registry=registry,
             buckets=_ITL_S,
+        )
+        self.tpot_s = Histogram(
+            "tandem:request_time_per_output_token_seconds",
+            "Mean time between a request's tokens after its first",
+            registry=registry,
+            buckets=_ITL_S,
+        )
+        self.stage_s = Histogram(
+            "tandem:request_stage_seconds",
+            "Where the time of requests that ended well went (docs/operations.md)",
+            ["stage"],
+            registry=registry,
+            buckets=_TTFT_S,
+        )
+        for stage in STAGES:
+            self.stage_s.labels(stage=stage)
+        self.request_prompt_tokens = Histogram(
+            "tandem:request_prompt_tokens",
+            "Prompt tokens of requests that ended well",
+            registry=registry,
+            buckets=_TOKENS,
+        )
+        self.request_generation_tokens = Histogram(
+            "tandem:request_generation_tokens",
+            "Tokens made for requests that ended well",
+            registry=registry,
+            buckets=_TOKENS,
         )
         self.prompt_tokens = Counter(
             "tandem:prompt_tokens", "Prompt tokens of ended requests", registry=registry
@@ -102,6 +141,28 @@ class Metrics:
             "tandem:request_moves", "Requests moved off a lost worker", registry=registry
         )
 
+    def on_end(self, record: RequestRecord) -> None:
+        """A request is over, in whatever way."""
+        self.requests_running.dec()
+        self.requests.labels(kind=record.kind, outcome=record.outcome).inc()
+        timeline, e2e_s = record.timeline, record.e2e_s
+        assert e2e_s is not None
+        self.e2e_s.observe(e2e_s)
+        if "tokenize" in timeline.stages_s:
+            self.prepare_s.observe(timeline.stages_s["tokenize"])
+        if record.error or record.outcome == "cancelled":
+            return
+        usage = record.facts["usage"]
+        self.prompt_tokens.inc(usage["prompt_tokens"])
+        self.cached_tokens.inc(usage["cached_tokens"])
+        self.request_prompt_tokens.observe(usage["prompt_tokens"])
+        self.request_generation_tokens.observe(record.num_sent)
+        for stage, seconds in timeline.stages_s.items():
+            self.stage_s.labels(stage=stage).observe(seconds)
+        if timeline.ttft_s is not None and record.num_sent > 1:
+            decode_s = timeline.last_token_s - timeline.began_s - timeline.ttft_s
+            self.tpot_s.observe(decode_s / (record.num_sent - 1))
+
     def watch(self, view: ClusterView) -> None:
         self.registry.register(_WorkerGauges(view))
 
@@ -126,10 +187,23 @@ class _WorkerGauges(Collector):
         kv_use = GaugeMetricFamily(
             "tandem:worker_kv_cache_usage_perc", "KV blocks in use, 0 to 1", labels=labels
         )
+        usable = dict.fromkeys(get_args(Role), 0)  # also of an empty pool
         for worker in self._view.snapshots():
+            usable[worker.role] += worker.usable
             values = [worker.worker_id, worker.role]
             up.add_metric(values, float(worker.usable))
             running.add_metric(values, worker.num_running)
             waiting.add_metric(values, worker.num_waiting)
             kv_use.add_metric(values, worker.kv_use)
         yield from (up, running, waiting, kv_use)
+        workers = GaugeMetricFamily(
+            "tandem:workers_usable", "Workers that may be placed on", labels=["role"]
+        )
+        for role, count in usable.items():
+            workers.add_metric([role], count)
+        yield workers
+        yield GaugeMetricFamily(
+            "tandem:redis_up",
+            "1 when Redis answers this router",
+            value=float(self._view.redis_state == "ok"),
+        )

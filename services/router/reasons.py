@@ -18,6 +18,7 @@ from services.router.placement import Placement
 Reason = Literal["prefix", "load_over_prefix", "load"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 PLACEMENT_HEADER = "x-tandem-placement"  # in a request: asks for the line; in its answer: the line
+TIMING_HEADER = "x-tandem-timing"  # in a request: asks for its stages, in `server-timing`
 _NO = ("", "0", "false", "no", "off")
 
 
@@ -31,5 +32,5 @@ def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> R
 
 
 def asks(value: str | None) -> bool:
-    """Whether a client that sent this value of the header wants the line."""
+    """Whether a client that sent this value of a header wants the answer to it."""
     return value is not None and value.strip().lower() not in _NO

@@ -37,6 +37,7 @@ from services.router.index_metrics import CountedLookup, IndexMetrics
 from services.router.index_trust import IndexTrust
 from services.router.metrics import Metrics
 from services.router.prompts import PromptPreparer
+from services.tracing import make_tracing
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ class Router:
         dispatcher.on_end = trust.observe
         tree = TreeInspector(self._redis, self._index)
         self._audit = IndexAudit(self.view, tree, trust, index_metrics)
-        self.generator = Generator(config, self.view, dispatcher, self._metrics)
+        tracing = make_tracing("tandem-router", config.router_id)
+        self.generator = Generator(config, self.view, dispatcher, self._metrics, tracing)
         self.autoscale = AutoscaleLoop(
             config, self.view, self._metrics.demand, num_held=lambda: dispatcher.num_holding
         )

@@ -78,8 +78,8 @@ def main(
 ) -> None:
     """Runs one worker until it is drained."""
     worker_id = worker_id or f"{role}-{uuid.uuid4().hex[:8]}"
-    configure_logging(f"{worker_id}/io")
     try:
+        configure_logging(f"{worker_id}/io")
         config = WorkerConfig(
             role=role,  # type: ignore[arg-type]
             cluster=ClusterConfig.from_environment(),

@@ -85,5 +85,9 @@ def host_from(message: pb.HostIdentity) -> HostIdentity:
     )
 
 
+def trace_headers(message: pb.TraceContext) -> dict[str, str]:
+    return {"traceparent": message.traceparent, "tracestate": message.tracestate}
+
+
 def rate_message(rate: PairRate) -> pb.PairRate:
     return pb.PairRate(latency_s=rate.latency_s, bytes_per_s=rate.bytes_per_s)

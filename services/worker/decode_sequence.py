@@ -1,4 +1,10 @@
-"""One request on its decode worker, and what is known of it so far."""
+"""One request on its decode worker, what is known of it so far, and where its time went.
+
+    submitted --queue--> admitted --prefill--> first token --transfer exposed--> released
+                                                    `--first decode--> second token --decode--> end
+
+A prompt that a prefill worker computes waits in its queue, too: that time counts as queue.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,8 @@ from dataclasses import dataclass, field
 
 from services.engine.types import Reserved, SequenceSpec
 from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.tracing import NO_SPAN, RequestSpan
+from services.worker.lease import PullStats
 from services.worker.prefix_choice import PrefixPlan
 from services.worker.router_stream import RouterStream
 
@@ -22,10 +30,12 @@ class DecodeSequence:
     candidates: list[pb.PrefillCandidate]
     holders: list[pb.PrefixHolder]  # of the prompt's first blocks, other workers
     stream: RouterStream
+    span: RequestSpan = NO_SPAN
     submitted_at: float = field(default_factory=time.monotonic)
-    reserved_at: float = 0.0
+    admitted_at: float = 0.0
     first_token_at: float = 0.0
     second_token_at: float = 0.0
+    pulled: PullStats | None = None  # by the lease that brought its prompt
     num_sent: int = 0
     cached_tokens: int = 0
     timings: pb.SequenceTimings = field(
@@ -40,3 +50,39 @@ class DecodeSequence:
     @property
     def sequence_id(self) -> str:
         return self.spec.sequence_id
+
+    def note_first_token(self, now: float) -> None:
+        self.first_token_at = now
+        queue_s = max(0.0, (self.admitted_at or self.submitted_at) - self.submitted_at)
+        if self.pulled is not None:
+            queue_s += self.pulled.queue_s
+        self.timings.queue_ms = queue_s * 1000
+        self.timings.prefill_ms = max(0.0, now - self.submitted_at - queue_s) * 1000
+
+    def note_second_token(self, now: float) -> None:
+        self.second_token_at = now
+        self.timings.second_token_ms = (now - self.first_token_at) * 1000
+
+    def end_span(self, now: float, *, error: str = "") -> None:
+        """Tells the trace its stages, as far as it came."""
+        if self.span is NO_SPAN:
+            return
+        self.span.stage("queue", self.submitted_at, self.admitted_at)
+        self.span.stage("prefill", self.admitted_at, self.first_token_at)
+        decode_from = self.first_token_at
+        if (pulled := self.pulled) is not None and pulled.released_at:
+            decode_from = max(decode_from, pulled.released_at)
+            self.span.stage(
+                "transfer",
+                pulled.began_at,
+                pulled.released_at,
+                {
+                    "tandem.transport": self.timings.transport,
+                    "tandem.prefill_worker": self.timings.prefill_worker_id,
+                    "tandem.bytes_pulled": pulled.num_bytes,
+                    "tandem.exposed_ms": pulled.exposed_s * 1000,
+                },
+            )
+        self.span.stage("first_decode", decode_from, self.second_token_at)
+        self.span.stage("decode", self.second_token_at, now)
+        self.span.end({"tandem.tokens_sent": self.num_sent}, error=error)

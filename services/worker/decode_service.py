@@ -22,7 +22,9 @@ import msgspec
 from services.config import WorkerConfig
 from services.engine.types import Failed, Mode, NewTokens, Reserved
 from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.worker.convert import sequence_spec
+from services.telemetry import about
+from services.tracing import NO_TRACING, Attributes, Tracing
+from services.worker.convert import sequence_spec, trace_headers
 from services.worker.decode_sequence import DecodeSequence
 from services.worker.engine_link import EngineLink
 from services.worker.lease import LeaseMaker, PullStats
@@ -55,6 +57,7 @@ class DecodeService:
         make_lease: LeaseMaker,
         block_bytes: int,
         max_model_len: int,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._config = config
         self._link = link
@@ -67,6 +70,7 @@ class DecodeService:
         )
         self.identity = pb.PrefixHolder()  # this worker's id, epoch and address, once it listens
         self._max_model_len = max_model_len
+        self._tracing = tracing
         self._sequences: dict[str, DecodeSequence] = {}
         self._streams: set[RouterStream] = set()
         self.draining = False
@@ -130,6 +134,9 @@ class DecodeService:
         """Hands on what a step brought; one message to each router concerned."""
         step = report.report
         self.planner.load = load
+        for admitted in step.admitted:
+            if (sequence := self._sequences.get(admitted.sequence_id)) is not None:
+                sequence.admitted_at = sequence.admitted_at or admitted.at
         for reserved in step.reserved:
             self._on_reserved(reserved)
         for new_tokens in step.new_tokens:
@@ -168,6 +175,13 @@ class DecodeService:
         sequence = DecodeSequence(
             submit.request_id, submit.attempt, spec, candidates, holders, stream
         )
+        if submit.HasField("trace"):
+            attributes: Attributes = {
+                "gen_ai.response.id": submit.request_id,
+                "tandem.attempt": submit.attempt,
+            }
+            headers = trace_headers(submit.trace)
+            sequence.span = self._tracing.begin("decode_worker", headers, attributes)
         if not candidates and (prefix := self._prefixes.plan(spec, holders)) is not None:
             sequence.prefix, sequence.spec = prefix, prefix.spec
         self._sequences[sequence_id] = sequence
@@ -184,7 +198,6 @@ class DecodeService:
         if sequence.reserved is not None and not sequence.reserved.done():
             sequence.reserved.set_result(reserved)
             return
-        sequence.reserved_at = sequence.reserved_at or time.monotonic()
         sequence.cached_tokens = min(reserved.num_cached_tokens, sequence.spec.num_prompt_tokens)
         sequence.prefilling = asyncio.create_task(self._prompts.run(sequence, reserved))
         sequence.prefilling.add_done_callback(lambda task: self._prefill_ended(sequence, task))
@@ -202,6 +215,7 @@ class DecodeService:
         sequence.cached_tokens = max(
             sequence.cached_tokens, min(stats.cached_tokens, sequence.spec.num_prompt_tokens)
         )
+        sequence.pulled = stats
         self._send_tokens(sequence, [token_id])
         # Whatever happens to the lease now, the client has this token: it is part of the input.
         sequence.spec = msgspec.structs.replace(
@@ -229,7 +243,8 @@ class DecodeService:
         if self.is_over(sequence) or not (task.cancelled() or task.exception()):
             return
         error = "cancelled" if task.cancelled() else repr(task.exception())
-        log.error("prefill of %s broke: %s", sequence.request_id, error)
+        named = about(sequence.sequence_id)
+        log.error("prefill of %s broke: %s", sequence.request_id, error, extra=named)
         self._link.send(Remove(sequence.sequence_id))
         self._end_with_error(sequence, "internal_error", f"its prefill broke: {error}")
 
@@ -253,31 +268,31 @@ class DecodeService:
             self._end_with_error(sequence, failed.code, failed.message)
 
     def _send_tokens(self, sequence: DecodeSequence, token_ids: list[int]) -> None:
-        if not sequence.num_sent:
-            sequence.first_token_at = time.monotonic()
         update = self._update(sequence, token_ids=token_ids)
         if not sequence.num_sent:
+            sequence.note_first_token(time.monotonic())
             update.cached_tokens = sequence.cached_tokens
-        if sequence.num_sent == 1:
-            sequence.second_token_at = time.monotonic()
+            self._metrics.requests.on_first_token(sequence)
+        elif sequence.num_sent == 1:
+            sequence.note_second_token(time.monotonic())
+        if sequence.num_sent < 2:
+            update.timings.CopyFrom(sequence.timings)
         sequence.num_sent += len(token_ids)
         sequence.stream.push(update)
 
     def _end(self, sequence: DecodeSequence, *, finish_reason: str, num_preemptions: int) -> None:
         self._metrics.preemptions.inc(num_preemptions)
-        self._rates.on_end(time.monotonic())
-        timings = sequence.timings
-        reserved_at = sequence.reserved_at or sequence.submitted_at
-        timings.queue_ms = (reserved_at - sequence.submitted_at) * 1000
-        timings.prefill_ms = (sequence.first_token_at - reserved_at) * 1000
+        now = time.monotonic()
+        self._rates.on_end(now)
+        self._metrics.requests.on_end(sequence, now)
         if sequence.second_token_at:
             second_token_s = sequence.second_token_at - sequence.first_token_at
-            timings.second_token_ms = second_token_s * 1000
-            self._metrics.on_second_token(timings.transport, second_token_s)
+            self._metrics.on_second_token(sequence.timings.transport, second_token_s)
+        sequence.end_span(now)
         update = self._update(
             sequence,
             finish_reason=finish_reason,
-            timings=timings,
+            timings=sequence.timings,
             num_preemptions=num_preemptions,
         )
         self._forget(sequence)
@@ -287,6 +302,7 @@ class DecodeService:
         error = pb.WorkerError(code=code, message=message)
         if code == "queue_full":
             error.retry_after_s = self._rates.retry_after_s
+        sequence.end_span(time.monotonic(), error=code)
         self._forget(sequence)
         sequence.stream.push(self._update(sequence, finish_reason="error", error=error))
 
@@ -297,6 +313,7 @@ class DecodeService:
         """Nobody waits for it any more."""
         sequence = self._sequences.get(sequence_id)
         if sequence is not None:
+            sequence.end_span(time.monotonic(), error="cancelled")
             self._forget(sequence)
             self._link.send(Remove(sequence_id))
 

@@ -31,7 +31,7 @@ from services.engine.runner import ModelRunner
 from services.engine.types import Failed, FinalBlocks, StepReport
 from services.errors import TandemError
 from services.models.source import resolve
-from services.telemetry import configure_logging
+from services.telemetry import about, configure_logging
 from services.transfer import thread as transfer
 from services.transfer.protocol import LocalPool, Pull, PullResult, layout_fields
 from services.worker import messages
@@ -136,6 +136,9 @@ class EngineProcess:
                 return
             command = _decoder.decode(frames[0])
             self._num_commands += 1
+            if log.isEnabledFor(logging.DEBUG) and (sequence_id := messages.sequence_id(command)):
+                name = type(command).__name__
+                log.debug("%s %s", name, sequence_id, extra=about(sequence_id))
             try:
                 self._apply(command, frames)
             except TandemError as error:
@@ -192,7 +195,8 @@ class EngineProcess:
 
     def _refuse(self, command: messages.Command, error: TandemError) -> None:
         """The request at fault ends, and whoever waits for an answer gets it; the others go on."""
-        log.warning("%s: %s", type(command).__name__, error)
+        name, sequence_id = type(command).__name__, messages.sequence_id(command)
+        log.warning("%s %s: %s", name, sequence_id, error, extra=about(sequence_id))
         match command:
             case messages.StartPull(pull_id):
                 failed = PullResult(pull_id, done=False, error=error.message)
@@ -200,7 +204,6 @@ class EngineProcess:
             case messages.LoadBytes(request_id):
                 self._send(messages.BlockData(request_id, error.message))
             case _:
-                sequence_id = messages.sequence_id(command)
                 self._failed.append(Failed(sequence_id, error.code, error.message))
 
     def _give_up(self, sequence_id: str) -> list[int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.config import WorkerConfig
@@ -36,7 +36,9 @@ class PullStats:
     num_blocks: int = 0
     num_skipped: int = 0  # blocks before the first missing one: here already
     num_bytes: int = 0
+    queue_s: float = 0.0  # in the source's queue
     pull_s: float = 0.0  # of all pulls together, while others ran or not
+    began_at: float = 0.0  # the first of them
     prefilled_at: float = 0.0  # when the first token came
     released_at: float = 0.0
     cached_tokens: int = 0  # of the prompt, at the source
@@ -75,13 +77,15 @@ class ReaderLease:
         first_missing_block: int,
         targets: list[int],
         prefix_holders: Sequence[pb.PrefixHolder] = (),
+        trace: Mapping[str, str] | None = None,
         on_first_token: Callable[[int, PullStats], None],
     ) -> int:
         """Has the prompt prefilled, and pulls every missing block into `targets`, blocks of the
         sequence's table from the first missing one on. Returns the first token.
 
-        Raises TandemError.
+        `trace` are the headers of the request's span. Raises TandemError.
         """
+        self._lease_id = f"{request_id}#{self._lease_id}"  # so that the source's logs name it
         start = pb.StartPrefill(
             lease_id=self._lease_id,
             request_id=request_id,
@@ -91,6 +95,7 @@ class ReaderLease:
             transport=self.peer.transport,
             prefix_holders=prefix_holders,
             verify_every=self._config.transfer.verify_every,
+            trace=pb.TraceContext(**trace) if trace else None,
         )
         if (rate := self._rates.pair(self.peer.worker_id, self.peer.transport)) is not None:
             start.rate.CopyFrom(rate_message(rate))
@@ -104,6 +109,7 @@ class ReaderLease:
                 raise LeaseLost(f"{self.peer.worker_id} answered {event}")
             self.stats.prefilled_at = time.monotonic()
             self.stats.cached_tokens = event.prefilled.cached_tokens
+            self.stats.queue_s = event.prefilled.queue_ms / 1000
             first_token_id = int(event.prefilled.first_token_id)
             on_first_token(first_token_id, self.stats)
 
@@ -193,6 +199,7 @@ class ReaderLease:
     async def _pull(self, stream: LeaseStream, blocks: _Targets, run: pb.BlockRun) -> None:
         await self._may_pull.wait()
         started = time.monotonic()
+        self.stats.began_at = self.stats.began_at or started
         index = run.first_block - blocks.first_block
         targets = blocks.targets[index : index + len(run.block_ids)]
         if len(targets) != len(run.block_ids):

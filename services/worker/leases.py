@@ -9,10 +9,12 @@ engine's queue bounds those.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.config import TransferConfig
+from services.tracing import NO_SPAN, RequestSpan
 from services.worker.prefix_choice import PrefixPlan
 
 
@@ -23,12 +25,28 @@ class Lease:
     lease_id: str
     reader_id: str
     verify_every: int = 0
+    span: RequestSpan = NO_SPAN
+    # Times are `time.monotonic()` seconds; 0: not yet.
+    opened_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
+    prefilled_at: float = 0.0
     # What the engine brought, and one release: at most one event for each block of the prompt.
     events: asyncio.Queue[object] = field(default_factory=asyncio.Queue)
     block_ids: list[int] = field(default_factory=list)  # that the reader was told of
     is_ahead: bool = False
     plan: PrefixPlan | None = None  # whom to pull its first blocks from, once it is admitted
     prefix: asyncio.Task[None] | None = None  # that pull
+
+    @property
+    def queue_s(self) -> float:
+        return max(0.0, self.admitted_at - self.opened_at)
+
+    def end_span(self, now: float, *, error: str = "") -> None:
+        """Tells the trace its stages, as far as it came."""
+        self.span.stage("queue", self.opened_at, self.admitted_at)
+        self.span.stage("prefill", self.admitted_at, self.prefilled_at)
+        self.span.stage("transfer", self.prefilled_at, now)
+        self.span.end({"tandem.blocks": len(self.block_ids)}, error=error)
 
 
 class Leases:

@@ -11,6 +11,7 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Histogram,
+    ProcessCollector,
     make_wsgi_app,
     start_http_server,
 )
@@ -26,6 +27,7 @@ from services.worker.lease import PullStats
 from services.worker.messages import PullsSettled, ReaderRenewed, TransferReply
 from services.worker.peers import Peer
 from services.worker.probes import Probes
+from services.worker.request_metrics import RequestMetrics
 
 _HELP = {
     "num_running": "Sequences in the batch",
@@ -67,7 +69,12 @@ class WorkerMetrics:
     def __init__(self, *, worker_id: str, role: str) -> None:
         self._labels = {"worker": worker_id, "role": role}
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)  # of the I/O process
+        self.requests = RequestMetrics(self._labels, self._registry)
         self.steps = self._counter("engine_steps", "Steps of the engine that computed something")
+        self.step_s = self._histogram("engine_step_seconds", "Of such a step").labels(
+            **self._labels
+        )
         self.prefill_tokens = self._counter("prefill_tokens", "Tokens computed in prefill")
         self.decode_tokens = self._counter("decode_tokens", "Tokens computed in decode")
         self.preemptions = self._counter("preemptions", "Sequences preempted by recomputation")
@@ -207,6 +214,14 @@ class _Gauges(Collector):
             family = GaugeMetricFamily(f"tandem_{name}", _HELP[name], labels=list(self._labels))
             family.add_metric(list(self._labels.values()), getattr(load, name))
             yield family
+        total = load.blocks_total
+        usage = GaugeMetricFamily(
+            "tandem_kv_cache_usage_perc",
+            "KV blocks that live sequences hold, 0 to 1",
+            labels=list(self._labels),
+        )
+        usage.add_metric(list(self._labels.values()), load.blocks_used / total if total else 0.0)
+        yield usage
         pairs = self._pairs()
         for name, text, value in _PAIRS:
             family = GaugeMetricFamily(name, text, labels=[*self._labels, "peer", "transport"])

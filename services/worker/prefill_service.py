@@ -24,9 +24,10 @@ from services.config import WorkerConfig
 from services.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Reserved
 from services.errors import QueueFull
 from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.tracing import NO_TRACING, Tracing
 from services.worker.block_server import BlockServer
 from services.worker.checksums import checksums
-from services.worker.convert import sequence_spec
+from services.worker.convert import sequence_spec, trace_headers
 from services.worker.engine_link import EngineLink
 from services.worker.leases import Lease, Leases
 from services.worker.messages import Add, Command, ContinuePrefill, Hold, Remove, Report
@@ -52,6 +53,7 @@ class PrefillService:
         *,
         block_bytes: int,
         num_blocks: int,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         """`num_blocks` and `block_bytes` are of the KV pool. Without `prefixes` all is computed."""
         self._config = config
@@ -60,6 +62,7 @@ class PrefillService:
         self._metrics = metrics
         self._rates = rates
         self._prefixes = prefixes
+        self._tracing = tracing
         self._leases = Leases(config.transfer, num_blocks=num_blocks)
         self.blocks = BlockServer(link, self._leases, metrics, block_bytes=block_bytes)
         self._tick = 0
@@ -75,6 +78,9 @@ class PrefillService:
         self._tick = report.tick
         step = report.report
         self.on_final_blocks(step.final_blocks)
+        for admitted in step.admitted:
+            if (lease := self._leases.get(admitted.sequence_id)) is not None:
+                lease.admitted_at = lease.admitted_at or admitted.at
         for reserved in step.reserved:
             lease = self._leases.get(reserved.sequence_id)
             if lease is not None and lease.plan is not None:
@@ -82,6 +88,8 @@ class PrefillService:
         events: list[Prefilled | Held | Failed] = [*step.prefilled, *step.held, *step.failed]
         for event in events:
             if (lease := self._leases.get(event.sequence_id)) is not None:
+                if isinstance(event, Prefilled):
+                    lease.prefilled_at = time.monotonic()
                 lease.is_ahead = not isinstance(event, Failed)
                 lease.events.put_nowait(event)
 
@@ -118,18 +126,30 @@ class PrefillService:
             return
         lease = Lease(opening.lease_id, reader_id, opening.verify_every)
         self._leases.open(lease)
+        if first.start.HasField("trace"):
+            attributes = {
+                "gen_ai.response.id": first.start.request_id,
+                "tandem.decode_worker": reader_id,
+            }
+            headers = trace_headers(first.start.trace)
+            lease.span = self._tracing.begin("prefill_worker", headers, attributes)
+        error = "cancelled"
         reading = asyncio.create_task(self._read_commands(lease, commands))
         try:
             self._link.send(self._begin(lease, first))
             yield pb.PrefillEvent(accepted=pb.Accepted(epoch=self._epoch))
             async for event in self._events(lease):
                 yield event
+            error = ""
         finally:
             reading.cancel()
+            now = time.monotonic()
+            lease.end_span(now, error=error)
+            self._metrics.requests.on_lease_end(lease, now)
             if lease.prefix is not None:
                 lease.prefix.cancel()
             self._leases.close(lease)
-            self._rates.on_end(time.monotonic())
+            self._rates.on_end(now)
             self._link.send(Remove(lease.lease_id))
 
     def _begin(self, lease: Lease, first: pb.PrefillCommand) -> Command:
@@ -179,7 +199,9 @@ class PrefillService:
                     yield pb.PrefillEvent(run=run)
                 case Prefilled():
                     prefilled = pb.Prefilled(
-                        first_token_id=event.first_token_id, cached_tokens=event.num_cached_tokens
+                        first_token_id=event.first_token_id,
+                        cached_tokens=event.num_cached_tokens,
+                        queue_ms=lease.queue_s * 1000,
                     )
                     yield pb.PrefillEvent(prefilled=prefilled)
                     is_answered = True

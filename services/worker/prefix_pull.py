@@ -22,6 +22,7 @@ from services.engine.types import Reserved, SequenceSpec
 from services.errors import TandemError
 from services.registry import Contract
 from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.telemetry import about
 from services.worker.lease import LeaseMaker, ReaderLease
 from services.worker.metrics import WorkerMetrics
 from services.worker.peer import Peer
@@ -98,7 +99,10 @@ class PrefixPuller:
             async with asyncio.timeout(min(self._config.transfer.pull_deadline_s, patience_s)):
                 return await self._ask(plan, holders, block_hashes, num_cached, reserved.block_ids)
         except TimeoutError:
-            log.warning("the prefix of %s did not come in time", plan.spec.sequence_id)
+            sequence_id = plan.spec.sequence_id
+            log.warning(
+                "the prefix of %s did not come in time", sequence_id, extra=about(sequence_id)
+            )
             return num_cached
 
     async def pull(
@@ -142,6 +146,7 @@ class PrefixPuller:
                     peer.worker_id,
                     error,
                     exc_info=None if isinstance(error, TandemError) else error,
+                    extra=about(sequence_id),
                 )
                 if lease.pulled_anything:
                     break  # a read may still land where the next holder's blocks would go

@@ -21,6 +21,7 @@ from services.config import WorkerConfig
 from services.engine.types import Mode, Reserved
 from services.errors import LeaseLost, TandemError
 from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.telemetry import about
 from services.worker.decode_sequence import DecodeSequence
 from services.worker.engine_link import EngineLink
 from services.worker.lease import LeaseMaker, PullStats, ReaderLease
@@ -151,7 +152,13 @@ class PromptPrefill:
         choice = "remote" if plan.candidates else "local"
         again = "first" if left == sequence.candidates else "again"
         self._metrics.on_choice(choice, again)
-        log.debug("%s is prefilled %s: %s", sequence.request_id, choice, plan.reason)
+        log.debug(
+            "%s is prefilled %s: %s",
+            sequence.request_id,
+            choice,
+            plan.reason,
+            extra=about(sequence.sequence_id),
+        )
         return plan
 
     async def _run_lease(
@@ -168,6 +175,7 @@ class PromptPrefill:
                         first_missing_block=first_missing,
                         targets=reserved.block_ids,
                         prefix_holders=[*self._owner.as_holder(first_missing), *sequence.holders],
+                        trace=sequence.span.headers,
                         on_first_token=lambda token, stats: self._owner.on_first_token(
                             sequence, token, stats
                         ),
@@ -192,6 +200,7 @@ class PromptPrefill:
             sequence.request_id,
             error,
             exc_info=None if expected else error,
+            extra=about(sequence.sequence_id),
         )
         self._metrics.prefill_failures.inc()
 

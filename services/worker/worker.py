@@ -28,6 +28,7 @@ from services.rpc.failures import FailureInterceptor, log_lost_peers_calmly
 from services.rpc.options import SERVER_OPTIONS
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from services.tracing import make_tracing
 from services.worker.convert import load_message
 from services.worker.decode_service import DecodeService
 from services.worker.engine_link import EngineLink
@@ -175,6 +176,7 @@ class Worker:
             rates=self.rates,
             on_mismatch=self._metrics.block_mismatches.inc,
         )
+        tracing = make_tracing(f"tandem-{config.role}", config.worker_id)
         make_lease = partial(ReaderLease, puller=puller, rates=self.rates, config=config)
         prefixes = PrefixPuller(
             config, self.contract, self.peers, self.rates, self._metrics, make_lease
@@ -190,6 +192,7 @@ class Worker:
             prefixes,
             block_bytes=ready.block_bytes,
             num_blocks=ready.num_blocks,
+            tracing=tracing,
         )
         self.decode = DecodeService(
             config,
@@ -201,6 +204,7 @@ class Worker:
             make_lease=make_lease,
             block_bytes=ready.block_bytes,
             max_model_len=ready.max_model_len,
+            tracing=tracing,
         )
         port = self._metrics.serve(
             config.host, config.metrics_port, self.load, lambda: self.rates.pairs, self._probes
@@ -254,6 +258,7 @@ class Worker:
         self._membership.on_report(step)
         if step.num_prefill_tokens or step.num_decode_tokens:
             self._metrics.steps.inc()
+            self._metrics.step_s.observe(step.step_ms / 1000)
             self._metrics.prefill_tokens.inc(step.num_prefill_tokens)
             self._metrics.decode_tokens.inc(step.num_decode_tokens)
 

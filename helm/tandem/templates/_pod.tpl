@@ -72,6 +72,20 @@ capabilities:
 {{- end }}
 - name: TANDEM_LOG_LEVEL
   value: {{ .Values.logLevel }}
+- name: TANDEM_LOG_FORMAT
+  value: {{ .Values.logFormat }}
+{{- with .Values.tracing }}
+{{- if .endpoint }}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ .endpoint | quote }}
+- name: OTEL_EXPORTER_OTLP_PROTOCOL
+  value: {{ .protocol }}
+- name: OTEL_TRACES_SAMPLER
+  value: parentbased_traceidratio
+- name: OTEL_TRACES_SAMPLER_ARG
+  value: {{ .sampleRatio | quote }}
+{{- end }}
+{{- end }}
 - name: TANDEM_CACHE_DIR
   value: /cache/tandem
 {{- if eq .Values.model.source "hub" }}

@@ -165,6 +165,27 @@ async def test_placement_is_explained_on_request(
     assert lines[1] is None
 
 
+async def test_stages_come_in_a_trailer_and_are_kept(
+    router: RunningRouter, channel: grpc.aio.Channel
+) -> None:
+    router.script(saying([1000, 1001]))
+    stub = InferenceStub(channel)
+    request = pb.GenerateRequest(text="x", max_tokens=2)
+    call = stub.Generate(request, timeout=20, metadata=(("x-tandem-timing", "1"),))
+    messages = await read(call)
+    timing = dict(await call.trailing_metadata())["server-timing"]
+    assert timing.startswith("tokenize;dur=")
+    asked = pb.GetRequestRequest(request_id=messages[0].request_id)
+    kept = await stub.GetRequest(asked, timeout=20)
+    assert (kept.request_id, kept.outcome) == (asked.request_id, "length")
+    assert kept.usage.completion_tokens == 2
+    assert {"tokenize", "route", "queue"} <= set(kept.stages_ms)
+    assert kept.HasField("ttft_ms")
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.GetRequest(pb.GetRequestRequest(request_id="nobody"), timeout=20)
+    assert raised.value.code() == grpc.StatusCode.NOT_FOUND
+
+
 async def test_full_queues_say_when_to_retry(
     router: RunningRouter, channel: grpc.aio.Channel
 ) -> None:

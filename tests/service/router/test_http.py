@@ -242,6 +242,65 @@ async def test_placement_is_explained_on_request(router: RunningRouter, stream: 
     assert await _placements(router) == counted + 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stages_come_on_request_and_are_kept(router: RunningRouter, stream: bool) -> None:
+    made = ids(router, "one two three")
+
+    async def script(submit: pb.SubmitSequence, say: Say) -> None:
+        first = pb.SequenceTimings(queue_ms=1, prefill_ms=2, transport="local")
+        say(update(submit, made[:1], timings=first))
+        await asyncio.sleep(0.05)  # the header leaves with the first token
+        second = pb.SequenceTimings(second_token_ms=50, transfer_exposed_ms=20)
+        say(update(submit, made[1:2], timings=second))
+        last = pb.SequenceTimings(prefill_worker_id="prefill-3", transport="nixl", bytes_pulled=9)
+        say(update(submit, [], "length", timings=last))
+
+    router.script(script)
+    body = {"prompt": "x", "stream": stream, "max_tokens": 2}
+    answer = await router.http.post("/v1/completions", json=body, headers={"x-tandem-timing": "1"})
+    header = answer.headers["server-timing"]
+    assert re.match(
+        r"tokenize;dur=[\d.]+, route;dur=[\d.]+, queue;dur=[\d.]+, prefill;dur=2", header
+    )
+    if stream:
+        assert "first_decode" not in header
+        (header,) = (x for x in answer.text.splitlines() if x.startswith(": server-timing: "))
+    assert "transfer_exposed;dur=20.000, first_decode;dur=30.000, ttft;dur=" in header
+    request_id = answer.headers["x-request-id"]
+    for name in (request_id, f"cmpl-{request_id}"):
+        kept = (await router.http.get(f"/v1/requests/{name}")).json()
+    assert kept["id"] == request_id
+    assert (kept["outcome"], kept["moves"], kept["trace_id"]) == ("length", 0, "")
+    assert kept["decode_worker"] in ("decode-0", "decode-1")
+    assert (kept["prefill_worker"], kept["transport"]) == ("prefill-3", "nixl")
+    assert kept["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "cached_tokens": 0}
+    assert kept["stages_ms"]["first_decode"] == 30
+    assert kept["ttft_ms"] < kept["e2e_ms"]
+    silent_one = await router.http.post("/v1/completions", json=body)
+    assert "server-timing" not in silent_one.headers
+    assert ": server-timing" not in silent_one.text
+
+
+async def test_a_running_a_refused_and_an_unknown_request(router: RunningRouter) -> None:
+    asking = asyncio.create_task(router.http.post("/v1/completions", json={"prompt": "x"}))
+    await eventually(lambda: bool(router.submitted))
+    running_id = router.submitted[0].request_id  # type: ignore[attr-defined]
+    told = (await router.http.get(f"/v1/requests/{running_id}")).json()
+    assert (told["outcome"], told["e2e_ms"]) == ("running", None)
+    assert told["placement"].startswith("load: ")
+    asking.cancel()
+    await eventually(lambda: router.num_running() == 0)
+    told = (await router.http.get(f"/v1/requests/{running_id}")).json()
+    assert told["outcome"] == "cancelled"
+    router.script(refusing("queue_full", retry_after_s=2))
+    refused = await router.http.post("/v1/completions", json={"prompt": "x"})
+    told = (await router.http.get(f"/v1/requests/{refused.headers['x-request-id']}")).json()
+    assert (told["outcome"], refused.status_code) == ("queue_full", 429)
+    assert told["error"] == refused.json()["error"]["message"]
+    unknown = await router.http.get("/v1/requests/nobody")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "request_not_found")
+
+
 async def _placements(router: RunningRouter) -> float:
     page = (await router.http.get("/metrics")).text
     (value,) = re.findall(r'^tandem:placements_total{reason="load"} (.*)$', page, re.MULTILINE)

@@ -39,6 +39,11 @@ class InferenceStub(object):
                 request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GetRequest = channel.unary_unary(
+                '/tandem.v1.Inference/GetRequest',
+                request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.RequestRecord.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/tandem.v1.Inference/ListModels',
                 request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -52,6 +57,13 @@ class InferenceServicer(object):
     def Generate(self, request, context):
         """Generates one completion and streams it as it is made. The last message has finish_reason and
         usage; nothing follows it. Cancelling the call frees everything the request holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRequest(self, request, context):
+        """What became of a request, of the ones that this router served of late; NOT_FOUND for others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,6 +83,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GetRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequest,
+                    request_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetRequestRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.RequestRecord.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -105,6 +122,33 @@ class Inference(object):
             '/tandem.v1.Inference/Generate',
             services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/GetRequest',
+            services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
+            services_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.RequestRecord.FromString,
             options,
             channel_credentials,
             insecure,

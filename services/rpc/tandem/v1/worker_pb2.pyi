@@ -60,19 +60,29 @@ class SequenceInput(_message.Message):
     cache_salt: bytes
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
+class TraceContext(_message.Message):
+    __slots__ = ("traceparent", "tracestate")
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    traceparent: str
+    tracestate: str
+    def __init__(self, traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
+
 class SubmitSequence(_message.Message):
-    __slots__ = ("request_id", "attempt", "input", "prefill_candidates", "prefix_holders")
+    __slots__ = ("request_id", "attempt", "input", "prefill_candidates", "prefix_holders", "trace")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     input: SequenceInput
     prefill_candidates: _containers.RepeatedCompositeFieldContainer[PrefillCandidate]
     prefix_holders: _containers.RepeatedCompositeFieldContainer[PrefixHolder]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ...) -> None: ...
+    trace: TraceContext
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ...) -> None: ...
 
 class CancelSequence(_message.Message):
     __slots__ = ("request_id",)
@@ -181,7 +191,7 @@ class DecodeUpdate(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., num_submits: _Optional[int] = ...) -> None: ...
 
 class StartPrefill(_message.Message):
-    __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "reader_worker_id", "transport", "rate", "prefix_holders", "verify_every")
+    __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "reader_worker_id", "transport", "rate", "prefix_holders", "verify_every", "trace")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +201,7 @@ class StartPrefill(_message.Message):
     RATE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HOLDERS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_EVERY_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     request_id: str
     input: SequenceInput
@@ -200,7 +211,8 @@ class StartPrefill(_message.Message):
     rate: PairRate
     prefix_holders: _containers.RepeatedCompositeFieldContainer[PrefixHolder]
     verify_every: int
-    def __init__(self, lease_id: _Optional[str] = ..., request_id: _Optional[str] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., first_missing_block: _Optional[int] = ..., reader_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., rate: _Optional[_Union[PairRate, _Mapping]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., verify_every: _Optional[int] = ...) -> None: ...
+    trace: TraceContext
+    def __init__(self, lease_id: _Optional[str] = ..., request_id: _Optional[str] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., first_missing_block: _Optional[int] = ..., reader_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., rate: _Optional[_Union[PairRate, _Mapping]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., verify_every: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ...) -> None: ...
 
 class HoldBlocks(_message.Message):
     __slots__ = ("lease_id", "block_hashes", "first_missing_block", "reader_worker_id", "transport", "verify_every")
@@ -273,12 +285,14 @@ class BlockChecksum(_message.Message):
     def __init__(self, index: _Optional[int] = ..., xxh3: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("first_token_id", "cached_tokens")
+    __slots__ = ("first_token_id", "cached_tokens", "queue_ms")
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     first_token_id: int
     cached_tokens: int
-    def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    queue_ms: float
+    def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("num_blocks",)

@@ -1,0 +1,87 @@
+"""A real OTLP receiver: OpenTelemetry's TraceService over gRPC, which keeps what it is sent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
+
+
+@dataclass(frozen=True)
+class ReceivedSpan:
+    name: str
+    service: str
+    instance: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    began_ns: int
+    ended_ns: int
+    attributes: dict[str, Any]
+    is_error: bool
+
+
+class OtlpReceiver(pb_grpc.TraceServiceServicer):
+    """`spans` are all that came; `endpoint` is what OTEL_EXPORTER_OTLP_ENDPOINT is set to."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReceivedSpan] = []
+        self._server = grpc.server(ThreadPoolExecutor(2))
+        pb_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def __enter__(self) -> OtlpReceiver:
+        self._server.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._server.stop(0)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of processes that are to send here, soon after their spans end."""
+        return {"OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
+
+    def traces(self) -> dict[str, list[ReceivedSpan]]:
+        found: dict[str, list[ReceivedSpan]] = defaultdict(list)
+        for span in list(self.spans):
+            found[span.trace_id].append(span)
+        return dict(found)
+
+    def Export(  # noqa: N802
+        self, request: pb.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> pb.ExportTraceServiceResponse:
+        for resource_spans in request.resource_spans:
+            resource = _values(resource_spans.resource.attributes)
+            for scope in resource_spans.scope_spans:
+                for span in scope.spans:
+                    self.spans.append(
+                        ReceivedSpan(
+                            name=span.name,
+                            service=resource["service.name"],
+                            instance=resource["service.instance.id"],
+                            trace_id=span.trace_id.hex(),
+                            span_id=span.span_id.hex(),
+                            parent_id=span.parent_span_id.hex(),
+                            began_ns=span.start_time_unix_nano,
+                            ended_ns=span.end_time_unix_nano,
+                            attributes=_values(span.attributes),
+                            is_error=span.status.code == span.status.STATUS_CODE_ERROR,
+                        )
+                    )
+        return pb.ExportTraceServiceResponse()
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in attributes}

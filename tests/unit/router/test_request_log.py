@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from services.errors import QueueFull, RequestNotFound
+from services.router.request_log import RequestLog, RequestRecord
+from services.router.timeline import Timeline
+
+
+def record(request_id: str) -> RequestRecord:
+    return RequestRecord(request_id, "chat", Timeline())
+
+
+def test_the_oldest_are_forgotten_and_ids_of_replies_are_known() -> None:
+    log = RequestLog(requests_max=2)
+    for request_id in ("a", "b", "c"):
+        log.open(record(request_id))
+    for name in ("b", "cmpl-b", "chatcmpl-b"):
+        assert log.find(name).request_id == "b"
+    with pytest.raises(RequestNotFound, match="last 2 of its own"):
+        log.find("a")
+
+
+def test_a_refused_one_has_its_reason_and_no_stages() -> None:
+    refused = record("a")
+    refused.fail(QueueFull("full", retry_after_s=1))
+    refused.end()
+    told = refused.as_dict()
+    assert (told["outcome"], told["error"]) == ("queue_full", "full")
+    assert told["e2e_ms"] >= 0
+    assert told["ttft_ms"] is None
+    assert told["stages_ms"] == {}
+    assert told["usage"] == {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.router.timeline import Timeline
+from services.rpc.tandem.v1 import worker_pb2 as pb
+
+
+@asynccontextmanager
+async def turn_after(seconds: float) -> AsyncIterator[None]:
+    await asyncio.sleep(seconds)
+    yield
+
+
+async def test_waiting_for_a_turn_is_queue_and_what_follows_is_not() -> None:
+    timeline = Timeline()
+    async with timeline.queueing(turn_after(0.05)):
+        waited = timeline.stages_s["queue"]
+        await asyncio.sleep(0.02)
+    assert waited >= 0.05
+    assert timeline.stages_s["queue"] == waited
+
+
+async def test_a_refused_turn_is_counted_and_raises() -> None:
+    timeline = Timeline()
+    with pytest.raises(KeyError):
+        async with timeline.queueing(turn_after(0)):
+            raise KeyError
+    assert set(timeline.stages_s) == {"queue"}
+
+
+def test_a_workers_part_comes_with_the_first_token_and_the_second() -> None:
+    timeline = Timeline()
+    with timeline.stage("queue"):
+        pass
+    timeline.take(pb.SequenceTimings(queue_ms=100, prefill_ms=200), 1)
+    assert timeline.stages_s["queue"] == pytest.approx(0.1, abs=0.02)
+    assert timeline.stages_s["prefill"] == pytest.approx(0.2)
+    second = pb.SequenceTimings(
+        queue_ms=100, prefill_ms=200, second_token_ms=50, transfer_exposed_ms=20
+    )
+    timeline.take(second, 2)
+    timeline.take(second, 9)  # of another worker, after a move: not the first tokens
+    assert timeline.stages_s["transfer_exposed"] == pytest.approx(0.02)
+    assert timeline.stages_s["first_decode"] == pytest.approx(0.03)
+    assert timeline.stages_s["prefill"] == pytest.approx(0.2)
+
+
+def test_as_a_header() -> None:
+    timeline = Timeline()
+    timeline.take(pb.SequenceTimings(queue_ms=1.5, prefill_ms=20), 1)
+    timeline.note_tokens(timeline.began_s + 0.03)
+    header = timeline.server_timing()
+    assert header.startswith("queue;dur=1.500, prefill;dur=20.000, ttft;dur=30.000, total;dur=")

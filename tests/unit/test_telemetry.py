@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from services.errors import ConfigError
+from services.telemetry import about, configure_logging
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    """As pytest has it, afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    for handler in handlers:
+        root.removeHandler(handler)  # else `force` would close pytest's own
+    yield
+    root.handlers, root.level = handlers, level
+
+
+def test_text_names_the_process(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("decode-0/io")
+    logging.getLogger("a.b").warning("%d things", 3)
+    line = capsys.readouterr().err
+    assert re.fullmatch(r"20.* WARNING decode-0/io a\.b: 3 things\n", line)
+
+
+def test_json_has_the_request_and_what_else_was_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_LOG_FORMAT", "json")
+    configure_logging("decode-0/engine")
+    log = logging.getLogger("a.b")
+    log.info("line\nbreak", extra={**about("r1#0"), "odd": {1, 2}.__class__})
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        log.exception("it %s", "fails", extra=about("a chain"))
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
+    assert first == {
+        "level": "INFO",
+        "process": "decode-0/engine",
+        "logger": "a.b",
+        "message": "line\nbreak",
+        "request_id": "r1",
+        "odd": "<class 'set'>",
+    }
+    assert second["message"] == "it fails"
+    assert second["exception"].endswith("ValueError: broken")
+    assert "request_id" not in second
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TANDEM_LOG_FORMAT", "xml"), ("TANDEM_LOG_LEVEL", "loud")]
+)
+def test_wrong_settings_are_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name} is "):
+        configure_logging("x")
