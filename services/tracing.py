@@ -16,6 +16,7 @@ Names and attributes: OpenTelemetry's semantic conventions for generative AI.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span, Tracer
 
+CLOSE_S = 2.0
 Attributes = Mapping[str, str | int | float | bool]
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -57,6 +59,9 @@ class Tracing(Protocol):
     def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestSpan:
         """A span from now on, a child of what `headers` name, if they do."""
 
+    def close(self) -> None:
+        """Sends what is left, for at most `CLOSE_S`: the process ends."""
+
 
 class _NoSpan:
     headers: dict[str, str] = {}
@@ -74,6 +79,9 @@ class _NoSpan:
 class _NoTracing:
     def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestSpan:
         return NO_SPAN
+
+    def close(self) -> None:
+        pass
 
 
 NO_SPAN: RequestSpan = _NoSpan()
@@ -105,9 +113,10 @@ class _OtlpTracing:
 
         named = os.environ.get("OTEL_SERVICE_NAME") or service
         resource = Resource.create({"service.name": named, "service.instance.id": instance})
-        provider = TracerProvider(resource=resource)  # flushes when the process exits
-        provider.add_span_processor(BatchSpanProcessor(_exporter()))
-        self._tracer = provider.get_tracer("tandem")
+        # By itself it would flush for half a minute when a process exits and no collector answers.
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(_exporter()))
+        self._tracer = self._provider.get_tracer("tandem")
 
     def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestSpan:
         from opentelemetry.trace import SpanKind
@@ -118,6 +127,11 @@ class _OtlpTracing:
             name, parent, kind=SpanKind.SERVER, attributes=dict(attributes)
         )
         return _OtlpSpan(self._tracer, span)
+
+    def close(self) -> None:
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
 
 
 class _OtlpSpan:

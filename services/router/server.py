@@ -66,8 +66,8 @@ class Router:
         dispatcher.on_end = trust.observe
         tree = TreeInspector(self._redis, self._index)
         self._audit = IndexAudit(self.view, tree, trust, index_metrics)
-        tracing = make_tracing("tandem-router", config.router_id)
-        self.generator = Generator(config, self.view, dispatcher, self._metrics, tracing)
+        self._tracing = make_tracing("tandem-router", config.router_id)
+        self.generator = Generator(config, self.view, dispatcher, self._metrics, self._tracing)
         self.autoscale = AutoscaleLoop(
             config, self.view, self._metrics.demand, num_held=lambda: dispatcher.num_holding
         )
@@ -124,6 +124,7 @@ class Router:
         if self.generator.model is not None:
             self.generator.model.preparer.close()
         await self._redis.aclose()
+        await asyncio.to_thread(self._tracing.close)
 
     async def _load_and_watch(self) -> None:
         model, _ = await asyncio.gather(

@@ -76,6 +76,7 @@ class Worker:
         self._model = ""
         self._max_model_len = 0
         self._started_at = time.time()
+        self._tracing = make_tracing(f"tandem-{config.role}", config.worker_id)
 
     @property
     def draining(self) -> bool:
@@ -101,6 +102,7 @@ class Worker:
             await self._serve(ready)
         finally:
             await self.link.stop()
+            await asyncio.to_thread(self._tracing.close)
         if self._broken:
             raise WorkerLost(self._broken)
 
@@ -176,7 +178,6 @@ class Worker:
             rates=self.rates,
             on_mismatch=self._metrics.block_mismatches.inc,
         )
-        tracing = make_tracing(f"tandem-{config.role}", config.worker_id)
         make_lease = partial(ReaderLease, puller=puller, rates=self.rates, config=config)
         prefixes = PrefixPuller(
             config, self.contract, self.peers, self.rates, self._metrics, make_lease
@@ -192,7 +193,7 @@ class Worker:
             prefixes,
             block_bytes=ready.block_bytes,
             num_blocks=ready.num_blocks,
-            tracing=tracing,
+            tracing=self._tracing,
         )
         self.decode = DecodeService(
             config,
@@ -204,7 +205,7 @@ class Worker:
             make_lease=make_lease,
             block_bytes=ready.block_bytes,
             max_model_len=ready.max_model_len,
-            tracing=tracing,
+            tracing=self._tracing,
         )
         port = self._metrics.serve(
             config.host, config.metrics_port, self.load, lambda: self.rates.pairs, self._probes

@@ -93,6 +93,7 @@ class LocalCluster:
     folder: Path
     model: str = "smollm2"
     options: Sequence[str] = ("--numerics", "invariant", "--num-blocks", "400")
+    environment: dict[str, str] = field(default_factory=dict)  # of all its processes
     cluster_id: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:8]}")
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
     workers: dict[str, WorkerProcess] = field(default_factory=dict)
@@ -244,6 +245,7 @@ class LocalCluster:
     ) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
+            **self.environment,
             **(more or {}),
             "TANDEM_CLUSTER_ID": self.cluster_id,
             "TANDEM_REDIS_URL": self.redis.url,

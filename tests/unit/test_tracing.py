@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from services import tracing
 from services.errors import ConfigError
 from services.tracing import NO_SPAN, NO_TRACING, make_tracing
 from tests.harness.cluster import wait_for
@@ -71,16 +72,38 @@ def test_stages_are_children_and_headers_make_the_next_process_one(receiver: Otl
 
 
 def test_a_client_that_does_not_sample_is_heeded(receiver: OtlpReceiver) -> None:
-    tracing = make_tracing("tandem-router", "router-0")
-    span = tracing.begin("chat", {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-00"}, {})
+    router = make_tracing("tandem-router", "router-0")
+    span = router.begin("chat", {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-00"}, {})
     assert span.trace_id == ""
     assert span.headers["traceparent"].endswith("-00")
     span.stage("queue", 1.0, 2.0)
     span.end()
-    last = tracing.begin("sampled", {"traceparent": "not one"}, {})
+    last = router.begin("sampled", {"traceparent": "not one"}, {})
     last.end()
     wait_for(lambda: receiver.spans, deadline_s=10, what="a span")
     assert [s.name for s in receiver.spans] == ["sampled"]
+
+
+def test_a_collector_that_is_gone_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.2)
+    lost = make_tracing("tandem-router", "r")
+    lost.begin("chat", {}, {}).end()
+    began = time.monotonic()
+    lost.close()
+    assert time.monotonic() - began < 1
+
+
+def test_what_is_left_is_sent_at_the_end(
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
+    kept = make_tracing("tandem-router", "r")
+    kept.begin("chat", {}, {}).end()
+    kept.close()
+    assert [s.name for s in receiver.spans] == ["chat"]
 
 
 def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

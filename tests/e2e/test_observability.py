@@ -1,0 +1,185 @@
+"""A running cluster as operators see it: traces, stages, logs, and a real Prometheus' view."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from services.cluster.embedded_redis import EmbeddedRedis
+from tests.harness.client import golden, open_client
+from tests.harness.cluster import LocalCluster, wait_for
+from tests.harness.monitoring import ALERTS, DASHBOARDS, alerts, queries
+from tests.harness.otlp_receiver import OtlpReceiver, ReceivedSpan
+from tests.harness.prometheus import Prometheus
+
+STAGES_OF = {
+    "tandem-router": {"tokenize", "route", "queue"},
+    "tandem-decode": {"queue", "prefill", "transfer", "first_decode", "decode"},
+    "tandem-prefill": {"queue", "prefill", "transfer"},
+}
+
+
+@dataclass(frozen=True)
+class Watched:
+    cluster: LocalCluster
+    receiver: OtlpReceiver
+    answers: list[httpx.Response]  # to requests with a trace of their own, in `trace_ids`' order
+    trace_ids: list[str]
+
+
+@pytest.fixture(scope="module")
+def watched(
+    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Watched]:
+    """One prefill and one decode worker, which answered a few requests and their repetition."""
+    with OtlpReceiver() as receiver:
+        cluster = LocalCluster(redis_server, tmp_path_factory.mktemp("watched"))
+        cluster.options = [*cluster.options, "--prefill-at", "remote", "--transport", "nixl"]
+        cluster.environment = {
+            **receiver.environment,
+            "TANDEM_LOG_FORMAT": "json",
+            "TANDEM_LOG_LEVEL": "DEBUG",
+        }
+        try:
+            cluster.start(prefill=1, decode=1)
+            answers, trace_ids = asyncio.run(_ask(cluster))
+            yield Watched(cluster, receiver, answers, trace_ids)
+        finally:
+            cluster.close()
+
+
+async def _ask(cluster: LocalCluster) -> tuple[list[httpx.Response], list[str]]:
+    """Some at once, then the same: the second time their prompts are cached."""
+    (short, long), _ = golden(5, 6)
+    prompts = [short, long, long[100:300]]
+    trace_ids = [secrets.token_hex(16) for _ in range(2 * len(prompts))]
+
+    async def one(client: httpx.AsyncClient, prompt: list[int], trace_id: str) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        headers = {
+            "traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-01",
+            "x-tandem-timing": "1",
+        }
+        return await client.post("/v1/completions", json=body, headers=headers)
+
+    async with open_client(cluster) as client:
+        first = await asyncio.gather(*map(one, [client] * 3, prompts, trace_ids[:3]))
+        again = await asyncio.gather(*map(one, [client] * 3, prompts, trace_ids[3:]))
+    return [*first, *again], trace_ids
+
+
+def by_service(spans: list[ReceivedSpan]) -> dict[str, list[ReceivedSpan]]:
+    found: dict[str, list[ReceivedSpan]] = {}
+    for span in spans:
+        found.setdefault(span.service, []).append(span)
+    return found
+
+
+def outer_of(spans: list[ReceivedSpan]) -> ReceivedSpan:
+    """A process' own span: that no other of it is the parent of."""
+    ids = {s.span_id for s in spans}
+    (outer,) = (s for s in spans if s.parent_id not in ids)
+    return outer
+
+
+def test_one_trace_a_request_over_router_decode_and_prefill(watched: Watched) -> None:
+    def whole() -> bool:
+        traces = watched.receiver.traces()
+        outers = ("chat", "text_completion", "decode_worker", "prefill_worker")
+        return all(
+            sum(s.name.startswith(outers) for s in traces.get(t, [])) == 3
+            for t in watched.trace_ids[:3]
+        )
+
+    wait_for(whole, deadline_s=20, what="whole traces")
+    for trace_id in watched.trace_ids[:3]:
+        services = by_service(watched.receiver.traces()[trace_id])
+        assert set(services) == set(STAGES_OF)
+        outer = {name: outer_of(spans) for name, spans in services.items()}
+        router, decode, prefill = (outer[f"tandem-{n}"] for n in ("router", "decode", "prefill"))
+        assert router.name.startswith("text_completion ")
+        assert router.attributes["gen_ai.usage.output_tokens"] == 8
+        assert (decode.parent_id, prefill.parent_id) == (router.span_id, decode.span_id)
+        assert (decode.instance, prefill.instance) == ("decode-0", "prefill-0")
+        for name, spans in services.items():
+            stages = [s for s in spans if s is not outer[name]]
+            assert {s.name for s in stages} == STAGES_OF[name]
+            for stage in stages:
+                assert stage.parent_id == outer[name].span_id
+                assert outer[name].began_ns - 5e6 <= stage.began_ns <= stage.ended_ns
+                assert stage.ended_ns <= outer[name].ended_ns + 5e6
+        (transfer,) = (s for s in services["tandem-decode"] if s.name == "transfer")
+        assert transfer.attributes["tandem.transport"] == "nixl"
+        assert transfer.attributes["tandem.bytes_pulled"] > 0
+    assert set(watched.receiver.traces()) == set(watched.trace_ids)
+
+
+def test_stages_sum_up_to_the_time_to_first_token(watched: Watched) -> None:
+    for answer, trace_id in zip(watched.answers[:3], watched.trace_ids, strict=False):
+        request_id = answer.headers["x-request-id"]
+        kept = httpx.get(f"{watched.cluster.url}/v1/requests/{request_id}").json()
+        assert kept["trace_id"] == trace_id
+        assert (kept["decode_worker"], kept["prefill_worker"]) == ("decode-0", "prefill-0")
+        stages = kept["stages_ms"]
+        before = sum(stages[name] for name in ("tokenize", "route", "queue", "prefill"))
+        assert 0.5 * kept["ttft_ms"] - 20 < before <= kept["ttft_ms"] + 1
+        after = stages["transfer_exposed"] + stages["first_decode"]
+        assert 0 < after < kept["e2e_ms"] - kept["ttft_ms"] + 20
+        header = dict(re.findall(r"(\w+);dur=([\d.]+)", answer.headers["server-timing"]))
+        assert float(header["prefill"]) == stages["prefill"]
+        assert set(header) == {*stages, "ttft", "total"}
+
+
+def test_every_process_logs_json_and_names_the_request(watched: Watched) -> None:
+    request_id = watched.answers[0].headers["x-request-id"]
+    lines: list[dict[str, Any]] = []
+    for log in watched.cluster.folder.glob("*.log"):
+        lines += (json.loads(x) for x in log.read_text().splitlines() if x.startswith("{"))
+    about = {x["process"]: x for x in lines if x.get("request_id") == request_id}
+    assert {"router-0", "decode-0/io", "decode-0/engine", "prefill-0/engine"} <= set(about)
+    (ended,) = (x for x in lines if x.get("request", {}).get("id") == request_id)
+    assert ended["request"]["outcome"] == "length"
+    assert all(x["time"] and x["level"] and x["message"] for x in lines)
+
+
+@pytest.fixture(scope="module")
+def prometheus(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """With the shipped rules, but that an alert fires after a second."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    rules = folder / "alerts.yaml"
+    rules.write_text(re.sub(r"\bfor: \d+m", "for: 1s", ALERTS.read_text()))
+    workers = [r["metrics_address"] for r in watched.cluster.records().values()]
+    routers = [f"127.0.0.1:{watched.cluster.http_port}"]
+    with Prometheus(folder, {"routers": routers, "workers": workers}, rules) as running:
+        yield running
+
+
+def test_dashboards_and_alerts_answer_and_an_alert_fires(
+    watched: Watched, prometheus: Prometheus
+) -> None:
+    prometheus.wait_scrapes()
+    asyncio.run(_ask(watched.cluster))
+    prometheus.wait_scrapes()
+    assert all(sample["value"][1] == "1" for sample in prometheus.query("up"))
+    silent = [
+        (path.stem, title, expression)
+        for path in DASHBOARDS
+        for title, expression in queries(path)
+        if not prometheus.query(expression)
+    ]
+    assert silent == []
+    rules = {rule["name"]: rule for rule in prometheus.rules()}
+    assert set(rules) == {alert["alert"] for alert in alerts()}
+    assert {rule["health"] for rule in rules.values()} == {"ok"}, rules
+    assert prometheus.firing() == set()
+    # The staged failure. It ends the module's cluster: no test may follow this one.
+    watched.cluster.workers["decode-0"].kill()
+    wait_for(lambda: "TandemNoDecodeWorker" in prometheus.firing(), deadline_s=30, what="the alert")

@@ -1,0 +1,148 @@
+"""A real Prometheus, with promtool, of Debian: installed here, or fetched by apt without root."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.harness.cluster import free_port, wait_for
+
+_CACHE = Path(os.environ.get("TANDEM_CACHE_DIR", Path.home() / ".cache" / "tandem"))
+_FETCH_DEADLINE_S = 120.0
+SCRAPE_INTERVAL = "400ms"
+
+
+@cache
+def program(name: str) -> str:
+    """Path of `prometheus` or `promtool`; skips the test where there is none to be had."""
+    if found := shutil.which(name):
+        return found
+    folder = _CACHE / "prometheus"
+    fetched = folder / "usr" / "bin" / name
+    if not fetched.exists():
+        try:
+            _fetch(folder)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", None) or str(error)
+            pytest.skip(f"no {name} here, and apt does not bring Debian's: {said.strip()[-300:]}")
+    return str(fetched)
+
+
+def _fetch(folder: Path) -> None:
+    """Needs the system's apt and dpkg, but no root: package lists are read into our own folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "lists" / "partial").mkdir(parents=True, exist_ok=True)
+    own = [f"Dir::State::Lists={folder / 'lists'}", f"Dir::Cache={folder}", "Acquire::Retries=1"]
+    ways: list[list[str]] = [[], [word for option in own for word in ("-o", option)]]
+    for options in ways:
+        try:
+            if options:
+                _run(["apt-get", *options, "-qq", "update"], folder)
+            _run(["apt-get", *options, "-qq", "download", "prometheus"], folder)
+            break
+        except subprocess.CalledProcessError:
+            if options == ways[-1]:
+                raise
+    (package,) = folder.glob("prometheus_*.deb")
+    _run(["dpkg", "-x", str(package), str(folder)], folder)
+    package.unlink()
+
+
+def _run(command: Sequence[str], folder: Path) -> None:
+    subprocess.run(
+        command, cwd=folder, check=True, capture_output=True, text=True, timeout=_FETCH_DEADLINE_S
+    )
+
+
+class Prometheus:
+    """Scrapes `targets` (job -> addresses) and evaluates the rules of a file, quickly."""
+
+    def __init__(self, folder: Path, targets: dict[str, list[str]], rules: Path) -> None:
+        self._folder = folder
+        self._url = f"http://127.0.0.1:{(port := free_port())}"
+        config = {
+            "global": {"scrape_interval": SCRAPE_INTERVAL, "evaluation_interval": SCRAPE_INTERVAL},
+            "rule_files": [str(rules)],
+            "scrape_configs": [
+                {
+                    "job_name": job,
+                    "scrape_timeout": SCRAPE_INTERVAL,
+                    "static_configs": [{"targets": addresses}],
+                }
+                for job, addresses in targets.items()
+            ],
+        }
+        (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+        self._command = [
+            program("prometheus"),
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+            "--log.level=warn",
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Prometheus:
+        with (self._folder / "prometheus.log").open("wb") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        wait_for(self._is_ready, deadline_s=30, what="Prometheus")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        assert self._process is not None
+        self._process.kill()  # nothing of it is kept
+        self._process.wait()
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """An instant query's series. Raises AssertionError with what Prometheus says of it."""
+        answer = self._get("query", query=expression)
+        result = answer["result"]
+        return [{"value": result}] if answer["resultType"] == "scalar" else result
+
+    def rules(self) -> list[dict[str, Any]]:
+        return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
+
+    def firing(self) -> set[str]:
+        alerts = self._get("alerts")["alerts"]
+        return {a["labels"]["alertname"] for a in alerts if a["state"] == "firing"}
+
+    def wait_scrapes(self, count: int = 2) -> None:
+        """Until every target was scraped so often from now on."""
+        since = time.time()
+
+        def scraped() -> bool:
+            asked = f"count_over_time(up[{max(1, round(time.time() - since))}s]) >= {count}"
+            up, enough = self.query("up"), self.query(asked)
+            return time.time() - since > 1 and len(enough) == len(up) > 0
+
+        wait_for(scraped, deadline_s=20, what="scrapes of all targets")
+
+    def _get(self, path: str, **query: str) -> dict[str, Any]:
+        answer = httpx.get(f"{self._url}/api/v1/{path}", params=query, timeout=10).json()
+        assert answer["status"] == "success", f"{query}: {answer.get('error')}"
+        return answer["data"]  # type: ignore[no-any-return]
+
+    def _is_ready(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise RuntimeError((self._folder / "prometheus.log").read_text()[-3000:])
+        try:
+            return httpx.get(f"{self._url}/-/ready", timeout=2).status_code == 200
+        except httpx.TransportError:
+            return False
