@@ -47,6 +47,9 @@ class RequestMetrics:
         self._decode = histogram(
             "request_decode_time_seconds", "From the first token to the last", _WHOLE_S
         )
+        self._e2e = histogram(
+            "e2e_request_latency_seconds", "From its submission here to its end", _WHOLE_S
+        )
         self._tpot = histogram(
             "request_time_per_output_token_seconds",
             "Mean time between a request's tokens after its first",
@@ -72,6 +75,7 @@ class RequestMetrics:
             return
         decode_s = now - sequence.first_token_at
         self._decode.observe(decode_s)
+        self._e2e.observe(now - sequence.submitted_at)
         if sequence.num_sent > 1:
             self._tpot.observe(decode_s / (sequence.num_sent - 1))
 
