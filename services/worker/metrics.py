@@ -6,6 +6,7 @@ Gauges are read from the newest load when they are scraped; nothing is computed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -67,7 +68,8 @@ class WorkerMetrics:
     """Counters are incremented by their owners; `serve` starts the scrape endpoint."""
 
     def __init__(self, *, worker_id: str, role: str) -> None:
-        self._labels = {"worker": worker_id, "role": role}
+        self.role = role  # it may change: samples get it when they are scraped
+        self._labels = {"worker": worker_id}
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)  # of the I/O process
         self.requests = RequestMetrics(self._labels, self._registry)
@@ -165,7 +167,7 @@ class WorkerMetrics:
 
     def collect(self) -> Iterable[Metric]:
         """All but the gauges, as they stand."""
-        return self._registry.collect()
+        return _WithRole(self._registry, self).collect()
 
     def serve(
         self,
@@ -178,7 +180,8 @@ class WorkerMetrics:
         """Starts the endpoint, which answers probes, too; returns its port."""
         self._registry.register(_Gauges(self._labels, load, pairs))
         server, _ = start_http_server(port, addr=host, registry=self._registry)
-        server.set_app(probes.around(make_wsgi_app(self._registry)))
+        scraped: Any = _WithRole(self._registry, self)
+        server.set_app(probes.around(make_wsgi_app(scraped)))
         return int(server.server_address[1])
 
     def _counter(self, name: str, help_text: str, *more_labels: str) -> Counter:
@@ -195,6 +198,26 @@ class WorkerMetrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
+
+
+class _WithRole:
+    """A registry whose samples of the worker have the label `role` as it is now."""
+
+    def __init__(self, registry: Any, metrics: WorkerMetrics) -> None:
+        self._registry = registry
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        role = {"role": self._metrics.role}
+        for metric in self._registry.collect():
+            metric.samples = [
+                s._replace(labels={**s.labels, **role}) if "worker" in s.labels else s
+                for s in metric.samples
+            ]
+            yield metric
+
+    def restricted_registry(self, names: Iterable[str]) -> _WithRole:
+        return _WithRole(self._registry.restricted_registry(names), self._metrics)
 
 
 class _Gauges(Collector):

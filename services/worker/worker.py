@@ -89,7 +89,9 @@ class Worker:
 
     async def set_role(self, role: Role) -> float:
         """To the other pool, or back; seconds that it took."""
-        return await self._role.to(role)
+        took_s = await self._role.to(role)
+        self._metrics.role = role
+        return took_s
 
     def load(self) -> Load:
         return self._load

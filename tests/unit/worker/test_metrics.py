@@ -1,0 +1,109 @@
+"""What a worker's requests leave in its metrics and in their trace."""
+
+from __future__ import annotations
+
+from services.engine.types import Mode, SamplingParams, SequenceSpec
+from services.tracing import Attributes
+from services.worker.decode_sequence import DecodeSequence
+from services.worker.lease import PullStats
+from services.worker.leases import Lease
+from services.worker.metrics import WorkerMetrics
+from services.worker.router_stream import RouterStream
+
+
+class KeptSpan:
+    headers: dict[str, str] = {}
+    trace_id = "t"
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, float, float]] = []
+        self.error: str | None = None
+
+    def stage(
+        self, name: str, began_s: float, ended_s: float, attributes: Attributes | None = None
+    ) -> None:
+        if began_s and ended_s:
+            self.stages.append((name, began_s, ended_s))
+
+    def end(self, attributes: Attributes | None = None, *, error: str = "") -> None:
+        self.error = error
+
+
+def sequence() -> DecodeSequence:
+    spec = SequenceSpec("r#0", [1, 2, 3], 3, Mode.AWAIT_KV, SamplingParams(), max_tokens=4)
+    made = DecodeSequence("r", 0, spec, [], [], RouterStream(), span=KeptSpan())
+    made.submitted_at = 10.0
+    return made
+
+
+def samples(metrics: WorkerMetrics, role: str = "decode") -> dict[str, float]:
+    return {
+        s.name: s.value
+        for family in metrics.collect()
+        for s in family.samples
+        if s.labels == {"worker": "d0", "role": role}
+    }
+
+
+def test_a_remote_prefills_queue_is_queue_and_its_transfer_is_a_stage() -> None:
+    made, metrics = sequence(), WorkerMetrics(worker_id="d0", role="decode")
+    made.admitted_at = 11.0
+    made.pulled = PullStats(queue_s=0.5, began_at=12.0, prefilled_at=14.0, released_at=15.0)
+    made.cached_tokens = 2
+    made.note_first_token(14.0)
+    made.num_sent = 1
+    metrics.requests.on_first_token(made)
+    assert made.timings.queue_ms == 1500
+    assert made.timings.prefill_ms == 2500
+    made.note_second_token(17.0)
+    made.num_sent = 3
+    assert made.timings.second_token_ms == 3000
+    metrics.requests.on_end(made, 20.0)
+    made.end_span(20.0)
+    assert isinstance(made.span, KeptSpan)
+    assert made.span.stages == [
+        ("queue", 10.0, 11.0),
+        ("prefill", 11.0, 14.0),
+        ("transfer", 12.0, 15.0),
+        ("first_decode", 15.0, 17.0),
+        ("decode", 17.0, 20.0),
+    ]
+    found = samples(metrics)
+    assert found["tandem_time_to_first_token_seconds_sum"] == 4
+    assert found["tandem_request_queue_time_seconds_sum"] == 1.5
+    assert found["tandem_request_time_per_output_token_seconds_sum"] == 3
+    assert found["tandem_request_decode_time_seconds_sum"] == 6
+    assert found["tandem_e2e_request_latency_seconds_sum"] == 10
+    assert found["tandem_prefix_cache_queries_total"] == 3
+    assert found["tandem_prefix_cache_hits_total"] == 2
+
+
+def test_one_cancelled_in_the_queue_has_no_later_stages() -> None:
+    made, metrics = sequence(), WorkerMetrics(worker_id="d0", role="decode")
+    made.end_span(12.0, error="cancelled")
+    metrics.requests.on_end(made, 12.0)
+    assert isinstance(made.span, KeptSpan)
+    assert (made.span.stages, made.span.error) == ([], "cancelled")
+    assert samples(metrics)["tandem_e2e_request_latency_seconds_count"] == 0
+
+
+def test_a_lease_has_its_stages_at_the_source() -> None:
+    metrics = WorkerMetrics(worker_id="d0", role="prefill")
+    lease = Lease("r#1", "d1", span=KeptSpan(), opened_at=1.0)
+    lease.admitted_at, lease.prefilled_at = 2.0, 5.0
+    lease.end_span(6.0)
+    metrics.requests.on_lease_end(lease, 6.0)
+    assert isinstance(lease.span, KeptSpan)
+    assert [name for name, *_ in lease.span.stages] == ["queue", "prefill", "transfer"]
+    found = samples(metrics, "prefill")
+    assert found["tandem_lease_seconds_sum"] == 5
+    assert found["tandem_request_queue_time_seconds_sum"] == 1
+    assert found["tandem_request_prefill_time_seconds_sum"] == 3
+
+
+def test_a_worker_that_changes_its_pool_changes_its_label() -> None:
+    metrics = WorkerMetrics(worker_id="d0", role="decode")
+    metrics.prefill_tokens.inc(3)
+    metrics.role = "prefill"
+    assert samples(metrics) == {}
+    assert samples(metrics, "prefill")["tandem_prefill_tokens_total"] == 3
