@@ -45,6 +45,7 @@ def watched(
     with OtlpReceiver() as receiver:
         cluster = LocalCluster(redis_server, tmp_path_factory.mktemp("watched"))
         cluster.options = [*cluster.options, "--prefill-at", "remote", "--transport", "nixl"]
+        cluster.router_options = ["--autoscale", "dry-run", "--autoscale-interval", "1"]
         cluster.environment = {
             **receiver.environment,
             "TANDEM_LOG_FORMAT": "json",

@@ -93,6 +93,7 @@ class LocalCluster:
     folder: Path
     model: str = "smollm2"
     options: Sequence[str] = ("--numerics", "invariant", "--num-blocks", "400")
+    router_options: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)  # of all its processes
     cluster_id: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:8]}")
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -168,7 +169,8 @@ class LocalCluster:
         self, http_port: int, grpc_port: int, *options: str
     ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "services.router", "--model", self.model]
-        command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port), *options]
+        command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+        command += [*self.router_options, *options]
         return self._spawn(command, self.folder / "router.log")
 
     def wait_ready(self, *worker_ids: str) -> None:
