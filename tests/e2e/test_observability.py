@@ -25,8 +25,8 @@ STAGES_OF = {
     "tandem-decode": {"queue", "prefill", "transfer", "first_decode", "decode"},
     "tandem-prefill": {"queue", "prefill", "transfer"},
 }
-# Alerts that this very machine may raise.
-SLOW_MACHINE = {"TandemTimeToFirstTokenHigh", "TandemInterTokenLatencyHigh"}
+# Alerts that a slow machine may raise, whose autoscaler only says what it would do.
+MAY_FIRE = {"TandemTimeToFirstTokenHigh", "TandemInterTokenLatencyHigh", "TandemPoolTooSmall"}
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def test_dashboards_and_alerts_answer_and_an_alert_fires(
     rules = {rule["name"]: rule for rule in prometheus.rules()}
     assert set(rules) == {alert["alert"] for alert in alerts()}
     assert {rule["health"] for rule in rules.values()} == {"ok"}, rules
-    assert prometheus.firing() <= SLOW_MACHINE
+    assert prometheus.firing() <= MAY_FIRE
     # The staged failure. It ends the module's cluster: no test may follow this one.
     watched.cluster.workers["decode-0"].kill()
     wait_for(lambda: "TandemNoDecodeWorker" in prometheus.firing(), deadline_s=30, what="the alert")
