@@ -23,7 +23,7 @@ from services.config import WorkerConfig
 from services.engine.types import Failed, Mode, NewTokens, Reserved
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.telemetry import about
-from services.tracing import NO_TRACING, Attributes, Tracing
+from services.tracing import NO_SPAN, NO_TRACING, Attributes, Tracing
 from services.worker.convert import sequence_spec, trace_headers
 from services.worker.decode_sequence import DecodeSequence
 from services.worker.engine_link import EngineLink
@@ -172,16 +172,16 @@ class DecodeService:
             remote_prefill_min_tokens=transfer.local_prefill_max_tokens + 1,
         )
         holders = [h for h in submit.prefix_holders if h.worker_id != self._config.worker_id]
-        sequence = DecodeSequence(
-            submit.request_id, submit.attempt, spec, candidates, holders, stream
-        )
+        span = NO_SPAN
         if submit.HasField("trace"):
             attributes: Attributes = {
                 "gen_ai.response.id": submit.request_id,
                 "tandem.attempt": submit.attempt,
             }
-            headers = trace_headers(submit.trace)
-            sequence.span = self._tracing.begin("decode_worker", headers, attributes)
+            span = self._tracing.begin("decode_worker", trace_headers(submit.trace), attributes)
+        sequence = DecodeSequence(
+            submit.request_id, submit.attempt, spec, candidates, holders, stream, span=span
+        )
         if not candidates and (prefix := self._prefixes.plan(spec, holders)) is not None:
             sequence.prefix, sequence.spec = prefix, prefix.spec
         self._sequences[sequence_id] = sequence

@@ -24,7 +24,7 @@ from services.config import WorkerConfig
 from services.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Reserved
 from services.errors import QueueFull
 from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.tracing import NO_TRACING, Tracing
+from services.tracing import NO_SPAN, NO_TRACING, Tracing
 from services.worker.block_server import BlockServer
 from services.worker.checksums import checksums
 from services.worker.convert import sequence_spec, trace_headers
@@ -124,15 +124,16 @@ class PrefillService:
         if why := self._leases.refusal(reader_id):
             yield _refused(why, wait_estimate_s=self._rates.retry_after_s)
             return
-        lease = Lease(opening.lease_id, reader_id, opening.verify_every)
-        self._leases.open(lease)
+        span = NO_SPAN
         if first.start.HasField("trace"):
             attributes = {
                 "gen_ai.response.id": first.start.request_id,
                 "tandem.decode_worker": reader_id,
             }
             headers = trace_headers(first.start.trace)
-            lease.span = self._tracing.begin("prefill_worker", headers, attributes)
+            span = self._tracing.begin("prefill_worker", headers, attributes)
+        lease = Lease(opening.lease_id, reader_id, opening.verify_every, span=span)
+        self._leases.open(lease)
         error = "cancelled"
         reading = asyncio.create_task(self._read_commands(lease, commands))
         try:
