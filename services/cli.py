@@ -155,6 +155,24 @@ def flip(
         _fail(str(error))
 
 
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(metavar="WORKER")],
+    url: _URL = "http://127.0.0.1:8000",
+    deadline: Annotated[float, typer.Option(help="seconds for what it holds")] = 30.0,
+) -> None:
+    """Have a worker leave in order: its requests move or end there, then its process ends.
+
+    Who keeps workers (Ray, Kubernetes) starts a fresh one in its place; `scale` makes them fewer.
+    """
+    from services.cluster.operate import OperateError, drain_worker
+
+    try:
+        drain_worker(url, worker, deadline_s=deadline)
+    except OperateError as error:
+        _fail(str(error))
+
+
 @index_app.command()
 def verify(
     url: _URL = "http://127.0.0.1:8000",

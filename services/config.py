@@ -31,6 +31,7 @@ _OPTIONS = {
     "num_threads": "threads",
     "ttft_limit_s": "ttft-limit",
     "ttft_limit_token_s": "ttft-limit-token",
+    "drain_deadline_s": "drain-deadline",
 }
 
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
@@ -216,6 +217,7 @@ class RouterConfig:
     hold_requests_max: int = 256  # that wait while a pool is empty; as many for tenants' turns
     hold_deadline_s: float = 30.0
     request_deadline_s: float = 600.0
+    drain_deadline_s: float = 30.0  # of live requests, once it is told to stop
     # Refused early: a request whose first token is predicted to come later. 0: none is.
     ttft_limit_s: float = 120.0
     ttft_limit_token_s: float = 0.0  # more for each token of the prompt
@@ -225,7 +227,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in ("body_bytes_max", "hold_requests_max", "tokenizer_processes"):
             _check_positive(name, getattr(self, name))
-        for name in ("ttft_limit_s", "ttft_limit_token_s"):
+        for name in ("ttft_limit_s", "ttft_limit_token_s", "drain_deadline_s"):
             _check_seconds(name, getattr(self, name))
 
 

@@ -14,6 +14,7 @@
         Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
       NoWorkers             503  UNAVAILABLE          a pool is empty
       WorkerLost            503  UNAVAILABLE          the worker died, hung or was cut off
+        WorkerLeft          503  UNAVAILABLE          it ended in order, as it had said
         LeaseLost           503  UNAVAILABLE          before `released`: the pulled is worthless
           BlockMismatch     503  UNAVAILABLE          a block's checksum is not the source's
       DeadlineExceeded      504  DEADLINE_EXCEEDED
@@ -127,6 +128,10 @@ class WorkerLost(TandemError):
     http_status = 503
     grpc_code = "UNAVAILABLE"
     retryable = True
+
+
+class WorkerLeft(WorkerLost):
+    code = "worker_left"
 
 
 class LeaseLost(WorkerLost):

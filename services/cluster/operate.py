@@ -1,4 +1,4 @@
-"""`tandem status`, `tandem scale` and `tandem flip`: what an operator asks a router over HTTP."""
+"""`tandem status`, `scale`, `flip` and `drain`: what an operator asks a router over HTTP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.table import Table
 _REPLY_DEADLINE_S = 5.0
 _FLIP_DEADLINE_S = 15.0
 _POLL_INTERVAL_S = 0.25
+_END_MARGIN_S = 15.0  # from a worker's deadline until its process is gone, and its record
 PIPE_COLUMNS = 200
 
 
@@ -65,6 +66,26 @@ def flip_worker(url: str, worker_id: str, role: str) -> None:
     body = {"role": role} if role else {}
     flipped = ask(url, "POST", body, path=path, deadline_s=_FLIP_DEADLINE_S)
     print(f"{worker_id} is in the {flipped['role']} pool now ({flipped['seen_s']:.2f} s)")
+
+
+def drain_worker(url: str, worker_id: str, *, deadline_s: float) -> None:
+    """Has a worker leave in order, and waits until its process is gone. Raises OperateError."""
+    process = _process(url, worker_id)
+    path = f"/v1/cluster/workers/{urllib.parse.quote(worker_id, safe='')}/drain"
+    ask(url, "POST", {"deadline_s": deadline_s}, path=path)
+    give_up_at = time.monotonic() + deadline_s + _END_MARGIN_S
+    while _process(url, worker_id) == process:
+        if time.monotonic() > give_up_at:
+            raise OperateError(f"{worker_id} is still there after {deadline_s:g} s; see its log")
+        time.sleep(_POLL_INTERVAL_S)
+    print(f"{worker_id} has left")
+
+
+def _process(url: str, worker_id: str) -> tuple[Any, ...]:
+    """What tells a worker's process from the one that is started in its place; empty: gone."""
+    workers = {w["worker_id"]: w for w in ask(url, "GET")["workers"]}
+    worker = workers.get(worker_id)
+    return () if worker is None else (worker["host"], worker["pid"], worker["started_at"])
 
 
 def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:

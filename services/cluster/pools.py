@@ -47,7 +47,7 @@ class ClusterSpec(msgspec.Struct, frozen=True):
     pools: dict[Pool, PoolCommand]
     wanted: dict[Pool, int]  # at the start
     cores: list[int]  # that engines may be pinned to
-    drain_deadline_s: float = 30.0
+    drain_deadline_s: float = 45.0  # longer than a worker or a router drains itself
 
 
 class Member(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What operators may change, over HTTP and gRPC alike: pool sizes, and a worker's role."""
+"""What operators may change, over HTTP and gRPC alike: pool sizes, a worker's role, its end."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
 SEEN_DEADLINE_S = 3.0
+DRAIN_DEADLINE_MAX_S = 3600.0
 _OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
@@ -58,30 +59,40 @@ class ClusterControl:
         if role == "prefill" and record.role == "decode":
             self._check_another_decodes(worker_id)
         started = time.monotonic()
-        took_s = await self._call(record, role)
+        reply = await self._call(record, "SetRole", pb.SetRoleRequest(role=role))
         try:
             async with asyncio.timeout(SEEN_DEADLINE_S):
                 while not self._is_seen(worker_id, role):
                     await self._view.wait_change()
         except TimeoutError:
             log.warning("worker %s is in the %s pool and not seen there yet", worker_id, role)
-        return Flipped(worker_id, role, took_s, time.monotonic() - started)
+        return Flipped(worker_id, role, reply.took_s, time.monotonic() - started)
 
-    async def _call(self, record: WorkerRecord, role: str) -> float:
+    async def drain(self, worker_id: str, deadline_s: Any) -> None:
+        """Returns when the worker has begun to leave; 0: its own deadline. It does the rest itself:
+        it leaves placement at once, routers move its sequences, and it ends when it is empty."""
+        is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+        if not is_number or not 0 <= deadline_s <= DRAIN_DEADLINE_MAX_S:
+            raise BadRequest(
+                f"deadline_s must be seconds from 0 (the worker's own) to {DRAIN_DEADLINE_MAX_S:g}",
+                param="deadline_s",
+            )
+        record = self._record(worker_id)
+        await self._call(record, "Drain", pb.DrainRequest(deadline_s=deadline_s))
+
+    async def _call(self, record: WorkerRecord, method: str, request: Any) -> Any:
         async with grpc.aio.insecure_channel(record.address, options=CHANNEL_OPTIONS) as channel:
             stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
+            metadata = token_metadata(self._cluster.token)
             try:
-                reply = await stub.SetRole(
-                    pb.SetRoleRequest(role=role),
-                    timeout=CALL_DEADLINE_S,
-                    metadata=token_metadata(self._cluster.token),
+                return await getattr(stub, method)(
+                    request, timeout=CALL_DEADLINE_S, metadata=metadata
                 )
             except grpc.aio.AioRpcError as error:
-                message = f"{record.worker_id} did not change its role: {error.details()}"
+                message = f"{record.worker_id} did not do it ({method}): {error.details()}"
                 if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                     raise NotNow(message) from error
                 raise WorkerLost(message) from error
-        return float(reply.took_s)
 
     def _record(self, worker_id: str) -> WorkerRecord:
         known = {w.record.worker_id: w.record for w in self._view.known()}

@@ -4,80 +4,52 @@
             --its first token would come too late--> refused, before anything is sent
             --tenants take turns--> waiting (line.py) --> placing
     placing --> submitted --queue full--> placing, without that worker
-                          --worker lost, no token yet--> placing (at most MOVES_MAX times)
+                          --worker lost--> placing, with the tokens made so far (at most twice)
+                          --worker leaves--> handing over --first token there--> submitted
+                                                  `--nobody takes it--> submitted, as it was
                           --tokens--> ... --> ended | failed
     any --closed by the caller--> cancelled at the worker
 
-Knows token ids, not text. Sampling is seeded by position, so a moved request makes the same tokens.
+A request that moves has been taken already: where all are full or none is there it waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
-from collections.abc import AsyncGenerator, Callable, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.config import RouterConfig
-from services.errors import NoWorkers, QueueFull, TandemError, WorkerLost, from_code
+from services.errors import NoWorkers, QueueFull, TandemError, WorkerLost
 from services.redis_client import UNREACHABLE
+from services.router.attempt import Attempt
 from services.router.cluster_view import ClusterView
 from services.router.costs import computing_s
 from services.router.gate import Gate
+from services.router.holding import Holding
+from services.router.job import Job, Step, submission
 from services.router.metrics import Metrics
+from services.router.move_budget import LOSSES_MAX
+from services.router.moves import REFUSALS, RETRY_AFTER_DEFAULT_S, Moves, lost_for_good
 from services.router.placement import Placement, Work, choose
 from services.router.reasons import reason_of
-from services.router.request import GenerationRequest
-from services.router.timeline import Timeline
-from services.router.worker_client import Attempt
-from services.rpc.tandem.v1 import worker_pb2 as pb
+
+__all__ = ["Dispatcher", "Job", "PrefixLookup", "Step"]
 
 log = logging.getLogger(__name__)
 
-MOVES_MAX = 2
-RETRY_AFTER_DEFAULT_S = 1.0
-# What a worker answers that does not take the request: another one may.
-_REFUSALS = (QueueFull, NoWorkers)
+# A request with fewer tokens to come than this ends where it is sooner than it moves.
+FINISH_TOKENS = 32
+HAND_OVER_AGAIN_S = 1.0
 
 
 class PrefixLookup(Protocol):
     async def match(self, block_hashes: list[bytes]) -> dict[str, int]: ...
-
-
-@dataclass(slots=True)
-class Job:
-    """One request on its way, and what became of it so far."""
-
-    request: GenerationRequest
-    seed: int
-    token_ids: list[int]
-    block_hashes: list[bytes]
-    max_tokens: int
-    stop_token_ids: list[int]
-    cache_salt: bytes = b""
-    made: list[int] = field(default_factory=list)
-    cached_tokens: int = 0
-    is_admitted: bool = False
-    num_submissions: int = 0
-    num_moves: int = 0
-    refused: set[str] = field(default_factory=set)  # epochs of workers that did not take it
-    retry_after_s: float | None = None  # the shortest that a full worker named
-    placement: Placement | None = None
-    matches: dict[str, int] = field(default_factory=dict)  # that it was placed by
-    reason: str = ""  # for the placement, in one line
-    timings: pb.SequenceTimings | None = None
-    timeline: Timeline = field(default_factory=Timeline)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """New tokens of a job; `finish_reason` ("stop" or "length") only in the last step."""
-
-    token_ids: list[int]
-    finish_reason: str = ""
 
 
 class Dispatcher:
@@ -92,59 +64,126 @@ class Dispatcher:
         self._metrics = metrics
         self._rng = random.Random()
         self.on_end: Callable[[Job], None] = lambda job: None  # of each request that ended well
-        self._num_holding = 0
+        self._holding = Holding(config, view, metrics)
         self._gate = Gate(config, view, metrics)
+        self._moves = Moves(metrics)
 
     @property
     def num_holding(self) -> int:
         """Requests that wait here because no decode worker is ready."""
-        return self._num_holding
+        return self._holding.num_holding
 
     async def run(self, job: Job) -> AsyncGenerator[Step, None]:
         """Steps until the end; closing the iterator cancels the job where it runs.
 
         Raises Overloaded, QueueFull, NoWorkers, WorkerLost, or what the worker answered.
         """
-        while True:
+        self._moves.budget.begin()
+        try:
             attempt = await self._submit(job)
             try:
-                async for step in self._follow(job, attempt):
-                    yield step
-                return
-            except _REFUSALS as error:
-                if job.made:
-                    raise
-                self._note_refusal(job, error)
-            except WorkerLost as error:
-                self._note_loss(job, error)
+                while True:
+                    try:
+                        async for step in self._follow(job, attempt):
+                            yield step
+                        return
+                    except _HandOver:
+                        attempt = await self._hand_over(job, attempt)
+                        continue
+                    except REFUSALS as error:
+                        self._moves.note_refusal(job, error)
+                    except WorkerLost as error:
+                        self._moves.note_loss(job, error)
+                    attempt.close()
+                    attempt = await self._submit(job)
             finally:
                 attempt.close()
+        finally:
+            self._moves.budget.end(time.monotonic())
 
     async def _submit(self, job: Job) -> Attempt:
+        """Waits while no decode worker is usable, and one that moves while all are full."""
+        while True:
+            try:
+                if (attempt := await self._try_submit(job)) is not None:
+                    return attempt
+                is_begun = job.homeless_since is not None
+                with job.timeline.stage("queue"):
+                    await self._holding.wait(frozenset(job.refused), is_begun=is_begun)
+            except REFUSALS as error:
+                if job.homeless_since is None:
+                    raise
+                waited_s = time.monotonic() - job.homeless_since
+                if isinstance(error, NoWorkers) or waited_s > self._config.hold_deadline_s:
+                    raise lost_for_good(job, f"no other took it; {error.message}") from error
+                await asyncio.sleep(min(error.retry_after_s or math.inf, RETRY_AFTER_DEFAULT_S))
+                job.refused.clear()
+                job.retry_after_s = None
+
+    async def _try_submit(self, job: Job) -> Attempt | None:
+        """None while no decode worker is usable. Raises QueueFull, Overloaded."""
         work = self._work(job)
         timeline = job.timeline
-        while True:
+        with timeline.stage("route"):
+            block_hashes = job.hashes(self._view.contract())
+            matches = await self._match(block_hashes)
+            waits = self._gate.must_wait()
+            turn = self._turn(job, work, matches)
+        async with timeline.queueing(turn):
             with timeline.stage("route"):
-                matches = await self._match(job.block_hashes)
-                waits = self._gate.must_wait()
-                turn = self._turn(job, work, matches)
-            async with timeline.queueing(turn):
-                with timeline.stage("route"):
-                    if waits:
-                        matches = await self._match(job.block_hashes)
-                    placement = self._choose(job, work, matches)
-                    if placement is not None:
-                        self._admit(job, work, placement)
-                        return self._send(job, work, placement, matches)
-            with timeline.stage("queue"):
-                await self._hold(frozenset(job.refused))
+                if waits:
+                    matches = await self._match(block_hashes)
+                placement = self._choose(job, work, matches)
+                if placement is None:
+                    return None
+                self._admit(job, work, placement)
+                return self._send(job, work, placement, matches)
+
+    async def _hand_over(self, job: Job, old: Attempt) -> Attempt:
+        """Has another worker go on, while `old` still has the blocks; whom to follow from now on.
+
+        `old` goes on meanwhile: if it ends there first, or nobody takes the request, what came from
+        there is what counts.
+        """
+        before = job.placement, job.matches, job.reason
+        job.leaves = old.worker_id
+        new: Attempt | None = None
+        is_handed_over = False
+        try:
+            while (new := await self._try_submit(job)) is not None:
+                await new.news_or_end_of(old)
+                is_handed_over = not old.is_finished and (new.failure is None or old.is_over)
+                if is_handed_over or old.is_finished or new.failure is None:
+                    break
+                new.close()
+                if not self._moves.may_ask_another(job, new.failure):
+                    break
+        except QueueFull as error:
+            log.debug("request %s stays: %s", job.request.request_id, error)
+        finally:
+            job.leaves = ""
+            job.refused.clear()
+            job.homeless_since, job.retry_after_s = None, None
+            if not is_handed_over:
+                job.placement, job.matches, job.reason = before
+                may_lose_more = job.num_lost < LOSSES_MAX
+                again_s = HAND_OVER_AGAIN_S if may_lose_more else math.inf
+                job.stays_until = time.monotonic() + again_s
+                if new is not None:
+                    new.close()
+        if not is_handed_over or new is None:
+            return old
+        old.close()
+        self._moves.note_move(job, "drain", f"worker {old.worker_id} leaves")
+        return new
 
     def _send(self, job: Job, work: Work, placement: Placement, matches: dict[str, int]) -> Attempt:
         """Nothing was awaited since the worker was seen usable."""
         client = self._view.client(placement.decode.worker_id)
         assert client is not None
+        leaves = self._view.roster().by_id.get(job.leaves)
+        message = submission(job, placement, matches, leaves)
         job.placement, job.matches = placement, matches
-        message = _submission(job, placement, matches)
         job.num_submissions += 1
         kind = reason_of(work, placement, matches)
         job.reason = f"{kind}: {placement.reason}"
@@ -166,20 +205,21 @@ class Dispatcher:
             finish_reason = ""
             failure: TandemError | None = None
             for update in await attempt.updates():
+                if update.token_ids and not (job.made or token_ids):
+                    job.cached_tokens = update.cached_tokens
                 token_ids.extend(update.token_ids)
-                job.cached_tokens = job.cached_tokens or update.cached_tokens
                 if update.token_ids and update.HasField("timings"):
                     job.timeline.take(update.timings, len(job.made) + len(token_ids))
+                if update.workers_lost > attempt.num_lost:
+                    job.num_lost += update.workers_lost - attempt.num_lost
+                    attempt.num_lost = update.workers_lost
                 if update.finish_reason == "error":
-                    failure = from_code(
-                        update.error.code,
-                        update.error.message,
-                        retry_after_s=update.error.retry_after_s or None,
-                    )
+                    failure = attempt.failure
                 elif update.finish_reason:
                     finish_reason = update.finish_reason
                     job.timings = update.timings
             if token_ids or finish_reason:
+                job.homeless_since = None
                 job.made.extend(token_ids)
                 if finish_reason:  # before the last step: who has it may not come back
                     self.on_end(job)
@@ -188,6 +228,15 @@ class Dispatcher:
                 raise failure
             if finish_reason:
                 return
+            if attempt.is_draining and self._may_hand_over(job):
+                raise _HandOver
+
+    def _may_hand_over(self, job: Job) -> bool:
+        return (
+            job.max_tokens - len(job.made) > FINISH_TOKENS
+            and time.monotonic() >= job.stays_until
+            and self._view.has_decode_worker()
+        )
 
     def _choose(self, job: Job, work: Work, matches: dict[str, int]) -> Placement | None:
         """None while no decode worker is usable. Raises QueueFull when all have refused."""
@@ -223,7 +272,7 @@ class Dispatcher:
 
     def _work(self, job: Job) -> Work:
         contract = self._view.contract()
-        return Work(len(job.token_ids), contract.block_size if contract else 16)
+        return Work(job.num_tokens, contract.block_size if contract else 16)
 
     async def _match(self, block_hashes: list[bytes]) -> dict[str, int]:
         if not block_hashes:
@@ -236,90 +285,6 @@ class Dispatcher:
             log.debug("placing without the prefix tree: %r", error)
             return {}
 
-    async def _hold(self, refused: frozenset[str]) -> None:
-        """Waits for a usable decode worker. Raises NoWorkers after too long, or for too many."""
-        if self._num_holding >= self._config.hold_requests_max:
-            raise NoWorkers(
-                f"no decode worker is ready and {self._num_holding} requests wait for one already",
-                retry_after_s=RETRY_AFTER_DEFAULT_S,
-            )
-        deadline_s = self._config.hold_deadline_s
-        self._num_holding += 1
-        self._metrics.requests_holding.inc()
-        try:
-            async with asyncio.timeout(deadline_s):
-                while not self._view.has_decode_worker(refused):
-                    await self._view.wait_change()
-        except TimeoutError:
-            raise NoWorkers(
-                f"no decode worker was ready within {deadline_s:g} s",
-                retry_after_s=RETRY_AFTER_DEFAULT_S,
-            ) from None
-        finally:
-            self._num_holding -= 1
-            self._metrics.requests_holding.dec()
 
-    def _note_refusal(self, job: Job, error: TandemError) -> None:
-        assert job.placement is not None
-        job.refused.add(job.placement.decode.epoch)
-        if isinstance(error, QueueFull):
-            after_s = error.retry_after_s or RETRY_AFTER_DEFAULT_S
-            job.retry_after_s = min(after_s, job.retry_after_s or after_s)
-        self._metrics.refusals.labels(code=error.code).inc()
-
-    def _note_loss(self, job: Job, error: WorkerLost) -> None:
-        """Lets the request move, or raises what its client gets."""
-        if job.made:
-            raise WorkerLost(f"{error.message} after {len(job.made)} tokens") from error
-        if job.num_moves >= MOVES_MAX:
-            raise WorkerLost(
-                f"{error.message}; the request was moved {MOVES_MAX} times already",
-                retry_after_s=RETRY_AFTER_DEFAULT_S,
-            ) from error
-        job.num_moves += 1
-        self._metrics.moves.inc()
-        request_id = job.request.request_id
-        about = {"request_id": request_id}
-        log.warning("request %s moves: %s", request_id, error.message, extra=about)
-
-
-def _submission(job: Job, placement: Placement, matches: Mapping[str, int]) -> pb.SubmitSequence:
-    sampling = job.request.sampling
-    trace = job.timeline.span.headers
-    return pb.SubmitSequence(
-        request_id=job.request.request_id,
-        attempt=job.num_submissions,
-        input=pb.SequenceInput(
-            token_ids=job.token_ids + job.made,
-            num_prompt_tokens=len(job.token_ids),
-            sampling=pb.Sampling(
-                temperature=sampling.effective_temperature,
-                top_k=max(0, sampling.top_k),
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                seed=job.seed,
-            ),
-            max_tokens=job.max_tokens,
-            stop_token_ids=job.stop_token_ids,
-            cache_salt=job.cache_salt,
-        ),
-        trace=pb.TraceContext(**trace) if trace else None,
-        prefill_candidates=[
-            pb.PrefillCandidate(
-                worker_id=w.worker_id,
-                epoch=w.epoch,
-                address=w.address,
-                cached_blocks=matches.get(w.worker_id, 0),
-            )
-            for w in placement.prefill_candidates
-        ],
-        prefix_holders=[
-            pb.PrefixHolder(
-                worker_id=w.worker_id,
-                epoch=w.epoch,
-                address=w.address,
-                num_blocks=matches[w.worker_id],
-            )
-            for w in placement.prefix_holders
-        ],
-    )
+class _HandOver(Exception):
+    """The worker leaves, and the request might go on elsewhere."""

@@ -91,6 +91,7 @@ class Generator:
         self._tracing = tracing
         self.requests = RequestLog()
         self._num_running = 0
+        self.draining = False  # what runs goes on; nothing new is to come
 
     @property
     def served_name(self) -> str:
@@ -108,6 +109,8 @@ class Generator:
 
     def not_ready_reason(self) -> str:
         """Empty when requests can be served."""
+        if self.draining:
+            return "this router is draining"
         if self.model is None:
             return "the model is not loaded yet"
         if self._view.has_decode_worker():

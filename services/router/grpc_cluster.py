@@ -33,6 +33,7 @@ class GrpcCluster:
                 "GetCluster": _handler(self._get_cluster, pb.GetClusterRequest),
                 "ScalePools": _handler(self._scale_pools, pb.ScalePoolsRequest),
                 "FlipWorker": _handler(self._flip_worker, pb.FlipWorkerRequest),
+                "DrainWorker": _handler(self._drain_worker, pb.DrainWorkerRequest),
             },
         )
 
@@ -73,6 +74,10 @@ class GrpcCluster:
         return pb.FlipWorkerResponse(
             worker_id=flipped.worker_id, role=flipped.role, took_s=flipped.took_s
         )
+
+    async def _drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerResponse:
+        await self._control.drain(request.worker_id, request.deadline_s)
+        return pb.DrainWorkerResponse()
 
 
 def _handler(

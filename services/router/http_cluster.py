@@ -47,6 +47,16 @@ def add_cluster_routes(
             raise BadRequest("role must be prefill or decode", param="role")
         return JsonResponse(await control.flip(worker_id, role))
 
+    @app.post("/v1/cluster/workers/{worker_id}/drain", status_code=202)
+    async def drain(worker_id: str, request: Request) -> Response:
+        """Has a worker leave in order; it is gone from GET when it has. `deadline_s`: at most."""
+        body = await read_json_object(request, config.body_bytes_max)
+        if unknown := set(body) - {"deadline_s"}:
+            message = f"the body has {unknown}; allowed is deadline_s"
+            raise BadRequest(message, param=unknown.pop()[:80])
+        await control.drain(worker_id, body.get("deadline_s", 0.0))
+        return JsonResponse({"draining": worker_id}, 202)
+
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"))

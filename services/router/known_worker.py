@@ -65,7 +65,7 @@ class KnownWorker:
             epoch=self.record.epoch,
             address=self.record.address,
             role=self.record.role,
-            state=self.record.state,
+            state="draining" if client and client.is_draining else self.record.state,
             reachable=compatible and (self.record.role != "decode" or self.is_up),
             num_running=load.num_running,
             num_waiting=load.num_waiting + waiting,

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from services.autoscaler.signals import DemandMeter
 from services.config import Role
+from services.router.move_budget import MOVE_REASONS
 from services.router.reasons import REASONS
 from services.router.timeline import STAGES
 
@@ -138,8 +139,13 @@ class Metrics:
             registry=registry,
         )
         self.moves = Counter(
-            "tandem:request_moves", "Requests moved off a lost worker", registry=registry
+            "tandem:request_moves",
+            "Requests moved off a worker that was lost (crash) or leaves (drain)",
+            ["reason"],
+            registry=registry,
         )
+        for move_reason in MOVE_REASONS:
+            self.moves.labels(reason=move_reason)
 
     def on_end(self, record: RequestRecord) -> None:
         """A request is over, in whatever way."""

@@ -41,7 +41,6 @@ from services.tracing import make_tracing
 
 log = logging.getLogger(__name__)
 
-DRAIN_DEADLINE_S = 30.0
 HEALTH_INTERVAL_S = 1.0
 # Longer than clients keep idle connections, so that they close them and no request meets a close.
 KEEP_ALIVE_S = 75
@@ -112,12 +111,12 @@ class Router:
             await self._drain(http, work)
 
     async def _drain(self, http: _HttpServer, work: set[asyncio.Task[Any]]) -> None:
-        log.info("draining: at most %g s", DRAIN_DEADLINE_S)
+        deadline_s = self._config.drain_deadline_s
+        log.info("draining: at most %g s", deadline_s)
+        self.generator.draining = True
         http.begin_stop()
         named = {task.get_name(): task for task in work}
-        await asyncio.gather(
-            self._grpc.stop(DRAIN_DEADLINE_S), named.pop("http"), return_exceptions=True
-        )
+        await asyncio.gather(self._grpc.stop(deadline_s), named.pop("http"), return_exceptions=True)
         for task in named.values():
             task.cancel()
         await asyncio.wait(named.values())
@@ -165,7 +164,7 @@ class Router:
             server_header=False,
             date_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=round(DRAIN_DEADLINE_S),
+            timeout_graceful_shutdown=round(self._config.drain_deadline_s),
         )
 
 

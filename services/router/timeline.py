@@ -45,7 +45,8 @@ class Timeline:
             yield
         finally:
             ended_s = time.monotonic()
-            self._add(name, ended_s - began_s)
+            if self.ttft_s is None:  # of a move after the first token only the trace tells
+                self._add(name, ended_s - began_s)
             self.span.stage(name, began_s, ended_s)
 
     @asynccontextmanager

@@ -3,11 +3,10 @@
 States, moved by `run` alone:
 
     down -> connecting -> up -> down (every attempt on it fails with WorkerLost) -> connecting ...
+                           `-> draining (its attempts are told, and go on) -> down (WorkerLeft)
 
-An `Attempt` is one request on this worker. Its updates wait in a buffer of its own, so a client
-that reads slowly holds up nobody else; the buffer needs no back pressure, because a request makes
-at most `max_tokens` tokens and each is 4 bytes. More than that breaks the protocol and fails it.
-Commands wait in a queue that holds at most a submit and a cancel for each live request.
+An `Attempt` is one request on this worker (attempt.py). Commands wait in a queue that holds at most
+a submit and a cancel for each live request.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from services.errors import InternalError, TandemError, WorkerLost
+from services.errors import WorkerLeft, WorkerLost
 from services.registry import Load
+from services.router.attempt import Attempt
 from services.rpc.auth import token_metadata
 from services.rpc.options import CHANNEL_OPTIONS
 from services.rpc.tandem.v1 import worker_pb2 as pb
@@ -36,51 +36,6 @@ BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 2.0
 CLOSE_DEADLINE_S = 2.0
 _LOAD_FIELDS = tuple(Load.__struct_fields__)
-
-
-class Attempt:
-    """One submission of a request to one worker; `close` it when nobody reads it any more."""
-
-    def __init__(self, client: WorkerClient, request_id: str, number: int, tokens_max: int) -> None:
-        self.worker_id = client.worker_id
-        self._client = client
-        self._request_id = request_id
-        self._number = number
-        self._tokens_left = tokens_max
-        self._updates: deque[pb.SequenceUpdate] = deque()
-        self._changed = asyncio.Event()
-        self._error: TandemError | None = None
-        self._ended = False
-
-    async def updates(self) -> list[pb.SequenceUpdate]:
-        """All that came since the last call, at least one. Raises WorkerLost, InternalError."""
-        while not self._updates:
-            if self._error is not None:
-                raise self._error
-            self._changed.clear()
-            await self._changed.wait()
-        ready = list(self._updates)
-        self._updates.clear()
-        return ready
-
-    def close(self) -> None:
-        """Cancels the sequence at the worker unless it ended there. Never waits."""
-        self._client._forget(self._request_id, cancel=not self._ended)
-
-    def _take(self, update: pb.SequenceUpdate) -> None:
-        if update.attempt != self._number or self._ended:
-            return
-        self._tokens_left -= len(update.token_ids)
-        if self._tokens_left < 0:
-            self._fail(InternalError(f"worker {self.worker_id} sent more tokens than were asked"))
-            return
-        self._ended = bool(update.finish_reason)
-        self._updates.append(update)
-        self._changed.set()
-
-    def _fail(self, error: TandemError) -> None:
-        self._error = error
-        self._changed.set()
 
 
 class WorkerClient:
@@ -99,6 +54,7 @@ class WorkerClient:
         self.worker_id = worker_id
         self.address = address
         self.is_up = False
+        self.is_draining = False
         self.load: Load | None = None
         self.tokens_unreported = 0
         # Tokens to prefill of each submission that the worker's load does not show yet. A load is
@@ -127,8 +83,17 @@ class WorkerClient:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
         made = len(message.input.token_ids) - message.input.num_prompt_tokens
         tokens_max = message.input.max_tokens - made
-        attempt = Attempt(self, message.request_id, message.attempt, tokens_max)
-        self._attempts[message.request_id] = attempt
+        request_id = message.request_id
+
+        def on_close(attempt: Attempt) -> None:
+            if self._attempts.get(request_id) is attempt:
+                del self._attempts[request_id]
+                if self.is_up and not attempt.is_over:
+                    cancel = pb.CancelSequence(request_id=request_id)
+                    self._send(pb.DecodeCommand(cancel=cancel))
+
+        attempt = Attempt(self.worker_id, message.attempt, tokens_max, on_close)
+        self._attempts[request_id] = attempt
         self._unreported.append(tokens_to_prefill)
         self.tokens_unreported += tokens_to_prefill
         self._send(pb.DecodeCommand(submit=message))
@@ -138,10 +103,6 @@ class WorkerClient:
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task], timeout=CLOSE_DEADLINE_S)
-
-    def _forget(self, request_id: str, *, cancel: bool) -> None:
-        if self._attempts.pop(request_id, None) is not None and cancel and self.is_up:
-            self._send(pb.DecodeCommand(cancel=pb.CancelSequence(request_id=request_id)))
 
     def _send(self, command: pb.DecodeCommand) -> None:
         self._commands.append(command)
@@ -186,6 +147,8 @@ class WorkerClient:
         try:
             async for update in call:
                 self._take(update)
+            if self.is_draining:
+                self._go_down("it has left", WorkerLeft)
         finally:
             # The stream is down: no attempt may be added while what is left is cleaned up.
             self._go_down("its stream broke")
@@ -215,14 +178,19 @@ class WorkerClient:
         for sequence in update.sequences:
             attempt = self._attempts.get(sequence.request_id)
             if attempt is not None:
-                attempt._take(sequence)
+                attempt.take(sequence)
+        if update.draining != self.is_draining:
+            self.is_draining = update.draining
+            self._on_change()
+            for attempt in self._attempts.values():
+                attempt.note_draining(update.draining)
 
-    def _go_down(self, reason: str) -> None:
-        was_up, self.is_up = self.is_up, False
+    def _go_down(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
+        was_up, self.is_up, self.is_draining = self.is_up, False, False
         self._unreported.clear()
         self._num_reported = self.tokens_unreported = 0
         for attempt in self._attempts.values():
-            attempt._fail(WorkerLost(f"decode worker {self.worker_id} was lost: {reason}"))
+            attempt.fail(kind(f"decode worker {self.worker_id} was lost: {reason}"))
         self._attempts.clear()
         if was_up:
             self._on_change()

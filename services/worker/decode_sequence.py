@@ -46,6 +46,8 @@ class DecodeSequence:
     may_ask: bool = True  # False: what it lacks is computed here
     asks: asyncio.Timeout | None = None  # while a prefill worker computes its prompt: its end
     prefix: PrefixPlan | None = None  # HERE: whom to pull its first blocks from
+    losses_max: int = 0  # prefill workers that may be lost under it; 0: as many as there are
+    num_lost: int = 0
 
     @property
     def sequence_id(self) -> str:

@@ -21,6 +21,7 @@ import msgspec
 
 from services.config import WorkerConfig
 from services.engine.types import Failed, Mode, NewTokens, Reserved
+from services.errors import WorkerLost
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.telemetry import about
 from services.tracing import NO_SPAN, NO_TRACING, Attributes, Tracing
@@ -73,7 +74,7 @@ class DecodeService:
         self._tracing = tracing
         self._sequences: dict[str, DecodeSequence] = {}
         self._streams: set[RouterStream] = set()
-        self.draining = False
+        self._draining = False
 
     @property
     def num_sequences(self) -> int:
@@ -87,7 +88,7 @@ class DecodeService:
         self, commands: AsyncIterator[pb.DecodeCommand], load: pb.WorkerLoad
     ) -> AsyncIterator[pb.DecodeUpdate]:
         """One router's stream. When it closes, all its requests are removed."""
-        stream = RouterStream()
+        stream = RouterStream(draining=self._draining)
         stream.push_load(load, 0)
         self._streams.add(stream)
         reading = asyncio.create_task(self._read_commands(stream, commands))
@@ -102,12 +103,17 @@ class DecodeService:
                 self._remove(sequence_id)
 
     def leave_pool(self) -> None:
-        """Takes nothing more; what is here goes on."""
-        self.draining = True
+        """Takes nothing more. Routers are told: what is here moves where it can, else goes on."""
+        self._set_draining(True)
 
     def join_pool(self) -> None:
         """Takes sequences, after `leave_pool`."""
-        self.draining = False
+        self._set_draining(False)
+
+    def _set_draining(self, draining: bool) -> None:
+        self._draining = draining
+        for stream in self._streams:
+            stream.tell_draining(draining)
 
     async def ask_nobody(self, grace_s: float) -> None:
         """Returns when no prompt of a sequence here waits for a prefill worker.
@@ -182,11 +188,12 @@ class DecodeService:
         sequence = DecodeSequence(
             submit.request_id, submit.attempt, spec, candidates, holders, stream, span=span
         )
+        sequence.losses_max = submit.losses_max
         if not candidates and (prefix := self._prefixes.plan(spec, holders)) is not None:
             sequence.prefix, sequence.spec = prefix, prefix.spec
         self._sequences[sequence_id] = sequence
         stream.sequence_ids.add(sequence_id)
-        if self.draining:
+        if self._draining:
             self._end_with_error(sequence, "no_workers", "this worker is draining")
             return
         self._link.send(Add(sequence.spec))
@@ -221,6 +228,17 @@ class DecodeService:
         sequence.spec = msgspec.structs.replace(
             sequence.spec, token_ids=[*sequence.spec.token_ids, token_id]
         )
+
+    def on_source_lost(self, sequence: DecodeSequence) -> bool:
+        """Its router counts who was lost under the request: one that crashes workers must end."""
+        sequence.num_lost += 1
+        sequence.stream.push(self._update(sequence, workers_lost=sequence.num_lost))
+        if sequence.num_lost != sequence.losses_max:
+            return True
+        self._link.send(Remove(sequence.sequence_id))
+        message = f"{sequence.num_lost} prefill workers were lost under it here"
+        self._end_with_error(sequence, WorkerLost.code, message)
+        return False
 
     def finish_if_over(self, sequence: DecodeSequence) -> bool:
         """Ends a sequence whose lease failed after its last token was sent."""

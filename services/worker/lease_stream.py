@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from services.config import TransferConfig, WorkerConfig
@@ -107,6 +108,15 @@ class LeaseStream:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+def is_source_gone(error: BaseException | None) -> bool:
+    """Whether a lease was lost because the source's process, or the way to it, ended under it."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return bool(error.code() is grpc.StatusCode.UNAVAILABLE)
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(is_source_gone, error.exceptions))
+    return isinstance(error, LeaseLost) and is_source_gone(error.__cause__)
 
 
 def _first_error(group: BaseExceptionGroup) -> BaseException:

@@ -107,7 +107,8 @@ class PrefillService:
                 first = await anext(aiter(commands))
         except (StopAsyncIteration, TimeoutError):
             return  # the reader is gone again, or never said what it wants
-        opening = first.hold if first.WhichOneof("command") == "hold" else first.start
+        holds = first.WhichOneof("command") == "hold"
+        opening = first.hold if holds else first.start
         if not opening.lease_id:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "the first command is `start` or `hold`"
@@ -115,10 +116,11 @@ class PrefillService:
         if opening.lease_id in self._leases:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"lease {opening.lease_id} is open")
         reader_id = opening.reader_worker_id
-        if self.draining:
+        if self.draining and not holds:
+            # Holds go on: who takes its sequences over pulls their blocks from here.
             yield _refused("this worker is draining")
             return
-        if opening is first.start and not self.takes_prompts:
+        if not holds and not self.takes_prompts:
             yield _refused("this worker is in the decode pool now")
             return
         if why := self._leases.refusal(reader_id):

@@ -25,6 +25,7 @@ from services.telemetry import about
 from services.worker.decode_sequence import DecodeSequence
 from services.worker.engine_link import EngineLink
 from services.worker.lease import LeaseMaker, PullStats, ReaderLease
+from services.worker.lease_stream import is_source_gone
 from services.worker.messages import Commit, ContinuePrefill, Restart, StartLocalPrefill
 from services.worker.metrics import WorkerMetrics
 from services.worker.peers import Peers
@@ -46,6 +47,9 @@ class Owner(Protocol):
     def finish_if_over(self, sequence: DecodeSequence) -> bool: ...
 
     def on_first_token(self, sequence: DecodeSequence, token_id: int, stats: PullStats) -> None: ...
+
+    def on_source_lost(self, sequence: DecodeSequence) -> bool:
+        """Tells that a prefill worker was lost under it; whether it may cost another one."""
 
     def as_holder(self, num_blocks: int) -> list[pb.PrefixHolder]:
         """This worker as one that has so many first blocks of a prompt; empty if it has none."""
@@ -104,6 +108,8 @@ class PromptPrefill:
                 # Whatever it was, nothing that was pulled is trusted: only a whole lease commits.
                 self._note_failure(sequence, error)
                 if self._owner.is_over(sequence) or self._owner.finish_if_over(sequence):
+                    return
+                if is_source_gone(error) and not self._owner.on_source_lost(sequence):
                     return
                 wait_s = error.retry_after_s if isinstance(error, TandemError) else None
                 if wait_s and asked[name] < _ASKED_MAX:

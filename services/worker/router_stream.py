@@ -21,13 +21,14 @@ _UPDATES_MAX = 1 << 16
 class RouterStream:
     """The outgoing side; `sequence_ids` are the requests that end when it closes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, draining: bool = False) -> None:
         self.sequence_ids: set[str] = set()
         self._updates: list[pb.SequenceUpdate] = []
         self._load: pb.WorkerLoad | None = None
         self._submits: deque[int] = deque()  # the engine's commands that no load shows yet
         self._num_submits = 0  # that the load shows
         self._changed = asyncio.Event()
+        self._draining = draining
         self._closed = False
         self._ended = False
 
@@ -57,6 +58,11 @@ class RouterStream:
             self._closed = True
             self._changed.set()
 
+    def tell_draining(self, draining: bool) -> None:
+        """Every message says from now on whether the worker leaves; one goes out at once."""
+        self._draining = draining
+        self._changed.set()
+
     def end(self) -> None:
         """After what gathered so far: the worker leaves."""
         self._ended = True
@@ -72,7 +78,10 @@ class RouterStream:
         if not self._ended:
             self._changed.clear()
         message = pb.DecodeUpdate(
-            sequences=self._updates, load=self._load, num_submits=self._num_submits
+            sequences=self._updates,
+            load=self._load,
+            num_submits=self._num_submits,
+            draining=self._draining,
         )
         self._updates, self._load = [], None
         return message

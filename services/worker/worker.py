@@ -136,7 +136,7 @@ class Worker:
                     await self._unless_stopped(self._watch_engine())
                 finally:
                     warming.cancel()
-            self.state = "draining"
+            self._leave_placement()
             await membership.refresh()
             await self._unless_ended(self._drain())
         except WorkerLost:
@@ -356,9 +356,14 @@ class Worker:
             if silent_s > self.config.engine_hang_timeout_s:
                 self.link.kill(f"the engine made no turn for {silent_s:.0f} s")
 
+    def _leave_placement(self) -> None:
+        """Nothing new is taken. Routers move what they can; its blocks can be had meanwhile."""
+        self.state = "draining"
+        self.prefill.draining = True
+        self.decode.leave_pool()
+
     async def _drain(self) -> None:
-        """Takes nothing new; waits until nobody holds anything here, at most for the deadline."""
-        self.decode.draining = self.prefill.draining = True
+        """Waits until nobody holds anything here any more, at most for the deadline."""
         deadline = time.monotonic() + self._stop_deadline_s
         while self.decode.num_sequences or self.prefill.num_leases:
             if time.monotonic() > deadline:

@@ -20,7 +20,7 @@ _HELD = ("num_running", "num_waiting", "num_leases", "num_pulls", "blocks_used")
 def wrong_outcomes(outcomes: Iterable[Outcome]) -> list[str]:
     """What is not as it must be, a line for each request: empty when all is well.
 
-    No decode worker is lost in a chaos run, so no request has a reason to fail.
+    Who loses its worker moves, and nobody loses three: so no request has a reason to fail.
     """
     return [
         f"request {o.request.number} ({o.request.api}, {len(o.request.prompt.token_ids)} tokens, "

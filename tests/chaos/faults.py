@@ -1,6 +1,7 @@
 """What goes wrong in a chaos run, and who puts it right.
 
     kill  kill -9 of the worker, its engine with it; the keeper starts it again
+    drain SIGTERM: it leaves in order and ends with status 0; the keeper starts it again
     stop  SIGSTOP of both its processes, later SIGCONT
     hang  SIGSTOP of the engine alone: the I/O process answers pings and sends heartbeats
     cut   its network brings nothing and takes nothing
@@ -24,7 +25,7 @@ import psutil
 from tests.harness.cluster import LocalCluster, WorkerProcess
 from tests.harness.network import Network, Place
 
-Kind = Literal["kill", "stop", "hang", "cut"]
+Kind = Literal["kill", "drain", "stop", "hang", "cut"]
 
 _POLL_S = 0.05
 _BUSY_WITHIN_S = 10.0  # a worker that gets no request in this time is struck all the same
@@ -63,7 +64,10 @@ class Happened:
 
 
 class Keeper:
-    """Starts workers, and starts again those that ended; `ends`: who did by itself, and how."""
+    """Starts workers, and starts again those that ended; `ends`: who did by itself, and how.
+
+    Status 0 is the end of a drain, which nobody begins by himself.
+    """
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
@@ -82,7 +86,7 @@ class Keeper:
             for worker_id, start in self._starts.items():
                 status = self._cluster.workers[worker_id].process.poll()
                 if status is not None:
-                    if status != -signal.SIGKILL:
+                    if status not in (0, -signal.SIGKILL):
                         self.ends.append((worker_id, status))
                     start()
             await asyncio.sleep(_POLL_S)
@@ -126,6 +130,9 @@ class Striker:
         match fault.kind:
             case "kill":
                 worker.kill()
+            case "drain":
+                worker.process.terminate()
+                assert await asyncio.to_thread(worker.process.wait, _BACK_WITHIN_S) == 0
             case "stop" | "hang":
                 await self._stop(worker, fault)
             case "cut":

@@ -1,8 +1,9 @@
 """Real processes, exact tokens, and workers that are killed, stopped, hung and cut off meanwhile.
 
 Two decode workers (one reads as its pairs choose, one over gRPC) and two prefill workers, all with
-small pools. Prefill workers are struck at random moments, one decode worker is stopped, clients
-leave. Then: every request ended once and with exactly its tokens, and nothing is held anywhere.
+small pools. All are struck at random moments, and clients leave. One decode worker is only stopped
+for a while, and rarely: somebody must be there to move to. Then: every request ended once and with
+exactly its tokens, and nothing is held anywhere.
 
 The seed is printed and fixes prompts, requests and the order of faults, not the moments.
 CHAOS_SEED and CHAOS_REQUESTS choose others: CHAOS_REQUESTS=5000 pytest -s -m slow tests/chaos
@@ -222,8 +223,9 @@ async def strike(
 def plan(chaos: Chaos) -> list[tuple[str, Sequence[Fault], float]]:
     """For each worker that is struck: its faults, and the longest pause before each."""
     decks = [(f"prefill-{n}", deck, chaos.pause_s) for n, deck in enumerate(chaos.decks)]
-    # Its requests cannot go elsewhere: rarely, so that most of the others meet only their own.
+    # Who waits for it is not moved: rarely, so that most of the others meet only their own.
     decks.append(("decode-0", (Fault("stop", 5),), chaos.decode_pause_s))
+    decks.append(("decode-1", (Fault("kill"), Fault("drain")), chaos.pause_s))
     return [
         (worker_id, [f for f in deck if f.kind != "cut" or not NO_NETWORK], pause_s)
         for worker_id, deck, pause_s in decks

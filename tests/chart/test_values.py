@@ -9,7 +9,6 @@ import pytest
 from helm_python import HelmError
 
 from services import config
-from services.router import server
 from tests.harness.chart import (
     EXAMPLES,
     chart,
@@ -120,10 +119,13 @@ def test_a_pools_values_win_over_those_of_both() -> None:
 
 
 def test_grace_periods_hold_a_drain() -> None:
-    values = {"worker": {"options": {"drainDeadline": 90}}, "router": {"preStopSleep": 8}}
+    values = {
+        "worker": {"options": {"drainDeadline": 90}},
+        "router": {"preStopSleep": 8, "options": {"drainDeadline": 120}},
+    }
     objects = render(values)
     router = find(objects, "Deployment", "router")["spec"]["template"]["spec"]
-    assert router["terminationGracePeriodSeconds"] > 8 + server.DRAIN_DEADLINE_S
+    assert router["terminationGracePeriodSeconds"] > 8 + 120 + 10
     assert container(objects, "router")["lifecycle"]["preStop"]["exec"]["command"][1] == "8"
     for pool in ("prefill", "decode"):
         pod = find(objects, "StatefulSet", pool)["spec"]["template"]["spec"]

@@ -24,6 +24,7 @@ from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerSer
 RECORD_INTERVAL_S = 0.3
 Say = Callable[[pb.SequenceUpdate], None]
 Script = Callable[[pb.SubmitSequence, Say], Awaitable[None]]
+Message = pb.DecodeUpdate | Exception | None  # None: the stream ends
 
 
 def contract(fingerprint: str) -> Contract:
@@ -98,12 +99,14 @@ class ScriptedWorker(WorkerServicer):
     ) -> None:
         self.script = script
         self.state: State = "ready"
+        self.draining = False
         self.load = Load(queue_max=8, blocks_total=1000)
         self.rates = WorkerRates()
         self.pairs: dict[str, PairRate] = {}
         self.block_hashes: list[bytes] | None = None  # that it says it holds; None: cannot say
         self.submitted: list[pb.SubmitSequence] = []
         self.cancelled: list[str] = []
+        self.drains: list[float] = []  # deadlines that were asked for
         self.address = ""
         self.worker_id = worker_id
         self.role = self.pool = role
@@ -114,7 +117,8 @@ class ScriptedWorker(WorkerServicer):
         self._started_at = time.time()
         self._server: grpc.aio.Server | None = None
         self._recording: asyncio.Task[None] | None = None
-        self._streams: dict[asyncio.Queue[pb.DecodeUpdate | None], set[asyncio.Task[None]]] = {}
+        self._streams: dict[asyncio.Queue[Message], set[asyncio.Task[None]]] = {}
+        self._ending: set[asyncio.Queue[Message]] = set()
 
     async def start(self) -> ScriptedWorker:
         self._server = grpc.aio.server(
@@ -134,10 +138,25 @@ class ScriptedWorker(WorkerServicer):
         if self._server is not None:
             await self._server.stop(0)
 
+    @property
+    def has_stream(self) -> bool:
+        """Whether a router is connected by a stream that is not about to end."""
+        return any(queue not in self._ending for queue in self._streams)
+
     def break_streams(self) -> None:
         """Every router loses its stream, as when the worker dies; it may connect again."""
+        self._end_streams(ConnectionError("the worker dies, says the test"))
+
+    def drain(self) -> None:
+        """Tells every router that it leaves; what is here goes on."""
+        self.draining = True
         for queue in self._streams:
-            queue.put_nowait(None)
+            queue.put_nowait(pb.DecodeUpdate(draining=True))
+
+    def leave(self) -> None:
+        """Ends the streams in order; a router that connects again finds it as at the start."""
+        self.draining = False
+        self._end_streams(None)
 
     def tell_load(self, num_submits: int) -> None:
         """On every stream: `load`, in which so many submits of the stream are counted."""
@@ -171,14 +190,17 @@ class ScriptedWorker(WorkerServicer):
     async def Decode(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any
     ) -> AsyncIterator[pb.DecodeUpdate]:
-        queue: asyncio.Queue[pb.DecodeUpdate | None] = asyncio.Queue()
+        queue: asyncio.Queue[Message] = asyncio.Queue()
         tasks = self._streams[queue] = set()
         reading = asyncio.create_task(self._read(request_iterator, queue, tasks))
         try:
             while (message := await queue.get()) is not None:
+                if isinstance(message, Exception):
+                    raise message
                 yield message
         finally:
             del self._streams[queue]
+            self._ending.discard(queue)
             for task in (reading, *tasks):
                 task.cancel()
 
@@ -191,6 +213,10 @@ class ScriptedWorker(WorkerServicer):
         await self.write_record()
         return pb.SetRoleResponse(role=self.role, took_s=0.25)
 
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
+        self.drains.append(request.deadline_s)
+        return pb.DrainResponse()
+
     async def ListBlocks(  # noqa: N802
         self, request: pb.ListBlocksRequest, context: Any
     ) -> pb.ListBlocksResponse:
@@ -200,14 +226,19 @@ class ScriptedWorker(WorkerServicer):
         found = [h[:ENTRY_BYTES] for h in self.block_hashes if low <= h and (not high or h < high)]
         return pb.ListBlocksResponse(hashes=b"".join(found))
 
+    def _end_streams(self, last: Message) -> None:
+        for queue in self._streams:
+            self._ending.add(queue)
+            queue.put_nowait(last)
+
     async def _read(
         self,
         commands: AsyncIterator[pb.DecodeCommand],
-        queue: asyncio.Queue[pb.DecodeUpdate | None],
+        queue: asyncio.Queue[Message],
         tasks: set[asyncio.Task[None]],
     ) -> None:
         def say(update: pb.SequenceUpdate) -> None:
-            queue.put_nowait(pb.DecodeUpdate(sequences=[update]))
+            queue.put_nowait(pb.DecodeUpdate(sequences=[update], draining=self.draining))
 
         async for command in commands:
             if command.HasField("submit"):

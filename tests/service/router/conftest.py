@@ -124,4 +124,4 @@ async def router(running: RunningRouter) -> AsyncIterator[RunningRouter]:
 
 def _is_up(router: Router, worker: ScriptedWorker) -> bool:
     client = router.view.client(worker.worker_id)
-    return client is not None and client.is_up
+    return worker.has_stream and client is not None and client.is_up

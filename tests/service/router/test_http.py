@@ -7,11 +7,10 @@ import json
 import re
 import time
 
-import openai
 import pytest
 
 from services.rpc.tandem.v1 import worker_pb2 as pb
-from tests.harness.scripted_worker import Say, refusing, saying, silent, update
+from tests.harness.scripted_worker import Say, ScriptedWorker, refusing, saying, silent, update
 from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
@@ -130,28 +129,13 @@ async def test_worker_lost_before_a_token_moves_the_request(router: RunningRoute
     assert first.input == second.input
 
 
-async def test_worker_lost_after_a_token_ends_the_stream_with_an_error(
-    router: RunningRouter,
-) -> None:
-    async def script(submit: pb.SubmitSequence, say: Say) -> None:
-        say(update(submit, ids(router, "begun")))
-
-    router.script(script)
-    stream = await router.openai.completions.create(model="tiny", prompt="x", stream=True)
-    assert (await anext(stream)).choices[0].text == "begun"
-    for worker in router.workers:
-        worker.break_streams()
-    with pytest.raises(openai.APIError, match="was lost") as raised:
-        await anext(stream)
-    assert raised.value.code == "worker_lost"
-
-
 async def test_three_losses_end_a_request(router: RunningRouter) -> None:
-    async def script(submit: pb.SubmitSequence, say: Say) -> None:
-        for worker in router.workers:
+    for worker in router.workers:
+
+        async def script(_: object, say: Say, worker: ScriptedWorker = worker) -> None:
             worker.break_streams()
 
-    router.script(script)
+        worker.script = script
     answer = await router.http.post("/v1/completions", json={"prompt": "x"})
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "worker_lost"

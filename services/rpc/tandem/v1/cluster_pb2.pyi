@@ -107,3 +107,15 @@ class FlipWorkerResponse(_message.Message):
     role: str
     took_s: float
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., took_s: _Optional[float] = ...) -> None: ...
+
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("worker_id", "deadline_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    deadline_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class DrainWorkerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

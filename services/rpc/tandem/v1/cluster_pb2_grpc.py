@@ -49,6 +49,11 @@ class ClusterStub(object):
                 request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.FlipWorkerRequest.SerializeToString,
                 response_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.FlipWorkerResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/tandem.v1.Cluster/DrainWorker',
+                request_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer(object):
@@ -76,6 +81,15 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """A worker leaves in order: it takes nothing new from now on, its sequences move to other workers
+        with their KV or end where they are, and it exits when nobody holds anything there any more, at
+        the latest after deadline_s. Answers when that has begun.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +107,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.FlipWorker,
                     request_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.FlipWorkerRequest.FromString,
                     response_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.FlipWorkerResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=services_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +195,33 @@ class Cluster(object):
             '/tandem.v1.Cluster/FlipWorker',
             services_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.FlipWorkerRequest.SerializeToString,
             services_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.FlipWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/DrainWorker',
+            services_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+            services_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,20 +69,22 @@ class TraceContext(_message.Message):
     def __init__(self, traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class SubmitSequence(_message.Message):
-    __slots__ = ("request_id", "attempt", "input", "prefill_candidates", "prefix_holders", "trace")
+    __slots__ = ("request_id", "attempt", "input", "prefill_candidates", "prefix_holders", "trace", "losses_max")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HOLDERS_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_MAX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     input: SequenceInput
     prefill_candidates: _containers.RepeatedCompositeFieldContainer[PrefillCandidate]
     prefix_holders: _containers.RepeatedCompositeFieldContainer[PrefixHolder]
     trace: TraceContext
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ...) -> None: ...
+    losses_max: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., losses_max: _Optional[int] = ...) -> None: ...
 
 class CancelSequence(_message.Message):
     __slots__ = ("request_id",)
@@ -123,7 +125,7 @@ class SequenceTimings(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_skipped: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., second_token_ms: _Optional[float] = ...) -> None: ...
 
 class SequenceUpdate(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "finish_reason", "error", "cached_tokens", "timings", "num_preemptions")
+    __slots__ = ("request_id", "attempt", "token_ids", "finish_reason", "error", "cached_tokens", "timings", "num_preemptions", "workers_lost")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +134,7 @@ class SequenceUpdate(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_LOST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -140,7 +143,8 @@ class SequenceUpdate(_message.Message):
     cached_tokens: int
     timings: SequenceTimings
     num_preemptions: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[SequenceTimings, _Mapping]] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+    workers_lost: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[SequenceTimings, _Mapping]] = ..., num_preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ...) -> None: ...
 
 class WorkerError(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")
@@ -181,14 +185,16 @@ class WorkerLoad(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ...) -> None: ...
 
 class DecodeUpdate(_message.Message):
-    __slots__ = ("sequences", "load", "num_submits")
+    __slots__ = ("sequences", "load", "num_submits", "draining")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     NUM_SUBMITS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceUpdate]
     load: WorkerLoad
     num_submits: int
-    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., num_submits: _Optional[int] = ...) -> None: ...
+    draining: bool
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., num_submits: _Optional[int] = ..., draining: bool = ...) -> None: ...
 
 class StartPrefill(_message.Message):
     __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "reader_worker_id", "transport", "rate", "prefix_holders", "verify_every", "trace")

@@ -1,0 +1,83 @@
+"""Workers are told to leave, and the router itself leaves without ending a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+
+from services.rpc.tandem.v1 import cluster_pb2
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tests.harness.scripted_worker import Say, update
+from tests.service.router.conftest import RunningRouter
+
+pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+
+DRAIN = "/v1/cluster/workers/{}/drain"
+
+
+async def test_a_worker_is_told_to_leave(router: RunningRouter) -> None:
+    worker = router.workers[0]
+    for body in ({}, {"deadline_s": 12.5}):
+        answer = await router.http.post(DRAIN.format("decode-0"), json=body)
+        assert (answer.status_code, answer.json()) == (202, {"draining": "decode-0"})
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.grpc_port}") as channel:
+        request = cluster_pb2.DrainWorkerRequest(worker_id="decode-0", deadline_s=3)
+        await ClusterStub(channel).DrainWorker(request, timeout=5)
+        request.worker_id = "nobody"
+        with pytest.raises(grpc.aio.AioRpcError, match="there are: decode-0, decode-1") as raised:
+            await ClusterStub(channel).DrainWorker(request, timeout=5)
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+    assert worker.drains == [0, 12.5, 3]
+    assert not router.workers[1].drains
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "body", "status", "code"),
+    [
+        ("nobody", {}, 404, "worker_not_found"),
+        ("decode-0", {"deadline_s": -1}, 400, "invalid_request"),
+        ("decode-0", {"deadline_s": "soon"}, 400, "invalid_request"),
+        ("decode-0", {"deadline": 3}, 400, "invalid_request"),
+    ],
+)
+async def test_what_cannot_be_asked(
+    router: RunningRouter, worker_id: str, body: dict[str, object], status: int, code: str
+) -> None:
+    answer = await router.http.post(DRAIN.format(worker_id), json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+async def test_a_router_that_is_stopped_ends_its_streams_first(router: RunningRouter) -> None:
+    """The last of this module: the router is gone after it."""
+    ids = router.tokenizer.encode("one two three four")
+    may_end = asyncio.Event()
+
+    async def script(submit: pb.SubmitSequence, say: Say) -> None:
+        say(update(submit, ids[:2]))
+        await may_end.wait()
+        say(update(submit, ids[2:], "length"))
+
+    router.script(script)
+    body = {"prompt": "x", "stream": True, "max_tokens": len(ids)}
+    async with router.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        begun = await anext(lines)
+        router.router.stop()
+        async with asyncio.timeout(5):
+            while not router.router.generator.not_ready_reason():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert router.router.generator.not_ready_reason() == "this router is draining"
+        with pytest.raises(httpx.TransportError):
+            async with httpx.AsyncClient(base_url=router.http.base_url) as late:
+                await late.get("/health")
+        may_end.set()
+        rest = [line async for line in lines if line.startswith("data: {")]
+    events = [json.loads(line.removeprefix("data: ")) for line in [begun, *rest]]
+    assert "".join(e["choices"][0]["text"] for e in events) == "one two three four"
+    assert events[-1]["choices"][0]["finish_reason"] == "length"

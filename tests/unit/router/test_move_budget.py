@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from services.router.move_budget import MOVES_MIN, MoveBudget
+
+
+def test_few_requests_may_still_move() -> None:
+    budget = MoveBudget()
+    assert [budget.take(5.0) for _ in range(MOVES_MIN + 2)] == [True] * MOVES_MIN + [False] * 2
+
+
+def test_a_crash_moves_all_that_are_open_once() -> None:
+    budget = MoveBudget()
+    for _ in range(200):
+        budget.begin()
+    assert all(budget.take(10.0) for _ in range(200))
+    assert not budget.take(69.0)
+    assert budget.take(70.5), "a minute later it is forgotten"
+
+
+def test_requests_that_ended_count_for_a_minute() -> None:
+    budget = MoveBudget()
+    for second in range(40):
+        budget.begin()
+        budget.end(float(second))
+    assert sum(budget.take(40.0) for _ in range(100)) == 40
+    late = MoveBudget()
+    for second in range(40):
+        late.begin()
+        late.end(float(second))
+    assert sum(late.take(85.0) for _ in range(100)) == 14, "those of the last minute"
