@@ -64,13 +64,21 @@ def up(
         bool,
         typer.Option("--trust-tenant-header", help="heed x-tandem-tenant; only behind a gateway"),
     ] = False,
+    autoscale: Annotated[
+        str, typer.Option(help="off, dry-run or on: the pools' sizes follow the load")
+    ] = "off",
+    autoscale_max: Annotated[int, typer.Option(help="workers of either pool, at most")] = 4,
     redis: Annotated[str, typer.Option(help="URL of a Redis to use; default: its own")] = "",
     die_with_parent: Annotated[
         int, typer.Option(metavar="PID", help="stop when the parent, process PID, ends")
     ] = 0,
 ) -> None:
     """Start a whole cluster on this machine; Ctrl-C stops all of it."""
-    from services.cluster.launch_options import LaunchOptions, check_worker_options
+    from services.cluster.launch_options import (
+        LaunchOptions,
+        autoscale_options,
+        check_worker_options,
+    )
     from services.cluster.launcher import up as launch
     from services.errors import ConfigError
 
@@ -106,6 +114,7 @@ def up(
             router=(
                 *("--ttft-limit", str(ttft_limit)),
                 *(["--trust-tenant-header"] if trust_tenant_header else []),
+                *autoscale_options(autoscale, autoscale_max),
             ),
         )
         status = launch(options)

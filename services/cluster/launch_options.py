@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.cluster.pools import ClusterSpec, PoolCommand
-from services.config import EngineConfig, Pool, TransferConfig
+from services.config import AutoscaleConfig, EngineConfig, Pool, TransferConfig
 from services.errors import ConfigError
 
 _PORT_MAX = 65535
+LOCAL_COLD_START_S = 15.0  # of a worker whose model is on this machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,18 @@ def check_worker_options(
     fields = {names.get(k, k.replace("-", "_")): v for k, v in engine.items()}
     fields["num_blocks"] = fields["num_blocks"] or None  # type: ignore[assignment]
     EngineConfig(model="", **fields)  # type: ignore[arg-type]
+
+
+def autoscale_options(mode: str, size_max: int) -> list[str]:
+    """Of a router on this machine. Raises ConfigError as it would."""
+    AutoscaleConfig(mode=mode, prefill_max=size_max, decode_max=size_max)  # type: ignore[arg-type]
+    options = {
+        "": mode,
+        "-prefill-max": size_max,
+        "-decode-max": size_max,
+        "-cold-start": LOCAL_COLD_START_S,
+    }
+    return [part for name, v in options.items() for part in (f"--autoscale{name}", str(v))]
 
 
 def make_spec(

@@ -189,10 +189,11 @@ class LaunchedCluster:
 
 
 @pytest.fixture
-def launched(tmp_path: Path) -> Iterator[LaunchedCluster]:
+def launched(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LaunchedCluster]:
     ports = free_port(), free_port()
     options = ["--port", str(ports[0]), "--grpc-port", str(ports[1]), "--numerics", "invariant"]
     command = [sys.executable, "-m", "services.cli", "up", *options, "--num-blocks", "600"]
+    command += getattr(request, "param", [])
     with (tmp_path / "up.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
 
@@ -228,3 +229,18 @@ async def test_scaling_and_flips_under_32_streams_lose_nothing(
                 await now.more(16)
     print(json.dumps({"requests": now.check(), "flips_s": flips}))
     assert max(flips) < FLIP_MAX_S, flips
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("launched", [["--autoscale", "on", "--autoscale-max", "2"]], indirect=True)
+async def test_the_autoscaler_adds_workers_under_load(launched: LaunchedCluster) -> None:
+    async with asking(launched, 24) as now:  # type: ignore[arg-type]
+        async with asyncio.timeout(200):
+            while len(launched.records()) < 3:
+                await now.more(8)
+        await now.more(24)
+        said = await asyncio.to_thread(launched.tandem, "status")
+    assert now.check() > 0
+    assert "autoscale on: prefill" in said
+    print(said)

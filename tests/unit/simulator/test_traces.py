@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from services.simulator.traces import (
+    DAY_S,
+    Arrival,
     TraceError,
+    lay_on_day,
     read_trace,
     rename_prefixes,
     repeat,
@@ -107,3 +110,16 @@ def test_copies_share_no_prefix_with_one_another() -> None:
     assert max(a.at_s for a in many) < span_s(arrivals)
     assert len({a.salt for a in many}) == 3
     assert repeat(arrivals, 4, seed=0) == arrivals[:4]
+
+
+def test_a_trace_on_a_day_has_the_days_rates_and_its_own_bursts() -> None:
+    trace = [Arrival(float(n), 100, 10, (n,)) for n in range(1000)]
+    day = lay_on_day(trace, 24_000, (1.0,) * 12 + (3.0,) * 12)
+
+    assert len(day) == 24_000
+    assert all(0 <= a.at_s <= DAY_S for a in day)
+    assert [a.at_s for a in day] == sorted(a.at_s for a in day)
+    night = sum(3 * 3600 <= a.at_s < 9 * 3600 for a in day)
+    noon = sum(15 * 3600 <= a.at_s < 21 * 3600 for a in day)
+    assert noon == pytest.approx(3 * night, rel=0.01)
+    assert len({a.block_hashes()[0] for a in day}) == 24_000  # copies share no prefix
