@@ -172,8 +172,9 @@ class AutoscaleConfig:
     cold_start_s: float = 90.0  # from asking for a worker to its first request
     interval_s: float = 10.0  # between two decisions
     history_s: float = 600.0  # of load, that forecasts are drawn from
-    quantile: float = 0.9  # of load and of times: what is held for so many, not on average
-    utilization: float = 0.85  # of a worker's time, at that load
+    load_quantile: float = 0.7  # of ten seconds, that workers are to carry: bursts may queue
+    slo_quantile: float = 0.95  # of times, that is to be within the limits
+    utilization: float = 0.9  # of a worker's time, at that load
     kv_use_max: float = 0.85  # of a decode worker's KV pool
     down_window_s: float = 600.0  # a pool shrinks to the most that was wanted in it
     down_interval_s: float = 60.0  # between two steps down

@@ -35,6 +35,7 @@ Role = Literal["prefill", "decode"]
 
 OUTPUT_TOKENS_GUESS = 256  # of a request, before one has ended
 _RECENT_S = 60.0  # of times: a breach that is older was answered
+_COUNT_MIN = 10  # of times: a quantile of fewer is one request's luck
 _DRAIN_S = 60.0  # in which a queue is to be gone once new workers are there
 _MORE = 0.25  # of the pool, when the SLO is missed
 
@@ -113,7 +114,7 @@ class Autoscaler:
             return Forecast(0.0, 0.0, 0.0)
         config = self._config
         horizon_s = config.cold_start_s + config.interval_s
-        return forecast(loads, now_s=seen.now_s, horizon_s=horizon_s, quantile=config.quantile)
+        return forecast(loads, now_s=seen.now_s, horizon_s=horizon_s, quantile=config.load_quantile)
 
     def _prefill(self, seen: Observation, load: Forecast, recent: Demand) -> list[_Wish]:
         config, pool = self._config, seen.prefill
@@ -149,7 +150,8 @@ class Autoscaler:
         return max(0.0, pool.queued_s - spare * self._config.cold_start_s)
 
     def _misses(self, counts: tuple[int, ...]) -> bool:
-        return quantile(counts, self._config.quantile) > 1.0
+        enough = sum(counts) >= _COUNT_MIN
+        return enough and quantile(counts, self._config.slo_quantile) > 1.0
 
     def _decide(
         self,
@@ -173,10 +175,10 @@ class Autoscaler:
         line = (
             f"{role} {pool.wanted} -> {to} for its {why}: wanted {wanted} of {least}..{most}"
             f"{', held: ' + held if held else ''}; load {load.now:.2f}, in {horizon_s:.0f} s "
-            f"{load.ahead:.2f}, p{config.quantile * 100:.0f} {load.bound:.2f} of "
-            f"{config.utilization:g} a worker; ttft p{config.quantile * 100:.0f} "
-            f"{quantile(recent.ttft, config.quantile):g} and itl "
-            f"{quantile(recent.itl, config.quantile):g} of the limit; {pool.num_ready} ready, "
+            f"{load.ahead:.2f}, p{config.load_quantile * 100:.0f} {load.bound:.2f} of "
+            f"{config.utilization:g} a worker; ttft p{config.slo_quantile * 100:.0f} "
+            f"{quantile(recent.ttft, config.slo_quantile):g} and itl "
+            f"{quantile(recent.itl, config.slo_quantile):g} of the limit; {pool.num_ready} ready, "
             f"{pool.queued_s:.1f} s queued, {pool.num_waiting} wait, kv {pool.kv_use:.0%}"
         )
         return Decision(role, pool.wanted, bounded, to, why, line)

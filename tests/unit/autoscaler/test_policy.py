@@ -19,7 +19,7 @@ from services.autoscaler.signals import (
 from services.config import AutoscaleConfig
 from services.cost_model import DecodeRate
 
-CONFIG = AutoscaleConfig(quantile=0.9, utilization=0.8, cold_start_s=90, interval_s=10)
+CONFIG = AutoscaleConfig(load_quantile=0.9, utilization=0.8, cold_start_s=90, interval_s=10)
 RATE = DecodeRate(step_s=0.01, sequence_s=0.002)
 IDLE = PoolSeen(wanted=1, num_ready=1)
 
@@ -170,7 +170,7 @@ def test_a_decision_explains_itself_in_one_line() -> None:
 
     assert "\n" not in prefill.line
     assert prefill.line.startswith("prefill 4 -> 4 for its load: wanted 4 of 1..8; load 3.00")
-    assert "ttft p90 0.2" in prefill.line
+    assert "ttft p95 0.2" in prefill.line
 
 
 def test_a_router_that_started_anew_does_not_count_backwards() -> None:
