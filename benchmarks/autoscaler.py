@@ -24,7 +24,8 @@ from services.config import AutoscaleConfig
 from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
 from services.router.admission import TtftLimit
 from services.router.placement import choose
-from services.simulator.autoscaled import Autoscaled, reversals
+from services.simulator.autoscaled import reversals
+from services.simulator.autoscaled import run_autoscaled as simulate
 from services.simulator.report import is_good, summarize
 from services.simulator.scenario import Scenario, Slo
 from services.simulator.simulation import Simulation
@@ -61,12 +62,7 @@ def run_fixed(arrivals: list[Arrival], prefill: int, decode: int, seed: int) -> 
 
 
 def run_autoscaled(arrivals: list[Arrival], config: AutoscaleConfig, seed: int) -> dict[str, Any]:
-    most = {"num_prefill": config.prefill_max, "num_decode": config.decode_max}
-    scenario = replace(SCENARIO, **most, seed=seed)
-    simulation = Simulation(scenario, arrivals, choose)
-    autoscaled = Autoscaled(simulation, config)
-    autoscaled.open(prefill=config.prefill_min, decode=config.decode_min)
-    simulation.run()
+    simulation, autoscaled = simulate(replace(SCENARIO, seed=seed), arrivals, config)
     sizes = {role: pool.sizes for role, pool in autoscaled.pools.items()}
     turns = {role: reversals(changes) for role, changes in sizes.items()}
     gaps = [b - a for times in turns.values() for a, b in pairwise(times)]

@@ -6,14 +6,19 @@ router sees it, and the pools are made what it decides; a worker comes a cold st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from services.autoscaler.policy import Autoscaler, Decision
 from services.autoscaler.signals import Observation
 from services.config import AutoscaleConfig
+from services.router.placement import choose
 from services.router.pool_signals import likely_decode, see_pool
 from services.simulator.fleet import Fleet
+from services.simulator.scenario import Scenario
 from services.simulator.simulation import Simulation
+from services.simulator.traces import Arrival
 
 
 class Autoscaled:
@@ -67,6 +72,18 @@ class Autoscaled:
             pool.collect()
         if simulation.has_more:
             simulation.clock.after(self._config.interval_s, self._turn)
+
+
+def run_autoscaled(
+    scenario: Scenario, arrivals: Sequence[Arrival], config: AutoscaleConfig
+) -> tuple[Simulation, Autoscaled]:
+    """From the smallest pools on, under this router's placement."""
+    most = replace(scenario, num_prefill=config.prefill_max, num_decode=config.decode_max)
+    simulation = Simulation(most, arrivals, choose)
+    autoscaled = Autoscaled(simulation, config)
+    autoscaled.open(prefill=config.prefill_min, decode=config.decode_min)
+    simulation.run()
+    return simulation, autoscaled
 
 
 def reversals(sizes: list[tuple[float, int]]) -> list[float]:

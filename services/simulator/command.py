@@ -13,8 +13,11 @@ import msgspec
 import typer
 from rich.console import Console
 
+from services.config import AutoscaleConfig
 from services.cost_model import WorkerRates
+from services.errors import ConfigError
 from services.router.admission import TtftLimit
+from services.simulator.autoscaled import run_autoscaled
 from services.simulator.policies import POLICIES, make_policy
 from services.simulator.report import Report, summarize, to_json
 from services.simulator.scenario import DEFAULT_RATES, Fault, Scenario, Slo, full_load_factor
@@ -23,6 +26,7 @@ from services.simulator.table import make_table
 from services.simulator.traces import (
     Arrival,
     TraceError,
+    lay_on_day,
     read_trace,
     rename_prefixes,
     repeat,
@@ -75,6 +79,12 @@ def simulate(
     admission: Annotated[
         bool, typer.Option(help="refuse early what would miss the SLO, under every policy")
     ] = True,
+    day: Annotated[int, typer.Option(help="so many requests, laid on a day's curve; 0: off")] = 0,
+    autoscale: Annotated[
+        bool,
+        typer.Option("--autoscale", help="pools of 1 to --prefill and --decode follow the load"),
+    ] = False,
+    cold_start: Annotated[float, typer.Option(help="seconds until an added worker serves")] = 90.0,
     out: Annotated[str, typer.Option(help="folder for JSON, PNG and HTML")] = "",
 ) -> None:
     """Replay a trace on simulated workers under this router's placement and under others."""
@@ -102,11 +112,28 @@ def simulate(
             arrivals = shift_time(arrivals, shift)
         if rename:
             arrivals = rename_prefixes(arrivals, rename)
-        shares = [_read_load(text) for text in loads.split(",")]
-    except (UsageError, TraceError, OSError, msgspec.MsgspecError) as error:
+        if day:
+            arrivals = lay_on_day(arrivals, day)
+        shares = [_read_load(text) for text in ("trace" if day else loads).split(",")]
+        config = AutoscaleConfig(
+            mode="on",
+            prefill_min=min(1, prefill),
+            prefill_max=prefill,
+            decode_max=decode,
+            ttft_s=scenario.slo.ttft.base_s,
+            ttft_token_s=scenario.slo.ttft.token_s,
+            itl_s=scenario.slo.tpot_s,
+            cold_start_s=cold_start,
+        )
+    except (UsageError, TraceError, ConfigError, OSError, msgspec.MsgspecError) as error:
         print(f"tandem simulate: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     started = time.perf_counter()
+    if autoscale:
+        for share in shares:
+            factor = full_load_factor(scenario, arrivals) * share
+            tell_autoscaled(scenario, scale_load(arrivals, factor or 1.0), config, console)
+        return
     reports = run_all(scenario, arrivals, names, shares, seeds, requests, console)
     title = f"{trace.name} on {prefill} prefill + {decode} decode workers of {kv_tokens:,} tokens"
     console.print(make_table(reports, title))
@@ -144,6 +171,21 @@ def run_all(
                     highlight=False,
                 )
     return reports
+
+
+def tell_autoscaled(
+    scenario: Scenario, arrivals: list[Arrival], config: AutoscaleConfig, console: Console
+) -> None:
+    """Each change of a pool with its reason, and what the day cost."""
+    simulation, autoscaled = run_autoscaled(scenario, arrivals, config)
+    for at_s, decision in autoscaled.decisions:
+        console.print(f"{at_s / 3600:6.2f} h  {decision.line}", highlight=False, soft_wrap=True)
+    report = summarize(simulation, "tandem", 0.0)
+    console.print(
+        f"{report.num_good} of {report.num_requests} within the SLO ({report.goodput:.2%}), "
+        f"{report.num_refused} refused; {autoscaled.worker_hours():.1f} worker-hours",
+        highlight=False,
+    )
 
 
 def _write(

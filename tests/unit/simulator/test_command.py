@@ -40,6 +40,16 @@ def test_writes_a_table_json_plots_and_one_page(tmp_path: Path) -> None:
     assert "://" not in page
 
 
+def test_pools_that_follow_a_days_load_explain_themselves() -> None:
+    options = ["--prefill", "2", "--decode", "2", "--day", "60", "--slo-tpot", "0.001"]
+    done = simulate(str(MOONCAKE), *options, "--autoscale")
+    assert done.returncode == 0, done.stderr
+    *changes, last = done.stdout.splitlines()
+    assert "of 60 within the SLO" in last
+    assert last.endswith("worker-hours")
+    assert all(" h  " in line and " for its " in line for line in changes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -48,6 +58,7 @@ def test_writes_a_table_json_plots_and_one_page(tmp_path: Path) -> None:
         ([str(MOONCAKE), "--loads", "-5"], "no percentage"),
         ([str(MOONCAKE), "--fault", "1:nobody:down"], "no worker nobody"),
         ([str(MOONCAKE), "--fault", "soon"], "SECONDS:WORKER"),
+        ([str(MOONCAKE), "--autoscale", "--decode", "0"], "autoscale-decode-max is 0"),
     ],
 )
 def test_a_bad_option_is_named(arguments: list[str], words: str) -> None:
