@@ -176,7 +176,8 @@ class AutoscaleConfig:
     slo_quantile: float = 0.95  # of times, that is to be within the limits
     utilization: float = 0.9  # of a worker's time, at that load
     kv_use_max: float = 0.85  # of a decode worker's KV pool
-    down_window_s: float = 600.0  # a pool shrinks to the most that was wanted in it
+    down_window_s: float = 600.0  # a pool shrinks to the most that was to be kept in it
+    down_margin: float = 0.8  # of what a smaller pool would carry, it must be asked less than this
     down_interval_s: float = 60.0  # between two steps down
     step_down: float = 0.25  # of the pool at once, at least one worker
     reversal_s: float = 600.0  # at most one change of direction in it

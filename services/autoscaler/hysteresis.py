@@ -1,8 +1,9 @@
 """From what a pool should be to what it is made: fast up, slow down, never back and forth. Pure.
 
     up    at once, to what is wanted
-    down  to the most that was wanted in the last `down_window_s`, `step_down` at a time, a while
-          after the last change
+    down  to the most that was to be kept in the last `down_window_s`, `step_down` at a time, a
+          while after the last change; kept is what is wanted and a margin, so that a load about
+          the edge of two sizes has the larger one
     a change of direction waits until the last one is `reversal_s` ago: one in that time at most
 
 Only a pool of size 0 that somebody waits for is woken at once, whatever was before.
@@ -26,14 +27,15 @@ class Stabilizer:
 
     def __init__(self, config: AutoscaleConfig, now_s: float) -> None:
         self._config = config
-        self._wanted: deque[tuple[float, int]] = deque()
+        self._kept: deque[tuple[float, int]] = deque()
         self._direction = 0  # of the last change: 1 up, -1 down
         self._changed_s = now_s  # what was before is not known: no size falls at once
         self._reversed_s = -float("inf")
 
-    def step(self, now_s: float, size: int, wanted: int) -> Step:
-        """The pool has this size and should have that one."""
-        config, most = self._config, self._most_wanted(now_s, wanted)
+    def step(self, now_s: float, size: int, wanted: int, keep: int) -> Step:
+        """The pool has this size, should have at least `wanted`, and at most `keep` once it has
+        been well with that for long: never less than `wanted`."""
+        config, most = self._config, self._most_kept(now_s, max(wanted, keep))
         if wanted > size:
             if self._may_turn(1, now_s) or size == 0:
                 self._turn(1, now_s)
@@ -42,7 +44,7 @@ class Stabilizer:
             return Step(size, f"turned {config.reversal_s - wait_s:.0f} s ago, {wait_s:.0f} s more")
         if most >= size:
             span = f"in the last {config.down_window_s:.0f} s"
-            return Step(size, "" if wanted == size else f"{most} was wanted {span}")
+            return Step(size, "" if wanted == size else f"{most} was to be kept {span}")
         rest_s = config.down_window_s if self._direction >= 0 else config.down_interval_s
         wait_s = self._changed_s + rest_s - now_s
         if wait_s > 0 or not self._may_turn(-1, now_s):
@@ -50,11 +52,11 @@ class Stabilizer:
         self._turn(-1, now_s)
         return Step(max(most, size - max(1, int(size * config.step_down))), "")
 
-    def _most_wanted(self, now_s: float, wanted: int) -> int:
-        self._wanted.append((now_s, wanted))
-        while self._wanted[0][0] < now_s - self._config.down_window_s:
-            self._wanted.popleft()
-        return max(w for _, w in self._wanted)
+    def _most_kept(self, now_s: float, keep: int) -> int:
+        self._kept.append((now_s, keep))
+        while self._kept[0][0] < now_s - self._config.down_window_s:
+            self._kept.popleft()
+        return max(kept for _, kept in self._kept)
 
     def _may_turn(self, direction: int, now_s: float) -> bool:
         turns = self._direction == -direction

@@ -166,11 +166,14 @@ class Autoscaler:
         most = config.prefill_max if role == "prefill" else config.decode_max
         most_wanted = max(wishes, key=lambda wish: wish.workers, default=_Wish(0, "load"))
         wanted, why = math.ceil(most_wanted.workers - 1e-9), most_wanted.why
+        keep = math.ceil(most_wanted.workers / config.down_margin - 1e-9)
         if not self._loads and pool.wanted:
             wanted, why = pool.wanted, "start"  # nothing was seen yet
         bounded = min(most, max(least, wanted))
         why = why if bounded == wanted else "bounds"
-        to, held = self._stabilizers[role].step(seen.now_s, pool.wanted, bounded)
+        to, held = self._stabilizers[role].step(
+            seen.now_s, pool.wanted, bounded, min(most, max(least, keep))
+        )
         horizon_s = config.cold_start_s + config.interval_s
         line = (
             f"{role} {pool.wanted} -> {to} for its {why}: wanted {wanted} of {least}..{most}"

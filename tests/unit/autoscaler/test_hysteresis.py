@@ -18,7 +18,7 @@ def follow(wishes: list[int], config: AutoscaleConfig = CONFIG, size: int = 2) -
     stabilizer = Stabilizer(config, 0.0)
     sizes = [size]
     for turn, wanted in enumerate(wishes):
-        sizes.append(stabilizer.step(turn * config.interval_s, sizes[-1], wanted).size)
+        sizes.append(stabilizer.step(turn * config.interval_s, sizes[-1], wanted, wanted).size)
     return sizes
 
 
@@ -81,17 +81,28 @@ def test_after_a_start_nothing_shrinks_before_the_window_is_over() -> None:
 
 def test_what_holds_it_back_is_said() -> None:
     stabilizer = Stabilizer(CONFIG, 0.0)
-    stabilizer.step(0, 2, 4)
+    stabilizer.step(0, 2, 4, 4)
 
-    assert stabilizer.step(10, 4, 3).held == "4 was wanted in the last 600 s"
-    assert stabilizer.step(605, 4, 3).held == ""  # down: the first change of direction
-    assert stabilizer.step(610, 3, 5).held == "turned 5 s ago, 595 s more"
+    assert stabilizer.step(10, 4, 3, 3).held == "4 was to be kept in the last 600 s"
+    assert stabilizer.step(605, 4, 3, 3).held == ""  # down: the first change of direction
+    assert stabilizer.step(610, 3, 5, 5).held == "turned 5 s ago, 595 s more"
 
 
 def test_an_empty_pool_is_woken_though_it_just_turned() -> None:
     stabilizer = Stabilizer(CONFIG, 0.0)
-    stabilizer.step(0, 1, 2)
-    assert stabilizer.step(605, 2, 0).size == 1
-    assert stabilizer.step(670, 1, 0).size == 0
+    stabilizer.step(0, 1, 2, 2)
+    assert stabilizer.step(605, 2, 0, 0).size == 1
+    assert stabilizer.step(670, 1, 0, 0).size == 0
 
-    assert stabilizer.step(680, 0, 1).size == 1
+    assert stabilizer.step(680, 0, 1, 1).size == 1
+
+
+def test_a_load_about_the_edge_of_two_sizes_keeps_the_larger_one() -> None:
+    stabilizer = Stabilizer(CONFIG, 0.0)
+    size = 2
+    for turn in range(400):
+        size = stabilizer.step(turn * 10.0, size, 1, 2).size
+    assert size == 2
+    for turn in range(400, 500):
+        size = stabilizer.step(turn * 10.0, size, 1, 1).size
+    assert size == 1
