@@ -47,3 +47,9 @@ class KvPool:
         """[..., heads]: the run of layer 0's K in each block, for each head."""
         heads = block_ids.unsqueeze(-1) * self.num_kv_heads + self._heads
         return heads * (2 * self.num_layers)
+
+
+def layer_of(kv: torch.Tensor, layer: int) -> torch.Tensor:
+    """One layer of a pool, a strided view [num_blocks, heads, 2, block_size, D], for kernels that
+    take strides."""
+    return kv.select(2, layer)

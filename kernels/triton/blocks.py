@@ -1,0 +1,106 @@
+"""Whole KV blocks: gathered for a transfer, scattered after one, copied within a pool.
+
+    pool [num_blocks, ...]   <-- unpack, pack -->   staging [n, ...], block after block
+
+A pool is block-major here: a block of all layers is one contiguous span, so each is one run of
+words. A layer-major pool is packed with `pack_spans`, a run for each layer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+_WORDS = 2048  # of 4 bytes: 8 KiB, which a program of 4 warps moves as 16 bytes a thread
+
+
+def pack(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+    """Blocks `block_ids` [n] int64 of a contiguous pool [num_blocks, ...], as [n, ...]."""
+    staging = pool.new_empty(len(block_ids), *pool.shape[1:])
+    _move(_words(pool), _words(staging), block_ids, None)
+    return staging
+
+
+def unpack(staging: torch.Tensor, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
+    """Writes [n, ...] into the blocks `block_ids` [n] int64, all different, of the pool."""
+    assert staging.dtype == pool.dtype and len(staging) == len(block_ids)
+    _move(_words(staging), _words(pool), None, block_ids)
+
+
+def copy(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Copies blocks within a pool, ids [n] int64; no block is both source and target."""
+    assert len(sources) == len(targets)
+    _move(_words(pool), _words(pool), sources, targets)
+
+
+def pack_spans(layers: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+    """[n, num_layers, ...] from a layer-major pool [num_layers, num_blocks, ...], contiguous."""
+    num_layers = layers.shape[0]
+    staging = layers.new_empty(len(block_ids), num_layers, *layers.shape[2:])
+    target = _words(staging).unflatten(2, (num_layers, -1)).squeeze(1)
+    source = _words(layers).unflatten(2, (layers.shape[1], -1)).squeeze(1).transpose(0, 1)
+    _move(source, target, block_ids, None)
+    return staging
+
+
+def _words(blocks: torch.Tensor) -> torch.Tensor:
+    """As [n, 1 span, words of 4 bytes]."""
+    assert blocks.is_contiguous()
+    return blocks.view(blocks.shape[0], 1, math.prod(blocks.shape[1:])).view(torch.int32)
+
+
+def _move(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_ids: torch.Tensor | None,
+    target_ids: torch.Tensor | None,
+) -> None:
+    """Block i: from source_ids[i], or i, to target_ids[i], or i; both [blocks, spans, words]."""
+    ids = source_ids if source_ids is not None else target_ids
+    assert ids is not None
+    num_spans, num_words = target.shape[1:]
+    if len(ids) == 0:
+        return
+    _move_words[(len(ids), num_spans, triton.cdiv(num_words, _WORDS))](
+        source,
+        target,
+        source_ids,
+        target_ids,
+        source.stride(0),
+        source.stride(1),
+        target.stride(0),
+        target.stride(1),
+        num_words,
+        WORDS=_WORDS,
+        HAS_SOURCE_IDS=source_ids is not None,
+        HAS_TARGET_IDS=target_ids is not None,
+    )
+
+
+@triton.jit
+def _move_words(
+    source,
+    target,
+    source_ids,
+    target_ids,
+    stride_source,
+    stride_source_span,
+    stride_target,
+    stride_target_span,
+    num_words,
+    WORDS: tl.constexpr,
+    HAS_SOURCE_IDS: tl.constexpr,
+    HAS_TARGET_IDS: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1).to(tl.int64)
+    read = tl.load(source_ids + block) if HAS_SOURCE_IDS else block
+    written = tl.load(target_ids + block) if HAS_TARGET_IDS else block
+    words = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
+    is_word = words < num_words
+    source_at = source + read * stride_source + span * stride_source_span + words
+    target_at = target + written * stride_target + span * stride_target_span + words
+    tl.store(target_at, tl.load(source_at, mask=is_word), mask=is_word)

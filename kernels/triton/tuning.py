@@ -1,0 +1,50 @@
+"""How a kernel finds its tile sizes: tried once for each device and class of shapes, then kept.
+
+Triton's own autotuner does both; results lie in its cache folder (TRITON_CACHE_DIR). It knows an
+architecture, not a card: so the card's name is an argument of each tuned kernel, DEVICE, and part
+of its key. The interpreter measures nothing and takes the first config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+
+
+def tuned(
+    configs: Sequence[triton.Config], key: Sequence[str]
+) -> Callable[[Any], Any]:
+    """Decorates a jitted kernel. `key`: names of the arguments that make a class of shapes.
+
+    A kernel is run many times while it is tuned: it must not read what it writes.
+    """
+    tried = list(configs[:1] if is_interpreted() else configs)
+    return triton.autotune(configs=tried, key=[*key, "DEVICE"], cache_results=True)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Python on the CPU, instead of compiled on a CUDA device."""
+    return bool(knobs.runtime.interpret)
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """The card's, as in "NVIDIA H100 80GB HBM3"; "cpu" in the interpreter."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of the card; 1 in the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

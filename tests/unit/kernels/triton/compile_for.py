@@ -1,0 +1,150 @@
+"""Compiles every Triton kernel for a CUDA architecture; needs no device.
+
+`python tests/unit/kernels/triton/compile_for.py 90` writes a line for the first config of each
+kernel, with -v for all: registers a thread, bytes spilled, shared memory, as ptxas reports them.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.triton import (
+    activation,
+    blocks,
+    decode_attention,
+    norm,
+    prefill_attention,
+    rope_cache,
+    sampling,
+)
+
+PAGED = {"queries": "*bf16", "kv": "*bf16", "block_tables": "*i32", "context_lens": "*i32"}
+LLAMA3 = {"GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "DEVICE": "card"}
+QWEN = LLAMA3 | {"GROUP_SIZE": 7, "HEAD_DIM": 80}
+
+HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PAIRS": 64, "BLOCK_SIZE": 16, "HEADS": 8}
+
+# kernel, types of its pointers, constants; what is named neither way is an i32
+KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
+    (
+        decode_attention._attend_split,
+        PAGED | {"partials": "*fp32", "log_sums": "*fp32", "scale": "fp32"},
+        LLAMA3 | {"ROWS": 16},
+    ),
+    (
+        decode_attention._attend_split,
+        PAGED | {"partials": "*fp32", "log_sums": "*fp32", "scale": "fp32"},
+        QWEN | {"ROWS": 16},
+    ),
+    (
+        decode_attention._weigh_splits,
+        {"partials": "*fp32", "log_sums": "*fp32", "out": "*bf16"},
+        {"HEAD_DIM": 128, "BLOCK_D": 128, "SPLITS": 16},
+    ),
+    (
+        prefill_attention._attend_chunks,
+        PAGED | {"query_starts": "*i32", "out": "*bf16", "scale": "fp32"},
+        LLAMA3,
+    ),
+    (
+        prefill_attention._attend_chunks,
+        PAGED | {"query_starts": "*i32", "out": "*bf16", "scale": "fp32"},
+        QWEN,
+    ),
+    (
+        rope_cache._rotate_and_store,
+        {name: "*bf16" for name in ("qkv", "queries", "kv", "q_norm", "k_norm")}
+        | {"cosines": "*fp32", "sines": "*fp32", "slots": "*i64", "eps": "fp32"},
+        HEADS | {"HAS_NORM": True},
+    ),
+    (
+        norm._add_rms_norm,
+        {name: "*bf16" for name in ("x", "delta", "weight", "out")} | {"eps": "fp32"},
+        {"HIDDEN": 4096, "COLUMNS": 4096, "HAS_DELTA": True},
+    ),
+    (
+        activation._silu_mul,
+        {"gate_up": "*bf16", "out": "*bf16"},
+        {"INNER": 14336, "COLUMNS": 1024},
+    ),
+    (
+        blocks._move_words,
+        {"source": "*i32", "target": "*i32", "source_ids": "*i64", "target_ids": "*i64"},
+        {"WORDS": 2048, "HAS_SOURCE_IDS": True, "HAS_TARGET_IDS": True},
+    ),
+    (
+        sampling._sample,
+        {"logits": "*fp32", "params": "*i64", "tokens": "*i64"}
+        | {"listed_ids": "*i32", "listed_keys": "*i32"},
+        {"TILE": 4096, "LEVELS_TILE": 1024},
+    ),
+]
+
+
+def compile_kernel(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], target: GPUTarget
+) -> list[tuple[str, Any]]:
+    """(config, compiled kernel) of each config that it is tuned over."""
+    configs = getattr(kernel, "configs", [triton.Config({}, num_warps=8)])
+    function = getattr(kernel, "fn", kernel) if hasattr(kernel, "configs") else kernel
+    compiled = []
+    for config in configs if "-v" in sys.argv else configs[:1]:
+        constexprs = constants | config.kwargs
+        names = function.arg_names
+        signature = {
+            name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names
+        }
+        # As at run time for tensors' addresses and for strides.
+        aligned = [["tt.divisibility", 16]]
+        attrs = {
+            (i,): aligned
+            for i, name in enumerate(names)
+            if signature[name].startswith("*") or name.startswith("stride")
+        }
+        source = ASTSource(function, signature, constexprs, attrs)
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        compiled.append((str(config), triton.compile(source, target=target, options=options)))
+    return compiled
+
+
+def resources(compiled: Any, arch: int) -> tuple[int, int, int]:
+    """Registers a thread, bytes spilled, bytes of shared memory."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    suffix = "a" if arch >= 90 else ""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(compiled.asm["ptx"])
+        ptx.flush()
+        done = subprocess.run(
+            [get_ptxas(arch).path, "-v", f"-arch=sm_{arch}{suffix}", ptx.name, "-o", "/dev/null"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    registers = int(re.search(r"Used (\d+) registers", done.stderr)[1])
+    spilled = int(re.search(r"(\d+) bytes spill stores", done.stderr)[1])
+    return registers, spilled, compiled.metadata.shared
+
+
+def main() -> None:
+    arch = int(sys.argv[1])
+    target = GPUTarget("cuda", arch, 32)
+    for kernel, types, constants in KERNELS:
+        lines = []
+        for config, compiled in compile_kernel(kernel, types, constants, target):
+            registers, spilled, shared = resources(compiled, arch)
+            lines.append((spilled, registers, shared, config))
+        for spilled, registers, shared, config in lines:
+            print(f"{kernel.fn.__name__:20} {registers:4} registers {spilled:5} spilled {shared:7} shared {config}")
+
+
+if __name__ == "__main__":
+    main()

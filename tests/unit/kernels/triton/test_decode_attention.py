@@ -1,0 +1,97 @@
+"""Split-KV decode attention against attention written out, over shapes that hurt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kernels.triton.decode_attention import choose_num_splits, decode_attention
+from tests.unit.kernels.triton.paged import TOLERANCES, Paged, random_queries
+
+
+def check(
+    lens: Sequence[int],
+    device: torch.device,
+    *,
+    group_size: int = 3,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    num_splits: int = 1,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
+    paged = Paged.random(
+        lens,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=kv_dtype or dtype,
+        device=device,
+    )
+    queries = random_queries(len(lens), group_size * num_kv_heads, head_dim, dtype, device)
+    out = decode_attention(
+        queries, paged.layer, paged.block_tables, paged.context_lens, num_splits=num_splits
+    )
+    assert out.dtype == dtype
+    for seq, context_len in enumerate(lens):
+        if context_len:
+            expected = paged.attention(seq, queries[seq : seq + 1])[0]
+        else:
+            expected = torch.zeros_like(out[seq], dtype=torch.double)
+        tolerance = TOLERANCES[dtype]
+        torch.testing.assert_close(out[seq].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+@pytest.mark.parametrize("lens", [[1], [0, 5], [16, 0, 131], [65, 64, 63, 1]])
+def test_lengths_and_splits(lens: list[int], num_splits: int, device: torch.device) -> None:
+    check(lens, device, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 4, 5, 7, 8, 20])
+def test_query_groups(group_size: int, device: torch.device) -> None:
+    check([37], device, group_size=group_size, num_splits=2)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
+def test_head_sizes(head_dim: int, device: torch.device) -> None:
+    check([70, 3], device, head_dim=head_dim, num_splits=2)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 24, 32, 64])
+def test_block_sizes(block_size: int, device: torch.device) -> None:
+    check([100, 9], device, block_size=block_size, num_kv_heads=1, num_splits=2)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
+def test_bfloat16(kv_dtype: torch.dtype, device: torch.device) -> None:
+    check([70, 1], device, dtype=torch.bfloat16, kv_dtype=kv_dtype, num_splits=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_splits", [1, 4, 64])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("group_size", [1, 3, 8])
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_all_together(
+    block_size: int, group_size: int, head_dim: int, num_splits: int, device: torch.device
+) -> None:
+    check(
+        [1, 0, 517, 64],
+        device,
+        block_size=block_size,
+        group_size=group_size,
+        head_dim=head_dim,
+        num_splits=num_splits,
+        dtype=torch.bfloat16,
+    )
+
+
+def test_splits_fill_the_card_but_not_finer_than_the_context() -> None:
+    cpu = torch.device("cpu")
+    assert choose_num_splits(1, 1, 8192, cpu) == 4
+    assert choose_num_splits(1, 1, 128, cpu) == 2
+    assert choose_num_splits(64, 8, 8192, cpu) == 1

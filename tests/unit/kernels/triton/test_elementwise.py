@@ -1,0 +1,98 @@
+"""Norm, activation, and the rotation with its cache write, each against its torch reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from kernels import norm, rope
+from kernels.kv_cache import KvPool, layer_of
+from kernels.triton.activation import silu_mul
+from kernels.triton.norm import add_rms_norm, rms_norm
+from kernels.triton.rope_cache import rotate_and_store
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+EPS = 1e-5
+
+
+def randn(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCES[actual.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "hidden"), [(1, 8), (3, 576), (7, 1000), (0, 64)])
+def test_norm(num_rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = randn(num_rows, hidden, dtype=dtype, device=device)
+    delta = randn(num_rows, hidden + 5, dtype=dtype, device=device, seed=1)[:, :hidden]
+    weight = randn(hidden, dtype=dtype, device=device, seed=2)
+    assert_close(rms_norm(x, weight, EPS), norm.rms_norm(x, weight, EPS))
+    total = x + delta
+    assert_close(add_rms_norm(x, delta, weight, EPS), norm.rms_norm(total, weight, EPS))
+    assert_close(x, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "inner"), [(1, 4), (5, 1024), (2, 1537)])
+def test_activation(num_rows: int, inner: int, dtype: torch.dtype, device: torch.device) -> None:
+    gate_up = 4 * randn(num_rows, 2 * inner, dtype=dtype, device=device)
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert_close(silu_mul(gate_up), silu(gate) * up)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [(1, 1, 8, 16), (6, 2, 64, 8), (7, 1, 80, 24), (9, 3, 96, 16), (4, 4, 128, 64), (8, 1, 256, 8)],
+)
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotation_and_cache_write(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    has_norm: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    num_blocks, layers, layer = 4, 2, 1
+    slots = [3 * block_size + 5, -1, 0, 2 * block_size - 1, block_size]
+    num_tokens, heads = len(slots), num_heads + 2 * num_kv_heads
+    kv = randn(
+        num_blocks, num_kv_heads, layers, 2, block_size, head_dim, dtype=dtype, device=device
+    )
+    expected_kv = kv.clone()
+    qkv = randn(num_tokens, heads * head_dim, dtype=dtype, device=device, seed=1)
+    norms = [randn(head_dim, dtype=dtype, device=device, seed=seed) for seed in (2, 3)]
+    positions = torch.tensor([5, 0, 300, 7, 99999], device=device)
+    frequencies = rope.rotary_frequencies(head_dim, 10_000.0).to(device)
+    angles = rope.rotary_angles(positions, frequencies, 1.1)
+
+    queries = rotate_and_store(
+        qkv,
+        angles,
+        torch.tensor(slots, device=device),
+        layer_of(kv, layer),
+        num_heads=num_heads,
+        q_norm=norms[0] if has_norm else None,
+        k_norm=norms[1] if has_norm else None,
+        eps=EPS,
+    )
+
+    split = qkv.view(num_tokens, heads, head_dim)
+    q, k, v = split.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if has_norm:
+        q, k = norm.rms_norm(q, norms[0], EPS), norm.rms_norm(k, norms[1], EPS)
+    assert_close(queries, rope.rotate(q, angles))
+    stored = torch.tensor([slot >= 0 for slot in slots], device=device)
+    kept = torch.tensor([slot for slot in slots if slot >= 0], device=device)
+    pool = KvPool(expected_kv)
+    rows = pool.token_rows(kept // block_size, kept % block_size)
+    pool.write(layer, rows, rope.rotate(k, angles)[stored], v[stored])
+    assert_close(kv, expected_kv)

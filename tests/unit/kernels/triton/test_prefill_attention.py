@@ -1,0 +1,98 @@
+"""Prefill attention over prefix and chunk against attention written out, over shapes that hurt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kernels.triton.prefill_attention import prefill_attention
+from tests.unit.kernels.triton.paged import TOLERANCES, Paged, random_queries
+
+Chunk = tuple[int, int]  # prefix, tokens of the chunk
+
+
+def check(
+    chunks: Sequence[Chunk],
+    device: torch.device,
+    *,
+    group_size: int = 3,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    paged = Paged.random(
+        [prefix + n for prefix, n in chunks],
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+    )
+    counts = torch.tensor([n for _, n in chunks], dtype=torch.int32)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)))
+    queries = random_queries(int(starts[-1]), group_size * num_kv_heads, head_dim, dtype, device)
+    out = prefill_attention(
+        queries, paged.layer, paged.block_tables, paged.context_lens, starts.to(device)
+    )
+    assert out.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    for seq, (_, num_tokens) in enumerate(chunks):
+        rows = slice(int(starts[seq]), int(starts[seq + 1]))
+        if num_tokens:
+            expected = paged.attention(seq, queries[rows])
+            torch.testing.assert_close(out[rows].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [(0, 1)],
+        [(0, 67)],
+        [(130, 1)],
+        [(63, 5), (0, 2)],
+        [(0, 0), (17, 33)],
+        [(5, 0), (0, 3), (64, 64), (9, 0)],
+        [(0, 1)] * 7 + [(31, 40)],
+    ],
+)
+def test_chunks(chunks: list[Chunk], device: torch.device) -> None:
+    check(chunks, device)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 4, 5, 7, 8])
+def test_query_groups(group_size: int, device: torch.device) -> None:
+    check([(20, 19), (0, 13)], device, group_size=group_size)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
+def test_head_sizes(head_dim: int, device: torch.device) -> None:
+    check([(50, 23)], device, head_dim=head_dim, num_kv_heads=1)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 24, 32, 64])
+def test_block_sizes(block_size: int, device: torch.device) -> None:
+    check([(41, 30), (0, 9)], device, block_size=block_size, num_kv_heads=1)
+
+
+def test_bfloat16(device: torch.device) -> None:
+    check([(41, 30), (0, 70)], device, dtype=torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("group_size", [1, 3, 8])
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_all_together(
+    block_size: int, group_size: int, head_dim: int, device: torch.device
+) -> None:
+    check(
+        [(0, 129), (0, 0), (200, 77), (511, 1), (64, 64)],
+        device,
+        block_size=block_size,
+        group_size=group_size,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+    )

@@ -1,0 +1,99 @@
+"""Sampling without a sort draws the very tokens of the reference, which ranks them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.sampling import Draw
+from kernels.sampling import sample as reference
+from kernels.triton.sampling import sample
+
+PLAIN = Draw(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
+
+
+def random_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
+    return 3 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(5))
+
+
+def check(logits: torch.Tensor, draws: list[Draw], device: torch.device) -> None:
+    assert sample(logits.to(device), draws).tolist() == reference(logits, draws).tolist()
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.3},
+        {"temperature": 1e-30},
+        {"temperature": 5.0, "top_k": 100},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 9999},
+        {"top_p": 0.9},
+        {"top_p": 0.999},
+        {"top_p": 1e-6},
+        {"min_p": 0.05},
+        {"min_p": 1.0},
+        {"top_k": 40, "top_p": 0.7, "min_p": 0.01},
+    ],
+    ids=str,
+)
+def test_filters(filters: dict[str, float], device: torch.device) -> None:
+    num_rows = 6
+    draws = [replace(PLAIN, seed=row, position=row * 7, **filters) for row in range(num_rows)]
+    check(random_logits(num_rows, 1000), draws, device)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 17, 5000])
+def test_vocabularies(vocab_size: int, device: torch.device) -> None:
+    draws = [replace(PLAIN, seed=seed, top_p=0.95) for seed in range(4)]
+    check(random_logits(4, vocab_size), draws, device)
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.7}], ids=str
+)
+def test_equal_logits_are_ranked_by_id(filters: dict[str, float], device: torch.device) -> None:
+    logits = torch.tensor([0.0, -0.0, 1.0, 1.0, 0.0, 1.0, -3.0, 0.0]).repeat(12, 1)
+    check(logits, [replace(PLAIN, seed=seed, **filters) for seed in range(12)], device)
+
+
+def test_hidden_tokens_are_never_drawn(device: torch.device) -> None:
+    logits = random_logits(8, 300)
+    logits[:, ::2] = float("-inf")
+    check(logits, [replace(PLAIN, temperature=4.0, seed=seed) for seed in range(8)], device)
+
+
+def test_seeds_and_positions_of_64_bits(device: torch.device) -> None:
+    seeds = [0, 1, 2**31, 2**32 + 5, 2**63, 2**64 - 1]
+    draws = [replace(PLAIN, seed=seed, position=2**33 + i) for i, seed in enumerate(seeds)]
+    check(random_logits(len(draws), 500), draws, device)
+
+
+def test_rows_of_different_kinds_and_of_a_wider_tensor(device: torch.device) -> None:
+    kinds = [PLAIN, replace(PLAIN, temperature=0.0), replace(PLAIN, top_k=2)]
+    wide = random_logits(3, 250).to(device)
+    narrow = wide[:, :203]
+    assert sample(narrow, kinds).tolist() == reference(narrow.cpu(), kinds).tolist()
+
+
+@pytest.mark.slow
+def test_many_draws(device: torch.device) -> None:
+    choose = random.Random(0)
+    draws = [
+        Draw(
+            temperature=choose.choice([0.0, 0.2, 0.7, 1.0, 3.0]),
+            top_k=choose.choice([0, 1, 20, 500]),
+            top_p=choose.choice([1.0, 0.99, 0.9, 0.3]),
+            min_p=choose.choice([0.0, 0.001, 0.1]),
+            seed=choose.getrandbits(64),
+            position=choose.getrandbits(20),
+        )
+        for _ in range(500)
+    ]
+    check(random_logits(len(draws), 20_000), draws, device)
