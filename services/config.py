@@ -18,7 +18,7 @@ Pool = Literal["router", "prefill", "decode"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 Numerics = Literal["fast", "invariant"]
-Kernels = Literal["auto", "native", "torch"]
+Kernels = Literal["auto", "native", "torch", "triton"]
 WeightFormat = Literal["auto", "int8"]
 Transport = Literal["auto", "nixl", "grpc"]
 PrefillAt = Literal["auto", "remote", "local"]
@@ -73,7 +73,7 @@ class EngineConfig:
     dtype: Dtype = "auto"  # auto: bfloat16 where the hardware has it, else float32
     kv_dtype: Dtype = "auto"  # auto: the compute dtype
     numerics: Numerics = "fast"  # invariant: fp32, a sequence's tokens depend on nothing else
-    kernels: Kernels = "auto"  # auto: compiled ones on a CPU that they fit, else torch
+    kernels: Kernels = "auto"  # auto: C++ on a CPU, Triton on CUDA, where they fit, else torch
     weights: WeightFormat = "auto"  # auto: the compute dtype
     block_size: int = 16  # tokens a block
     kv_bytes_max: int = 1 << 30  # memory of the KV pool

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from kernels.sampling import sample
 from services.engine.batch import SequenceSlice, StepBatch
 from services.engine.layout import BlockLayout
 
@@ -73,9 +74,12 @@ class ToyRunner:
     def allocate(self, num_blocks: int) -> None:
         self.kv = torch.full(self.layout(num_blocks).shape, -1.0)
 
-    def forward(self, batch: StepBatch, on_kv_written: Callable[[], object]) -> torch.Tensor:
+    sample = staticmethod(sample)
+
+    def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
         last = [self._compute(piece) for piece in batch.slices]
-        on_kv_written()
+        if on_kv_written is not None:
+            on_kv_written()
         wanted = [kv for kv, piece in zip(last, batch.slices, strict=True) if piece.wants_logits]
         return torch.stack([logits_of(kv) for kv in wanted]) if wanted else torch.empty(0)
 

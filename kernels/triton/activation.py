@@ -12,7 +12,8 @@ _COLUMNS = 1024
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """[T, inner] from [T, 2 * inner], gate and up side by side; computed in fp32, same dtype."""
     num_rows, width = gate_up.shape
-    assert gate_up.stride(1) == 1 and width % 2 == 0
+    assert gate_up.stride(1) == 1
+    assert width % 2 == 0
     out = gate_up.new_empty(num_rows, width // 2)
     _silu_mul[(num_rows, triton.cdiv(width // 2, _COLUMNS))](
         gate_up, out, gate_up.stride(0), INNER=width // 2, COLUMNS=_COLUMNS

@@ -26,7 +26,8 @@ def pack(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
 
 def unpack(staging: torch.Tensor, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
     """Writes [n, ...] into the blocks `block_ids` [n] int64, all different, of the pool."""
-    assert staging.dtype == pool.dtype and len(staging) == len(block_ids)
+    assert staging.dtype == pool.dtype
+    assert len(staging) == len(block_ids)
     _move(_words(staging), _words(pool), None, block_ids)
 
 

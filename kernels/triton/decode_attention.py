@@ -1,4 +1,4 @@
-"""Attention of one query a sequence over paged KV, each context cut into parts that run side by side.
+"""Attention of one query a sequence over paged KV, each context cut into parts side by side.
 
 Flash-decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): a few sequences
 alone would leave most of a card idle, so each is cut into `num_splits` ranges of keys; each range
@@ -168,7 +168,8 @@ def _attend_split(
         MASKED=True,
     )
     is_empty = sums == 0.0  # nothing is in this range
-    result = accumulator / tl.where(is_empty, 1.0, sums)[:, None]
+    sums = tl.where(is_empty, 1.0, sums)
+    result = accumulator / sums[:, None]
     parts = (seq * num_heads + heads) * num_splits + split
     tl.store(
         partials + parts[:, None] * HEAD_DIM + dims[None, :],

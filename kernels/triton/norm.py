@@ -1,6 +1,6 @@
 """Residual addition and root mean square normalization in one pass  (arXiv:1910.07467).
 
-    x += delta;  y = x / sqrt(mean(x^2) + eps) * weight
+x += delta;  y = x / sqrt(mean(x^2) + eps) * weight
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def _launch(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     num_rows, hidden = x.shape
-    assert x.stride(1) == 1 and (delta is None or delta.stride(1) == 1)
+    assert x.stride(1) == 1
+    assert delta is None or delta.stride(1) == 1
     out = x.new_empty(num_rows, hidden)
     columns = next_power_of_2(hidden)
     _add_rms_norm[(num_rows,)](

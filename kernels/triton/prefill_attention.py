@@ -1,7 +1,7 @@
 """Causal attention of chunks of several sequences over paged KV: prefix and chunk, in one launch.
 
 Chunks of any lengths lie one after another. A program takes ROWS rows of one sequence and one KV
-head; rows are (query, head of the group) pairs, so a short chunk of grouped heads fills a tile, too:
+head; rows are (query, head of the group) pairs, so that a short chunk fills a tile, too:
 
     row r of a sequence    query r // group size, head r % group size of the KV head
     keys                   [ seen by all rows of the tile, no mask | up to the last row, masked ]
@@ -187,9 +187,7 @@ def _attend_chunks(
 
 
 @triton.jit
-def _sequence_of(
-    program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr
-):
+def _sequence_of(program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
     """The last sequence whose first tile is not after `program`."""
     low = 0
     high = num_seqs - 1

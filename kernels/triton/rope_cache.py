@@ -35,7 +35,7 @@ def rotate_and_store(
 
     qkv       [T, (heads + 2 KV heads) * D]: q, k, v side by side
     angles    cosines and sines of rope.rotary_angles, each [T, 1, D / 2] fp32
-    slots     [T] int64: block id * block size + offset; negative: the token is not stored
+    slots     [T] int32 or int64: block id * block size + offset; negative: the token is not stored
     layer_kv  [num_blocks, KV heads, 2, block size, D]: kv_cache.layer_of a pool, any floats
     q_norm, k_norm  [D]: weights of an RMS norm of each head before the rotation, with `eps`
     """
@@ -124,7 +124,7 @@ def _rotate_and_store(
     tl.store(query_at, out_first.to(queries.dtype.element_ty), mask=is_query & is_pair)
     tl.store(query_at + HALF, out_second.to(queries.dtype.element_ty), mask=is_query & is_pair)
 
-    slot = tl.load(slots + token)
+    slot = tl.load(slots + token).to(tl.int64)
     kv_heads = tl.where(is_value, heads - NUM_HEADS - NUM_KV_HEADS, heads - NUM_HEADS)
     is_stored = is_element & (heads >= tl.where(slot < 0, 2147483647, NUM_HEADS))
     span = (slot // BLOCK_SIZE) * stride_block + kv_heads * stride_head

@@ -44,7 +44,9 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """As `sample`, but nothing is waited for: the ids are on the device."""
     num_rows, vocab = logits.shape
-    assert num_rows == len(draws) and logits.dtype == torch.float32 and logits.stride(1) == 1
+    assert num_rows == len(draws)
+    assert logits.dtype == torch.float32
+    assert logits.stride(1) == 1
     params = _packed(draws)
     if logits.is_cuda:
         params = params.pin_memory().to(logits.device, non_blocking=True)
@@ -113,7 +115,9 @@ def _sample(
         )
         row_of = (logits, listed_ids, listed_keys, vocab, largest, temperature)
         if (top_k > 0) & (top_k < num_left):
-            key, above, mass_above, _n = _find(row_of, levels, counts, masses, top_k - 1, True, TILE)
+            key, above, mass_above, _n = _find(
+                row_of, levels, counts, masses, top_k - 1, True, TILE
+            )
             mass = mass_above + (top_k - above) * _weight_of_key(key, largest, temperature)
         if top_p < 1.0:
             target = tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64) - 1
@@ -168,7 +172,9 @@ def _largest(logits, vocab, TILE: tl.constexpr):
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
         tile = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
-        tile_largest, index = tl.max(tile, 0, return_indices=True, return_indices_tie_break_left=True)
+        tile_largest, index = tl.max(
+            tile, 0, return_indices=True, return_indices_tie_break_left=True
+        )
         if tile_largest > largest:
             largest = tile_largest
             token = start + index
@@ -205,9 +211,7 @@ def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl
 
 
 @triton.jit
-def _find(
-    row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr
-):
+def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
     """The largest key from which up tokens count, or weigh, more than `target`.
 
     With it, how many tokens lie above it, what they weigh, and how many are on the list, on which

@@ -16,15 +16,16 @@ import triton
 from triton import knobs
 
 
-def tuned(
-    configs: Sequence[triton.Config], key: Sequence[str]
-) -> Callable[[Any], Any]:
+def tuned(configs: Sequence[triton.Config], key: Sequence[str]) -> Callable[[Any], Any]:
     """Decorates a jitted kernel. `key`: names of the arguments that make a class of shapes.
 
     A kernel is run many times while it is tuned: it must not read what it writes.
     """
     tried = list(configs[:1] if is_interpreted() else configs)
-    return triton.autotune(configs=tried, key=[*key, "DEVICE"], cache_results=True)
+    decorate: Callable[[Any], Any] = triton.autotune(
+        configs=tried, key=[*key, "DEVICE"], cache_results=True
+    )
+    return decorate
 
 
 def is_interpreted() -> bool:

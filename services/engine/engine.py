@@ -243,11 +243,17 @@ class Engine:
                 self._count(chunk)
             self._pending.tell_final(on_final)
 
-        logits = self._runner.forward(schedule.batch, on_kv_written)
+        # Only a peer is told of KV before the step ends; else the device is waited for just once.
+        is_awaited = any(chunk.sequence.mode is Mode.FOR_PEER for chunk in schedule.chunks)
+        logits = self._runner.forward(schedule.batch, on_kv_written if is_awaited else None)
         sampling = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
-        tokens = sample_next(logits, sampling) if sampling else []
-        if logits.is_cuda:  # what is freed now may be written by a peer's bytes: nothing reads it
+        tokens = sample_next(logits, sampling, self._runner.sample) if sampling else []
+        # What is freed now may be written by a peer's bytes: nothing may read it any more. Tokens
+        # came after all else in the stream.
+        if logits.is_cuda and not tokens:
             torch.cuda.current_stream(logits.device).synchronize()
+        if not is_awaited:
+            on_kv_written()
         for sequence, token_id in zip(sampling, tokens, strict=True):
             self._advance(sequence, token_id)
 

@@ -85,7 +85,7 @@ class NativeDecoder:
         self,
         batch: StepBatch,
         kv: torch.Tensor,
-        on_kv_written: Callable[[], object] = lambda: None,
+        on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Writes the tokens' KV into the pool `kv`, of BlockLayout's shape; fp32 logits [slices
         that want them, vocab]. `on_kv_written` is called when all KV is in the pool."""
@@ -113,7 +113,8 @@ class NativeDecoder:
             kv_kind=_KINDS[kv.dtype],
         )
         self._library.to_last_kv(self._decoder, step)
-        on_kv_written()
+        if on_kv_written is not None:
+            on_kv_written()
         self._library.to_logits(self._decoder, step)
         return logits
 

@@ -7,21 +7,26 @@ pool. Knows no scheduling: which blocks a sequence has is said in the batch, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.sampling import Draw, sample
 from services.config import EngineConfig
 from services.engine.batch import StepBatch
+from services.engine.kernel_choice import choose_kernels
 from services.engine.layout import BlockLayout
-from services.engine.native_decoder import NativeDecoder, why_not_native
+from services.engine.native_decoder import NativeDecoder
 from services.engine.pool_memory import own_pages, size_shared
 from services.engine.torch_steps import TorchSteps
 from services.engine.weights import load_weights
 from services.errors import ConfigError
-from services.models.config import ModelConfig
 from services.models.source import ModelFolder
+
+if TYPE_CHECKING:
+    from services.engine.triton_steps import TritonSteps
 
 log = logging.getLogger(__name__)
 
@@ -52,16 +57,26 @@ class ModelRunner:
         self._model_config = folder.config
         self._block_size = config.block_size
         self._pool_fd = pool_fd
-        is_native = _choose_native(config, self.device, folder.config)
+        kernels = choose_kernels(config, self.device, folder.config)
         int8 = config.weights == "int8"
         self.dtype_name = f"{dtype_name}+int8" if int8 else dtype_name
         self.numerics_name: str = config.numerics
         weights = load_weights(
             folder.weight_files, folder.config, dtype=_DTYPES[dtype_name], device=self.device
         )
-        self._small: NativeDecoder | TorchSteps
-        self._large: NativeDecoder | TorchSteps
-        if is_native:
+        self._small: NativeDecoder | TorchSteps | TritonSteps
+        self._large: NativeDecoder | TorchSteps | TritonSteps
+        self._triton: TritonSteps | None = None
+        if kernels == "triton":
+            from services.engine.triton_steps import TritonSteps  # Triton is not on every machine
+
+            self._small = self._large = self._triton = TritonSteps(
+                folder.config,
+                weights,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.max_model_len,
+            )
+        elif kernels == "native":
             self._small = self._large = native = NativeDecoder(
                 folder.config, weights, num_threads=config.num_threads, int8=int8
             )
@@ -95,18 +110,25 @@ class ModelRunner:
             self.kv = memory.view(dtype).view(layout.shape)
         else:
             self.kv = torch.zeros(layout.shape, dtype=dtype, device=self.device)
+        if self._triton is not None:
+            self._triton.prepare(self.kv)
 
     @torch.inference_mode()
     def forward(
-        self, batch: StepBatch, on_kv_written: Callable[[], object] = lambda: None
+        self, batch: StepBatch, on_kv_written: Callable[[], object] | None = None
     ) -> torch.Tensor:
         """Computes the batch's tokens and stores their KV in the pool.
 
         Calls `on_kv_written` once, as soon as all their KV is in the pool for everybody to read.
-        Answers fp32 logits [slices that want them, vocab], in the order of the slices.
+        Answers fp32 logits [slices that want them, vocab], in the order of the slices; they are
+        good until the next step.
         """
         steps = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
         return steps.forward(batch, self.kv, on_kv_written)
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        """One token id for each row of the last step's logits, int64, on the host."""
+        return (self._triton.sample if self._triton else sample)(logits, draws)
 
 
 def _choose_device(wanted: str) -> torch.device:
@@ -137,20 +159,6 @@ def has_bfloat16(device: torch.device) -> bool:
     except FileNotFoundError:
         return False
     return not _BF16_CPU_FLAGS.isdisjoint(flags.split())
-
-
-def _choose_native(config: EngineConfig, device: torch.device, model: ModelConfig) -> bool:
-    if config.kernels == "torch" or device.type != "cpu":
-        reason = "kernels are torch's" if device.type == "cpu" else f"the device is {device.type}"
-    else:
-        reason = why_not_native(model)
-        if reason and config.kernels == "auto":
-            log.warning("torch computes, several times slower than compiled kernels: %s", reason)
-    if reason and config.kernels == "native":
-        raise ConfigError(f"there are no native kernels for this: {reason}")
-    if reason and config.weights == "int8":
-        raise ConfigError(f"int8 weights need the native kernels: {reason}")
-    return not reason
 
 
 def _choose_max_model_len(config: EngineConfig, trained_for: int) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from kernels.sampling import Draw
 from services.engine.batch import StepBatch
 from services.engine.layout import BlockLayout
 
@@ -30,7 +31,12 @@ class Runner(Protocol):
 
     def allocate(self, num_blocks: int) -> None: ...
 
-    def forward(self, batch: StepBatch, on_kv_written: Callable[[], object]) -> torch.Tensor:
+    def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
         """Writes the KV of the batch's tokens; fp32 logits [slices that want them, vocab].
 
-        `on_kv_written` is called once, as soon as all of it is in the pool."""
+        `on_kv_written` is called once, as soon as all of it is in the pool. None: nobody waits for
+        it, and the device may still be at work when this returns."""
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        """Token ids [n], int64, on the host, one for each row of logits [n, vocab]; waits for the
+        device."""

@@ -6,6 +6,7 @@ sequence that was moved, preempted or prefilled elsewhere goes on as it would ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 import torch
@@ -13,8 +14,12 @@ import torch
 from kernels.sampling import Draw, sample
 from services.engine.sequence import Sequence
 
+Sample = Callable[[torch.Tensor, Many[Draw]], torch.Tensor]
 
-def sample_next(logits: torch.Tensor, sequences: Many[Sequence]) -> list[int]:
+
+def sample_next(
+    logits: torch.Tensor, sequences: Many[Sequence], sample: Sample = sample
+) -> list[int]:
     """The token that follows each sequence; logits are fp32 [len(sequences), vocab]."""
     token_ids: list[int] = sample(logits, [_draw(sequence) for sequence in sequences]).tolist()
     return token_ids

@@ -25,13 +25,15 @@ class TorchSteps:
         self,
         batch: StepBatch,
         kv: torch.Tensor,
-        on_kv_written: Callable[[], object] = lambda: None,
+        on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """As NativeDecoder.forward, on the device of `kv`."""
         if self._kv is not kv:  # of one runner it is the same in every step
             self._kv, self._pool = kv, KvPool(kv)
         pool = self._pool
         inputs = make_step_inputs(batch, pool, row_multiple=self._kernels.row_multiple)
+        if on_kv_written is None:
+            return self._decoder.forward(inputs, pool)
         if kv.device.type != "cuda":
             return self._decoder.forward(inputs, pool, on_kv_written)
         # The rest of the kernels is put in the stream before waiting for the KV: the device goes on

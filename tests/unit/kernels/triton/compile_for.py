@@ -30,7 +30,14 @@ PAGED = {"queries": "*bf16", "kv": "*bf16", "block_tables": "*i32", "context_len
 LLAMA3 = {"GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "DEVICE": "card"}
 QWEN = LLAMA3 | {"GROUP_SIZE": 7, "HEAD_DIM": 80}
 
-HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PAIRS": 64, "BLOCK_SIZE": 16, "HEADS": 8}
+HEADS = {
+    "NUM_HEADS": 32,
+    "NUM_KV_HEADS": 8,
+    "HEAD_DIM": 128,
+    "PAIRS": 64,
+    "BLOCK_SIZE": 16,
+    "HEADS": 8,
+}
 
 # kernel, types of its pointers, constants; what is named neither way is an i32
 KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
@@ -38,11 +45,6 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         decode_attention._attend_split,
         PAGED | {"partials": "*fp32", "log_sums": "*fp32", "scale": "fp32"},
         LLAMA3 | {"ROWS": 16},
-    ),
-    (
-        decode_attention._attend_split,
-        PAGED | {"partials": "*fp32", "log_sums": "*fp32", "scale": "fp32"},
-        QWEN | {"ROWS": 16},
     ),
     (
         decode_attention._weigh_splits,
@@ -55,19 +57,14 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         LLAMA3,
     ),
     (
-        prefill_attention._attend_chunks,
-        PAGED | {"query_starts": "*i32", "out": "*bf16", "scale": "fp32"},
-        QWEN,
-    ),
-    (
         rope_cache._rotate_and_store,
-        {name: "*bf16" for name in ("qkv", "queries", "kv", "q_norm", "k_norm")}
+        dict.fromkeys(("qkv", "queries", "kv", "q_norm", "k_norm"), "*bf16")
         | {"cosines": "*fp32", "sines": "*fp32", "slots": "*i64", "eps": "fp32"},
         HEADS | {"HAS_NORM": True},
     ),
     (
         norm._add_rms_norm,
-        {name: "*bf16" for name in ("x", "delta", "weight", "out")} | {"eps": "fp32"},
+        dict.fromkeys(("x", "delta", "weight", "out"), "*bf16") | {"eps": "fp32"},
         {"HIDDEN": 4096, "COLUMNS": 4096, "HAS_DELTA": True},
     ),
     (
@@ -85,6 +82,20 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         {"logits": "*fp32", "params": "*i64", "tokens": "*i64"}
         | {"listed_ids": "*i32", "listed_keys": "*i32"},
         {"TILE": 4096, "LEVELS_TILE": 1024},
+    ),
+]
+
+# Groups and heads that are no power of 2.
+ODD_KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
+    (
+        decode_attention._attend_split,
+        PAGED | {"partials": "*fp32", "log_sums": "*fp32", "scale": "fp32"},
+        QWEN | {"ROWS": 16},
+    ),
+    (
+        prefill_attention._attend_chunks,
+        PAGED | {"query_starts": "*i32", "out": "*bf16", "scale": "fp32"},
+        QWEN,
     ),
 ]
 
@@ -137,13 +148,15 @@ def resources(compiled: Any, arch: int) -> tuple[int, int, int]:
 def main() -> None:
     arch = int(sys.argv[1])
     target = GPUTarget("cuda", arch, 32)
-    for kernel, types, constants in KERNELS:
+    kernels = KERNELS + ODD_KERNELS if "-v" in sys.argv else KERNELS
+    for kernel, types, constants in kernels:
         lines = []
         for config, compiled in compile_kernel(kernel, types, constants, target):
             registers, spilled, shared = resources(compiled, arch)
             lines.append((spilled, registers, shared, config))
         for spilled, registers, shared, config in lines:
-            print(f"{kernel.fn.__name__:20} {registers:4} registers {spilled:5} spilled {shared:7} shared {config}")
+            name = kernel.fn.__name__
+            print(f"{name:20}{registers:4} registers{spilled:5} spilled{shared:7} shared {config}")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ def random_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pack_and_unpack(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
+def test_pack_and_unpack(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     pool = random_pool(shape, dtype, device)
     ids = torch.tensor([3, 0, 2], device=device)
     staging = pack(pool, ids)

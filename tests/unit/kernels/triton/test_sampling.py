@@ -44,29 +44,29 @@ def check(logits: torch.Tensor, draws: list[Draw], device: torch.device) -> None
     ids=str,
 )
 def test_filters(filters: dict[str, float], device: torch.device) -> None:
-    num_rows = 6
+    num_rows = 3
     draws = [replace(PLAIN, seed=row, position=row * 7, **filters) for row in range(num_rows)]
-    check(random_logits(num_rows, 1000), draws, device)
+    check(random_logits(num_rows, 300), draws, device)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 17, 5000])
 def test_vocabularies(vocab_size: int, device: torch.device) -> None:
-    draws = [replace(PLAIN, seed=seed, top_p=0.95) for seed in range(4)]
-    check(random_logits(4, vocab_size), draws, device)
+    draws = [replace(PLAIN, seed=seed, top_p=0.95) for seed in range(2)]
+    check(random_logits(2, vocab_size), draws, device)
 
 
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.7}], ids=str
 )
 def test_equal_logits_are_ranked_by_id(filters: dict[str, float], device: torch.device) -> None:
-    logits = torch.tensor([0.0, -0.0, 1.0, 1.0, 0.0, 1.0, -3.0, 0.0]).repeat(12, 1)
-    check(logits, [replace(PLAIN, seed=seed, **filters) for seed in range(12)], device)
+    logits = torch.tensor([0.0, -0.0, 1.0, 1.0, 0.0, 1.0, -3.0, 0.0]).repeat(3, 1)
+    check(logits, [replace(PLAIN, seed=seed, **filters) for seed in range(3)], device)
 
 
 def test_hidden_tokens_are_never_drawn(device: torch.device) -> None:
-    logits = random_logits(8, 300)
+    logits = random_logits(3, 300)
     logits[:, ::2] = float("-inf")
-    check(logits, [replace(PLAIN, temperature=4.0, seed=seed) for seed in range(8)], device)
+    check(logits, [replace(PLAIN, temperature=4.0, seed=seed) for seed in range(3)], device)
 
 
 def test_seeds_and_positions_of_64_bits(device: torch.device) -> None:

@@ -1,0 +1,139 @@
+"""The Triton path against the torch reference: the same tokens, whole and in mixed steps."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():  # before the kernels are imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from services.config import EngineConfig
+from services.engine.batch import SequenceSlice, StepBatch
+from services.engine.decode_graphs import bucket_sizes
+from services.engine.runner import ModelRunner
+from services.engine.triton_inputs import DecodeRows, StepShape, StepViews, write_step
+from services.errors import ConfigError
+from services.models.source import ModelFolder
+from tests.step_batches import mixed_steps, place
+from tests.tiny_models import make_tiny_model
+
+FAMILIES = (
+    "llama",
+    pytest.param("llama-linear-biases", marks=pytest.mark.slow),
+    pytest.param("llama-small-heads", marks=pytest.mark.slow),
+    pytest.param("qwen3", marks=pytest.mark.slow),
+)
+PROMPTS = [list(range(1, 20)), [5, 9, 2], [7]]
+
+
+def runner_of(folder: ModelFolder, kernels: str) -> ModelRunner:
+    config = EngineConfig(
+        model=str(folder.path), dtype="float32", block_size=8, max_num_seqs=5, max_model_len=96
+    )
+    return ModelRunner(folder, replace(config, kernels=kernels))  # type: ignore[arg-type]
+
+
+def greedy(runner: ModelRunner, prompts: Sequence[Sequence[int]], num_made: int) -> list[list[int]]:
+    """Chunked prefill of all prompts at once, then decode of all, in a batch of changing size."""
+    sequences = place(runner, [[*prompt, *[0] * num_made] for prompt in prompts])
+    lens = [len(prompt) for prompt in prompts]
+    made: list[list[int]] = [[] for _ in prompts]
+    tokens = [list(prompt) for prompt in prompts]
+    while any(len(m) < num_made for m in made):
+        going = [i for i in range(len(prompts)) if len(made[i]) < num_made - i]
+        going = going or [i for i in range(len(prompts)) if len(made[i]) < num_made]
+        slices = []
+        for i in going:
+            sequences[i].token_ids = tokens[i]
+            slices.append(sequences[i].take(16))
+        logits = runner.forward(StepBatch(slices))
+        for i, row in zip(going, logits, strict=True):
+            if sequences[i].done == len(tokens[i]):
+                made[i].append(int(row.argmax()))
+                tokens[i].append(made[i][-1])
+    assert lens == [len(prompt) for prompt in prompts]
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_as_torch(family: str, tmp_path: Path) -> None:
+    folder, _ = make_tiny_model(family, tmp_path)
+    expected = greedy(runner_of(folder, "torch"), PROMPTS, 4)
+    assert greedy(runner_of(folder, "triton"), PROMPTS, 4) == expected
+
+
+def test_the_same_logits_in_steps_of_any_mixture(tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("qwen3", tmp_path)
+    prompts = [random.Random(i).choices(range(203), k=n) for i, n in enumerate((1, 13, 9))]
+    by_torch = mixed_steps(runner_of(folder, "torch"), prompts, (1, 3, 8), seed=4)
+    by_triton = mixed_steps(runner_of(folder, "triton"), prompts, (1, 3, 8), seed=4)
+    for expected, actual in zip(by_torch, by_triton, strict=True):
+        assert actual[:2] == expected[:2]
+        torch.testing.assert_close(actual[2].cpu(), expected[2].cpu(), rtol=1e-4, atol=1e-4)
+
+
+def test_kv_is_told_of_once_when_somebody_waits(tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("llama", tmp_path)
+    runner = runner_of(folder, "triton")
+    (sequence,) = place(runner, [[1, 2, 3, 4]])
+    told: list[int] = []
+    runner.forward(StepBatch([sequence.take(3)]), lambda: told.append(3))
+    runner.forward(StepBatch([sequence.take(1)]), lambda: told.append(4))
+    assert told == [3, 4]
+
+
+def test_the_step_as_one_array() -> None:
+    chunk = SequenceSlice([4, 5, 6], 10, [7, 2], False)
+    single = SequenceSlice([9], 5, [3], True)
+    step = write_step(StepBatch([chunk, single]), block_size=8)
+    assert step.token_ids.tolist() == [9, 4, 5, 6]
+    assert step.positions.tolist() == [4, 7, 8, 9]
+    assert step.slots.tolist() == [3 * 8 + 4, 7 * 8 + 7, 2 * 8, 2 * 8 + 1]
+    assert step.context_lens.tolist() == [5, 10]
+    assert step.query_starts.tolist() == [0, 3]
+    assert step.logit_rows.tolist() == [0]
+    assert step.block_tables.tolist() == [[3, 0], [7, 2]]
+
+
+def test_rows_of_a_decode_step_follow_their_tables() -> None:
+    shape = StepShape(3, 3, 3, 3, 4)
+    array = torch.full((sum(shape.sizes),), 77, dtype=torch.int32)
+    rows = DecodeRows(array, shape)
+    tables = [[5, 6], [8]]
+    for _ in range(2):
+        slices = [SequenceSlice([1], 8 * len(t), t, True) for t in tables]
+        rows.write(slices, 8)
+        views = StepViews.of(array, shape)
+        for row, table in enumerate(tables):
+            assert views.block_tables[row, : len(table)].tolist() == table
+        assert views.slots.tolist() == [t[-1] * 8 + 7 for t in tables] + [-1] * (3 - len(tables))
+        assert views.context_lens.tolist() == [8 * len(t) for t in tables] + [0] * (3 - len(tables))
+        tables[0][0] = 4  # a twin took its place
+        tables[0].append(9)
+        tables[1] = [2, 3]
+
+
+def test_buckets_end_with_the_maximum() -> None:
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(5) == [1, 2, 4, 5]
+    assert bucket_sizes(24) == [1, 2, 4, 8, 16, 24]
+    assert bucket_sizes(400)[-3:] == [320, 384, 400]
+
+
+def test_triton_is_refused_where_it_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = make_tiny_model("llama", tmp_path)
+    config = EngineConfig(model=str(folder.path), device="cpu", kernels="triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="TRITON_INTERPRET"):
+        ModelRunner(folder, config)
+    with pytest.raises(ConfigError, match="invariant"):
+        ModelRunner(folder, replace(config, numerics="invariant"))
