@@ -44,7 +44,7 @@ def up(
     kv_dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
     numerics: Annotated[str, typer.Option(help="fast or invariant")] = "fast",
     kernels: Annotated[
-        str, typer.Option(help="auto, native or torch; native: C++ on CPUs")
+        str, typer.Option(help="auto, native (C++ on CPUs), triton (CUDA) or torch")
     ] = "auto",
     weights: Annotated[str, typer.Option(help="auto or int8; int8: native kernels only")] = "auto",
     block_size: Annotated[int, typer.Option(help="tokens of a KV block")] = 16,

@@ -36,7 +36,7 @@ def main(
     kv_dtype: str = "auto",
     numerics: str = "fast",
     kernels: Annotated[
-        str, typer.Option(help="auto, native or torch; native: C++ on CPUs")
+        str, typer.Option(help="auto, native (C++ on CPUs), triton (CUDA) or torch")
     ] = "auto",
     weights: Annotated[str, typer.Option(help="auto or int8; int8: native kernels only")] = "auto",
     block_size: int = 16,
