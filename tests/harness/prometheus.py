@@ -19,31 +19,37 @@ import pytest
 from tests.harness.cluster import free_port, wait_for
 
 _CACHE = Path(os.environ.get("TANDEM_CACHE_DIR", Path.home() / ".cache" / "tandem"))
-_FETCH_DEADLINE_S = 120.0
+_FETCH_DEADLINE_S = 60.0
 SCRAPE_INTERVAL = "400ms"
 
 
-@cache
 def program(name: str) -> str:
     """Path of `prometheus` or `promtool`; skips the test where there is none to be had."""
     if found := shutil.which(name):
         return found
     folder = _CACHE / "prometheus"
     fetched = folder / "usr" / "bin" / name
-    if not fetched.exists():
-        try:
-            _fetch(folder)
-        except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", None) or str(error)
-            pytest.skip(f"no {name} here, and apt does not bring Debian's: {said.strip()[-300:]}")
+    if not fetched.exists() and (failure := _why_not(folder)):
+        pytest.skip(f"no {name} here, and apt does not bring Debian's: {failure}")
     return str(fetched)
+
+
+@cache
+def _why_not(folder: Path) -> str:
+    """Fetches the package; empty when that was done. Tried once a session."""
+    try:
+        _fetch(folder)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        return str(said).strip()[-300:]
+    return ""
 
 
 def _fetch(folder: Path) -> None:
     """Needs the system's apt and dpkg, but no root: package lists are read into our own folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lists" / "partial").mkdir(parents=True, exist_ok=True)
-    own = [f"Dir::State::Lists={folder / 'lists'}", f"Dir::Cache={folder}", "Acquire::Retries=1"]
+    own = [f"Dir::State::Lists={folder / 'lists'}", f"Dir::Cache={folder}", "Acquire::Retries=0"]
     ways: list[list[str]] = [[], [word for option in own for word in ("-o", option)]]
     for options in ways:
         try:
