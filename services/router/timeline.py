@@ -3,6 +3,9 @@
     tokenize --> route --> queue --> prefill --> first token --> transfer_exposed --> first_decode
                                      ttft = all before the first token and the wire
 
+A stream that moves to another worker in its midst has `move`, too: until that one's first token,
+while the one it left still made some or not.
+
 Router and workers each measure their own part: `queue` is waiting for a turn or a worker here, in
 the decode worker's queue and in the prefill worker's; `transfer_exposed` and `first_decode` lie
 between the first token and the second, because the first leaves before its blocks are here. What
@@ -24,7 +27,7 @@ from typing import Literal, get_args
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.tracing import NO_SPAN, RequestSpan
 
-Stage = Literal["tokenize", "route", "queue", "prefill", "transfer_exposed", "first_decode"]
+Stage = Literal["tokenize", "route", "queue", "prefill", "transfer_exposed", "first_decode", "move"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
@@ -45,8 +48,7 @@ class Timeline:
             yield
         finally:
             ended_s = time.monotonic()
-            if self.ttft_s is None:  # of a move after the first token only the trace tells
-                self._add(name, ended_s - began_s)
+            self._add(name if self.ttft_s is None else "move", ended_s - began_s)
             self.span.stage(name, began_s, ended_s)
 
     @asynccontextmanager
@@ -64,10 +66,15 @@ class Timeline:
             self.ttft_s = now - self.began_s
 
     def take(self, timings: pb.SequenceTimings, num_tokens: int) -> None:
-        """What a decode worker measured, with a request's first token or its second."""
+        """What a decode worker measured, told with the first token that it made and the second.
+
+        `num_tokens`: the request's, these and those that other workers made counted in.
+        """
         if num_tokens == 1:
             self._add("queue", timings.queue_ms / 1000)
             self._add("prefill", timings.prefill_ms / 1000)
+        elif not timings.second_token_ms:
+            self._add("move", (timings.queue_ms + timings.prefill_ms) / 1000)
         elif num_tokens == 2:
             exposed_ms = timings.transfer_exposed_ms
             self._add("transfer_exposed", exposed_ms / 1000)

@@ -45,9 +45,22 @@ def test_a_workers_part_comes_with_the_first_token_and_the_second() -> None:
     )
     timeline.take(second, 2)
     timeline.take(second, 9)  # of another worker, after a move: not the first tokens
+    assert "move" not in timeline.stages_s
     assert timeline.stages_s["transfer_exposed"] == pytest.approx(0.02)
     assert timeline.stages_s["first_decode"] == pytest.approx(0.03)
     assert timeline.stages_s["prefill"] == pytest.approx(0.2)
+
+
+def test_a_move_in_midstream_is_a_stage_of_its_own() -> None:
+    timeline = Timeline()
+    timeline.take(pb.SequenceTimings(queue_ms=100, prefill_ms=200), 1)
+    timeline.note_tokens(timeline.began_s + 0.3)
+    before = dict(timeline.stages_s)
+    with timeline.stage("route"):
+        pass
+    timeline.take(pb.SequenceTimings(queue_ms=10, prefill_ms=20), 2)
+    assert timeline.stages_s.pop("move") == pytest.approx(0.03, abs=0.01)
+    assert timeline.stages_s == before
 
 
 def test_as_a_header() -> None:
