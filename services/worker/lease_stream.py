@@ -112,11 +112,20 @@ class LeaseStream:
 
 def is_source_gone(error: BaseException | None) -> bool:
     """Whether a lease was lost because the source's process, or the way to it, ended under it."""
-    if isinstance(error, grpc.aio.AioRpcError):
-        return bool(error.code() is grpc.StatusCode.UNAVAILABLE)
-    if isinstance(error, BaseExceptionGroup):
-        return any(map(is_source_gone, error.exceptions))
-    return isinstance(error, LeaseLost) and is_source_gone(error.__cause__)
+    causes, seen = [error], set[int]()
+    while causes:
+        cause = causes.pop()
+        if cause is None or id(cause) in seen:
+            continue  # an error that was raised from the group it was in is its own cause
+        seen.add(id(cause))
+        if isinstance(cause, grpc.aio.AioRpcError):
+            if cause.code() is grpc.StatusCode.UNAVAILABLE:
+                return True
+        elif isinstance(cause, BaseExceptionGroup):
+            causes += cause.exceptions
+        elif isinstance(cause, LeaseLost):
+            causes.append(cause.__cause__)
+    return False
 
 
 def _first_error(group: BaseExceptionGroup) -> BaseException:
