@@ -141,7 +141,6 @@ async def test_generations_that_cannot_exchange_kv_serve_side_by_side(
                 cluster.start_worker(f"{role}-b", role, *upgrade)
                 await asyncio.to_thread(wait_for, partial(is_ready, cluster, f"{role}-b"), **SOON)
                 await now.more(8)
-                old = cluster.workers.pop(f"{role}-0")
                 if role == "decode":  # without it the old prefill worker has nobody to work for
                     served = cluster.records()["decode-0"]["load"]["step"]
                     await now.more(8)
@@ -149,8 +148,10 @@ async def test_generations_that_cannot_exchange_kv_serve_side_by_side(
                 pairs = {w: set(r["transports"]) for w, r in cluster.records().items()}
                 assert not {peer for peer in pairs[f"{role}-b"] if not peer.endswith("-b")}
                 assert not {peer for peer in pairs[f"{role}-0"] if peer.endswith("-b")}
+                old = cluster.workers[f"{role}-0"]
                 old.process.terminate()
                 assert await asyncio.to_thread(old.process.wait, 40) == 0
+                del cluster.workers[f"{role}-0"]
             await now.more(8)
         now.check()
         pulled = metric(cluster, "decode-b", "tandem_kv_blocks_pulled_total")
