@@ -98,6 +98,7 @@ class RequestRecord:
                 "cached_tokens": job.cached_tokens if job else 0,
             },
             "moves": job.num_moves if job else 0,
+            "workers_lost": job.num_lost if job else 0,
         }
 
 

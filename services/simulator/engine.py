@@ -13,6 +13,7 @@ goes: an event costs the logarithm of the sequences.
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from math import ceil
 from typing import Generic, TypeVar
 
 from services.cost_model import WorkerRates
@@ -105,6 +106,10 @@ class Engine(Generic[Job]):
         if done:
             self._set_step()
         return done
+
+    def tokens_left(self) -> list[tuple[Job, int]]:
+        """Of each decoding sequence: tokens that it has still to make."""
+        return [(job, ceil(end - self._steps - _EPSILON)) for end, _, job in self._decoding]
 
     def drop_all(self) -> list[Job]:
         """Everything ends: the worker died."""

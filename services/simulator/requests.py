@@ -8,11 +8,11 @@ from services.router.shares import Sent
 from services.simulator.traces import Arrival
 from services.simulator.worker import Task, Worker
 
-MOVES_MAX = 2  # as services/router/dispatch.py
+MOVES_MAX = 2  # as services/router/move_budget.py
 
 
 class Request:
-    """Placed, refused and placed again, moved while it has no token, then served or failed."""
+    """Placed, refused and placed again, moved with what it made, then served or failed."""
 
     __slots__ = (
         "arrival",
@@ -27,6 +27,8 @@ class Request:
         "holders",
         "is_counted",
         "lease",
+        "num_made",
+        "num_made_here",
         "num_moves",
         "num_pulled_tokens",
         "prefill",
@@ -45,6 +47,8 @@ class Request:
         self.holders: list[tuple[str, int]] = []  # with the tokens that they have
         self.refused: frozenset[str] = frozenset()
         self.num_moves = 0
+        self.num_made = 0  # tokens, on workers that were lost since
+        self.num_made_here = 0  # 1 from the first token on
         self.is_counted = False  # as demand
         self.sent: Sent | None = None  # until it is prefilled
         self.cached_tokens = 0
@@ -52,6 +56,16 @@ class Request:
         self.first_token_s = 0.0  # 0: none yet
         self.ended_s = 0.0
         self.failure = ""  # "", "refused" or "lost"
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the input where it is now: the prompt, and what was made before it came there."""
+        return self.arrival.num_tokens + self.num_made
+
+    @property
+    def tokens_left(self) -> int:
+        """To make where it is now."""
+        return self.arrival.output_tokens - self.num_made
 
     @property
     def ttft_s(self) -> float:

@@ -3,7 +3,7 @@
 arrives --match, choose--> submitted to its decode worker --refused--> chosen again, without it
   no prefill pool, or faster here --> prefilled there --> decodes there --> served
   else: memory reserved --> leased --> prefilled by a peer --> pulled --> decodes --> served
-decode worker dies: moved while no token was made (at most MOVES_MAX times), else lost
+decode worker dies: moved with the tokens made so far (at most MOVES_MAX times), then lost
 prefill worker dies: the next candidate, else prefilled on the decode worker
 """
 
@@ -85,6 +85,7 @@ class Simulation:
             self.meter.first_token(
                 request.ttft_s / self.scenario.slo.ttft.seconds(request.arrival.num_tokens)
             )
+        request.num_made_here = 1
         request.cached_tokens = task.cached_tokens
         if request.sent is not None:
             self.view.note_first_token(request.sent, worker.worker_id)
@@ -128,7 +129,7 @@ class Simulation:
         self._place(request)
 
     def _place(self, request: Request) -> None:
-        num_tokens = request.arrival.num_tokens
+        num_tokens = request.num_tokens
         work = Work(num_tokens, self.scenario.block_size)
         matches = _now(self._index.match(request.hashes))
         self.view.tick()
@@ -158,14 +159,14 @@ class Simulation:
         return self.scenario.admission and wait_s(work, placement, limit) is not None
 
     def _submit(self, request: Request, placement: Placement, matches: dict[str, int]) -> bool:
-        arrival, size = request.arrival, self.scenario.block_size
+        size = self.scenario.block_size
         worker = self.workers[placement.decode.worker_id]
         request.decode = request.prefill = worker
         request.candidates = [w.worker_id for w in placement.prefill_candidates]
         if self.scenario.pull_prefixes:
             holders = [w.worker_id for w in placement.prefix_holders]
             request.holders = [(w, matches[w] * size) for w in holders]
-        task = Task(request, arrival.num_tokens, request.hashes, arrival.output_tokens)
+        task = Task(request, request.num_tokens, request.hashes, request.tokens_left)
         request.decode_task, request.lease = task, None
         request.candidates = self._worth_asking(request, placement, matches)
         noted = request.candidates[0] if request.candidates else worker.worker_id
@@ -177,7 +178,7 @@ class Simulation:
         if accepted:
             request.sent = self.view.note_prefill(
                 noted,
-                arrival.num_tokens,
+                request.num_tokens,
                 placement.tokens_missing,
                 may_pull=bool(request.holders),
             )
@@ -191,7 +192,7 @@ class Simulation:
             return []
         worker, rates = self.workers[placement.decode.worker_id], self.scenario.rates
         load, size = worker.load(), self.scenario.block_size
-        prompt = Prompt(request.arrival.num_tokens, rates.block_bytes / size)
+        prompt = Prompt(request.num_tokens, rates.block_bytes / size)
         cached = worker.cache.num_cached(request.hashes) * size
         here = Here(rates, load.queued_tokens, cached, num_running=load.num_running)
         candidates = [
@@ -212,7 +213,7 @@ class Simulation:
         assert request.decode_task is not None
         while request.candidates:
             peer = self.workers[request.candidates.pop(0)]
-            lease = Task(request, request.arrival.num_tokens, request.hashes, 0)
+            lease = Task(request, request.num_tokens, request.hashes, 0)
             request.lease, request.prefill = lease, peer
             if peer.is_up and not peer.is_draining and self._prefill(request, peer, lease):
                 return
@@ -262,10 +263,10 @@ class Simulation:
         assert request.decode is not None
         assert request.decode_task is not None
         rates, pair = self.scenario.rates, self._pairs[request.decode.worker_id]
-        missing = request.arrival.num_tokens - request.decode_task.cached_tokens
+        missing = request.num_tokens - request.decode_task.cached_tokens
         token_bytes = rates.block_bytes / self.scenario.block_size
         pull_s = pair.seconds(missing * token_bytes)
-        computed = request.arrival.num_tokens - request.cached_tokens
+        computed = request.num_tokens - request.cached_tokens
         compute_s = source.rates.prefill.seconds(computed, request.cached_tokens, rates.step_tokens)
         last = min(missing, rates.step_tokens)
         return ASK_S + max(pair.seconds(last * token_bytes), pull_s - compute_s)
@@ -278,7 +279,7 @@ class Simulation:
         assert request.prefill is not None
         request.prefill.release(lease)
         request.lease = None
-        if request.arrival.output_tokens > 1:
+        if request.tokens_left > 1:
             request.decode.adopt(request.decode_task)
         else:
             request.decode.release(request.decode_task)
@@ -342,11 +343,18 @@ class Simulation:
         request.lease = request.decode_task = None
         if lease is not None and peer is not None:
             peer.cancel(lease)
-        if request.first_token_s or request.num_moves >= MOVES_MAX:
+        if request.num_moves >= MOVES_MAX:
             request.failure = "lost"
             return
         request.num_moves += 1
-        self._place(request)
+        if task is not None and task.tokens_left is not None:  # it was in the batch
+            request.num_made_here = task.output_tokens - task.tokens_left
+        request.num_made += request.num_made_here
+        request.num_made_here = 0
+        if request.tokens_left:
+            self._place(request)
+        else:
+            self._end(request)
 
     def _start_log(self, worker: Worker) -> None:
         self._logs[worker.worker_id] = 0

@@ -36,6 +36,7 @@ class Task:
         "owner",
         "pulled_blocks",
         "queued_tokens",
+        "tokens_left",
     )
 
     def __init__(
@@ -51,6 +52,7 @@ class Task:
         self.num_held = 0  # leading blocks of `hashes` that it holds by name
         self.num_private = 0
         self.generation = 0  # of the worker when it got its blocks
+        self.tokens_left: int | None = None  # to make, when its worker died under it in the batch
 
 
 class Listener(Protocol):
@@ -152,6 +154,9 @@ class Worker:
 
     def fail(self) -> list[Task]:
         """Dies: everything is lost. The tasks that were in the queues or in the engine."""
+        self.engine.advance(self._clock.now_s)
+        for task, tokens_left in self.engine.tokens_left():
+            task.tokens_left = tokens_left
         tasks = [*self._queue, *self._reserving, *self.engine.drop_all()]
         self._queue.clear()
         self._reserving.clear()

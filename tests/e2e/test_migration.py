@@ -10,10 +10,19 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.conftest import StartCluster
-from tests.harness.client import golden, metric, open_client, stream_completion, tokens_of
+from tests.harness.client import (
+    complete,
+    golden,
+    metric,
+    open_client,
+    stream_completion,
+    tokens_of,
+)
 from tests.harness.cluster import LocalCluster, wait_for
+from tests.harness.poisoned_engine import POISON
 
 NUMBERS = (0, 4, 5, 6)  # prompts of up to 487 tokens
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
@@ -125,3 +134,38 @@ async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
             assert moves(cluster, "drain") == num_moved
             del cluster.workers["decode-1"]
             await asyncio.to_thread(cluster.wait_idle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["decode", "prefill"])
+async def test_a_request_that_kills_its_worker_kills_three(
+    start_cluster: StartCluster, at: str
+) -> None:
+    (prompt,), (greedy,) = golden(5)
+    forced = "remote" if at == "prefill" else "local"
+    with start_cluster("--prefill-at", forced, prefill=0, decode=0) as cluster:
+        module = ("tests.harness.poisoned_engine", "worker")
+        for worker_id, role in (("prefill-0", "prefill"), ("decode-0", "decode")):
+            cluster.start_worker(worker_id, role, module=module)
+        await asyncio.to_thread(cluster.wait_ready)
+        ends = 0
+        async with open_client(cluster) as client:
+            body = {"prompt": [*prompt, POISON], "max_tokens": 8}
+            asking = asyncio.create_task(client.post("/v1/completions", json=body))
+            while not asking.done():
+                for worker_id, worker in list(cluster.workers.items()):
+                    if worker.process.poll() is not None:  # started again, as an agent would
+                        ends += 1
+                        cluster.start_worker(worker_id, worker.role, module=module)
+                await asyncio.sleep(0.05)
+            answer = asking.result()
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "worker_lost"
+            assert "3 workers were lost under this request" in answer.json()["error"]["message"]
+            dead = [w for w in cluster.workers.values() if w.process.poll() is not None]
+            assert ends + len(dead) == 3
+            for worker in dead:
+                cluster.start_worker(worker.worker_id, worker.role, module=module)
+            await asyncio.to_thread(cluster.wait_ready)
+            well = await complete(client, prompt, max_tokens=8)
+            assert well.token_ids == greedy[:8]

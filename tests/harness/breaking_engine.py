@@ -27,14 +27,14 @@ class BreakingProcess(EngineProcess):
         raise ZeroDivisionError("a bug at the first pull")
 
 
-def worker_main() -> None:
+def worker_main(engine_module: str) -> None:
     import typer
 
     from services.worker import __main__ as command
     from services.worker import worker
 
     worker.EngineLink = partial(  # type: ignore[assignment, misc]
-        worker.EngineLink, engine_module="tests.harness.breaking_engine"
+        worker.EngineLink, engine_module=engine_module
     )
     typer.run(command.main)
 
@@ -42,6 +42,6 @@ def worker_main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
         del sys.argv[1]
-        worker_main()
+        worker_main("tests.harness.breaking_engine")
     else:
         engine_main(BreakingProcess)
