@@ -165,6 +165,8 @@ async def test_a_request_that_kills_its_workers_costs_three(
     assert raised.value.code == "worker_lost"
     assert len(router.submitted) == 3
     assert reading.token_ids == ids[:3]
+    kept = (await router.http.get(f"/v1/requests/{router.submitted[0].request_id}")).json()
+    assert (kept["outcome"], kept["moves"], kept["workers_lost"]) == ("worker_lost", 2, 3)
     assert moves()["crash"] == 2
 
 
