@@ -7,6 +7,8 @@ reference's; those drawn by a seed are what the same request made before without
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from typing import Any
 
 import httpx
@@ -115,7 +117,9 @@ async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
                 what="the pair of the decode workers",
             )
             leaving = cluster.workers["decode-0"]
-            await streams.run_through(client, leaving.process.terminate)
+            drain = [sys.executable, "-m", "services.cli", "drain", "decode-0"]
+            drain += ["--url", cluster.url, "--deadline", "60"]
+            await streams.run_through(client, lambda: subprocess.run(drain, check=True, timeout=90))
             num_moved = moves(cluster, "drain")
             assert num_moved >= len(NUMBERS)
             assert await asyncio.to_thread(leaving.process.wait, 30) == 0
