@@ -28,7 +28,7 @@ from tests.harness.poisoned_engine import POISON
 
 NUMBERS = (0, 4, 5, 6)  # prompts of up to 487 tokens
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
-NUM_TOKENS = 56
+NUM_TOKENS = 64
 BEGUN = 4  # tokens of each stream when its worker goes
 
 
@@ -107,9 +107,9 @@ async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
     with start_cluster("--prefill-at", "auto") as cluster:
         streams = Streams(cluster)
         async with open_client(cluster) as client:
-            await streams.draw(client)
-            # All go where their prompts are, and the other has none of their blocks.
+            # It is not there yet: the prompts are computed at the other one, and go there again.
             cluster.start_worker("decode-1", "decode")
+            await streams.draw(client)
             await asyncio.to_thread(cluster.wait_ready)
             wait_for(
                 lambda: "decode-0" in cluster.records()["decode-1"]["transports"],
@@ -117,22 +117,24 @@ async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
                 what="the pair of the decode workers",
             )
             leaving = cluster.workers["decode-0"]
-            drain = [sys.executable, "-m", "services.cli", "drain", "decode-0"]
-            drain += ["--url", cluster.url, "--deadline", "60"]
-            await streams.run_through(client, lambda: subprocess.run(drain, check=True, timeout=90))
-            num_moved = moves(cluster, "drain")
-            assert num_moved >= len(NUMBERS)
-            assert await asyncio.to_thread(leaving.process.wait, 30) == 0
-            num_pulled = pulled(cluster, "decode-1")
+
+            def drain() -> None:
+                command = [sys.executable, "-m", "services.cli", "drain", "decode-0"]
+                command += ["--url", cluster.url, "--deadline", "60"]
+                subprocess.run(command, check=True, timeout=90)
+                assert leaving.process.wait(30) == 0
+                cluster.start_worker("decode-0", "decode")
+
+            await streams.run_through(client, drain)
+            num_moved, num_pulled = moves(cluster, "drain"), pulled(cluster, "decode-1")
             computed = metric(cluster, "decode-1", "tandem_prefill_tokens_total")
             print(f"{num_moved} moved, {num_pulled:g} blocks pulled, {computed:g} tokens computed")
-            assert num_pulled >= max(map(len, streams.prompts)) // 16
+            assert num_moved > 0
+            assert num_pulled >= num_moved
             assert computed < num_moved * 80
-            del cluster.workers["decode-0"]
+            await asyncio.to_thread(cluster.wait_ready)
             await asyncio.to_thread(cluster.wait_idle)
 
-            cluster.start_worker("decode-0", "decode")
-            await asyncio.to_thread(cluster.wait_ready)
             await streams.run_through(client, cluster.workers["decode-1"].kill)
             assert moves(cluster, "crash") > 0
             assert moves(cluster, "drain") == num_moved
