@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import (
-    complete,
+    complete_all,
     golden,
     metric,
     open_client,
@@ -146,35 +146,30 @@ async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", ["decode", "prefill"])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("prefill", "prefill_at"), [(0, "local"), (1, "remote")])
 async def test_a_request_that_kills_its_worker_kills_three(
-    start_cluster: StartCluster, at: str
+    start_cluster: StartCluster, prefill: int, prefill_at: str
 ) -> None:
+    """Three decode workers, or the one that prefills and then two that do it themselves."""
     (prompt,), (greedy,) = golden(5)
-    forced = "remote" if at == "prefill" else "local"
-    with start_cluster("--prefill-at", forced, prefill=0, decode=0) as cluster:
-        module = ("tests.harness.poisoned_engine", "worker")
-        for worker_id, role in (("prefill-0", "prefill"), ("decode-0", "decode")):
-            cluster.start_worker(worker_id, role, module=module)
+    module = ("tests.harness.poisoned_engine", "worker")
+    with start_cluster("--prefill-at", prefill_at, prefill=0, decode=0) as cluster:
+        for role, count in (("prefill", prefill), ("decode", 3 - prefill)):
+            for number in range(count):
+                cluster.start_worker(f"{role}-{number}", role, module=module)
         await asyncio.to_thread(cluster.wait_ready)
-        ends = 0
         async with open_client(cluster) as client:
             body = {"prompt": [*prompt, POISON], "max_tokens": 8}
-            asking = asyncio.create_task(client.post("/v1/completions", json=body))
-            while not asking.done():
-                for worker_id, worker in list(cluster.workers.items()):
-                    if worker.process.poll() is not None:  # started again, as an agent would
-                        ends += 1
-                        cluster.start_worker(worker_id, worker.role, module=module)
-                await asyncio.sleep(0.05)
-            answer = asking.result()
-            assert answer.status_code == 503
-            assert answer.json()["error"]["code"] == "worker_lost"
-            assert "3 workers were lost under this request" in answer.json()["error"]["message"]
-            dead = [w for w in cluster.workers.values() if w.process.poll() is not None]
-            assert ends + len(dead) == 3
-            for worker in dead:
-                cluster.start_worker(worker.worker_id, worker.role, module=module)
-            await asyncio.to_thread(cluster.wait_ready)
-            well = await complete(client, prompt, max_tokens=8)
-            assert well.token_ids == greedy[:8]
+            answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 503
+        error = answer.json()["error"]
+        assert error["code"] == "worker_lost"
+        assert "3 workers were lost under this request" in error["message"]
+        for worker in cluster.workers.values():
+            assert await asyncio.to_thread(worker.process.wait, 10) == 1
+        cluster.workers.clear()
+        cluster.start_worker("decode-0", "decode")
+        await asyncio.to_thread(cluster.wait_ready)
+        (again,) = await complete_all(cluster, [prompt], max_tokens=8)
+        assert again.token_ids == greedy[:8]

@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 
-from services.engine.types import SequenceSpec
+import torch
+
+from services.engine.batch import StepBatch
 from services.worker.engine_process import EngineProcess
 from services.worker.engine_process import main as engine_main
 from services.worker.settings import EngineSettings
@@ -22,14 +25,14 @@ POISON = 49_151  # the last token of SmolLM2's vocabulary: no prompt of ours has
 class PoisonedProcess(EngineProcess):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        add = self._engine.add
+        forward = self._runner.forward
 
-        def add_or_die(spec: SequenceSpec) -> None:
-            if POISON in spec.token_ids[: spec.num_prompt_tokens]:
+        def forward_or_die(batch: StepBatch, on_kv_written: Callable[[], object]) -> torch.Tensor:
+            if any(POISON in each.token_ids for each in batch.slices):
                 os.kill(os.getpid(), signal.SIGKILL)
-            add(spec)
+            return forward(batch, on_kv_written)
 
-        self._engine.add = add_or_die  # type: ignore[method-assign]
+        self._runner.forward = forward_or_die  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
