@@ -7,14 +7,13 @@ reference's; those drawn by a seed are what the same request made before without
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from services.cluster.operate import drain_worker
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import (
     complete_all,
@@ -116,9 +115,7 @@ async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
             leaving = cluster.workers["decode-0"]
 
             def drain() -> None:
-                command = [sys.executable, "-m", "services.cli", "drain", "decode-0"]
-                command += ["--url", cluster.url, "--deadline", "60"]
-                subprocess.run(command, check=True, timeout=90)
+                drain_worker(cluster.url, "decode-0", deadline_s=60)  # as `tandem drain` does
                 assert leaving.process.wait(30) == 0
                 cluster.start_worker("decode-0", "decode")
 
