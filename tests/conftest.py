@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
 
@@ -13,6 +14,10 @@ from redis.asyncio import Redis
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.config import ClusterConfig
 from services.redis_client import connect
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is imported first, which any test may bring about.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # No example is slow by itself; a busy machine must not make one look so.
 settings.register_profile("tandem", deadline=None)

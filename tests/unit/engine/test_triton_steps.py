@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,9 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():  # before the kernels are imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from services.config import EngineConfig
 from services.engine.batch import SequenceSlice, StepBatch

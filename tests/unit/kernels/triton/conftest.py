@@ -1,18 +1,12 @@
-"""Where the Triton kernels' tests run: compiled on a CUDA device, else in Triton's interpreter.
-
-The choice has to be made before kernels.triton is imported the first time.
-"""
+"""Where the Triton kernels' tests run: compiled on a CUDA device, else in Triton's interpreter
+(`tests/conftest.py` makes that choice)."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture
