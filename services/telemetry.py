@@ -1,8 +1,9 @@
 """Logs: one line an event, to standard error, under the name of the process.
 
 TANDEM_LOG_LEVEL chooses the level, TANDEM_LOG_FORMAT `text` or `json`: then a line is one object,
-with `request_id` where it is about a request, and whatever else was given as `extra`. Processes
-that a process starts, its engine for one, inherit both.
+with `request_id` where it is about a request, and whatever else was given as `extra`; of a
+callable what it returns, which costs nothing where lines are text. Processes that a process starts,
+its engine for one, inherit both.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def configure_logging(process: str) -> None:
     """`process` names this process in each line, such as `decode-0/io`. Raises ConfigError."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_formatter(process))
-    level = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
+    level = (os.environ.get(LEVEL_VARIABLE) or "INFO").upper()
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(f"{LEVEL_VARIABLE} is {level!r}; it must be a level, such as DEBUG")
     logging.basicConfig(handlers=[handler], level=level, force=True)
@@ -62,11 +63,15 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         line.update((k, v) for k, v in record.__dict__.items() if k not in _OWN_FIELDS)
-        return msgspec.json.encode(line, enc_hook=str).decode()
+        return msgspec.json.encode(line, enc_hook=_plain).decode()
+
+
+def _plain(value: Any) -> Any:
+    return value() if callable(value) else str(value)
 
 
 def _formatter(process: str) -> logging.Formatter:
-    match os.environ.get(FORMAT_VARIABLE, "text"):
+    match os.environ.get(FORMAT_VARIABLE) or "text":
         case "text":
             return logging.Formatter(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s")
         case "json":

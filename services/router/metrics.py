@@ -82,8 +82,7 @@ class Metrics:
             registry=registry,
             buckets=_TTFT_S,
         )
-        for stage in STAGES:
-            self.stage_s.labels(stage=stage)
+        self._stages = {stage: self.stage_s.labels(stage=stage) for stage in STAGES}
         self.request_prompt_tokens = Histogram(
             "tandem:request_prompt_tokens",
             "Prompt tokens of requests that ended well",
@@ -164,7 +163,7 @@ class Metrics:
         self.request_prompt_tokens.observe(usage["prompt_tokens"])
         self.request_generation_tokens.observe(record.num_sent)
         for stage, seconds in timeline.stages_s.items():
-            self.stage_s.labels(stage=stage).observe(seconds)
+            self._stages[stage].observe(seconds)
         if timeline.ttft_s is not None and record.num_sent > 1:
             decode_s = timeline.last_token_s - timeline.began_s - timeline.ttft_s
             self.tpot_s.observe(decode_s / (record.num_sent - 1))

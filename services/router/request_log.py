@@ -62,7 +62,7 @@ class RequestRecord:
             self.outcome,
             self.num_sent,
             self.e2e_s,
-            extra={"request_id": self.request_id, "request": self.as_dict()},
+            extra={"request_id": self.request_id, "request": self.as_dict},
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -307,6 +307,8 @@ class DecodeService:
             second_token_s = sequence.second_token_at - sequence.first_token_at
             self._metrics.on_second_token(sequence.timings.transport, second_token_s)
         sequence.end_span(now)
+        named = about(sequence.sequence_id)
+        log.debug("%s ended here: %s", sequence.request_id, finish_reason, extra=named)
         update = self._update(
             sequence,
             finish_reason=finish_reason,

@@ -14,6 +14,7 @@ block was held until then. A hold waits for nothing and allocates nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,6 +25,7 @@ from services.config import WorkerConfig
 from services.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Reserved
 from services.errors import QueueFull
 from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.telemetry import about
 from services.tracing import NO_SPAN, NO_TRACING, Tracing
 from services.worker.block_server import BlockServer
 from services.worker.checksums import checksums
@@ -35,6 +37,8 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.prefix_choice import PrefixPlan
 from services.worker.prefix_pull import PrefixPuller
 from services.worker.rates import Rates
+
+log = logging.getLogger(__name__)
 
 _START_DEADLINE_S = 5.0
 
@@ -148,6 +152,9 @@ class PrefillService:
             reading.cancel()
             now = time.monotonic()
             lease.end_span(now, error=error)
+            log.debug(
+                "%s ended: %s", lease.lease_id, error or "released", extra=about(lease.lease_id)
+            )
             self._metrics.requests.on_lease_end(lease, now)
             if lease.prefix is not None:
                 lease.prefix.cancel()

@@ -147,7 +147,10 @@ def test_every_process_logs_json_and_names_the_request(watched: Watched) -> None
     for log in watched.cluster.folder.glob("*.log"):
         lines += (json.loads(x) for x in log.read_text().splitlines() if x.startswith("{"))
     about = {x["process"]: x for x in lines if x.get("request_id") == request_id}
-    assert {"router-0", "decode-0/io", "decode-0/engine", "prefill-0/engine"} <= set(about)
+    assert {
+        "router-0",
+        *(f"{w}-0/{part}" for w in ("decode", "prefill") for part in ("io", "engine")),
+    } <= set(about)
     (ended,) = (x for x in lines if x.get("request", {}).get("id") == request_id)
     assert ended["request"]["outcome"] == "length"
     assert all(x["time"] and x["level"] and x["message"] for x in lines)

@@ -35,7 +35,7 @@ def test_json_has_the_request_and_what_else_was_given(
     monkeypatch.setenv("TANDEM_LOG_FORMAT", "json")
     configure_logging("decode-0/engine")
     log = logging.getLogger("a.b")
-    log.info("line\nbreak", extra={**about("r1#0"), "odd": {1, 2}.__class__})
+    log.info("line\nbreak", extra={**about("r1#0"), "odd": 1 + 2j, "lazy": lambda: {"n": 3}})
     try:
         raise ValueError("broken")
     except ValueError:
@@ -48,7 +48,8 @@ def test_json_has_the_request_and_what_else_was_given(
         "logger": "a.b",
         "message": "line\nbreak",
         "request_id": "r1",
-        "odd": "<class 'set'>",
+        "odd": "(1+2j)",
+        "lazy": {"n": 3},
     }
     assert second["message"] == "it fails"
     assert second["exception"].endswith("ValueError: broken")
