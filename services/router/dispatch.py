@@ -228,7 +228,7 @@ class Dispatcher:
                 raise failure
             if finish_reason:
                 return
-            if attempt.is_draining and self._may_hand_over(job):
+            if attempt.is_draining and not attempt.is_over and self._may_hand_over(job):
                 raise _HandOver
 
     def _may_hand_over(self, job: Job) -> bool:
