@@ -11,6 +11,7 @@ that fail are reported and do not stop the others. Writes benchmarks/results/gpu
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import sys
@@ -65,6 +66,7 @@ class Bench:
         except Exception:  # the other parts' figures are worth having
             traceback.print_exc()
             self.rows.append({"what": name, "error": str(sys.exc_info()[1])})
+        gc.collect()  # of recorded graphs, which point to one another
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

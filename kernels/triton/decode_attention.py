@@ -112,7 +112,10 @@ def choose_num_splits(
     ],
     key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "num_splits"],
 )
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(
+    do_not_specialize=["num_splits", "stride_table"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens"],
+)
 def _attend_split(
     queries,
     kv,

@@ -92,7 +92,10 @@ def prefill_attention(
     ],
     key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "size_class"],
 )
-@triton.jit(do_not_specialize=["num_seqs", "size_class"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "size_class", "stride_table"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens", "query_starts"],
+)
 def _attend_chunks(
     queries,
     kv,

@@ -72,7 +72,7 @@ def rotate_and_store(
     return queries
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rotate_and_store(
     qkv,
     cosines,

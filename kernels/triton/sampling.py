@@ -83,7 +83,7 @@ def _signed(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _sample(
     logits,
     params,

@@ -3,6 +3,9 @@
 Triton's own autotuner does both; results lie in its cache folder (TRITON_CACHE_DIR). It knows an
 architecture, not a card: so the card's name is an argument of each tuned kernel, DEVICE, and part
 of its key. The interpreter measures nothing and takes the first config.
+
+Triton also compiles a kernel anew when an integer becomes 1 or a multiple of 16, or an address one:
+a step would wait seconds for that. So what changes from step to step is marked do_not_specialize.
 """
 
 from __future__ import annotations

@@ -44,14 +44,13 @@ class DecodeGraphs:
         device: torch.device,
     ) -> None:
         """Records all graphs on a CUDA device; kernels are compiled and tuned before that."""
-        self._forward = forward
-        self._block_size = block_size
         self._sizes = bucket_sizes(num_seqs_max)
         shapes = [StepShape(n, n, n, n, table_width) for n in self._sizes]
         # The widest first: later graphs fit into the memory of the ones before.
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._buckets = [
-            _Bucket(shape, forward, num_blocks, device, pool) for shape in reversed(shapes)
+            _Bucket(shape, forward, block_size, num_blocks, device, pool)
+            for shape in reversed(shapes)
         ][::-1]
         if pool is not None:
             log.info("recorded decode steps of %s rows", ", ".join(map(str, self._sizes)))
@@ -62,7 +61,7 @@ class DecodeGraphs:
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """fp32 logits [slices, vocab], of every slice."""
         bucket = self._buckets[bisect_left(self._sizes, len(slices))]
-        return bucket.run(slices, self._block_size)[: len(slices)]
+        return bucket.run(slices)[: len(slices)]
 
 
 class _Bucket:
@@ -70,6 +69,7 @@ class _Bucket:
         self,
         shape: StepShape,
         forward: Forward,
+        block_size: int,
         num_blocks: int,
         device: torch.device,
         pool: Any,
@@ -80,12 +80,13 @@ class _Bucket:
         self._on_device = torch.zeros_like(self._on_host, device=device)
         self._views = StepViews.of(self._on_device, shape)
         self._forward = forward
+        self._block_size = block_size
         self._graph: torch.cuda.CUDAGraph | None = None
         if is_cuda:
             self._record(num_blocks, pool)
 
-    def run(self, slices: Sequence[SequenceSlice], block_size: int) -> torch.Tensor:
-        self._rows.write(slices, block_size)
+    def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        self._rows.write(slices, self._block_size)
         self._on_device.copy_(self._on_host, non_blocking=True)
         if self._graph is None:
             return self._forward(self._views)
@@ -100,7 +101,7 @@ class _Bucket:
         width = min(views.shape.table_width, max(1, num_blocks // views.shape.num_seqs))
         tables = torch.arange(views.block_tables.numel(), device=views.block_tables.device)
         views.block_tables.copy_((tables % num_blocks).view_as(views.block_tables))
-        views.context_lens.fill_(width)  # a token a block at least
+        views.context_lens.fill_(width * self._block_size)
         views.logit_rows.copy_(torch.arange(views.shape.num_logits))
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

@@ -118,7 +118,9 @@ def compile_kernel(
         attrs = {
             (i,): aligned
             for i, name in enumerate(names)
-            if signature[name].startswith("*") or name.startswith("stride")
+            if (signature[name].startswith("*") or name.startswith("stride"))
+            and not function.params[i].do_not_specialize
+            and not function.params[i].do_not_specialize_on_alignment
         }
         source = ASTSource(function, signature, constexprs, attrs)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
