@@ -51,7 +51,9 @@ def up(
     kv_memory: Annotated[int, typer.Option(help="bytes of a worker's KV pool")] = 1 << 30,
     num_blocks: Annotated[int, typer.Option(help="instead of --kv-memory; 0: by memory")] = 0,
     max_num_seqs: Annotated[int, typer.Option(help="sequences in one step of a worker")] = 64,
-    max_tokens_per_step: Annotated[int, typer.Option(help="token budget of a step")] = 512,
+    max_tokens_per_step: Annotated[
+        int, typer.Option(help="token budget of a step; 0: 512, on CUDA by the card")
+    ] = 0,
     threads: Annotated[int, typer.Option(help="of a worker's engine")] = 1,
     warm_blocks: Annotated[
         int, typer.Option(help="KV blocks that a new worker adopts from its peers; 0: none")

@@ -80,7 +80,7 @@ class EngineConfig:
     num_blocks: int | None = None  # instead of kv_bytes_max
     max_model_len: int | None = None  # tokens; default: what the model was trained for
     max_num_seqs: int = 64  # sequences in one step
-    max_tokens_per_step: int = 512  # token budget of a step
+    max_tokens_per_step: int | None = None  # token budget; default: 512, on CUDA by the card
     queue_max: int = 256  # sequences that wait; beyond it QueueFull
     num_threads: int = 1
 
@@ -91,13 +91,13 @@ class EngineConfig:
         _check_choice("numerics", self.numerics, get_args(Numerics))
         _check_choice("kernels", self.kernels, get_args(Kernels))
         _check_choice("weights", self.weights, get_args(WeightFormat))
-        for name in ("block_size", "kv_bytes_max", "max_num_seqs", "max_tokens_per_step"):
+        for name in ("block_size", "kv_bytes_max", "max_num_seqs"):
             _check_positive(name, getattr(self, name))
         for name in ("queue_max", "num_threads"):
             _check_positive(name, getattr(self, name))
-        for name, limit in (("num_blocks", self.num_blocks), ("max_model_len", self.max_model_len)):
-            if limit is not None:
-                _check_positive(name, limit)
+        for name in ("num_blocks", "max_model_len", "max_tokens_per_step"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
             raise ConfigError("numerics=invariant computes in float32; use dtype auto or float32")
 

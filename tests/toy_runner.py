@@ -56,6 +56,7 @@ class ToyRunner:
     dtype_name = "float32"
     numerics_name = "fast"
     kv_dtype_name = "float32"
+    tokens_per_step = 512
 
     def __init__(self, *, block_size: int, max_model_len: int = 1000) -> None:
         self.block_size = block_size

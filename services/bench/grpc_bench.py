@@ -73,7 +73,7 @@ class GrpcBench:
         self._config = worker_config("reader", plan.model, plan.layout.num_blocks)
         self._link = engine_link(self._config)
         block_bytes = plan.layout.block_bytes
-        self._rates = Rates(self._config, block_bytes=block_bytes)
+        self._rates = Rates(self._config, block_bytes=block_bytes, step_tokens=512)
         self._puller = Puller(
             self._config.transfer, self._link, token=TOKEN, block_bytes=block_bytes
         )

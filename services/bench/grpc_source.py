@@ -76,7 +76,7 @@ async def run(model: str, num_blocks: int) -> None:
         "1",
         link,
         metrics,
-        Rates(config, block_bytes=ready.block_bytes),
+        Rates(config, block_bytes=ready.block_bytes, step_tokens=ready.max_tokens_per_step),
         None,
         block_bytes=ready.block_bytes,
         num_blocks=ready.num_blocks,

@@ -60,7 +60,8 @@ def check_worker_options(
     TransferConfig(transport=transport, verify_blocks=verify_blocks)  # type: ignore[arg-type]
     names = {"kv-memory": "kv_bytes_max", "threads": "num_threads"}
     fields = {names.get(k, k.replace("-", "_")): v for k, v in engine.items()}
-    fields["num_blocks"] = fields["num_blocks"] or None  # type: ignore[assignment]
+    for name in ("num_blocks", "max_tokens_per_step"):
+        fields[name] = fields[name] or None  # type: ignore[assignment]
     EngineConfig(model="", **fields)  # type: ignore[arg-type]
 
 

@@ -36,6 +36,7 @@ class Engine:
         """Allocates the KV pool. Raises ConfigError when not even one block fits."""
         self.layout = runner.layout(num_blocks_of(config, runner.layout(1).block_bytes))
         self.max_model_len = runner.max_model_len
+        self.max_tokens_per_step = config.max_tokens_per_step or runner.tokens_per_step
         runner.allocate(self.layout.num_blocks)
         self._runner = runner
         self._config = config
@@ -44,7 +45,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=config.max_num_seqs,
-            max_tokens_per_step=config.max_tokens_per_step,
+            max_tokens_per_step=self.max_tokens_per_step,
             bytes_per_token=self.layout.block_bytes / self.layout.block_size,
         )
         self._prefill_meter = PrefillMeter()

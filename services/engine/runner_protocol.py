@@ -27,6 +27,10 @@ class Runner(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    @property
+    def tokens_per_step(self) -> int:
+        """The token budget of a step that suits the device."""
+
     def layout(self, num_blocks: int) -> BlockLayout: ...
 
     def allocate(self, num_blocks: int) -> None: ...

@@ -44,7 +44,9 @@ def main(
     num_blocks: Annotated[int, typer.Option(help="instead of --kv-memory; 0: by memory")] = 0,
     max_model_len: Annotated[int, typer.Option(help="tokens; 0: the model's own")] = 0,
     max_num_seqs: int = 64,
-    max_tokens_per_step: int = 512,
+    max_tokens_per_step: Annotated[
+        int, typer.Option(help="token budget; 0: 512, on CUDA by the card")
+    ] = 0,
     queue_max: int = 256,
     threads: int = 1,
     cores: Annotated[str, typer.Option(help="cores to pin the engine to, such as 0 or 0,1")] = "",
@@ -96,7 +98,7 @@ def main(
                 num_blocks=num_blocks or None,
                 max_model_len=max_model_len or None,
                 max_num_seqs=max_num_seqs,
-                max_tokens_per_step=max_tokens_per_step,
+                max_tokens_per_step=max_tokens_per_step or None,
                 queue_max=queue_max,
                 num_threads=threads,
             ),

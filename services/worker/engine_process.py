@@ -310,6 +310,7 @@ class EngineProcess:
             num_blocks=layout.num_blocks,
             block_bytes=layout.block_bytes,
             max_model_len=self._engine.max_model_len,
+            max_tokens_per_step=self._engine.max_tokens_per_step,
             load_ms=load_ms,
             pool_is_shared=self._pool_is_shared,
         )

@@ -185,6 +185,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     block_bytes: int
     max_model_len: int
+    max_tokens_per_step: int
     load_ms: dict[str, float]  # where the time to load went
     pool_is_shared: bool = False  # it lies in the memfd of the settings
 

@@ -27,8 +27,8 @@ _INTERVAL_KEEP = 0.8
 class Rates:
     """The meters of one worker."""
 
-    def __init__(self, config: WorkerConfig, *, block_bytes: int) -> None:
-        self._step_tokens = config.engine.max_tokens_per_step
+    def __init__(self, config: WorkerConfig, *, block_bytes: int, step_tokens: int) -> None:
+        self._step_tokens = step_tokens
         self._deadline_s_max = config.transfer.pull_deadline_s
         self._delay_s = config.transfer.delay_s
         self._block_bytes = block_bytes

@@ -170,7 +170,9 @@ class Worker:
             hash_version=HASH_VERSION,
         )
         self._metrics = WorkerMetrics(worker_id=config.worker_id, role=config.role)
-        self.rates = Rates(config, block_bytes=ready.block_bytes)
+        self.rates = Rates(
+            config, block_bytes=ready.block_bytes, step_tokens=ready.max_tokens_per_step
+        )
         self.peers = Peers(config, self.epoch, self.link, self.rates, self.contract)
         puller = Puller(
             config.transfer,

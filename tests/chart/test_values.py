@@ -90,7 +90,7 @@ def test_rendered_command_lines_are_the_programs(values: dict[str, Any]) -> None
         assert (given["port"], given["metrics_port"]) == (ports["grpc"], ports["metrics"])
         fields = inspect.signature(config.EngineConfig).parameters
         engine = {k: v for k, v in given.items() if k in fields}
-        for limit in ("num_blocks", "max_model_len"):
+        for limit in ("num_blocks", "max_model_len", "max_tokens_per_step"):
             engine[limit] = engine[limit] or None
         config.EngineConfig(**engine)  # raises ConfigError for what the program refuses
     router = container(objects, "router")

@@ -281,7 +281,7 @@ def _parts(
 ) -> tuple[WorkerMetrics, Rates, LeaseMaker, PrefixPuller]:
     """What all leases of a reader share, real but for the engine."""
     metrics = WorkerMetrics(worker_id="d0", role="decode")
-    rates = Rates(config, block_bytes=BLOCK_BYTES)
+    rates = Rates(config, block_bytes=BLOCK_BYTES, step_tokens=512)
     engine: Any = link
     puller = Puller(config.transfer, engine, token="token", block_bytes=BLOCK_BYTES)
     make_lease = partial(ReaderLease, puller=puller, rates=rates, config=config)

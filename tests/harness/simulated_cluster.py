@@ -100,7 +100,7 @@ class Node:
         self._make_link(maps_pool)
         metrics = WorkerMetrics(worker_id=worker_id, role="decode")
         block_bytes = self.engine.layout.block_bytes
-        rates = Rates(config, block_bytes=block_bytes)
+        rates = Rates(config, block_bytes=block_bytes, step_tokens=self.engine.max_tokens_per_step)
         puller = Puller(config.transfer, self.link, token="token", block_bytes=block_bytes)
         make_lease = partial(ReaderLease, puller=puller, rates=rates, config=config)
         contract = Contract(

@@ -134,7 +134,7 @@ async def pair_of(transport: str = "auto", **link: Any) -> AsyncIterator[Pair]:
         worker_id="d0",
     )
     engine_link = Link(**link)
-    rates = Rates(config, block_bytes=1000)
+    rates = Rates(config, block_bytes=1000, step_tokens=256)
     peers = Peers(config, "e0", engine_link, rates, CONTRACT)  # type: ignore[arg-type]
     try:
         yield Pair(source, engine_link, rates, peers, f"127.0.0.1:{port}")

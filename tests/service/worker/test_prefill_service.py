@@ -96,7 +96,7 @@ async def source_of(**transfer: Any) -> AsyncIterator[Source]:
         )
     link: Any = RecordingLink()
     prefixes: Any = Prefixes()
-    rates = Rates(config, block_bytes=BLOCK_BYTES)
+    rates = Rates(config, block_bytes=BLOCK_BYTES, step_tokens=512)
     rates.on_step(StepReport(num_prefill_tokens=512, step_ms=250.0))
     metrics = WorkerMetrics(worker_id="p0", role="prefill")
     service = PrefillService(

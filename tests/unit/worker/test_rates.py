@@ -12,11 +12,11 @@ def make_rates(**transfer: float) -> Rates:
     config = WorkerConfig(
         role="decode",
         cluster=ClusterConfig("c", "redis://", "t"),
-        engine=EngineConfig(model="m", max_tokens_per_step=256),
+        engine=EngineConfig(model="m"),
         transfer=TransferConfig(**transfer),  # type: ignore[arg-type]
         worker_id="d0",
     )
-    return Rates(config, block_bytes=1000)
+    return Rates(config, block_bytes=1000, step_tokens=256)
 
 
 def prefill_step(num_tokens: int, ms: float, *, num_decode: int = 0) -> StepReport:
