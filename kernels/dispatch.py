@@ -1,6 +1,6 @@
-"""Which implementation of each operation runs where: the one place that decides it.
+"""Which of the torch implementations of each operation runs where, by numerics.
 
-CPU and CUDA both run the plain torch reference today.
+The C++ and Triton kernels compute whole steps and do not come by here; services/engine chooses.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from services.models.source import ModelFolder
 from tests.step_batches import mixed_steps, place
 from tests.tiny_models import make_tiny_model
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
 FAMILIES = (
     "llama",
     pytest.param("llama-linear-biases", marks=pytest.mark.slow),
