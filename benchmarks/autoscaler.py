@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--first", type=int, default=8, help="workers of the first fixed splits")
+    parser.add_argument("--first", type=int, default=5, help="workers of the first fixed splits")
     parser.add_argument("--no-fixed", action="store_true", help="only the autoscaler")
     parser.add_argument("--lines", action="store_true", help="print each decision")
     parser.add_argument("--png", type=Path)

@@ -27,7 +27,9 @@ SCENARIO = Scenario(
     slo=Slo(TtftLimit(6.0, 2e-3), 0.1),
     pull_prefixes=False,
 )
-CONFIG = AutoscaleConfig(mode="on", prefill_max=6, decode_max=3, ttft_s=6.0, ttft_token_s=2e-3)
+CONFIG = AutoscaleConfig(
+    mode="on", prefill_max=6, decode_max=3, ttft_s=6.0, ttft_token_s=2e-3, down_margin=0.8
+)
 
 
 def arrivals(*phases: tuple[float, float]) -> list[Arrival]:
