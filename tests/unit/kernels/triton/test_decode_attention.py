@@ -45,7 +45,7 @@ def check(
         torch.testing.assert_close(out[seq].double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 8])
+@pytest.mark.parametrize("num_splits", [1, 8])
 @pytest.mark.parametrize("lens", [[1], [0, 5], [16, 0, 131], [65, 64, 63, 1]])
 def test_lengths_and_splits(lens: list[int], num_splits: int, device: torch.device) -> None:
     check(lens, device, num_splits=num_splits)
