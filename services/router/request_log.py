@@ -55,7 +55,9 @@ class RequestRecord:
         }
         if ok:
             attributes["gen_ai.response.finish_reasons"] = self.outcome
-        span.end(attributes, error="" if ok else self.outcome)
+        is_error = not ok and self.outcome != "cancelled"
+        attributes["tandem.outcome"] = self.outcome
+        span.end(attributes, error=self.outcome if is_error else "")
         log.info(
             "%s ended: %s, %d tokens in %.3f s",
             self.request_id,

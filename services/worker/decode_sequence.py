@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from services.engine.types import Reserved, SequenceSpec
 from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.tracing import NO_SPAN, RequestSpan
+from services.tracing import NO_SPAN, Attributes, RequestSpan
 from services.worker.lease import PullStats
 from services.worker.prefix_choice import PrefixPlan
 from services.worker.router_stream import RouterStream
@@ -65,8 +65,9 @@ class DecodeSequence:
         self.second_token_at = now
         self.timings.second_token_ms = (now - self.first_token_at) * 1000
 
-    def end_span(self, now: float, *, error: str = "") -> None:
-        """Tells the trace its stages, as far as it came."""
+    def end_span(self, now: float, outcome: str) -> None:
+        """Tells the trace its stages, as far as it came. `outcome`: as the router gets it, or
+        `cancelled`, which is no error: it may go on at another worker."""
         if self.span is NO_SPAN:
             return
         self.span.stage("queue", self.submitted_at, self.admitted_at)
@@ -87,4 +88,6 @@ class DecodeSequence:
             )
         self.span.stage("first_decode", decode_from, self.second_token_at)
         self.span.stage("decode", self.second_token_at, now)
-        self.span.end({"tandem.tokens_sent": self.num_sent}, error=error)
+        error = "" if outcome in ("stop", "length", "cancelled") else outcome
+        attributes: Attributes = {"tandem.outcome": outcome, "tandem.tokens_sent": self.num_sent}
+        self.span.end(attributes, error=error)

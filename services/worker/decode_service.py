@@ -306,7 +306,7 @@ class DecodeService:
         if sequence.second_token_at:
             second_token_s = sequence.second_token_at - sequence.first_token_at
             self._metrics.on_second_token(sequence.timings.transport, second_token_s)
-        sequence.end_span(now)
+        sequence.end_span(now, finish_reason)
         named = about(sequence.sequence_id)
         log.debug("%s ended here: %s", sequence.request_id, finish_reason, extra=named)
         update = self._update(
@@ -322,7 +322,7 @@ class DecodeService:
         error = pb.WorkerError(code=code, message=message)
         if code == "queue_full":
             error.retry_after_s = self._rates.retry_after_s
-        sequence.end_span(time.monotonic(), error=code)
+        sequence.end_span(time.monotonic(), code)
         self._forget(sequence)
         sequence.stream.push(self._update(sequence, finish_reason="error", error=error))
 
@@ -333,7 +333,7 @@ class DecodeService:
         """Nobody waits for it any more."""
         sequence = self._sequences.get(sequence_id)
         if sequence is not None:
-            sequence.end_span(time.monotonic(), error="cancelled")
+            sequence.end_span(time.monotonic(), "cancelled")
             self._forget(sequence)
             self._link.send(Remove(sequence_id))
 

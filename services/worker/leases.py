@@ -41,12 +41,12 @@ class Lease:
     def queue_s(self) -> float:
         return max(0.0, self.admitted_at - self.opened_at)
 
-    def end_span(self, now: float, *, error: str = "") -> None:
+    def end_span(self, now: float, outcome: str) -> None:
         """Tells the trace its stages, as far as it came."""
         self.span.stage("queue", self.opened_at, self.admitted_at)
         self.span.stage("prefill", self.admitted_at, self.prefilled_at)
         self.span.stage("transfer", self.prefilled_at, now)
-        self.span.end({"tandem.blocks": len(self.block_ids)}, error=error)
+        self.span.end({"tandem.outcome": outcome, "tandem.blocks": len(self.block_ids)})
 
 
 class Leases:

@@ -140,27 +140,25 @@ class PrefillService:
             span = self._tracing.begin("prefill_worker", headers, attributes)
         lease = Lease(opening.lease_id, reader_id, opening.verify_every, span=span)
         self._leases.open(lease)
-        error = "cancelled"
+        outcome = "cancelled"
         reading = asyncio.create_task(self._read_commands(lease, commands))
         try:
             self._link.send(self._begin(lease, first))
             yield pb.PrefillEvent(accepted=pb.Accepted(epoch=self._epoch))
             async for event in self._events(lease):
                 yield event
-            error = ""
+            outcome = "released"
         finally:
             reading.cancel()
-            now = time.monotonic()
-            lease.end_span(now, error=error)
-            log.debug(
-                "%s ended: %s", lease.lease_id, error or "released", extra=about(lease.lease_id)
-            )
-            self._metrics.requests.on_lease_end(lease, now)
             if lease.prefix is not None:
                 lease.prefix.cancel()
             self._leases.close(lease)
-            self._rates.on_end(now)
             self._link.send(Remove(lease.lease_id))
+            now = time.monotonic()
+            self._rates.on_end(now)
+            self._metrics.requests.on_lease_end(lease, now)
+            lease.end_span(now, outcome)
+            log.debug("%s ended: %s", lease.lease_id, outcome, extra=about(lease.lease_id))
 
     def _begin(self, lease: Lease, first: pb.PrefillCommand) -> Command:
         """What the engine is told of a new lease."""

@@ -1,10 +1,12 @@
-"""A real OTLP receiver: OpenTelemetry's TraceService over gRPC, which keeps what it is sent."""
+"""A real OTLP receiver: OpenTelemetry's TraceService, over gRPC and HTTP; keeps what it is sent."""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
@@ -28,16 +30,20 @@ class ReceivedSpan:
 
 
 class OtlpReceiver(pb_grpc.TraceServiceServicer):
-    """`spans` are all that came; `endpoint` is what OTEL_EXPORTER_OTLP_ENDPOINT is set to."""
+    """`spans` are all that came; `endpoint` (gRPC) or `http_endpoint` is what
+    OTEL_EXPORTER_OTLP_ENDPOINT is set to."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
         self._server = grpc.server(ThreadPoolExecutor(2))
         pb_grpc.add_TraceServiceServicer_to_server(self, self._server)
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._http_server = ThreadingHTTPServer(("127.0.0.1", 0), _http_handler(self))
+        self.http_endpoint = f"http://127.0.0.1:{self._http_server.server_port}"
 
     def __enter__(self) -> OtlpReceiver:
         self._server.start()
+        threading.Thread(target=self._http_server.serve_forever, daemon=True).start()
         return self
 
     def __exit__(
@@ -47,6 +53,8 @@ class OtlpReceiver(pb_grpc.TraceServiceServicer):
         at: TracebackType | None,
     ) -> None:
         self._server.stop(0)
+        self._http_server.shutdown()
+        self._http_server.server_close()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -60,7 +68,7 @@ class OtlpReceiver(pb_grpc.TraceServiceServicer):
         return dict(found)
 
     def Export(  # noqa: N802
-        self, request: pb.ExportTraceServiceRequest, context: grpc.ServicerContext
+        self, request: pb.ExportTraceServiceRequest, context: grpc.ServicerContext | None
     ) -> pb.ExportTraceServiceResponse:
         for resource_spans in request.resource_spans:
             resource = _values(resource_spans.resource.attributes)
@@ -81,6 +89,26 @@ class OtlpReceiver(pb_grpc.TraceServiceServicer):
                         )
                     )
         return pb.ExportTraceServiceResponse()
+
+
+def _http_handler(receiver: OtlpReceiver) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if (self.path, self.headers["content-type"]) != (
+                "/v1/traces",
+                "application/x-protobuf",
+            ):
+                self.send_error(404)
+                return
+            receiver.Export(pb.ExportTraceServiceRequest.FromString(body), None)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    return Handler
 
 
 def _values(attributes: Any) -> dict[str, Any]:

@@ -106,6 +106,31 @@ def test_what_is_left_is_sent_at_the_end(
     assert [s.name for s in receiver.spans] == ["chat"]
 
 
+def test_over_http_and_under_a_name_of_ones_own(
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.http_endpoint)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-backend")
+    router = make_tracing("tandem-router", "r")
+    router.begin("chat", {}, {}).end()
+    router.close()
+    assert [(s.name, s.service) for s in receiver.spans] == [("chat", "chat-backend")]
+
+
+def test_the_standard_sampler_is_heeded(
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    router = make_tracing("tandem-router", "r")
+    router.begin("left out", {}, {}).end()
+    asked = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
+    router.begin("asked for", asked, {}).end()
+    router.close()
+    assert [s.name for s in receiver.spans] == ["asked for"]
+
+
 def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "smoke")

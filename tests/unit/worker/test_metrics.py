@@ -59,7 +59,7 @@ def test_a_remote_prefills_queue_is_queue_and_its_transfer_is_a_stage() -> None:
     made.num_sent = 3
     assert made.timings.second_token_ms == 3000
     metrics.requests.on_end(made, 20.0)
-    made.end_span(20.0)
+    made.end_span(20.0, "length")
     assert isinstance(made.span, KeptSpan)
     assert made.span.stages == [
         ("queue", 10.0, 11.0),
@@ -80,18 +80,25 @@ def test_a_remote_prefills_queue_is_queue_and_its_transfer_is_a_stage() -> None:
 
 def test_one_cancelled_in_the_queue_has_no_later_stages() -> None:
     made, metrics = sequence(), WorkerMetrics(worker_id="d0", role="decode")
-    made.end_span(12.0, error="cancelled")
+    made.end_span(12.0, "cancelled")
     metrics.requests.on_end(made, 12.0)
     assert isinstance(made.span, KeptSpan)
-    assert (made.span.stages, made.span.error) == ([], "cancelled")
+    assert (made.span.stages, made.span.error) == ([], "")
     assert samples(metrics)["tandem_e2e_request_latency_seconds_count"] == 0
+
+
+def test_one_that_failed_is_an_error_in_its_trace() -> None:
+    made = sequence()
+    made.end_span(12.0, "worker_lost")
+    assert isinstance(made.span, KeptSpan)
+    assert made.span.error == "worker_lost"
 
 
 def test_a_lease_has_its_stages_at_the_source() -> None:
     metrics = WorkerMetrics(worker_id="d0", role="prefill")
     lease = Lease("r#1", "d1", span=KeptSpan(), opened_at=1.0)
     lease.admitted_at, lease.prefilled_at = 2.0, 5.0
-    lease.end_span(6.0)
+    lease.end_span(6.0, "released")
     metrics.requests.on_lease_end(lease, 6.0)
     assert isinstance(lease.span, KeptSpan)
     assert [name for name, *_ in lease.span.stages] == ["queue", "prefill", "transfer"]
