@@ -1,8 +1,8 @@
 """OpenTelemetry traces: one for each request over router, decode and prefill worker.
 
-Off unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) is set: then
-nothing of OpenTelemetry is loaded, and every request has the one span that does nothing. When it
-is on, OpenTelemetry's own variables choose protocol, headers, sampler, limits and names.
+Off unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) is set: else
+its SDK is not loaded, and every request has the one span that does nothing. When it is on,
+OpenTelemetry's own variables choose protocol, headers, sampler, limits and names.
 
     begin (a process takes the request) --> stage, stage, ... (told once they are over) --> end
 
