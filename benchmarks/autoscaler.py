@@ -22,8 +22,8 @@ import msgspec
 
 from services.config import AutoscaleConfig
 from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
-from services.router.admission import TtftLimit
-from services.router.placement import choose
+from services.router.admission.predict import TtftLimit
+from services.router.placement.choose import choose
 from services.simulator.autoscaled import reversals
 from services.simulator.autoscaled import run_autoscaled as simulate
 from services.simulator.report import is_good, summarize

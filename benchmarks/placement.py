@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from services.router.placement import Roster, Work, WorkerSnapshot, choose
+from services.router.placement.choose import Roster, Work, WorkerSnapshot, choose
 from services.simulator.scenario import DEFAULT_PAIR, DEFAULT_RATES
 
 GOALS_US = {8: 50.0, 1000: 250.0}

@@ -43,7 +43,7 @@ from services.config import ClusterConfig
 from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
 from services.redis_client import connect
 from services.registry import Registry, WorkerRecord
-from services.router.admission import TtftLimit
+from services.router.admission.predict import TtftLimit
 from services.simulator.policies import make_policy
 from services.simulator.report import summarize
 from services.simulator.scenario import Scenario, Slo, full_load_factor

@@ -24,9 +24,9 @@ from services.config import ClusterConfig
 from services.redis_client import UNREACHABLE, Client
 from services.registry import Contract, Registry, WorkerRecord
 from services.router.known_worker import KnownWorker
-from services.router.placement import Roster, WorkerSnapshot
+from services.router.placement.choose import Roster, WorkerSnapshot
+from services.router.placement.shares import Shares
 from services.router.pools import read_pools
-from services.router.shares import Shares
 from services.router.worker_client import WorkerClient
 
 log = logging.getLogger(__name__)

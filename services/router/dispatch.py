@@ -27,17 +27,17 @@ from typing import Protocol
 from services.config import RouterConfig
 from services.errors import NoWorkers, QueueFull, TandemError, WorkerLost
 from services.redis_client import UNREACHABLE
+from services.router.admission.gate import Gate
 from services.router.attempt import Attempt
 from services.router.cluster_view import ClusterView
-from services.router.costs import computing_s
-from services.router.gate import Gate
 from services.router.holding import Holding
 from services.router.job import Job, Step, submission
 from services.router.metrics import Metrics
 from services.router.move_budget import LOSSES_MAX
 from services.router.moves import REFUSALS, RETRY_AFTER_DEFAULT_S, Moves, lost_for_good
-from services.router.placement import Placement, Work, choose
-from services.router.reasons import reason_of
+from services.router.placement.choose import Placement, Work, choose
+from services.router.placement.costs import computing_s
+from services.router.placement.reasons import reason_of
 
 __all__ = ["Dispatcher", "Job", "PrefixLookup", "Step"]
 

@@ -21,13 +21,13 @@ from services.config import RouterConfig
 from services.errors import DeadlineExceeded, InternalError, NoWorkers, QueueFull, TandemError
 from services.models.source import ModelFolder
 from services.models.tokenizer import Tokenizer
+from services.router.admission.tenants import cache_salt
 from services.router.cluster_view import ClusterView
 from services.router.dispatch import Dispatcher, Job
 from services.router.metrics import Metrics
 from services.router.prompts import Chain, PromptPreparer
 from services.router.request import GenerationRequest
 from services.router.request_log import RUNNING, RequestLog, RequestRecord
-from services.router.tenants import cache_salt
 from services.router.text import TextStream
 from services.router.timeline import Timeline
 from services.tracing import NO_TRACING, Attributes, Tracing

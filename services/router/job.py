@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from services.block_hash import block_hash
 from services.registry import Contract
 from services.router.move_budget import LOSSES_MAX
-from services.router.placement import Placement, WorkerSnapshot
+from services.router.placement.choose import Placement, WorkerSnapshot
 from services.router.request import GenerationRequest
 from services.router.timeline import Timeline
 from services.rpc.tandem.v1 import worker_pb2 as pb

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from services.registry import Load, WorkerRecord
-from services.router.placement import WorkerSnapshot
+from services.router.placement.choose import WorkerSnapshot
 from services.router.worker_client import WorkerClient
 
 

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from services.autoscaler.signals import DemandMeter
 from services.config import Role
 from services.router.move_budget import MOVE_REASONS
-from services.router.reasons import REASONS
+from services.router.placement.reasons import REASONS
 from services.router.timeline import STAGES
 
 if TYPE_CHECKING:

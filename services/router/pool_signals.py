@@ -7,7 +7,7 @@ from statistics import median_high, median_low
 
 from services.autoscaler.signals import PoolSeen
 from services.cost_model import DEFAULT_DECODE, DecodeRate
-from services.router.costs import WorkerSnapshot, queue_s
+from services.router.placement.costs import WorkerSnapshot, queue_s
 
 
 def see_pool(role: str, workers: Iterable[WorkerSnapshot], *, wanted: int) -> PoolSeen:

@@ -24,17 +24,17 @@ from services.models.tokenizer import Tokenizer
 from services.prefix_index.inspect import TreeInspector
 from services.prefix_index.redis import RedisIndex
 from services.redis_client import REPLY_TIMEOUT_S, UNREACHABLE, Client, connect
+from services.router.api.grpc_api import GrpcApi
+from services.router.api.grpc_cluster import GrpcCluster
+from services.router.api.http_app import make_app
+from services.router.api.http_index import add_index_routes
 from services.router.autoscale import AutoscaleGauges, AutoscaleLoop
 from services.router.cluster_view import ClusterView
 from services.router.dispatch import Dispatcher
 from services.router.generate import Generator, LoadedModel
-from services.router.grpc_api import GrpcApi
-from services.router.grpc_cluster import GrpcCluster
-from services.router.http_app import make_app
-from services.router.http_index import add_index_routes
-from services.router.index_audit import IndexAudit
-from services.router.index_metrics import CountedLookup, IndexMetrics
-from services.router.index_trust import IndexTrust
+from services.router.index.audit import IndexAudit
+from services.router.index.metrics import CountedLookup, IndexMetrics
+from services.router.index.trust import IndexTrust
 from services.router.metrics import Metrics
 from services.router.prompts import PromptPreparer
 from services.tracing import make_tracing

@@ -13,7 +13,7 @@ from itertools import pairwise
 from services.autoscaler.policy import Autoscaler, Decision
 from services.autoscaler.signals import Observation
 from services.config import AutoscaleConfig
-from services.router.placement import choose
+from services.router.placement.choose import choose
 from services.router.pool_signals import likely_decode, see_pool
 from services.simulator.fleet import Fleet
 from services.simulator.scenario import Scenario

@@ -16,7 +16,7 @@ from rich.console import Console
 from services.config import AutoscaleConfig
 from services.cost_model import WorkerRates
 from services.errors import ConfigError
-from services.router.admission import TtftLimit
+from services.router.admission.predict import TtftLimit
 from services.simulator.autoscaled import run_autoscaled
 from services.simulator.policies import POLICIES, make_policy
 from services.simulator.report import Report, summarize, to_json

@@ -1,6 +1,6 @@
 """Policies to compare placement with. Each takes what `choose` takes and gives what it gives.
 
-tandem         services/router/placement.py, the router's own
+tandem         services/router/placement/choose.py, the router's own
 random         any worker
 round-robin    one after the other
 least-loaded   the fewest requests, running and waiting
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from services.router.costs import cached_tokens
-from services.router.placement import Placement, Roster, Work, WorkerSnapshot, choose
+from services.router.placement.choose import Placement, Roster, Work, WorkerSnapshot, choose
+from services.router.placement.costs import cached_tokens
 
 
 class Policy(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.router.shares import Sent
+from services.router.placement.shares import Sent
 from services.simulator.traces import Arrival
 from services.simulator.worker import Task, Worker
 

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
-from services.router.admission import TtftLimit
+from services.router.admission.predict import TtftLimit
 from services.simulator.traces import BLOCK_SIZE, Arrival, span_s
 
 # A guess at an 8B model on one large GPU. `--rates` takes measured ones.

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from services.autoscaler.signals import DemandMeter
 from services.cost_model import ASK_S, Holder, WorkerRates, best_start, prefill_seconds
 from services.prefix_index.memory import MemoryIndex
-from services.router.admission import wait_s
-from services.router.costs import computing_s
-from services.router.placement import Placement, Work
+from services.router.admission.predict import wait_s
+from services.router.placement.choose import Placement, Work
+from services.router.placement.costs import computing_s
 from services.simulator.clock import Clock
 from services.simulator.host import Host
 from services.simulator.policies import Policy

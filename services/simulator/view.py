@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from services.cost_model import PairRate, WorkerRates, prefill_seconds
 from services.registry import Load
-from services.router.placement import Roster, WorkerSnapshot
-from services.router.shares import Sent, Shares, paced
+from services.router.placement.choose import Roster, WorkerSnapshot
+from services.router.placement.shares import Sent, Shares, paced
 from services.simulator.clock import Clock
 from services.simulator.scenario import Scenario
 from services.simulator.worker import Worker

@@ -14,8 +14,8 @@ from services.prefix_index.audit import Patience
 from services.prefix_index.publisher import Publisher, PublisherConfig
 from services.prefix_index.redis import RedisIndex
 from services.redis_client import Client, connect
-from services.router.index_trust import RENEWAL_S
-from services.router.reasons import PLACEMENT_HEADER
+from services.router.index.trust import RENEWAL_S
+from services.router.placement.reasons import PLACEMENT_HEADER
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_worker import contract, saying
 from tests.service.router.conftest import RunningRouter, eventually

@@ -10,7 +10,7 @@ import pytest
 from services.cost_model import PrefillRate, WorkerRates
 from services.errors import BadRequest
 from services.registry import Load
-from services.router.tenants import cache_salt
+from services.router.admission.tenants import cache_salt
 from services.rpc.tandem.v1 import inference_pb2 as pb
 from services.rpc.tandem.v1 import worker_pb2
 from services.rpc.tandem.v1.inference_pb2_grpc import InferenceStub

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.cost_model import DecodeRate, PrefillRate, WorkerRates
-from services.router.admission import MARGIN, TtftLimit, expected_ttft_s, wait_s
-from services.router.costs import TOKEN_S
-from services.router.placement import Placement, Work, WorkerSnapshot, choose
+from services.router.admission.predict import MARGIN, TtftLimit, expected_ttft_s, wait_s
+from services.router.placement.choose import Placement, Work, WorkerSnapshot, choose
+from services.router.placement.costs import TOKEN_S
 
 RATES = WorkerRates(PrefillRate(0.1, 1e-3, 0.0), DecodeRate(0.01, 2e-3), 100, measured=True)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from services.errors import BadRequest
-from services.router.http_body import parse_object
+from services.router.api.http_body import parse_object
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from services.errors import QueueFull
-from services.router.line import Line
+from services.router.admission.line import Line
 
 
 class Room:

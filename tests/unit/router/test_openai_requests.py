@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from services.errors import BadRequest
-from services.router.openai_fields import _NEUTRAL
-from services.router.openai_requests import ParsedRequest, parse_chat, parse_completion
+from services.router.api.openai_fields import _NEUTRAL
+from services.router.api.openai_requests import ParsedRequest, parse_chat, parse_completion
 from services.router.request import ALLOWED, Conversation, Message
 
 HELLO = [{"role": "user", "content": "hello"}]

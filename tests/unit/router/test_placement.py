@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
-from services.router.costs import TOKEN_S, with_likely_rates
-from services.router.placement import (
+from services.router.placement.choose import (
     PREFILL_CANDIDATES_MAX,
     Work,
     WorkerSnapshot,
@@ -17,6 +16,7 @@ from services.router.placement import (
     near_best,
     prefill_cost,
 )
+from services.router.placement.costs import TOKEN_S, with_likely_rates
 
 
 def worker(worker_id: str, role: str = "decode", **more: object) -> WorkerSnapshot:

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from services.router.placement import Work, WorkerSnapshot, choose
-from services.router.reasons import asks, reason_of
+from services.router.placement.choose import Work, WorkerSnapshot, choose
+from services.router.placement.reasons import asks, reason_of
 
 
 def worker(worker_id: str, role: str = "decode", **load: int) -> WorkerSnapshot:

@@ -9,8 +9,8 @@ import pytest
 
 from services.config import AutoscaleConfig
 from services.cost_model import DecodeRate, PrefillRate, WorkerRates
-from services.router.admission import TtftLimit
-from services.router.placement import choose
+from services.router.admission.predict import TtftLimit
+from services.router.placement.choose import choose
 from services.simulator.autoscaled import Autoscaled, reversals
 from services.simulator.clock import Clock
 from services.simulator.fleet import Fleet

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.cost_model import prefill_seconds
-from services.router.costs import TOKEN_S
-from services.router.placement import Placement, Work, WorkerSnapshot
+from services.router.placement.choose import Placement, Work, WorkerSnapshot
+from services.router.placement.costs import TOKEN_S
 
 MARGIN = 0.75  # of the limit: predictions are believed up to it
 

@@ -18,9 +18,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.errors import TandemError
+from services.router.api.http_errors import error_body
+from services.router.api.openai_replies import Replies
 from services.router.generate import Delta
-from services.router.http_errors import error_body
-from services.router.openai_replies import Replies
 from services.router.timeline import Timeline
 
 log = logging.getLogger(__name__)

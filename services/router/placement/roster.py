@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from services.router.costs import WorkerSnapshot
+from services.router.placement.costs import WorkerSnapshot
 
 
 class Roster:

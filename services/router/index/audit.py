@@ -19,8 +19,8 @@ from services.prefix_index.entries import split_entries
 from services.prefix_index.inspect import CALL_ENTRIES, TreeInspector
 from services.redis_client import UNREACHABLE
 from services.router.cluster_view import ClusterView
-from services.router.index_metrics import IndexMetrics
-from services.router.index_trust import IndexTrust
+from services.router.index.metrics import IndexMetrics
+from services.router.index.trust import IndexTrust
 from services.router.known_worker import KnownWorker
 from services.rpc.auth import token_metadata
 from services.rpc.options import CHANNEL_OPTIONS

@@ -21,10 +21,11 @@ from grpc_reflection.v1alpha import reflection
 
 from services.config import RouterConfig
 from services.errors import BadRequest, ConfigError, TandemError
+from services.router.admission.tenants import TENANT_HEADER, read_tenant
+from services.router.api.grpc_cluster import SERVICE as CLUSTER_SERVICE
+from services.router.api.grpc_cluster import GrpcCluster
 from services.router.generate import Delta, Generator
-from services.router.grpc_cluster import SERVICE as CLUSTER_SERVICE
-from services.router.grpc_cluster import GrpcCluster
-from services.router.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
+from services.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from services.router.request import (
     Conversation,
     GenerationRequest,
@@ -33,7 +34,6 @@ from services.router.request import (
     Sampling,
     refusal,
 )
-from services.router.tenants import TENANT_HEADER, read_tenant
 from services.rpc.failures import abort, log_lost_peers_calmly
 from services.rpc.options import SERVER_OPTIONS
 from services.rpc.tandem.v1 import inference_pb2 as pb

@@ -19,8 +19,8 @@ from typing import Literal, Protocol
 from services.redis_client import REPLY_TIMEOUT_S, UNREACHABLE
 from services.router.cluster_view import ClusterView
 from services.router.dispatch import Job
-from services.router.hit_watch import HitWatch
-from services.router.index_metrics import IndexMetrics
+from services.router.index.hit_watch import HitWatch
+from services.router.index.metrics import IndexMetrics
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from starlette.responses import HTMLResponse, Response
 from services.config import RouterConfig
 from services.cost_model import WorkerRates
 from services.errors import BadRequest
+from services.router.api.http_body import read_json_object
+from services.router.api.http_errors import JsonResponse
 from services.router.cluster_view import ClusterView
 from services.router.control import ClusterControl
 from services.router.generate import Generator
-from services.router.http_body import read_json_object
-from services.router.http_errors import JsonResponse
 from services.router.known_worker import KnownWorker
 from services.router.pools import pool_states
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from services.errors import BadRequest
-from services.router.openai_fields import strip_unused
+from services.router.api.openai_fields import strip_unused
 from services.router.request import (
     ALLOWED,
     Conversation,

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from services.config import RouterConfig
 from services.errors import BadRequest
-from services.router.http_body import read_json_object
-from services.router.http_errors import JsonResponse
-from services.router.index_audit import IndexAudit, Verdict
+from services.router.api.http_body import read_json_object
+from services.router.api.http_errors import JsonResponse
+from services.router.index.audit import IndexAudit, Verdict
 
 
 def add_index_routes(app: FastAPI, config: RouterConfig, audit: IndexAudit) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from random import Random
 
-from services.router.costs import (
+from services.router.placement.costs import (
     Work,
     WorkerSnapshot,
     cached_tokens,
@@ -25,7 +25,7 @@ from services.router.costs import (
     prefill_cost,
     with_likely_rates,
 )
-from services.router.roster import Roster
+from services.router.placement.roster import Roster
 
 __all__ = [
     "Placement",

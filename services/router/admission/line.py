@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from services.errors import QueueFull
-from services.router.fair_queue import FairQueue
+from services.router.admission.fair_queue import FairQueue
 
 _RETRY_AFTER_S = 1.0
 

@@ -13,13 +13,13 @@ from contextlib import asynccontextmanager
 
 from services.config import RouterConfig
 from services.errors import Overloaded
-from services.router.admission import MARGIN, TtftLimit, wait_s
+from services.router.admission.line import Line
+from services.router.admission.predict import MARGIN, TtftLimit, wait_s
+from services.router.admission.room import QUEUED_MAX_S, has_room, work_s
 from services.router.cluster_view import ClusterView
-from services.router.costs import computing_s
-from services.router.line import Line
 from services.router.metrics import Metrics
-from services.router.placement import Placement, Work
-from services.router.room import QUEUED_MAX_S, has_room, work_s
+from services.router.placement.choose import Placement, Work
+from services.router.placement.costs import computing_s
 
 log = logging.getLogger(__name__)
 

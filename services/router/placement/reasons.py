@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from services.router.costs import Work, cached_tokens
-from services.router.placement import Placement
+from services.router.placement.choose import Placement
+from services.router.placement.costs import Work, cached_tokens
 
 Reason = Literal["prefix", "load_over_prefix", "load"]
 REASONS: tuple[Reason, ...] = get_args(Reason)

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.router.api.openai_requests import ParsedRequest
 from services.router.generate import Delta, Usage
-from services.router.openai_requests import ParsedRequest
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

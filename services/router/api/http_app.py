@@ -16,28 +16,28 @@ from starlette.responses import Response
 
 from services.config import RouterConfig
 from services.errors import ModelNotFound, NoWorkers
-from services.router.cluster_view import ClusterView
-from services.router.generate import Generator
-from services.router.http_body import read_json_object
-from services.router.http_cluster import add_cluster_routes
-from services.router.http_errors import JsonResponse, error_response, install_handlers
-from services.router.http_requests import (
+from services.router.admission.tenants import TENANT_HEADER, read_tenant
+from services.router.api.http_body import read_json_object
+from services.router.api.http_cluster import add_cluster_routes
+from services.router.api.http_errors import JsonResponse, error_response, install_handlers
+from services.router.api.http_requests import (
     add_request_routes,
     answer_headers,
     asks_timing,
     trace_headers,
 )
-from services.router.http_stream import EventStream, first_delta, whole_answer
-from services.router.metrics import Metrics
-from services.router.openai_replies import Replies
-from services.router.openai_requests import (
+from services.router.api.http_stream import EventStream, first_delta, whole_answer
+from services.router.api.openai_replies import Replies
+from services.router.api.openai_requests import (
     ChatBody,
     CompletionBody,
     ParsedRequest,
     parse_chat,
     parse_completion,
 )
-from services.router.tenants import TENANT_HEADER, read_tenant
+from services.router.cluster_view import ClusterView
+from services.router.generate import Generator
+from services.router.metrics import Metrics
 
 Parse = Callable[[dict[str, Any], str], ParsedRequest]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from services.router.api.http_errors import JsonResponse
 from services.router.generate import Delta, Generator
-from services.router.http_errors import JsonResponse
-from services.router.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
+from services.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
 

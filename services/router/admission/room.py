@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from services.cost_model import DEFAULT_DECODE, WorkerRates
-from services.router.costs import TOKEN_S, WorkerSnapshot
+from services.router.placement.costs import TOKEN_S, WorkerSnapshot
 
 # Of prefill, at a worker that has room. A record is up to 1.5 s old when it is read.
 QUEUED_MAX_S = 3.0
