@@ -47,6 +47,7 @@ class StandInEngine:
         """Each sequence gets the first blocks of `order`."""
         self.layout = layout
         self.max_model_len = layout.num_blocks * layout.block_size
+        self.max_tokens_per_step = self.max_model_len
         self._order = order
         self._tables: dict[str, list[int]] = {}
         self._report = StepReport()
