@@ -33,6 +33,7 @@ from services.router.pools import ask_sizes, told_pools
 
 log = logging.getLogger(__name__)
 
+_Told = tuple[float, int, Demand]  # by a router: when (Unix seconds), requests held, counters
 _LEASE_INTERVALS = 3  # that a router may miss before another one decides
 _GONE_AFTER_S = 600.0  # a router's counters that are older are dropped
 
@@ -79,6 +80,10 @@ class AutoscaleLoop:
                 log.warning("no autoscaling, Redis does not answer: %r", error)
             except TandemError as error:
                 log.warning("pool sizes are not asked for: %s", error.message)
+            except Exception:
+                # A bug, or what a router of another version wrote: sizes stay, requests go on.
+                self._policy = None
+                log.exception("autoscaling broke")
             await asyncio.sleep(interval_s)
 
     async def _turn(self) -> None:
@@ -112,7 +117,12 @@ class AutoscaleLoop:
         num_held, seen = 0, dict[str, Demand]()
         for field, value in (await redis.hgetall(self._demand_key)).items():
             assert isinstance(value, bytes)
-            told_at, holds, demand = msgspec.msgpack.decode(value, type=tuple[float, int, Demand])
+            try:
+                told_at, holds, demand = msgspec.msgpack.decode(value, type=_Told)
+            except msgspec.DecodeError as error:
+                log.warning("a router's demand cannot be read, and is left out: %s", error)
+                await redis.hdel(self._demand_key, field)
+                continue
             if now - told_at > _GONE_AFTER_S:
                 await redis.hdel(self._demand_key, field)
                 continue

@@ -53,6 +53,32 @@ async def test_a_decision_is_told_and_exported(owned: RunningRouter) -> None:
     assert 'tandem:desired_workers{role="decode"} 2.0' in metrics
 
 
+async def test_words_of_another_version_stop_neither_the_router_nor_the_autoscaler(
+    owned: RunningRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = owned.router.view
+    key = f"{{tandem:{view.cluster.cluster_id}}}:demand"
+    await view.redis.hset(key, "another", b"no msgpack of ours")
+    await eventually(lambda: "a router's demand cannot be read" in caplog.text)
+    before = view.decisions
+    await eventually(lambda: view.decisions is not before)
+    assert (await owned.http.get("/health")).status_code == 200
+
+
+async def test_a_bug_in_the_autoscaler_ends_no_router(
+    owned: RunningRouter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(num_held: int) -> list[object]:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owned.router.autoscale, "_decide", broken)
+        await eventually(lambda: "autoscaling broke" in caplog.text)
+    before = owned.router.view.decisions
+    await eventually(lambda: owned.router.view.decisions is not before)
+    assert (await owned.http.get("/health")).status_code == 200
+
+
 async def test_requests_count_as_demand_once_and_with_their_times(owned: RunningRouter) -> None:
     meter = owned.router._metrics.demand
     before = meter.demand()
