@@ -23,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.peers.vllm_pair import ENVIRONMENT, preloads
 from services.bench.engine import idle_percent
 from services.models.source import built_in_file, resolve
 
@@ -44,14 +44,12 @@ WORK = (
     *("prefill 512", "prefill 2048"),
     *(f"decode {batch} {CONTEXT} 32" for batch in (1, 8, 32)),
 )
-# Preloaded where they are installed: vLLM's fastest allocator and OpenMP.
-PRELOADED = ("libtcmalloc_minimal.so*", "libiomp5.so")
 
 
 def commands(model: str, threads: int) -> dict[str, list[str]]:
     """How each engine is started; the built-in model's GGUF is what all weights come from."""
     gguf, folder = str(built_in_file()), str(resolve(model).path)
-    vllm = [str(PEERS / "vllm/bin/python"), str(HERE / "engine_vllm.py"), folder]
+    vllm = [str(ENVIRONMENT / "bin/python"), str(HERE / "engine_vllm.py"), folder]
     llama = [str(PEERS / "llama-cpp/bin/python"), str(HERE / "engine_llama_cpp.py"), gguf]
     own = [sys.executable, str(HERE / "engine_tandem.py"), folder]
     count = str(threads)
@@ -77,7 +75,7 @@ class Engine:
 
     @classmethod
     def start(cls, name: str, command: list[str], threads: int, log: IO[bytes]) -> Self:
-        preloaded = _preloaded() if "vllm" in name else []
+        preloaded = preloads(ENVIRONMENT) if "vllm" in name else []
         variables = {
             "OMP_NUM_THREADS": str(threads),
             "PYTHONPATH": str(HERE.parents[1]) if "tandem" in name else str(HERE),
@@ -174,7 +172,6 @@ def measure(chosen: dict[str, list[str]], threads: int, repeats: int) -> list[di
                     took = engine.run(work)
                     if turn >= 0:
                         seconds[engine.name].setdefault(work, []).append(took)
-                    time.sleep(0.05)
     return [
         {
             "engine": engine.name,
@@ -219,14 +216,6 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells.append(cell)
         lines.append(f"| {row['threads']} | {row['engine']} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _preloaded() -> list[str]:
-    found = []
-    for pattern in PRELOADED:
-        for folder in (PEERS / "vllm", Path("/usr/lib/x86_64-linux-gnu")):
-            found += [str(path) for path in sorted(folder.rglob(pattern))[:1]]
-    return found
 
 
 if __name__ == "__main__":

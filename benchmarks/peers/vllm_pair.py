@@ -103,18 +103,8 @@ class VllmPair:
             "UCX_TLS": "tcp,shm,self",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "LD_PRELOAD": ":".join(self._preloaded()),
+            "LD_PRELOAD": ":".join(preloads(self.environment)),
         }
-
-    def _preloaded(self) -> list[str]:
-        """Its fastest allocator and OpenMP, where they are installed."""
-        folders = [self.environment, Path("/usr/lib/x86_64-linux-gnu")]
-        names = ["libtcmalloc_minimal.so*", "libiomp5.so"]
-        found = []
-        for name in names:
-            paths = [path for folder in folders for path in sorted(folder.rglob(name))]
-            found += [str(path) for path in paths[:1]]
-        return found
 
     def _answers(self, url: str) -> bool:
         for process in self.processes:
@@ -146,3 +136,13 @@ class VllmPair:
     def _signal(self, number: signal.Signals) -> None:
         for process in self._all():
             process.send_signal(number)
+
+
+def preloads(environment: Path) -> list[str]:
+    """vLLM's fastest allocator and OpenMP, where they are installed."""
+    found = []
+    for name in ("libtcmalloc_minimal.so*", "libiomp5.so"):
+        folders = (environment, Path("/usr/lib/x86_64-linux-gnu"))
+        paths = [path for folder in folders for path in sorted(folder.rglob(name))]
+        found += [str(path) for path in paths[:1]]
+    return found
