@@ -34,7 +34,7 @@ from services.router.request import (
     Sampling,
     refusal,
 )
-from services.rpc.failures import abort, log_lost_peers_calmly
+from services.rpc.failures import FailureInterceptor, abort, log_lost_peers_calmly
 from services.rpc.options import SERVER_OPTIONS
 from services.rpc.tandem.v1 import inference_pb2 as pb
 
@@ -53,10 +53,11 @@ class GrpcApi:
         self._address = f"{config.host}:{config.grpc_port}"
         log_lost_peers_calmly()
         self._server = grpc.aio.server(
+            interceptors=[FailureInterceptor()],
             options=[
                 *((k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"),
                 ("grpc.max_receive_message_length", config.body_bytes_max),
-            ]
+            ],
         )
         self._health = HealthServicer()
         self._server.add_generic_rpc_handlers((self._handlers(), cluster.handlers()))
@@ -128,21 +129,15 @@ class GrpcApi:
     async def _get_request(
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.RequestRecord:
-        try:
-            asked = _parse(pb.GetRequestRequest(), body)
-            found = self._generator.requests.find(asked.request_id).as_dict()
-        except TandemError as error:
-            await abort(context, error)
+        asked = _parse(pb.GetRequestRequest(), body)
+        found = self._generator.requests.find(asked.request_id).as_dict()
         request_id, _ = found.pop("id"), found.pop("object")
         return pb.RequestRecord(request_id=request_id, **found)
 
     async def _list_models(
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListModelsResponse:
-        try:
-            _parse(pb.ListModelsRequest(), body)
-        except TandemError as error:
-            await abort(context, error)
+        _parse(pb.ListModelsRequest(), body)
         if self._generator.model is None:
             return pb.ListModelsResponse()
         model = pb.Model(

@@ -6,14 +6,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
-import grpc.aio
 
 from services.config import RouterConfig
-from services.errors import TandemError
 from services.router.cluster_view import ClusterView
 from services.router.control import ClusterControl
 from services.router.pools import pool_states
-from services.rpc.failures import abort
 from services.rpc.tandem.v1 import cluster_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Cluster"].full_name
@@ -83,11 +80,8 @@ class GrpcCluster:
 def _handler(
     answer: Callable[[Any], Awaitable[Any]], request_type: Any
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await answer(request)
-        except TandemError as error:
-            await abort(context, error)
+    async def serve(request: Any, context: object) -> Any:
+        return await answer(request)
 
     return grpc.unary_unary_rpc_method_handler(
         serve,
