@@ -6,6 +6,7 @@ Optional: where there is no compiler, plain Python and torch do the same, more s
 from setuptools import Extension, setup
 
 NATIVE = "kernels/native"
+INSTRUCTIONS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
 
 setup(
     ext_modules=[
@@ -18,10 +19,26 @@ setup(
         # One binary with all instruction sets; it chooses at run time.
         Extension(
             "kernels.native._decoder",
-            [f"{NATIVE}/{name}.cpp" for name in ("api", "pack", "avx2", "avx512", "plain")],
+            [f"{NATIVE}/{name}.cpp" for name in ("api", "pack", *INSTRUCTIONS)],
             depends=[
                 f"{NATIVE}/{name}.h"
-                for name in ("decoder", "scratch", "simd", "linear", "attention", "forward", "pack")
+                for name in (
+                    "amx",
+                    "attention",
+                    "attention_dot",
+                    "decoder",
+                    "forward",
+                    "gated",
+                    "inputs",
+                    "limits",
+                    "linear",
+                    "linear_amx",
+                    "linear_avx512_bf16",
+                    "pack",
+                    "scratch",
+                    "simd",
+                    "stages",
+                )
             ],
             extra_compile_args=["-std=c++17", "-O3", "-fopenmp", "-Wno-psabi"],
             extra_link_args=["-fopenmp"],

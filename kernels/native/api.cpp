@@ -28,6 +28,12 @@ Choice choose(const char* wanted) {
     const bool has_avx512 =
         has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#ifdef TANDEM_KNOWS_BF16
+    const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+    if (has_bf16 && __builtin_cpu_supports("amx-bf16") && is("amx") && tandem::amx_permitted())
+        return {"amx", &tandem::amx};
+    if (has_bf16 && is("avx512_bf16")) return {"avx512_bf16", &tandem::avx512_bf16};
+#endif
     if (has_avx512 && is("avx512")) return {"avx512", &tandem::avx512};
     if (has_avx2 && is("avx2")) return {"avx2", &tandem::avx2};
 #endif
@@ -57,6 +63,12 @@ extern "C" {
 
 // The instruction set that `wanted` (null: the best) means here; null where it is not to be had.
 const char* tandem_instructions(const char* wanted) { return choose(wanted).name; }
+
+// As which kind weights of `kind` are to be packed for these instructions.
+int32_t tandem_packed_kind(const char* wanted, int32_t kind) {
+    const Choice choice = choose(wanted);
+    return kind == tandem::BF16 && choice.entry ? choice.entry->kind_of_bf16 : kind;
+}
 
 void tandem_pack(const void* weights, int32_t weights_kind, int64_t out, int64_t in, int32_t kind,
                  void* panels, float* scales) {
@@ -89,6 +101,20 @@ int tandem_to_last_kv(void* decoder, const tandem::Step* step) {
 int tandem_to_logits(void* decoder, const tandem::Step* step) {
     Decoder& d = *static_cast<Decoder*>(decoder);
     return guarded([&] { d.entry.to_logits(d.model, *step, d.scratch); });
+}
+
+// Seconds of each Stage since the last time.
+void tandem_take_stages(void* decoder, double* seconds) {
+    static_cast<Decoder*>(decoder)->scratch.laps.take(seconds);
+}
+
+// `kind`: a packed one.
+double tandem_product_gflops(int32_t num_threads, int32_t kind) {
+    return choose(nullptr).entry->product_gflops(num_threads, static_cast<tandem::Kind>(kind));
+}
+
+double tandem_read_gb_per_s(const float* data, int64_t num, int32_t num_threads) {
+    return choose(nullptr).entry->read_gb_per_s(data, num, num_threads);
 }
 
 }  // extern "C"

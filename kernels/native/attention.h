@@ -11,44 +11,50 @@ constexpr int kKeys = 64;        // of a tile
 constexpr int kRowsMax = 48;     // of an item
 constexpr int kPanels = kKeys / kPanel;
 
-typedef float Eight __attribute__((vector_size(32)));
-typedef int32_t Order __attribute__((vector_size(32)));
-
-inline Eight load_eight(const float* from) {
-    Eight v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-
-inline Eight load_eight(const Bf16* from) {
-    typedef uint16_t EightHalves __attribute__((vector_size(16)));
-    typedef uint32_t EightWords __attribute__((vector_size(32)));
-    EightHalves halves;
-    std::memcpy(&halves, from, sizeof halves);
-    const EightWords words = __builtin_convertvector(halves, EightWords) << 16;
-    return (Eight)words;
-}
-
-// [64 keys][dim] to [dim][64 keys], eight by eight.
+// Keys are turned word by word: a word is one fp32 number or two bf16 numbers side by side.
 template <class T>
-inline void transpose(const T* const* rows, int dim, float* to) {
-    for (int key = 0; key < kKeys; key += 8) {
-        for (int d = 0; d < dim; d += 8) {
-            Eight r[8], s[8];
-            for (int i = 0; i < 8; ++i) r[i] = load_eight(rows[key + i] + d);
-            const Order low = {0, 8, 1, 9, 4, 12, 5, 13}, high = {2, 10, 3, 11, 6, 14, 7, 15};
+constexpr int kOfWord = sizeof(uint32_t) / sizeof(T);
+
+inline Floats number_of(const uint32_t* words, int, float) {
+    return load(reinterpret_cast<const float*>(words));
+}
+
+inline Floats number_of(const uint32_t* words, int i, Bf16) { return load_of_words(words, i); }
+
+typedef uint32_t Eight __attribute__((vector_size(32)));
+
+// [num_keys][dim] to [words of dim][64 keys], eight by eight. Meanwhile the values, `run` after the
+// keys, are fetched: four lines of eight rows each time.
+template <class T>
+inline void transpose(const T* const* rows, size_t run, int num_keys, int dim, uint32_t* to) {
+    const int num_words = dim / kOfWord<T>;
+    for (int key = 0; key < num_keys; key += 8) {
+        for (int d = 0; d < num_words; d += 8) {
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                const int line = d / 2 + i;
+                __builtin_prefetch(rows[key + line % 8] + run + line / 8 * (64 / sizeof(T)), 0, 2);
+            }
+            Eight r[8], s[8];  // in registers, if all loops are unrolled
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i)
+                std::memcpy(&r[i], rows[key + i] + d * kOfWord<T>, sizeof r[i]);
+            const Eight low = {0, 8, 1, 9, 4, 12, 5, 13}, high = {2, 10, 3, 11, 6, 14, 7, 15};
+#pragma GCC unroll 8
             for (int i = 0; i < 8; i += 2) {
                 s[i] = __builtin_shuffle(r[i], r[i + 1], low);
                 s[i + 1] = __builtin_shuffle(r[i], r[i + 1], high);
             }
-            const Order pairs = {0, 1, 8, 9, 4, 5, 12, 13}, other = {2, 3, 10, 11, 6, 7, 14, 15};
+            const Eight pairs = {0, 1, 8, 9, 4, 5, 12, 13}, other = {2, 3, 10, 11, 6, 7, 14, 15};
+#pragma GCC unroll 8
             for (int i = 0; i < 8; i += 4) {
                 r[i] = __builtin_shuffle(s[i], s[i + 2], pairs);
                 r[i + 1] = __builtin_shuffle(s[i], s[i + 2], other);
                 r[i + 2] = __builtin_shuffle(s[i + 1], s[i + 3], pairs);
                 r[i + 3] = __builtin_shuffle(s[i + 1], s[i + 3], other);
             }
-            const Order first = {0, 1, 2, 3, 8, 9, 10, 11}, second = {4, 5, 6, 7, 12, 13, 14, 15};
+            const Eight first = {0, 1, 2, 3, 8, 9, 10, 11}, second = {4, 5, 6, 7, 12, 13, 14, 15};
+#pragma GCC unroll 8
             for (int i = 0; i < 4; ++i) {
                 const Eight a = __builtin_shuffle(r[i], r[i + 4], first);
                 const Eight b = __builtin_shuffle(r[i], r[i + 4], second);
@@ -59,76 +65,158 @@ inline void transpose(const T* const* rows, int dim, float* to) {
     }
 }
 
-// scores[m][64] = q[m][dim] . keys[dim][64], for MR rows.
-template <int MR, int NP>
-inline void score(const float* q, const float* keys, int dim, float* scores) {
-    for (int panel = 0; panel < kPanels; panel += NP) {
-        Floats sums[NP][kVectors][MR] = {};
-        for (int d = 0; d < dim; ++d) {
-            Floats k[NP][kVectors];
+// sums[p][v][m] += numbers[m] * vector(p, v), for NP panels and MR rows: what there is less of stays
+// in registers, for with the sums not both would fit.
+template <int MR, int NP, class Number, class Vector>
+inline __attribute__((always_inline)) void add_products(Floats (&sums)[NP][kVectors][MR],
+                                                        Number number, Vector vector) {
+    if constexpr (NP * kVectors <= MR) {
+        Floats vectors[NP][kVectors];
+#pragma GCC unroll 8
+        for (int p = 0; p < NP; ++p)
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v) vectors[p][v] = vector(p, v);
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) {
+            const Floats each = all(number(m));
 #pragma GCC unroll 8
             for (int p = 0; p < NP; ++p)
 #pragma GCC unroll 8
-                for (int v = 0; v < kVectors; ++v)
-                    k[p][v] = load(keys + d * kKeys + (panel + p) * kPanel + v * kLanes);
-#pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m) {
-                const Floats input = all(q[m * dim + d]);
-#pragma GCC unroll 8
-                for (int p = 0; p < NP; ++p)
-#pragma GCC unroll 8
-                    for (int v = 0; v < kVectors; ++v) sums[p][v][m] += input * k[p][v];
-            }
+                for (int v = 0; v < kVectors; ++v) sums[p][v][m] += each * vectors[p][v];
         }
+    } else {
+        Floats numbers[MR];
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) numbers[m] = all(number(m));
+#pragma GCC unroll 8
         for (int p = 0; p < NP; ++p)
-            for (int v = 0; v < kVectors; ++v)
-                for (int m = 0; m < MR; ++m)
-                    store(scores + m * kKeys + (panel + p) * kPanel + v * kLanes, sums[p][v][m]);
-    }
-}
-
-// out[m][dim] = out[m][dim] * factors[m] + weights[m][64] . values[64][dim], for MR rows.
-template <class T, int MR>
-inline void gather(const float* weights, const T* const* values, int num_keys, int dim,
-                   const float* factors, float* out) {
-    for (int first = 0; first < dim; first += kPanel) {
-        Floats sums[kVectors][MR];
-        for (int v = 0; v < kVectors; ++v)
-            for (int m = 0; m < MR; ++m)
-                sums[v][m] = load(out + m * dim + first + v * kLanes) * factors[m];
-        for (int key = 0; key < num_keys; ++key) {
-            Floats value[kVectors];
 #pragma GCC unroll 8
-            for (int v = 0; v < kVectors; ++v)
-                value[v] = load(values[key] + first + v * kLanes);
+            for (int v = 0; v < kVectors; ++v) {
+                const Floats each = vector(p, v);
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m) {
-                const Floats weight = all(weights[m * kKeys + key]);
-#pragma GCC unroll 8
-                for (int v = 0; v < kVectors; ++v) sums[v][m] += weight * value[v];
+                for (int m = 0; m < MR; ++m) sums[p][v][m] += numbers[m] * each;
             }
-        }
-        for (int v = 0; v < kVectors; ++v)
-            for (int m = 0; m < MR; ++m) store(out + m * dim + first + v * kLanes, sums[v][m]);
     }
 }
 
-// Weighs a row's scores, of which it sees the first `num_visible`. Answers what its sums so far are
-// to be multiplied with.
-inline float weigh(float* scores, int num_visible, float& highest, float& mass) {
-    for (int key = num_visible > 0 ? num_visible : 0; key < kKeys; ++key) scores[key] = -INFINITY;
+// scores[m][NP panels] = q[m][dim] . keys[dim][64], for MR rows.
+template <class T, int MR, int NP>
+inline void score(const float* q, const uint32_t* keys, int dim, float* scores) {
+    Floats sums[NP][kVectors][MR] = {};
+    for (int word = 0; word < dim / kOfWord<T>; ++word, keys += kKeys)
+#pragma GCC unroll 2
+        for (int i = 0; i < kOfWord<T>; ++i)
+            add_products<MR, NP>(
+                sums, [&](int m) { return q[m * dim + word * kOfWord<T> + i]; },
+                [&](int p, int v) {
+                    return number_of(keys + p * kPanel + v * kLanes, i, T{});
+                });
+#pragma GCC unroll 8
+    for (int p = 0; p < NP; ++p)
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m)
+                store(scores + m * kKeys + p * kPanel + v * kLanes, sums[p][v][m]);
+}
+
+template <class T, int MR>
+inline void score_rows(const float* q, const uint32_t* keys, int dim, int num_keys, float* scores) {
+    constexpr int most = panels_at_once(MR), NP = most == 3 ? 2 : most;  // a divisor of a tile's
+    for (int key = 0; key < num_keys; key += NP * kPanel)
+        score<T, MR, NP>(q, keys + key, dim, scores + key);
+}
+
+// A tile of keys and values as rows see it.
+template <class T>
+struct Tile {
+    const uint32_t* keys;   // transposed
+    const T* const* rows;   // where each key lies; its value lies `run` after it
+    const T* const* ahead;  // keys of the next tile, to be fetched meanwhile
+    const float* widened;   // all values in fp32, where many rows need them; else null
+    size_t run;
+    int dim;
+};
+
+// [num_keys][dim] of values, numbers in the order of lanes_again().
+template <class T>
+inline void widen_values(const Tile<T>& tile, int num_keys, float* to) {
+    constexpr int kLine = 64 / sizeof(T);
+    for (int key = 0; key < num_keys; ++key, to += tile.dim) {
+        for (int first = 0; first < tile.dim; first += kLine)
+            __builtin_prefetch(tile.ahead[key] + first, 0, 2);
+        for (int first = 0; first < tile.dim; first += kPanel)
+            for (int v = 0; v < kVectors; ++v)
+                store(to + first + v * kLanes,
+                      lanes_again(tile.rows[key] + tile.run + first, v));
+    }
+}
+
+// out[m] = out[m] * factors[m] + weights[m][num_keys] . values[num_keys], for MR rows and NP panels
+// of a head from `first` on. `value_of(key)` is where they begin; within a panel of `out` numbers
+// lie as lanes_again() takes them.
+template <int MR, int NP, class ValueOf>
+inline void gather(const float* weights, ValueOf value_of, int num_keys, int dim, int first,
+                   const float* factors, float* out) {
+    Floats sums[NP][kVectors][MR];
+#pragma GCC unroll 8
+    for (int p = 0; p < NP; ++p)
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m)
+                sums[p][v][m] =
+                    load(out + m * dim + first + p * kPanel + v * kLanes) * factors[m];
+    for (int key = 0; key < num_keys; ++key) {
+        const auto* value = value_of(key, first);
+        add_products<MR, NP>(
+            sums, [&](int m) { return weights[m * kKeys + key]; },
+            [&](int p, int v) { return lanes_again(value + p * kPanel, v); });
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < NP; ++p)
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m)
+                store(out + m * dim + first + p * kPanel + v * kLanes, sums[p][v][m]);
+}
+
+template <int MR, class ValueOf>
+inline void gather_rows(const float* weights, ValueOf value_of, int num_keys, int dim,
+                        const float* factors, float* out) {
+    constexpr int NP = panels_at_once(MR);
+    int first = 0;
+    for (; first + NP * kPanel <= dim; first += NP * kPanel)
+        gather<MR, NP>(weights, value_of, num_keys, dim, first, factors, out);
+    for (; first < dim; first += kPanel)
+        gather<MR, 1>(weights, value_of, num_keys, dim, first, factors, out);
+}
+
+// Of a head the number that lanes_again() takes as the i-th.
+inline int in_head(int i, float) { return i; }
+
+inline int in_head(int i, Bf16) {
+    const int panel = i / kPanel * kPanel, lane = i % kPanel;
+    return kLanes == kPanel ? i : panel + lane % (kPanel / 2) * 2 + lane / (kPanel / 2);
+}
+
+// Weighs a row's scores, of which it sees the first `num_visible` of the `num_keys` (whole panels)
+// that were computed. Answers what its sums so far are to be multiplied with.
+inline float weigh(float* scores, int num_visible, int num_keys, float& highest, float& mass) {
     if (num_visible <= 0) {
-        std::memset(scores, 0, kKeys * sizeof(float));
+        std::memset(scores, 0, num_keys * sizeof(float));
         return 1.0f;
     }
+    for (int key = num_visible; key < num_keys; ++key) scores[key] = -INFINITY;
     Floats high[kVectors];
     for (int v = 0; v < kVectors; ++v) high[v] = load(scores + v * kLanes);
-    for (int at = kPanel; at < kKeys; at += kPanel)
+    for (int at = kPanel; at < num_keys; at += kPanel)
         for (int v = 0; v < kVectors; ++v) high[v] = max(high[v], load(scores + at + v * kLanes));
     const float before = highest, in_tile = largest(high);
     highest = before > in_tile ? before : in_tile;
     Floats total[kVectors] = {};
-    for (int at = 0; at < kKeys; at += kPanel)
+    for (int at = 0; at < num_keys; at += kPanel)
         for (int v = 0; v < kVectors; ++v) {
             const Floats weight = exp(load(scores + at + v * kLanes) - highest);
             store(scores + at + v * kLanes, weight);
@@ -139,25 +227,31 @@ inline float weigh(float* scores, int num_visible, float& highest, float& mass) 
     return factor;
 }
 
-template <int MR>
-inline void score_rows(const float* q, const float* keys, int dim, float* scores) {
-    constexpr int NP = MR * kVectors >= 8 ? 1 : (MR * kVectors >= 4 ? 2 : 4);
-    score<MR, NP>(q, keys, dim, scores);
-}
-
 template <class T, int MR>
-void attend_rows(int num_rows, const float* q, const float* keys, const T* const* values, int dim,
-                 int num_keys, const int* num_visible, float* scores, float* highest, float* mass,
-                 float* out) {
+void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const int* num_visible,
+                 float* scores, float* highest, float* mass, float* out) {
     if constexpr (MR > 0) {
         if (num_rows != MR)
-            return attend_rows<T, MR - 1>(num_rows, q, keys, values, dim, num_keys, num_visible,
-                                          scores, highest, mass, out);
-        score_rows<MR>(q, keys, dim, scores);
+            return attend_rows<T, MR - 1>(num_rows, q, tile, num_visible, scores, highest, mass,
+                                          out);
+        const int most = num_visible[MR - 1] < kKeys ? num_visible[MR - 1] : kKeys;
+        const int num_keys = (most + kPanel - 1) / kPanel * kPanel;
+        score_rows<T, MR>(q, tile.keys, tile.dim, num_keys, scores);
         float factors[MR];
         for (int m = 0; m < MR; ++m)
-            factors[m] = weigh(scores + m * kKeys, num_visible[m], highest[m], mass[m]);
-        gather<T, MR>(scores, values, num_keys, dim, factors, out);
+            factors[m] = weigh(scores + m * kKeys, num_visible[m], num_keys, highest[m], mass[m]);
+        if (tile.widened != nullptr)
+            gather_rows<MR>(
+                scores, [&](int key, int first) { return tile.widened + key * tile.dim + first; },
+                most, tile.dim, factors, out);
+        else
+            gather_rows<MR>(
+                scores,
+                [&](int key, int first) {
+                    __builtin_prefetch(tile.ahead[key] + first, 0, 2);
+                    return tile.rows[key] + tile.run + first;
+                },
+                most, tile.dim, factors, out);
     }
 }
 
@@ -166,25 +260,63 @@ struct Item {
 };
 
 inline size_t attention_floats(int dim) {
-    return static_cast<size_t>(kKeys) * dim + 2 * static_cast<size_t>(kRowsMax) * dim +
+    return 2 * static_cast<size_t>(kKeys) * dim + 2 * static_cast<size_t>(kRowsMax) * dim +
            kRowsMax * (kKeys + 2) + dim;
 }
 
-// `queries` [rows, stride] are rotated and scaled; the result goes into rows in tiles.
+// A KV head's keys and values of a sequence.
 template <class T>
-void attend(const Model& model, const Step& step, int layer, const Item& item, const float* queries,
-            size_t stride, float* attended, float* buffer) {
+struct HeadKv {
+    const T* pool;
+    const int32_t* table;
+    int block_size, dim, num_keys;
+    size_t heads_of_block, head;  // keys and values apart
+
+    HeadKv(const Model& model, const Step& step, int layer, const Item& item)
+        : pool(static_cast<const T*>(step.kv)),
+          table(step.block_tables + step.spans[item.span].first_table_entry),
+          block_size(step.block_size),
+          dim(model.head_dim),
+          heads_of_block(static_cast<size_t>(model.num_kv_heads) * model.num_layers * 2),
+          head((static_cast<size_t>(item.kv_head) * model.num_layers + layer) * 2) {
+        const Span& span = step.spans[item.span];
+        const int last_query = (item.first_row + item.num_rows - 1) * model.num_kv_heads / model.num_heads;
+        num_keys = span.context_len - span.num_queries + last_query + 1;
+    }
+
+    size_t run() const { return static_cast<size_t>(block_size) * dim; }
+
+    // Where the `most` keys of a tile lie; after the last one `nothing`.
+    void tile(int first, int most, const T* nothing, const T** rows) const {
+        const int num = num_keys - first < most ? num_keys - first : most;
+        int i = 0, offset = first % block_size;
+        for (const int32_t* block = table + first / block_size; i < num; ++block, offset = 0) {
+            const T* row = pool + (*block * heads_of_block + head) * run() +
+                           static_cast<size_t>(offset) * dim;
+            for (; offset < block_size && i < num; ++offset, row += dim) rows[i++] = row;
+        }
+        for (; i < most; ++i) rows[i] = nothing;
+    }
+};
+
+// `queries` [rows, stride] are rotated and scaled; the result goes where the next
+// product reads it. The keys that
+// `next` begins with are fetched meanwhile: blocks lie apart, no processor sees them coming.
+template <class T>
+void attend(const Model& model, const Step& step, int layer, const Item& item, const Item& next,
+            const float* queries, size_t stride, const Inputs& attended, float* buffer) {
     const int dim = model.head_dim, group = model.num_heads / model.num_kv_heads;
     const Span& span = step.spans[item.span];
-    const int32_t* table = step.block_tables + span.first_table_entry;
-    float* keys = buffer;
-    float* q = keys + static_cast<size_t>(kKeys) * dim;
+    uint32_t* keys = reinterpret_cast<uint32_t*>(buffer);
+    float* values = buffer + static_cast<size_t>(kKeys) * dim;
+    float* q = values + static_cast<size_t>(kKeys) * dim;
     float* out = q + static_cast<size_t>(kRowsMax) * dim;
     float* scores = out + static_cast<size_t>(kRowsMax) * dim;
     float* highest = scores + kRowsMax * kKeys;
     float* mass = highest + kRowsMax;
-    T* nothing = reinterpret_cast<T*>(mass + kRowsMax);  // a key after the last: zeros
-    std::memset(static_cast<void*>(nothing), 0, dim * sizeof(T));
+    float* nothing = mass + kRowsMax;  // a key and a value: zeros
+    std::memset(nothing, 0, dim * sizeof(float));
+    const HeadKv<T> kv(model, step, layer, item);
     const int before = span.context_len - span.num_queries;
     int sees[kRowsMax];
     for (int i = 0; i < item.num_rows; ++i) {
@@ -197,43 +329,79 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         mass[i] = 0.0f;
     }
     std::memset(out, 0, static_cast<size_t>(item.num_rows) * dim * sizeof(float));
-    const size_t run = static_cast<size_t>(step.block_size) * dim;  // K or V of one layer and head
-    const T* kv = static_cast<const T*>(step.kv);
-    const int last = sees[item.num_rows - 1];
-    for (int first = 0; first < last; first += kKeys) {
-        const T* key_rows[kKeys];
-        const T* value_rows[kKeys];
-        const int num_keys = last - first < kKeys ? last - first : kKeys;
-        for (int i = 0; i < kKeys; ++i) {
-            if (i >= num_keys) {
-                key_rows[i] = value_rows[i] = nothing;
-                continue;
-            }
-            const int place = first + i;
-            const size_t block = table[place / step.block_size];
-            const size_t head_run =
-                ((block * model.num_kv_heads + item.kv_head) * model.num_layers + layer) * 2;
-            key_rows[i] = kv + head_run * run + static_cast<size_t>(place % step.block_size) * dim;
-            value_rows[i] = key_rows[i] + run;
+    const T* tiles[2][kKeys];
+    const T* const none = reinterpret_cast<const T*>(nothing);
+    kv.tile(0, kKeys, none, tiles[0]);
+    for (int first = 0, now = 0; first < kv.num_keys; first += kKeys, now ^= 1) {
+        const T** ahead = tiles[now ^ 1];
+        if (first + kKeys < kv.num_keys)
+            kv.tile(first + kKeys, kKeys, none, ahead);
+        else
+            HeadKv<T>(model, step, layer, next).tile(0, kKeys, none, ahead);
+        const int num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
+        transpose(tiles[now], kv.run(), (num + kPanel - 1) / kPanel * kPanel, dim, keys);
+        Tile<T> tile{keys, tiles[now], ahead, nullptr, kv.run(), dim};
+        if (item.num_rows > kTileRows) {
+            widen_values(tile, num, values);
+            tile.widened = values;
         }
-        transpose(key_rows, dim, keys);
         for (int row = 0; row < item.num_rows; row += kTileRows) {
-            const int num = item.num_rows - row < kTileRows ? item.num_rows - row : kTileRows;
-            if (sees[row + num - 1] <= first) continue;
+            const int num_rows = item.num_rows - row < kTileRows ? item.num_rows - row : kTileRows;
+            if (sees[row + num_rows - 1] <= first) continue;
             int visible[kTileRows];
-            for (int i = 0; i < num; ++i) visible[i] = sees[row + i] - first;
-            attend_rows<T, kTileRows>(num, q + row * dim, keys, value_rows, dim, num_keys, visible,
-                                      scores, highest + row, mass + row, out + row * dim);
+            for (int i = 0; i < num_rows; ++i) visible[i] = sees[row + i] - first;
+            attend_rows<T, kTileRows>(num_rows, q + row * dim, tile, visible, scores, highest + row,
+                                      mass + row, out + row * dim);
         }
     }
     for (int i = 0; i < item.num_rows; ++i) {
         const int query = (item.first_row + i) / group, head = (item.first_row + i) % group;
-        const TiledRow to = tiled_row(attended, span.first_row + query, step.num_rows,
-                                      model.num_heads * dim);
-        const size_t column = static_cast<size_t>(item.kv_head * group + head) * dim;
+        const InputRow to = attended.row(span.first_row + query);
+        const int column = (item.kv_head * group + head) * dim;
         const float scale = 1.0f / mass[i];
-        for (int d = 0; d < dim; ++d) to.first[(column + d) * to.stride] = out[i * dim + d] * scale;
+        float ordered[kPanel];
+        for (int d = 0; d < dim; d += kPanel) {
+            for (int lane = 0; lane < kPanel; ++lane)
+                ordered[in_head(d + lane, T{}) - d] = out[i * dim + d + lane] * scale;
+            for (int v = 0; v < kPanel; v += kLanes) to.put(column + d + v, load(ordered + v));
+        }
     }
+}
+
+}  // namespace tandem::TANDEM_ISA
+
+#ifdef TANDEM_PAIRS
+#include "attention_dot.h"
+#endif
+
+namespace tandem::TANDEM_ISA {
+
+// bf16 KV is multiplied as it is, where that can be.
+inline int rows_of_item(const Model& model, const Step& step) {
+#ifdef TANDEM_PAIRS
+    if (step.kv_kind == BF16) return dot_rows_of_item(model, step);
+#endif
+    (void)model;
+    return kRowsMax;
+}
+
+inline size_t attention_floats(const Model& model, const Step& step) {
+#ifdef TANDEM_PAIRS
+    if (step.kv_kind == BF16) return attention_dot_floats(model.head_dim);
+#endif
+    return attention_floats(model.head_dim);
+}
+
+inline void attend_any(const Model& model, const Step& step, int layer, const Item& item,
+                       const Item& next, const float* queries, size_t stride,
+                       const Inputs& attended, float* buffer) {
+    if (step.kv_kind != BF16)
+        return attend<float>(model, step, layer, item, next, queries, stride, attended, buffer);
+#ifdef TANDEM_PAIRS
+    attend_dot(model, step, layer, item, next, queries, stride, attended, buffer);
+#else
+    attend<Bf16>(model, step, layer, item, next, queries, stride, attended, buffer);
+#endif
 }
 
 }  // namespace tandem::TANDEM_ISA

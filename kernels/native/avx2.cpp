@@ -2,6 +2,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -18,13 +19,18 @@
 #define TANDEM_ISA avx2_code
 #define TANDEM_LANES 8
 #define TANDEM_TILE_ROWS 6
+#define TANDEM_SUMS 12
 #include "simd.h"
 // simd.h defines what the others stand on.
+#include "inputs.h"
+#include "gated.h"
 #include "linear.h"
 #include "attention.h"
 #include "forward.h"
+#include "limits.h"
 
 namespace tandem {
-const Entry avx2 = {avx2_code::to_last_kv, avx2_code::to_logits};
+const Entry avx2 = {avx2_code::to_last_kv, avx2_code::to_logits, BF16,
+                   avx2_code::product_gflops, avx2_code::read_gb_per_s};
 }
 #endif

@@ -1,11 +1,23 @@
 // What Python hands over (kernels/native.py mirrors these structs with ctypes) and the entry points.
 //
-// Activations are fp32 row by row; weights are packed once (pack.cpp) into panels of 16 outputs,
+// Activations are fp32 row by row; weights are packed once (pack.cpp), for each block of inputs in
+// panels of 16 outputs, in the order in which a product reads them:
 //
-//     panel p, input k, lane n: element ((p * in) + k) * 16 + n = W[16 p + n][k]
+//     inputs first.. of a block of `num`, panel p, lane n:
+//     element first * (outputs rounded up) + (p * num + k - first) * 16 + n = W[16 p + n][k]
 //
 // so that the lanes of a vector are outputs and every output is summed over its inputs in one order:
 // its bits depend neither on what shares the step, nor on threads, nor on the width of the vectors.
+// In bf16 outputs n and n + 8 of a panel lie side by side.
+//
+// Where the processor multiplies bf16 as it is (AMX, AVX512_BF16), weights in bf16 are packed in
+// pairs of inputs instead, zeros after the last up to a multiple of 32:
+//
+//     panel p, lane n: element (p * (inputs rounded up) + k - k % 2) * 16 + 2 n + k % 2 = W[16 p + n][k]
+//
+// Of gate_up then the even panels are gates and the odd ones ups (each to a multiple of 16 outputs).
+// A product rounds its inputs to bf16 then, and sums in fp32 over all inputs in the order of the
+// instruction: a row's bits depend on as little as above, but on which of the two it is.
 
 #pragma once
 
@@ -14,7 +26,17 @@
 
 namespace tandem {
 
-enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
+enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, BF16_PAIRS = 3 };
+
+constexpr int kStepInputs = 32;  // of a step of a product of pairs
+
+constexpr int kInputs = 384;  // at most, of a block: a panel's stay in the first-level cache
+
+inline int num_input_blocks(int in) { return (in + kInputs - 1) / kInputs; }
+
+inline int first_input(int in, int block) {
+    return static_cast<int>(static_cast<int64_t>(in) * block / num_input_blocks(in));
+}
 
 struct Matrix {
     const void* panels;
@@ -67,10 +89,18 @@ struct Scratch;  // buffers of one decoder, kept from step to step
 struct Entry {
     void (*to_last_kv)(const Model&, const Step&, Scratch&);
     void (*to_logits)(const Model&, const Step&, Scratch&);
+    Kind kind_of_bf16;  // as which weights in bf16 are to be packed
+    double (*product_gflops)(int num_threads, Kind kind);
+    double (*read_gb_per_s)(const float* data, size_t num, int num_threads);
 };
 
 #if defined(__x86_64__)
 extern const Entry avx512, avx2;
+#if __GNUC__ >= 11  // older ones do not know these instructions
+#define TANDEM_KNOWS_BF16
+extern const Entry amx, avx512_bf16;
+bool amx_permitted();  // by the system, for this process: to be asked before anything of `amx`
+#endif
 #endif
 extern const Entry plain;
 

@@ -3,6 +3,12 @@
 
 namespace tandem::TANDEM_ISA {
 
+#ifndef TANDEM_AMX
+struct TilesInUse {  // amx.h: nothing to be done here
+    TilesInUse() {}
+};
+#endif
+
 // y = x / sqrt(mean(x^2) + eps) * weight
 inline float norm_scale(const float* x, int num, float eps) {
     Floats squares[kVectors] = {};
@@ -17,20 +23,31 @@ inline float norm_scale(const float* x, int num, float eps) {
     return 1.0f / std::sqrt(total / num + eps);
 }
 
-inline void norm_into_tiles(const float* x, const float* weight, int row, int num_rows, int hidden,
-                            float eps, float* tiles) {
-    const TiledRow to = tiled_row(tiles, row, num_rows, hidden);
-    const float scale = norm_scale(x, hidden, eps);
-    for (int k = 0; k < hidden; ++k) to.first[static_cast<size_t>(k) * to.stride] = x[k] * scale * weight[k];
+inline void norm_row(const float* x, const float* weight, float eps, const InputRow& to) {
+    const float scale = norm_scale(x, to.in, eps);
+    int at = 0;
+    for (; at + kLanes <= to.in; at += kLanes)
+        to.put(at, load(x + at) * scale * load(weight + at));
+    if (const int rest = to.in - at)
+        to.put(at, load_some(x + at, rest) * scale * load_some(weight + at, rest), rest);
 }
 
-inline void rotate(float* head, const float* cosines, const float* sines, int dim, float scale) {
+// A head's halves against each other, to where it belongs.
+template <class T>
+inline void rotate(const float* head, const float* cosines, const float* sines, int dim,
+                   float scale, T* to) {
     const int half = dim / 2;
-    for (int i = 0; i < half; ++i) {
-        const float first = head[i], second = head[i + half];
-        head[i] = (first * cosines[i] - second * sines[i]) * scale;
-        head[i + half] = (second * cosines[i] + first * sines[i]) * scale;
-    }
+    const auto some = [&](int i, int num, auto load_of) {
+        const Floats first = load_of(head + i), second = load_of(head + half + i);
+        const Floats cosine = load_of(cosines + i), sine = load_of(sines + i);
+        store_some(to + i, (first * cosine - second * sine) * scale, num);
+        store_some(to + half + i, (second * cosine + first * sine) * scale, num);
+    };
+    int i = 0;
+    for (; i + kLanes <= half; i += kLanes)
+        some(i, kLanes, [](const float* from) { return load(from); });
+    if (const int rest = half - i)
+        some(i, rest, [rest](const float* from) { return load_some(from, rest); });
 }
 
 inline void norm_head(float* head, const float* weight, int dim, float eps) {
@@ -46,35 +63,32 @@ void place_row(const Model& model, const Layer& layer, const Step& step, int ind
     const float* cosines = step.cosines + static_cast<size_t>(row) * half;
     const float* sines = step.sines + static_cast<size_t>(row) * half;
     const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
-    for (int h = 0; h < model.num_heads + model.num_kv_heads; ++h) {
-        const bool is_query = h < model.num_heads;
-        const float* weight = is_query ? layer.q_norm : layer.k_norm;
-        if (weight) norm_head(heads + h * dim, weight, dim, model.norm_eps);
-        rotate(heads + h * dim, cosines, sines, dim, is_query ? scale : 1.0f);
+    for (int h = 0; h < model.num_heads; ++h) {
+        float* head = heads + h * dim;
+        if (layer.q_norm) norm_head(head, layer.q_norm, dim, model.norm_eps);
+        rotate(head, cosines, sines, dim, scale, head);
     }
     const size_t run = static_cast<size_t>(step.block_size) * dim;
     const size_t block = step.slots[row] / step.block_size;
     const size_t offset = static_cast<size_t>(step.slots[row] % step.block_size) * dim;
     for (int h = 0; h < model.num_kv_heads; ++h) {
         const size_t head_run = ((block * model.num_kv_heads + h) * model.num_layers + index) * 2;
-        T* key = static_cast<T*>(step.kv) + head_run * run + offset;
-        const float* from = heads + (model.num_heads + h) * dim;
-        for (int i = 0; i < dim; ++i) narrow(from[i], key[i]);
-        from += model.num_kv_heads * dim;
-        for (int i = 0; i < dim; ++i) narrow(from[i], key[run + i]);
+        T* to = static_cast<T*>(step.kv) + head_run * run + offset;
+        float* key = heads + (model.num_heads + h) * dim;
+        if (layer.k_norm) norm_head(key, layer.k_norm, dim, model.norm_eps);
+        rotate(key, cosines, sines, dim, 1.0f, to);
+        const float* value = key + model.num_kv_heads * dim;
+        for (int i = 0; i < dim; i += kLanes) store_some(to + run + i, load(value + i), kLanes);
     }
 }
 
-inline void gate_into_tiles(const float* gate_up, int inner, int row, int num_rows, float* tiles) {
-    const TiledRow to = tiled_row(tiles, row, num_rows, inner);
-    for (int at = 0; at < inner; at += kLanes) {
-        const int num = inner - at < kLanes ? inner - at : kLanes;
-        Floats gate = Floats{}, up = Floats{};
-        std::memcpy(&gate, gate_up + at, num * sizeof(float));
-        std::memcpy(&up, gate_up + inner + at, num * sizeof(float));
-        const Floats result = gate / (exp(-gate) + 1.0f) * up;
-        for (int i = 0; i < num; ++i) to.first[static_cast<size_t>(at + i) * to.stride] = result[i];
-    }
+inline void gate_row(const float* gate_up, const InputRow& to) {
+    const float *gate = gate_up, *up = gate_up + to.in;
+    int at = 0;
+    for (; at + kLanes <= to.in; at += kLanes)
+        to.put(at, gated(load(gate + at), load(up + at)));
+    if (const int rest = to.in - at)
+        to.put(at, gated(load_some(gate + at, rest), load_some(up + at, rest)), rest);
 }
 
 inline void embed(const Model& model, int token, float* to) {
@@ -91,18 +105,20 @@ inline void embed(const Model& model, int token, float* to) {
 // Work items, the longest first where one thread would be last with them.
 inline std::vector<Item> items_of(const Model& model, const Step& step) {
     const int group = model.num_heads / model.num_kv_heads;
+    const int most = rows_of_item(model, step);
     std::vector<Item> items;
     for (int s = 0; s < step.num_spans; ++s) {
         const int rows = step.spans[s].num_queries * group;
-        for (int first = (rows - 1) / kRowsMax * kRowsMax; first >= 0; first -= kRowsMax)
+        for (int first = (rows - 1) / most * most; first >= 0; first -= most)
             for (int h = 0; h < model.num_kv_heads; ++h)
-                items.push_back({s, h, first, rows - first < kRowsMax ? rows - first : kRowsMax});
+                items.push_back({s, h, first, rows - first < most ? rows - first : most});
     }
     return items;
 }
 
 struct Rows {  // buffers of a step, as all threads see them
     float *hidden, *input, *projected, *attended;
+    Laps* laps;
 };
 
 // Normalizes, projects, rotates and stores; queries stay in `projected`.
@@ -110,13 +126,16 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
                      int threads) {
     const Layer& layer = model.layers[index];
     const int width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
+    const Inputs normed = inputs_of(layer.qkv, rows.input, step.num_rows);
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row)
-        norm_into_tiles(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.attention_norm,
-                        row, step.num_rows, model.hidden, model.norm_eps, rows.input);
-    linear(layer.qkv, rows.input, step.num_rows,
-           {rows.projected, static_cast<size_t>(width), Into::kSet}, thread, threads);
+        norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.attention_norm,
+                 model.norm_eps, normed.row(row));
+    rows.laps->end(NORM, thread);
+    linear(layer.qkv, normed, {rows.projected, static_cast<size_t>(width), Into::kSet}, thread,
+           threads);
 #pragma omp barrier
+    rows.laps->end(QKV, thread);
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row) {
         float* heads = rows.projected + static_cast<size_t>(row) * width;
@@ -125,6 +144,30 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
         else
             place_row<float>(model, layer, step, index, row, heads);
     }
+    rows.laps->end(PLACE, thread);
+}
+
+// What the MLP's last product reads.
+inline Inputs gate_all(const Model& model, const Layer& layer, const Step& step,
+                       const Inputs& normed, const Rows& rows, int thread, int threads) {
+#ifdef TANDEM_PAIRS
+    if (layer.gate_up.kind == BF16_PAIRS) {
+        const Inputs gated = inputs_of(layer.down, rows.projected, step.num_rows);
+        gate(layer.gate_up, normed, gated, thread, threads);
+#pragma omp barrier
+        rows.laps->end(GATE_UP, thread);
+        return gated;
+    }
+#endif
+    const Inputs gated = inputs_of(layer.down, rows.input, step.num_rows);
+    const size_t width = 2 * static_cast<size_t>(model.inner);
+    linear(layer.gate_up, normed, {rows.projected, width, Into::kSet}, thread, threads);
+#pragma omp barrier
+    rows.laps->end(GATE_UP, thread);
+#pragma omp for schedule(static)
+    for (int row = 0; row < step.num_rows; ++row) gate_row(rows.projected + row * width, gated.row(row));
+    rows.laps->end(SILU, thread);
+    return gated;
 }
 
 // Attention and the MLP, added to the residual stream.
@@ -133,50 +176,53 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
     const Layer& layer = model.layers[index];
     const size_t width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
     const Output residual{rows.hidden, static_cast<size_t>(model.hidden), Into::kAdd};
+    const Inputs attended = inputs_of(layer.attention_out, rows.attended, step.num_rows);
+    const Inputs normed = inputs_of(layer.gate_up, rows.input, step.num_rows);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < items.size(); ++i) {
-        if (step.kv_kind == BF16)
-            attend<Bf16>(model, step, index, items[i], rows.projected, width, rows.attended, buffer);
-        else
-            attend<float>(model, step, index, items[i], rows.projected, width, rows.attended, buffer);
+        const Item& next = items[i + threads < items.size() ? i + threads : i];
+        attend_any(model, step, index, items[i], next, rows.projected, width, attended, buffer);
     }
-    linear(layer.attention_out, rows.attended, step.num_rows, residual, thread, threads);
+    rows.laps->end(ATTENTION, thread);
+    linear(layer.attention_out, attended, residual, thread, threads);
 #pragma omp barrier
+    rows.laps->end(ATTENTION_OUT, thread);
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row)
-        norm_into_tiles(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm, row,
-                        step.num_rows, model.hidden, model.norm_eps, rows.input);
-    linear(layer.gate_up, rows.input, step.num_rows,
-           {rows.projected, 2 * static_cast<size_t>(model.inner), Into::kSet}, thread, threads);
+        norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
+                 model.norm_eps, normed.row(row));
+    rows.laps->end(NORM, thread);
+    const Inputs gated = gate_all(model, layer, step, normed, rows, thread, threads);
+    linear(layer.down, gated, residual, thread, threads);
 #pragma omp barrier
-#pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row)
-        gate_into_tiles(rows.projected + 2 * static_cast<size_t>(row) * model.inner, model.inner,
-                        row, step.num_rows, rows.input);
-    linear(layer.down, rows.input, step.num_rows, residual, thread, threads);
-#pragma omp barrier
+    rows.laps->end(DOWN, thread);
 }
 
 inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
     const size_t rows = step.num_rows;
-    const size_t heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
-    const size_t inner = model.inner, hidden = model.hidden;
-    for (Buffer& buffer : scratch.of_thread) buffer.of(attention_floats(model.head_dim));
-    return {scratch.hidden.of(rows * hidden), scratch.input.of(rows * (inner > hidden ? inner : hidden)),
-            scratch.projected.of(rows * (2 * inner > heads ? 2 * inner : heads)),
-            scratch.attended.of(rows * model.num_heads * model.head_dim)};
+    const int heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
+    const int inner = model.inner, hidden = model.hidden;
+    for (Buffer& buffer : scratch.of_thread) buffer.of(attention_floats(model, step));
+    return {scratch.hidden.of(rows * hidden),
+            scratch.input.of(input_floats(rows, inner > hidden ? inner : hidden)),
+            scratch.projected.of(rows * std::max({heads, 2 * inner, whole_steps(inner)})),
+            scratch.attended.of(input_floats(rows, model.num_heads * model.head_dim)),
+            &scratch.laps};
 }
 
 inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
     const Rows rows = rows_of(model, step, scratch);
     const std::vector<Item> items = items_of(model, step);
+    scratch.laps.start();
 #pragma omp parallel num_threads(model.num_threads)
     {
+        const TilesInUse tiles;
         const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        float* buffer = scratch.of_thread[thread].of(attention_floats(model.head_dim));
+        float* buffer = scratch.of_thread[thread].of(attention_floats(model, step));
 #pragma omp for schedule(static)
         for (int row = 0; row < step.num_rows; ++row)
             embed(model, step.token_ids[row], rows.hidden + static_cast<size_t>(row) * model.hidden);
+        rows.laps->end(EMBED, thread);
         for (int index = 0; index < model.num_layers; ++index) {
             store_kv(model, step, index, rows, thread, threads);
             if (index + 1 < model.num_layers)
@@ -188,19 +234,25 @@ inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
 inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
     const Rows rows = rows_of(model, step, scratch);
     const std::vector<Item> items = items_of(model, step);
-    float* last = scratch.last.of(static_cast<size_t>(step.num_logit_rows) * model.hidden);
+    const Inputs last = inputs_of(
+        model.output, scratch.last.of(input_floats(step.num_logit_rows, model.hidden)),
+        step.num_logit_rows);
+    scratch.laps.start();
 #pragma omp parallel num_threads(model.num_threads)
     {
+        const TilesInUse tiles;
         const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        float* buffer = scratch.of_thread[thread].of(attention_floats(model.head_dim));
+        float* buffer = scratch.of_thread[thread].of(attention_floats(model, step));
         finish_layer(model, step, model.num_layers - 1, rows, items, buffer, thread, threads);
 #pragma omp for schedule(static)
         for (int i = 0; i < step.num_logit_rows; ++i)
-            norm_into_tiles(rows.hidden + static_cast<size_t>(step.logit_rows[i]) * model.hidden,
-                            model.final_norm, i, step.num_logit_rows, model.hidden, model.norm_eps, last);
-        linear(model.output, last, step.num_logit_rows,
-               {step.logits, static_cast<size_t>(model.vocab), Into::kSet}, thread, threads);
+            norm_row(rows.hidden + static_cast<size_t>(step.logit_rows[i]) * model.hidden,
+                     model.final_norm, model.norm_eps, last.row(i));
+        rows.laps->end(NORM, thread);
+        linear(model.output, last, {step.logits, static_cast<size_t>(model.vocab), Into::kSet},
+               thread, threads);
     }
+    rows.laps->end(OUTPUT, 0);
 }
 
 }  // namespace tandem::TANDEM_ISA

@@ -14,6 +14,7 @@ from ctypes import (
     Structure,
     byref,
     c_char_p,
+    c_double,
     c_float,
     c_int,
     c_int32,
@@ -22,17 +23,38 @@ from ctypes import (
 )
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 PANEL = 16  # outputs side by side in packed weights; head sizes are a multiple of it
+_STEP_INPUTS = 32  # in pairs, the inputs of an output are rounded up to
 
 
 class Kind(IntEnum):
     F32 = 0
     BF16 = 1
     I8 = 2
+    BF16_PAIRS = 3  # as packed for AMX and AVX512_BF16
+
+
+_WEIGHT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.I8: 1, Kind.BF16_PAIRS: 2}
+
+
+class Stage(IntEnum):
+    """Of a step, each ending when all threads are through with it."""
+
+    EMBED = 0
+    NORM = 1
+    QKV = 2
+    PLACE = 3  # head norms, rotation, K and V into the pool
+    ATTENTION = 4
+    ATTENTION_OUT = 5
+    GATE_UP = 6
+    SILU = 7
+    DOWN = 8
+    OUTPUT = 9
 
 
 class Matrix(Structure):
@@ -112,8 +134,9 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._library = CDLL(str(path))
-        signatures = {
+        signatures: dict[str, tuple[Any, list[Any]]] = {
             "tandem_instructions": (c_char_p, [c_char_p]),
+            "tandem_packed_kind": (c_int32, [c_char_p, c_int32]),
             "tandem_pack": (
                 None,
                 [c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p],
@@ -124,22 +147,29 @@ class Library:
             "tandem_to_logits": (c_int, [c_void_p, POINTER(Step)]),
         }
         for name, (result, arguments) in signatures.items():
-            function = getattr(self._library, name)
-            function.restype, function.argtypes = result, arguments
+            self._function(name, result, arguments)
 
     def instructions(self, wanted: str | None = None) -> str | None:
-        """Of what this processor has, the best or the wanted: avx512, avx2 or plain."""
+        """Of what this processor has, the best or the wanted: amx, avx512_bf16, avx512, avx2 or
+        plain."""
         name = self._library.tandem_instructions(wanted.encode() if wanted else None)
         return name.decode() if name else None
 
+    def packed_kind(self, kind: Kind, wanted: str | None = None) -> Kind:
+        """As which kind weights of `kind` are to be packed for these instructions."""
+        return Kind(self._library.tandem_packed_kind(wanted.encode() if wanted else None, kind))
+
     def pack(
-        self, weights: int, weights_kind: Kind, shape: tuple[int, int], kind: Kind
-    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32] | None]:
-        """Panels of weights [out, in] at an address, and for I8 the scale of each output."""
+        self,
+        weights: int,
+        weights_kind: Kind,
+        shape: tuple[int, int],
+        kind: Kind,
+        panels: npt.NDArray[np.uint8],
+    ) -> npt.NDArray[np.float32] | None:
+        """Fills the panels of weights [out, in] at an address; for I8 the scale of each output."""
+        assert panels.size == packed_bytes(shape, kind)
         num_out, num_in = shape
-        size = {Kind.F32: 4, Kind.BF16: 2, Kind.I8: 1}[kind]
-        padded = -(-num_out // PANEL) * PANEL
-        panels = np.empty(padded * num_in * size, np.uint8)
         scales = np.empty(num_out, np.float32) if kind is Kind.I8 else None
         self._library.tandem_pack(
             weights,
@@ -150,7 +180,7 @@ class Library:
             panels.ctypes.data,
             scales.ctypes.data if scales is not None else None,
         )
-        return panels, scales
+        return scales
 
     def create(self, model: Model, instructions: str | None = None) -> int:
         """A decoder, to be destroyed; MemoryError when there is no room for it."""
@@ -171,9 +201,39 @@ class Library:
         """The rest of the same step."""
         self._check(self._library.tandem_to_logits(decoder, byref(step)))
 
+    def take_stages(self, decoder: int) -> dict[Stage, float]:
+        """Seconds spent in each since the last time."""
+        seconds = (c_double * len(Stage))()
+        self._function("tandem_take_stages", None, [c_void_p, POINTER(c_double)])(decoder, seconds)
+        return dict(zip(Stage, seconds, strict=True))
+
+    def product_gflops(self, num_threads: int, kind: Kind) -> float:
+        """Of the largest tile for weights of `kind`, as packed, in the first-level cache: takes
+        some 0.3 s."""
+        measure = self._function("tandem_product_gflops", c_double, [c_int32, c_int32])
+        return float(measure(num_threads, kind))
+
+    def read_gb_per_s(self, data: npt.NDArray[np.float32], num_threads: int) -> float:
+        """Reading once what should be larger than all caches."""
+        read = self._function("tandem_read_gb_per_s", c_double, [c_void_p, c_int64, c_int32])
+        return float(read(data.ctypes.data, data.size, num_threads))
+
+    def _function(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        function = getattr(self._library, name)
+        function.restype, function.argtypes = result, arguments
+        return function
+
     def _check(self, failed: int) -> None:
         if failed:
             raise MemoryError("no memory for the activations of this step")
+
+
+def packed_bytes(shape: tuple[int, int], kind: Kind) -> int:
+    """Of the panels of weights [out, in]."""
+    num_out, num_in = shape
+    if kind is Kind.BF16_PAIRS:
+        num_in = -(-num_in // _STEP_INPUTS) * _STEP_INPUTS
+    return -(-num_out // PANEL) * PANEL * num_in * _WEIGHT_BYTES[kind]
 
 
 @functools.cache

@@ -1,66 +1,65 @@
-// Products y = x W^T of rows that lie in tiles with a packed matrix.
+// Products y = x W^T of rows that lie in tiles (inputs.h) with a packed matrix.
 //
-//     rows in tiles   as few tiles as can be, none of more than kTileRows rows, all of about one
-//                     size; x[row][k] at (first row * in) + k * (rows of the tile) + (row - first)
-//
-// The inputs are summed in blocks of kInputs, each from the first to the last, and the blocks in
-// order: the same for a row alone and in a tile.
+// The inputs are summed block by block (decoder.h), each from the first to the last: the same for a
+// row alone and in a tile.
 
 namespace tandem::TANDEM_ISA {
 
-constexpr int kTileRows = TANDEM_TILE_ROWS;
-constexpr int kInputs = 1024;
 constexpr int kTilesAtOnce = 60 / kTileRows;  // their inputs stay in the second-level cache
+constexpr int kSums = TANDEM_SUMS;            // vectors of sums that fit the registers
 
 enum class Into { kSet, kAdd };
 
-struct Tiles {
-    int num_rows;
-    int num() const { return (num_rows + kTileRows - 1) / kTileRows; }
-    int first_row(int tile) const { return static_cast<int64_t>(tile) * num_rows / num(); }
-    int of(int row) const { return ((static_cast<int64_t>(row) + 1) * num() - 1) / num_rows; }
-};
-
-// Where a row of a buffer in tiles begins, and how far apart its inputs are.
-struct TiledRow {
-    float* first;
-    int stride;
-};
-
-inline TiledRow tiled_row(float* buffer, int row, int num_rows, int in) {
-    const Tiles tiles{num_rows};
-    const int tile = tiles.of(row), first = tiles.first_row(tile);
-    return {buffer + static_cast<size_t>(first) * in + (row - first),
-            tiles.first_row(tile + 1) - first};
-}
-
-// NP panels times MR rows: sums of `num` products each.
-template <class W, int MR, int NP>
-inline __attribute__((always_inline)) void multiply(
-    const float* x, const W* w, size_t panel_stride, int num, Floats (&sums)[NP][kVectors][MR]) {
-#pragma GCC unroll 8
-    for (int p = 0; p < NP; ++p)
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v)
+// NV vectors of outputs, of panels side by side, times MR rows: sums of `num` products each.
+// Meanwhile `ahead` is fetched, `step` bytes every two inputs.
+template <class W, int MR, int NV>
+inline __attribute__((always_inline)) void multiply(const float* x, const W* w, int num,
+                                                    const char* ahead, int step,
+                                                    Floats (&sums)[NV][MR]) {
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m) sums[p][v][m] = Floats{};
-    for (int k = 0; k < num; ++k) {
-        Floats b[NP][kVectors];
-#pragma GCC unroll 8
-        for (int p = 0; p < NP; ++p)
-#pragma GCC unroll 8
-            for (int v = 0; v < kVectors; ++v)
-                b[p][v] = load(w + p * panel_stride + k * kPanel + v * kLanes);
-        // One input in all lanes at a time: more of them at once would not fit the registers.
+    for (int v = 0; v < NV; ++v)
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; ++m) {
-            const Floats input = all(x[k * MR + m]);
-#pragma GCC unroll 8
-            for (int p = 0; p < NP; ++p)
-#pragma GCC unroll 8
-                for (int v = 0; v < kVectors; ++v) sums[p][v][m] += input * b[p][v];
+        for (int m = 0; m < MR; ++m) sums[v][m] = Floats{};
+    const size_t panel_stride = static_cast<size_t>(num) * kPanel;
+    const auto weights = [&](int v, int k) __attribute__((always_inline)) {
+        return lanes(w + v / kVectors * panel_stride + k * kPanel, v % kVectors);
+    };
+    const auto add = [&](int k) __attribute__((always_inline)) {
+        if constexpr (NV <= MR) {
+            Floats b[NV];
+#pragma GCC unroll 16
+            for (int v = 0; v < NV; ++v) b[v] = weights(v, k);
+            // One input in all lanes at a time: more of them would not fit the registers.
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m) {
+                const Floats input = all(x[k * MR + m]);
+#pragma GCC unroll 16
+                for (int v = 0; v < NV; ++v) sums[v][m] += input * b[v];
+            }
+        } else {
+            Floats input[MR];
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m) input[m] = all(x[k * MR + m]);
+#pragma GCC unroll 16
+            for (int v = 0; v < NV; ++v) {
+                const Floats b = weights(v, k);
+#pragma GCC unroll 16
+                for (int m = 0; m < MR; ++m) sums[v][m] += input[m] * b;
+            }
+        }
+    };
+    int k = 0;
+    for (; k + 4 <= num; k += 4) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            if (i % 2 == 0) {
+                __builtin_prefetch(ahead, 0, 2);
+                ahead += step;
+            }
+            add(k + i);
         }
     }
+    for (; k < num; ++k) add(k);
 }
 
 struct Output {
@@ -69,77 +68,117 @@ struct Output {
     Into into;
 };
 
-inline Floats load_some(const float* from, int num) {  // zeros after the last
-    Floats v = Floats{};
-    std::memcpy(&v, from, num * sizeof(float));
-    return v;
+// What becomes of one vector of sums of `num` outputs; all of a vector's, if nobody says less.
+inline __attribute__((always_inline)) void put_vector(const Matrix& matrix, int output,
+                                                      bool first_inputs, bool adds, float* to,
+                                                      Floats sums, int num = kLanes) {
+    const auto load_of = [num](const float* from) {
+        return num == kLanes ? load(from) : load_some(from, num);
+    };
+    if (matrix.scales) sums = sums * load_of(matrix.scales + output);
+    if (matrix.bias && first_inputs) sums = sums + load_of(matrix.bias + output);
+    if (adds) sums = load_of(to) + sums;
+    std::memcpy(to, &sums, num * sizeof(float));
 }
 
-template <int MR, int NP>
-inline __attribute__((always_inline)) void put(
-    const Matrix& matrix, int first_output, bool first_inputs, const Output& out, int first_row,
-    Floats (&sums)[NP][kVectors][MR]) {
-    const bool adds = out.into == Into::kAdd || !first_inputs;
-#pragma GCC unroll 8
-    for (int p = 0; p < NP; ++p) {
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) {
-            const int output = first_output + p * kPanel + v * kLanes;
-            const int num = matrix.out - output < kLanes ? matrix.out - output : kLanes;
-            if (num <= 0) continue;
-            const bool whole = num == kLanes;
-            Floats scale = all(1.0f), bias = Floats{};
-            if (matrix.scales) scale = load_some(matrix.scales + output, num);
-            if (matrix.bias && first_inputs) bias = load_some(matrix.bias + output, num);
-#pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m) {
-                float* at = out.rows + (first_row + m) * out.stride + output;
-                Floats before = Floats{};
-                if (adds) before = whole ? load(at) : load_some(at, num);
-                const Floats result = before + (sums[p][v][m] * scale + bias);
-                if (whole)
-                    store(at, result);
-                else
-                    std::memcpy(at, &result, num * sizeof(float));
-            }
-        }
+// The same for a tile's sums, of which the last may be of no output: off the beaten track.
+__attribute__((noinline)) inline void put_any(const Matrix& matrix, int first_output,
+                                              bool first_inputs, bool adds, float* to,
+                                              size_t stride, int vectors, int rows,
+                                              const Floats* sums) {
+    for (int v = 0; v < vectors; ++v) {
+        const int output = first_output + v * kLanes;
+        const int num = matrix.out - output < kLanes ? matrix.out - output : kLanes;
+        for (int m = 0; m < rows && num > 0; ++m)
+            put_vector(matrix, output, first_inputs, adds, to + m * stride + v * kLanes,
+                       sums[v * rows + m], num);
     }
 }
 
-template <class W, int MR, int NP>
-void tile(const Matrix& matrix, const float* x, int panel, int first_input, const Output& out,
-          int first_row) {
-    const int num = matrix.in - first_input < kInputs ? matrix.in - first_input : kInputs;
-    const size_t panel_stride = static_cast<size_t>(matrix.in) * kPanel;
-    const W* w = static_cast<const W*>(matrix.panels) + panel * panel_stride +
-                 static_cast<size_t>(first_input) * kPanel;
-    Floats sums[NP][kVectors][MR];
-    multiply<W, MR, NP>(x + static_cast<size_t>(first_input) * MR, w, panel_stride, num, sums);
-    put<MR, NP>(matrix, panel * kPanel, first_input == 0, out, first_row, sums);
+template <int MR, int NV>
+inline __attribute__((always_inline)) void put(const Matrix& matrix, int first_output,
+                                               bool first_inputs, const Output& out, int first_row,
+                                               const Floats (&sums)[NV][MR]) {
+    const bool adds = out.into == Into::kAdd || !first_inputs;
+    float* to = out.rows + first_row * out.stride + first_output;
+    if (first_output + NV * kLanes > matrix.out || matrix.scales || matrix.bias) {
+        Floats kept[NV * MR];  // so that `sums` need no address and stay in registers
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; ++v)
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m) kept[v * MR + m] = sums[v][m];
+        put_any(matrix, first_output, first_inputs, adds, to, out.stride, NV, MR, kept);
+    } else if (adds) {
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m, to += out.stride)
+#pragma GCC unroll 16
+            for (int v = 0; v < NV; ++v)
+                store(to + v * kLanes, load(to + v * kLanes) + sums[v][m]);
+    } else {
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m, to += out.stride)
+#pragma GCC unroll 16
+            for (int v = 0; v < NV; ++v) store(to + v * kLanes, sums[v][m]);
+    }
+}
+
+// What tiles of one block of inputs have in common.
+template <class W>
+struct Share {
+    const Matrix& matrix;
+    const Output& out;
+    const W* weights;  // of the block's first panel
+    int first_input, num_inputs;
+};
+
+// The tiles of a block take turns in fetching the panel after the one that they are at.
+struct Turn {
+    int tile, tiles;
+};
+
+template <class W, int MR, int NV>
+void tile(const Share<W>& share, const float* x, int panel, int first_row, Turn turn) {
+    const int panel_size = share.num_inputs * kPanel;
+    const W* w = share.weights + static_cast<size_t>(panel) * panel_size;
+    const W* ahead = w;
+    int step = 0;
+    if (turn.tiles > 1) {  // else the weights are one stream, which the processor sees by itself
+        ahead += panel_size + static_cast<size_t>(panel_size) * turn.tile / turn.tiles;
+        step = 2 * kPanel * sizeof(W) / turn.tiles;
+    }
+    Floats sums[NV][MR];
+    multiply<W, MR, NV>(x, w, share.num_inputs, reinterpret_cast<const char*>(ahead), step, sums);
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; ++v)
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) sums[v][m] = in_order<W>(sums[v][m]);
+    put<MR, NV>(share.matrix, panel * kPanel, share.first_input == 0, share.out, first_row, sums);
+}
+
+// So many at once as keep the multipliers busy and have their sums in registers.
+constexpr int panels_at_once(int rows) {
+    const int most = kSums / (rows * kVectors);
+    return most < 1 ? 1 : (most > 4 ? 4 : most);
 }
 
 template <class W, int MR>
-void panels(const Matrix& matrix, const float* x, int first_panel, int end_panel,
-            int first_input, const Output& out, int first_row) {
-    // Enough sums at once to keep the multipliers busy, and not more than there are registers.
-    constexpr int kSums = 8 * 8 / kLanes;
-    constexpr int NP = MR * kVectors >= kSums ? 1 : (kSums / (MR * kVectors) > 4 ? 4 : kSums / (MR * kVectors));
-    int panel = first_panel;
+void panels(const Share<W>& share, const float* x, int panel, int end_panel, int first_row,
+            Turn turn) {
+    constexpr int NP = panels_at_once(MR);
     for (; panel + NP <= end_panel; panel += NP)
-        tile<W, MR, NP>(matrix, x, panel, first_input, out, first_row);
-    for (; panel < end_panel; ++panel)
-        tile<W, MR, 1>(matrix, x, panel, first_input, out, first_row);
+        tile<W, MR, NP * kVectors>(share, x, panel, first_row, turn);
+    for (; panel < end_panel; ++panel) tile<W, MR, kVectors>(share, x, panel, first_row, turn);
 }
 
 template <class W, int MR>
-void any_rows(int num_rows, const Matrix& matrix, const float* x, int first_panel, int end_panel,
-              int first_input, const Output& out, int first_row) {
+void any_rows(int num_rows, const Share<W>& share, const float* x, int first_panel, int end_panel,
+              int first_row, Turn turn) {
     if constexpr (MR > 0) {
         if (num_rows == MR)
-            panels<W, MR>(matrix, x, first_panel, end_panel, first_input, out, first_row);
+            panels<W, MR>(share, x + static_cast<size_t>(share.first_input) * MR, first_panel,
+                          end_panel, first_row, turn);
         else
-            any_rows<W, MR - 1>(num_rows, matrix, x, first_panel, end_panel, first_input, out,
-                                first_row);
+            any_rows<W, MR - 1>(num_rows, share, x, first_panel, end_panel, first_row, turn);
     }
 }
 
@@ -148,31 +187,67 @@ template <class W>
 void linear_of(const Matrix& matrix, const float* x, int num_rows, int first_panel, int end_panel,
                const Output& out) {
     const Tiles tiles{num_rows};
-    const auto compute = [&](int tile, int panel, int panel_after, int first_input) {
-        const int row = tiles.first_row(tile);
-        any_rows<W, kTileRows>(tiles.first_row(tile + 1) - row, matrix,
-                               x + static_cast<size_t>(row) * matrix.in, panel, panel_after,
-                               first_input, out, row);
-    };
+    const int num_panels = (matrix.out + kPanel - 1) / kPanel;
     for (int block = 0; block < tiles.num(); block += kTilesAtOnce) {
         const int end = block + kTilesAtOnce < tiles.num() ? block + kTilesAtOnce : tiles.num();
-        for (int k = 0; k < matrix.in; k += kInputs) {
-            if (end - block == 1) {
-                compute(block, first_panel, end_panel, k);  // several panels at once
-                continue;
-            }
-            for (int panel = first_panel; panel < end_panel; ++panel)
-                for (int tile = block; tile < end; ++tile) compute(tile, panel, panel + 1, k);
+        const int at_once = end - block == 1 ? end_panel - first_panel : 1;
+        for (int k = 0; k < num_input_blocks(matrix.in); ++k) {
+            const int first = first_input(matrix.in, k);
+            const W* weights = static_cast<const W*>(matrix.panels) +
+                               static_cast<size_t>(first) * num_panels * kPanel;
+            const Share<W> share{matrix, out, weights, first, first_input(matrix.in, k + 1) - first};
+            for (int panel = first_panel; panel < end_panel; panel += at_once)
+                for (int tile = block; tile < end; ++tile) {
+                    const int row = tiles.first_row(tile);
+                    any_rows<W, kTileRows>(tiles.first_row(tile + 1) - row, share,
+                                           x + static_cast<size_t>(row) * matrix.in, panel,
+                                           panel + at_once, row, {tile - block, end - block});
+                }
         }
     }
 }
 
+#ifdef TANDEM_PAIRS
+inline void linear_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_panel,
+                            int end_panel, const Output& out);
+inline void gate_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_panel,
+                          int end_panel, const Inputs& gated);
+
+// Gates of a panel and the ups of the next one, of some rows, into the product after the gate.
+inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int first_row,
+                      int num_rows, const Floats* gates, const Floats* ups) {
+    const int at = panel / 2 * kPanel;
+    const int num = gated.in - at < kPanel ? gated.in - at : kPanel;
+    Floats gate_bias = {}, up_bias = {};
+    if (matrix.bias != nullptr) {
+        gate_bias = load(matrix.bias + panel * kPanel);
+        up_bias = load(matrix.bias + (panel + 1) * kPanel);
+    }
+    for (int m = 0; m < num_rows; ++m)
+        gated.row(first_row + m)
+            .put(at, gated_for_bf16(gates[m] + gate_bias, ups[m] + up_bias), num);
+}
+
+// This thread's share of silu(gate) * up: panels of gates and of ups take turns.
+inline void gate(const Matrix& gate_up, const Inputs& inputs, const Inputs& gated, int thread,
+                 int num_threads) {
+    const int64_t num = gate_up.out / (2 * kPanel);
+    gate_of_pairs(gate_up, inputs, 2 * static_cast<int>(num * thread / num_threads),
+                  2 * static_cast<int>(num * (thread + 1) / num_threads), gated);
+}
+#endif
+
 // This thread's share of a product.
-inline void linear(const Matrix& matrix, const float* x, int num_rows, const Output& out,
-                   int thread, int num_threads) {
+inline void linear(const Matrix& matrix, const Inputs& inputs, const Output& out, int thread,
+                   int num_threads) {
+    const float* x = inputs.buffer;
+    const int num_rows = inputs.num_rows;
     const int num_panels = (matrix.out + kPanel - 1) / kPanel;
     const int first = static_cast<int64_t>(num_panels) * thread / num_threads;
     const int end = static_cast<int64_t>(num_panels) * (thread + 1) / num_threads;
+#ifdef TANDEM_PAIRS
+    if (matrix.kind == BF16_PAIRS) return linear_of_pairs(matrix, inputs, first, end, out);
+#endif
     if (matrix.kind == BF16)
         linear_of<Bf16>(matrix, x, num_rows, first, end, out);
     else if (matrix.kind == I8)

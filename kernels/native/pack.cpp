@@ -16,13 +16,32 @@ float widen(const void* weights, int32_t kind, int64_t at) {
     return wide;
 }
 
+// Calls `write(output, input)` in the order in which the weights lie.
+template <class Write>
+void in_order(int64_t out, int64_t in, bool in_pairs, Write write) {
+    for (int block = 0; block < num_input_blocks(in); ++block)
+        for (int64_t first = 0; first < out; first += kPanel)
+            for (int64_t k = first_input(in, block); k < first_input(in, block + 1); ++k)
+                for (int64_t lane = 0; lane < kPanel; ++lane)
+                    write(first + (in_pairs ? lane / 2 + lane % 2 * (kPanel / 2) : lane), k);
+}
+
 // Elements of one size to where they belong, as they are.
 template <class T>
-void reorder(const T* weights, int64_t out, int64_t in, T* panels) {
+void reorder(const T* weights, int64_t out, int64_t in, bool in_pairs, T* panels) {
+    in_order(out, in, in_pairs, [&](int64_t n, int64_t k) {
+        *panels++ = n < out ? weights[n * in + k] : T{};
+    });
+}
+
+// Panel by panel, pairs of inputs, of which those after the last are zeros.
+void pair_up(const uint16_t* weights, int64_t out, int64_t in, uint16_t* panels) {
+    const int64_t padded = (in + kStepInputs - 1) / kStepInputs * kStepInputs;
     for (int64_t first = 0; first < out; first += kPanel)
-        for (int64_t k = 0; k < in; ++k)
-            for (int64_t lane = 0; lane < kPanel; ++lane)
-                *panels++ = first + lane < out ? weights[(first + lane) * in + k] : T{};
+        for (int64_t k = 0; k < padded; k += 2)
+            for (int64_t n = first; n < first + kPanel; ++n)
+                for (int64_t i = k; i < k + 2; ++i)
+                    *panels++ = n < out && i < in ? weights[n * in + i] : 0;
 }
 
 void quantize(const void* weights, int32_t kind, int64_t out, int64_t in, int8_t* panels,
@@ -33,13 +52,11 @@ void quantize(const void* weights, int32_t kind, int64_t out, int64_t in, int8_t
             largest = std::fmax(largest, std::fabs(widen(weights, kind, n * in + k)));
         scales[n] = largest / 127.0f;
     }
-    for (int64_t first = 0; first < out; first += kPanel)
-        for (int64_t k = 0; k < in; ++k)
-            for (int64_t n = first; n < first + kPanel; ++n) {
-                const bool empty = n >= out || scales[n] == 0.0f;
-                const float weight = empty ? 0.0f : widen(weights, kind, n * in + k) / scales[n];
-                *panels++ = static_cast<int8_t>(std::lrint(weight));
-            }
+    in_order(out, in, false, [&](int64_t n, int64_t k) {
+        const bool empty = n >= out || scales[n] == 0.0f;
+        const float weight = empty ? 0.0f : widen(weights, kind, n * in + k) / scales[n];
+        *panels++ = static_cast<int8_t>(std::lrint(weight));
+    });
 }
 
 }  // namespace
@@ -49,9 +66,13 @@ void pack(const void* weights, int32_t weights_kind, int64_t out, int64_t in, in
     if (kind == I8)
         quantize(weights, weights_kind, out, in, static_cast<int8_t*>(panels), scales);
     else if (kind == F32)
-        reorder(static_cast<const uint32_t*>(weights), out, in, static_cast<uint32_t*>(panels));
+        reorder(static_cast<const uint32_t*>(weights), out, in, false,
+                static_cast<uint32_t*>(panels));
+    else if (kind == BF16_PAIRS)
+        pair_up(static_cast<const uint16_t*>(weights), out, in, static_cast<uint16_t*>(panels));
     else
-        reorder(static_cast<const uint16_t*>(weights), out, in, static_cast<uint16_t*>(panels));
+        reorder(static_cast<const uint16_t*>(weights), out, in, true,
+                static_cast<uint16_t*>(panels));
 }
 
 }  // namespace tandem

@@ -2,6 +2,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -12,12 +13,17 @@
 #define TANDEM_ISA plain_code
 #define TANDEM_LANES 4
 #define TANDEM_TILE_ROWS 2
+#define TANDEM_SUMS 8
 #include "simd.h"
 // simd.h defines what the others stand on.
+#include "inputs.h"
+#include "gated.h"
 #include "linear.h"
 #include "attention.h"
 #include "forward.h"
+#include "limits.h"
 
 namespace tandem {
-const Entry plain = {plain_code::to_last_kv, plain_code::to_logits};
+const Entry plain = {plain_code::to_last_kv, plain_code::to_logits, BF16,
+                    plain_code::product_gflops, plain_code::read_gb_per_s};
 }

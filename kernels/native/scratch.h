@@ -2,13 +2,19 @@
 
 #pragma once
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <cstdlib>
 #include <new>
 #include <vector>
 
+#include "stages.h"
+
 namespace tandem {
 
-constexpr std::size_t kAlignment = 64;
+constexpr std::size_t kAlignment = 64, kHugePage = 2 << 20;
 
 class Buffer {
 public:
@@ -25,14 +31,24 @@ public:
             // Whole lines, and one more that a last vector may read past the end.
             const std::size_t bytes =
                 (num_floats * sizeof(float) / kAlignment + 2) * kAlignment;
-            data_ = static_cast<float*>(std::aligned_alloc(kAlignment, bytes));
-            if (data_ == nullptr) throw std::bad_alloc();
+            data_ = allocated(bytes);
             size_ = num_floats;
         }
         return data_;
     }
 
 private:
+    static float* allocated(std::size_t bytes) {
+        const bool huge = bytes >= kHugePage / 4;
+        if (huge) bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+        void* data = std::aligned_alloc(huge ? kHugePage : kAlignment, bytes);
+        if (data == nullptr) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+        if (huge) madvise(data, bytes, MADV_HUGEPAGE);  // a product touches many rows at once
+#endif
+        return static_cast<float*>(data);
+    }
+
     float* data_ = nullptr;
     std::size_t size_ = 0;
 };
@@ -44,6 +60,7 @@ struct Scratch {
     Buffer attended;  // [rows, heads * head_dim], in tiles
     Buffer last;      // [logit rows, hidden]
     std::vector<Buffer> of_thread;  // attention's tiles
+    Laps laps;
 };
 
 }  // namespace tandem

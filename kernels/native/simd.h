@@ -53,7 +53,87 @@ inline Floats load(const int8_t* from) {
 #endif
 }
 
+#if TANDEM_LANES == 8
+// In memory, and asm, for a compiler would spend a register on it that is one of the sums'.
+alignas(32) constexpr uint32_t kUpper[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+                                            0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
+#endif
+
+// The lower or the upper bf16 of each word.
+inline __attribute__((always_inline)) Floats of_words(Words words, int i) {
+    if (i == 0) return (Floats)(words << 16);
+#if TANDEM_LANES == 8
+    asm("vpand %1, %0, %0" : "+x"(words) : "m"(kUpper));
+    return (Floats)words;
+#else
+    return (Floats)(words & 0xffff0000u);
+#endif
+}
+
+// The same from memory, each time again: keeping the words would take a register, too.
+inline __attribute__((always_inline)) Floats load_of_words(const void* from, int i) {
+    Words words;
+#if TANDEM_LANES == 8
+    if (i == 1) {
+        typedef uint8_t Memory[sizeof words];
+        asm("vmovdqu %1, %0" : "=x"(words) : "m"(*static_cast<const Memory*>(from)));
+        return of_words(words, i);
+    }
+#endif
+    std::memcpy(&words, from, sizeof words);
+    return of_words(words, i);
+}
+
+// A vector of a panel, and its outputs in order: bf16 lie in pairs (decoder.h), so that half of a
+// vector's words are weights with their lower bits and the other half one shift away.
+inline Floats lanes(const float* panel, int v) { return load(panel + v * kLanes); }
+
+inline Floats lanes(const int8_t* panel, int v) { return load(panel + v * kLanes); }
+
+inline Floats lanes(const Bf16* panel, int v) {
+#if TANDEM_LANES == 16
+    (void)v;
+    return load(panel);
+#else
+    constexpr int kWords = kVectors / 2;
+    Words words;
+    std::memcpy(&words, panel + v % kWords * 2 * kLanes, sizeof words);
+    return of_words(words, v / kWords);
+#endif
+}
+
+// The same where registers are scarce.
+inline Floats lanes_again(const float* panel, int v) { return load(panel + v * kLanes); }
+
+inline Floats lanes_again(const Bf16* panel, int v) {
+#if TANDEM_LANES == 16
+    (void)v;
+    return load(panel);
+#else
+    constexpr int kWords = kVectors / 2;
+    return load_of_words(panel + v % kWords * 2 * kLanes, v / kWords);
+#endif
+}
+
+template <class W>
+inline Floats in_order(Floats sums) {
+    return sums;
+}
+
+#if TANDEM_LANES == 16
+template <>
+inline Floats in_order<Bf16>(Floats sums) {
+    return __builtin_shuffle(sums, Ints{0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15});
+}
+#endif
+
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+
+inline Floats load_some(const float* from, int num) {  // zeros after the last
+    Floats v = Floats{};
+    std::memcpy(&v, from, num * sizeof(float));
+    return v;
+}
 
 inline float widen(float x) { return x; }
 
@@ -64,12 +144,23 @@ inline float widen(Bf16 x) {
     return wide;
 }
 
-inline void narrow(float x, float& to) { to = x; }
+// To the nearest, ties to even; NaN stays NaN. Where the processor does it by itself, denormal
+// numbers become zeros.
+inline Halves narrow(Floats v) {
+#ifdef TANDEM_PAIRS
+    return (Halves)_mm512_cvtneps_pbh((__m512)v);
+#else
+    const Words bits = (Words)v;
+    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return __builtin_convertvector(v == v ? rounded : Words{} + 0x7fc0, Halves);
+#endif
+}
 
-inline void narrow(float x, Bf16& to) {  // to the nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    to.bits = std::isnan(x) ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+inline void store_some(float* to, Floats v, int num) { std::memcpy(to, &v, num * sizeof *to); }
+
+inline void store_some(Bf16* to, Floats v, int num) {
+    const Halves halves = narrow(v);
+    std::memcpy(to, &halves, num * sizeof *to);
 }
 
 // Less zero, which compilers drop; plus zero they keep, for it would make -0 positive.
@@ -98,22 +189,25 @@ inline Floats exp(Floats x) {
     return below ? Floats{} : scaled;
 }
 
-// Sums of 16 partial sums, always in one order, whatever the width.
+typedef float Four __attribute__((vector_size(16)));
+typedef int32_t FourInts __attribute__((vector_size(16)));
+
+// Sums of 16 partial sums, always in one order, whatever the width: i and i + 8, i and i + 4, ...
 inline float sum(const Floats (&parts)[kVectors]) {
-    float lanes[kPanel];
-    std::memcpy(lanes, parts, sizeof lanes);
-    for (int width = kPanel / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    return lanes[0];
+    Four fours[4];
+    std::memcpy(fours, parts, sizeof fours);
+    Four four = (fours[0] + fours[2]) + (fours[1] + fours[3]);
+    four += __builtin_shuffle(four, FourInts{2, 3, 0, 1});
+    return four[0] + four[1];
 }
 
 inline float largest(const Floats (&parts)[kVectors]) {
-    float lanes[kPanel];
-    std::memcpy(lanes, parts, sizeof lanes);
-    for (int width = kPanel / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i)
-            lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
+    const auto larger = [](Four a, Four b) { return a > b ? a : b; };
+    Four fours[4];
+    std::memcpy(fours, parts, sizeof fours);
+    Four four = larger(larger(fours[0], fours[2]), larger(fours[1], fours[3]));
+    four = larger(four, __builtin_shuffle(four, FourInts{2, 3, 0, 1}));
+    return four[0] > four[1] ? four[0] : four[1];
 }
 
 }  // namespace tandem::TANDEM_ISA

@@ -11,7 +11,14 @@ from services.engine.sequence import Sequence, Status
 from services.engine.types import EngineLoad, Mode
 
 
-def measure_load(sequences: Collection[Sequence], chains: Chains, pool: BlockPool) -> EngineLoad:
+def measure_load(
+    sequences: Collection[Sequence],
+    chains: Chains,
+    pool: BlockPool,
+    *,
+    num_seats: int,
+    chunk_tokens: int,
+) -> EngineLoad:
     """A sequence counts once: as waiting, awaiting KV, running, or computed (to be) for a peer.
 
     A held chain is for a peer, an adopted one awaits KV.
@@ -24,6 +31,8 @@ def measure_load(sequences: Collection[Sequence], chains: Chains, pool: BlockPoo
         num_running=statuses[Status.RUNNING] - num_computing_for_peer,
         num_waiting=statuses[Status.WAITING],
         num_awaiting_kv=statuses[Status.AWAITING_KV] + chains.num_adopted,
+        num_seats=num_seats,
+        chunk_tokens=chunk_tokens,
         num_for_peer=num_computing_for_peer + statuses[Status.HELD] + chains.num_held,
         queued_tokens=sum(s.num_queued_tokens for s in sequences),
         blocks_total=pool.num_blocks,

@@ -1,8 +1,9 @@
 """The same decoder as model.py, computed by C++ on the CPU (kernels/native).
 
-Activations and sums are fp32; weights stay as the checkpoint has them (bf16 or fp32) or become
-int8 with a scale for each output. Every output is summed in one order, whatever shares the step,
-so a sequence's tokens depend on itself alone: this is both the fast and the invariant path.
+Sums are fp32; weights stay as the checkpoint has them (bf16 or fp32) or become int8 with a scale
+for each output. Activations are fp32, too, but rounded to bf16 for products with bf16 weights where
+the processor multiplies those as they are. Every output is summed in one order, whatever shares the
+step, so a sequence's tokens depend on itself alone: this is both the fast and the invariant path.
 """
 
 from __future__ import annotations
@@ -13,10 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.native.library import PANEL, Kind, Layer, Library, Matrix, Model, Step, address, load
+from kernels.native.library import (
+    PANEL,
+    Kind,
+    Layer,
+    Library,
+    Matrix,
+    Model,
+    Stage,
+    Step,
+    address,
+    load,
+    packed_bytes,
+)
 from kernels.rope import rotary_angles
 from services.engine.batch import StepBatch
 from services.engine.model import rope_frequencies
+from services.engine.pool_memory import own_pages
 from services.engine.weights import LayerWeights, Linear, ModelWeights
 from services.models.config import ModelConfig
 
@@ -51,10 +65,13 @@ class NativeDecoder:
         self._library: Library = library
         self._config = config
         self._int8 = int8
+        self._instructions = instructions
         self._kept: list[Any] = []  # what the structs point to
         self._frequencies = rope_frequencies(config)
         scaling = config.rope_scaling
         self._angle_scale = scaling.attention_factor if scaling else 1.0
+        self._panels = np.frombuffer(own_pages(self._packed_bytes(weights)), np.uint8)
+        self._num_packed = 0
         layers = (Layer * config.num_layers)(*map(self._layer, weights.layers))
         embedding = weights.embedding.contiguous()
         self._kept += [layers, embedding]
@@ -76,6 +93,11 @@ class NativeDecoder:
         )
         self._decoder = library.create(self._model, instructions)
         self.instructions = library.instructions(instructions)
+
+    @property
+    def multiplies_bf16(self) -> bool:
+        """As it is, not widened to fp32 first."""
+        return self._library.packed_kind(Kind.BF16, self._instructions) is Kind.BF16_PAIRS
 
     def __del__(self) -> None:
         if decoder := getattr(self, "_decoder", 0):
@@ -118,6 +140,10 @@ class NativeDecoder:
         self._library.to_logits(self._decoder, step)
         return logits
 
+    def take_stages(self) -> dict[Stage, float]:
+        """Seconds spent in each stage since the last time."""
+        return self._library.take_stages(self._decoder)
+
     def _layer(self, weights: LayerWeights) -> Layer:
         return Layer(
             attention_norm=self._floats(weights.attention_norm),
@@ -126,18 +152,57 @@ class NativeDecoder:
             mlp_norm=self._floats(weights.mlp_norm),
             qkv=self._matrix(weights.qkv),
             attention_out=self._matrix((weights.attention_out,)),
-            gate_up=self._matrix(weights.gate_up),
+            gate_up=self._matrix(self._gate_up(weights.gate_up)),
             down=self._matrix((weights.down,)),
         )
+
+    def _packed_bytes(self, weights: ModelWeights) -> int:
+        """Of all matrices: they lie one after another, in huge pages where the system has them."""
+
+        def of(parts: Sequence[Linear], *, in_turn: int = 1) -> int:
+            kind = self._kind(parts[0].weight)
+            num_out, num_in = sum(len(part.weight) for part in parts), parts[0].weight.shape[1]
+            if kind is not Kind.BF16_PAIRS:
+                in_turn = 1
+            return in_turn * packed_bytes((num_out // in_turn, num_in), kind)
+
+        return of((Linear(weights.output, None),)) + sum(
+            of(layer.qkv)
+            + of((layer.attention_out,))
+            + of(layer.gate_up, in_turn=2)  # as `_gate_up` lays them out
+            + of((layer.down,))
+            for layer in weights.layers
+        )
+
+    def _kind(self, weight: torch.Tensor) -> Kind:
+        kind = Kind.I8 if self._int8 else _KINDS[weight.dtype]
+        return self._library.packed_kind(kind, self._instructions)
+
+    def _gate_up(self, parts: Sequence[Linear]) -> Sequence[Linear]:
+        """In pairs (decoder.h) panels of gates and of ups take turns; they come as two, or as one
+        with the rows of both."""
+        if self._kind(parts[0].weight) is not Kind.BF16_PAIRS:
+            return parts
+        weights = [half for part in parts for half in part.weight.chunk(3 - len(parts))]
+        biases = [
+            half
+            for part in parts
+            if part.bias is not None
+            for half in part.bias.chunk(3 - len(parts))
+        ]
+        return (Linear(_in_turn(weights), _in_turn(biases) if biases else None),)
 
     def _matrix(self, parts: Sequence[Linear]) -> Matrix:
         """The rows of all parts, one below the other."""
         weight = parts[0].weight if len(parts) == 1 else torch.cat([p.weight for p in parts])
         weight = weight.contiguous()
         num_out, num_in = weight.shape
-        kind = Kind.I8 if self._int8 else _KINDS[weight.dtype]
-        panels, scales = self._library.pack(
-            weight.data_ptr(), _KINDS[weight.dtype], (num_out, num_in), kind
+        kind = self._kind(weight)
+        num_bytes = packed_bytes((num_out, num_in), kind)
+        panels = self._panels[self._num_packed :][:num_bytes]
+        self._num_packed += num_bytes
+        scales = self._library.pack(
+            weight.data_ptr(), _KINDS[weight.dtype], (num_out, num_in), kind, panels
         )
         biases = [p.bias for p in parts if p.bias is not None]
         self._kept += [panels, scales]
@@ -156,6 +221,18 @@ class NativeDecoder:
         floats = tensor.float().contiguous()
         self._kept.append(floats)
         return floats.data_ptr()
+
+
+def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A panel of outputs of each, the next of each, ...; zeros where the last one has fewer."""
+    rest = -len(tensors[0]) % PANEL
+    panels = [
+        torch.cat([tensor, tensor.new_zeros(rest, *tensor.shape[1:])]).view(
+            -1, PANEL, *tensor.shape[1:]
+        )
+        for tensor in tensors
+    ]
+    return torch.stack(panels, 1).flatten(0, 2)
 
 
 class _Inputs:

@@ -33,8 +33,11 @@ log = logging.getLogger(__name__)
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's two, arm64's one
 # Up to so many tokens a step waits for the weights, and the native kernels read them faster; beyond
-# it hardware that multiplies bfloat16 does so several times faster than they multiply fp32.
+# it hardware that multiplies bfloat16 (arm64's; of x86's they do themselves) does so several times
+# faster than they multiply fp32.
 _NATIVE_TOKENS_MAX = 16
+# Of fp32 these compute the bits that others do: the same code.
+_FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
 
 class ModelRunner:
@@ -82,11 +85,18 @@ class ModelRunner:
                 folder.config, weights, num_threads=config.num_threads, int8=int8
             )
             if config.numerics == "invariant":  # the bits are one instruction set's
-                self.numerics_name = f"invariant-{native.instructions}"
-            if dtype_name == "bfloat16" and has_bfloat16(self.device) and not int8:
+                name = native.instructions or ""
+                self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
+            widens = dtype_name == "bfloat16" and not native.multiplies_bf16
+            if widens and has_bfloat16(self.device) and not int8:
                 self._large = TorchSteps(folder.config, weights, config.numerics)
         else:
             self._small = self._large = TorchSteps(folder.config, weights, config.numerics)
+
+    @property
+    def native(self) -> NativeDecoder | None:
+        """What computes the small steps, if compiled: it knows where their time goes."""
+        return self._small if isinstance(self._small, NativeDecoder) else None
 
     def layout(self, num_blocks: int) -> BlockLayout:
         return BlockLayout(

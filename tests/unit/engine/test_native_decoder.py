@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 
 from kernels.native import library
 from services.config import EngineConfig
-from services.engine.batch import StepBatch
+from services.engine.batch import SequenceSlice, StepBatch
 from services.engine.native_decoder import NativeDecoder
 from services.engine.runner import ModelRunner
+from services.engine.weights import Linear
 from services.errors import ConfigError
 from services.models.source import resolve
 from tests.step_batches import place
@@ -26,7 +28,8 @@ ROOT = Path(__file__).parents[3]
 NATIVE = ROOT / "kernels" / "native"
 LIBRARY = library.load()
 assert LIBRARY is not None, "the native kernels were not built"
-INSTRUCTIONS = [name for name in ("avx512", "avx2", "plain") if LIBRARY.instructions(name)]
+NAMES = ("amx", "avx512_bf16", "avx512", "avx2", "plain")  # the best first
+INSTRUCTIONS = [name for name in NAMES if LIBRARY.instructions(name)]
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -37,12 +40,90 @@ def test_it_computes_what_torch_does(shape: Shape, instructions: str) -> None:
 
 @pytest.mark.parametrize("shape", [BASE, SHAPES[-3]], ids=repr)
 def test_threads_do_not_change_a_bit(shape: Shape) -> None:
-    from dataclasses import replace
-
     alone = native_shapes.outputs(replace(shape, num_threads=1), None)
     for num_threads in (2, 5):
         many = native_shapes.outputs(replace(shape, num_threads=num_threads), None)
         assert all(map(torch.equal, alone, many))
+
+
+ROUNDED = replace(BASE, weights=torch.bfloat16, kv=torch.bfloat16, hidden=100, inner=200, vocab=300)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_a_token_does_not_depend_on_its_company_or_its_chunk(
+    instructions: str, block_size: int
+) -> None:
+    """Of bf16 and within an instruction set: sequence 1's 9 tokens beside others, and alone."""
+    shape = replace(ROUNDED, block_size=block_size)
+    seen = []
+    for num_threads, steps in (
+        (1, native_shapes.batches(shape)),
+        (3, native_shapes.batches(shape)),
+        (1, native_shapes.cut_otherwise(shape, (9,))),
+        (2, native_shapes.cut_otherwise(shape, (1,) * 9)),
+        (1, native_shapes.cut_otherwise(shape, (4, 5))),
+    ):
+        decoder = NativeDecoder(
+            native_shapes.config_of(shape),
+            native_shapes.random_weights(shape),
+            num_threads=num_threads,
+            instructions=instructions,
+        )
+        kv = native_shapes.pool(shape)
+        table = native_shapes.batches(shape)[-1].slices[1].block_table
+        for step in steps:
+            decoder.forward(step, kv)
+        last = StepBatch([SequenceSlice([7], 10, table, True)])
+        seen.append((decoder.forward(last, kv), kv[table].transpose(0, 1).clone()))
+    for logits, blocks in seen[1:]:
+        assert torch.equal(logits, seen[0][0])
+        assert torch.equal(blocks, seen[0][1])
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_rows_of_any_number_are_computed_alike(instructions: str) -> None:
+    """One prompt whole, and in chunks that fill AMX's tiles in all ways: none, one, pairs of them,
+    the last of a pair not full, more than the second-level cache has room for at once."""
+    shape = replace(ROUNDED, vocab=61, hidden=1100, inner=2050)
+    length = 400
+    token_ids = [(7 * i) % shape.vocab for i in range(length)]
+    table = list(range(length // shape.block_size + 1))
+    decoder = NativeDecoder(
+        native_shapes.config_of(shape),
+        native_shapes.random_weights(shape),
+        num_threads=2,
+        instructions=instructions,
+    )
+    pools = []
+    for num in (length, 7, 16, 17, 32, 50, 64, 353):
+        kv = native_shapes.pool(shape, len(table))
+        for first in range(0, length, num):
+            part = token_ids[first : first + num]
+            decoder.forward(StepBatch([SequenceSlice(part, first + len(part), table, True)]), kv)
+        pools.append(kv)
+    assert all(torch.equal(kv, pools[0]) for kv in pools)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_gates_and_ups_may_come_in_one_matrix(instructions: str) -> None:
+    """As checkpoints are loaded."""
+    shape = replace(ROUNDED, bias=True)
+    apart = native_shapes.random_weights(shape)
+    layers = []
+    for layer in apart.layers:
+        weights, biases = zip(*((part.weight, part.bias) for part in layer.gate_up), strict=True)
+        joined = Linear(torch.cat(weights), torch.cat(biases))
+        layers.append(replace(layer, gate_up=(joined,)))
+    seen = []
+    for weights in (apart, replace(apart, layers=tuple(layers))):
+        decoder = NativeDecoder(
+            native_shapes.config_of(shape), weights, num_threads=1, instructions=instructions
+        )
+        kv = native_shapes.pool(shape)
+        seen.append([decoder.forward(batch, kv).clone() for batch in native_shapes.batches(shape)])
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_best_instructions_are_chosen_and_unknown_ones_refused() -> None:
@@ -63,8 +144,6 @@ def test_int8_weights_are_close_and_told_in_the_dtype() -> None:
     folder = resolve("smollm2")
     config = EngineConfig(model="", device="cpu", dtype="float32")
     exact = ModelRunner(folder, config)
-    from dataclasses import replace
-
     rounded = ModelRunner(folder, replace(config, weights="int8"))
     assert (exact.dtype_name, rounded.dtype_name) == ("float32", "float32+int8")
     prompt = list(range(1000, 1040))
@@ -90,7 +169,8 @@ def test_what_cannot_be_native_falls_back_or_is_refused(
         ModelRunner(folder, EngineConfig(model="", device="cpu", weights="int8"))
     whole, _ = make_tiny_model("llama", tmp_path / "whole")
     native = ModelRunner(whole, EngineConfig(model="", device="cpu", numerics="invariant"))
-    assert native.numerics_name == f"invariant-{INSTRUCTIONS[0]}"
+    same = INSTRUCTIONS[0].replace("amx", "avx512").replace("avx512_bf16", "avx512")
+    assert native.numerics_name == f"invariant-{same}"
 
 
 @pytest.mark.slow
@@ -103,7 +183,7 @@ def test_all_shapes_are_clean_under(sanitizer: str, tmp_path: Path) -> None:
     for old in (package / "native").glob("_decoder*.so"):
         old.unlink()
     suffix = next(p for p in NATIVE.glob("_decoder*.so")).name
-    sources = [str(NATIVE / f"{name}.cpp") for name in ("api", "pack", "avx2", "avx512", "plain")]
+    sources = [str(NATIVE / f"{name}.cpp") for name in ("api", "pack", *NAMES)]
     flags = ["-std=c++17", "-O1", "-g", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi"]
     flags += [f"-fsanitize={sanitizer}", f"-fno-sanitize-recover={sanitizer}"]
     built = package / "native" / suffix

@@ -1,0 +1,54 @@
+// The decoder for processors with AMX for bf16 (and AVX-512 for all else).
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "decoder.h"
+#include "scratch.h"
+
+#ifdef TANDEM_KNOWS_BF16
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// After the standard headers: what others share must run anywhere.
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,avx512bf16")
+
+#define TANDEM_ISA amx_code
+#define TANDEM_LANES 16
+#define TANDEM_TILE_ROWS 12
+#define TANDEM_SUMS 12
+#define TANDEM_PAIRS
+#define TANDEM_AMX
+#include "simd.h"
+// simd.h defines what the others stand on.
+#include "amx.h"
+#include "inputs.h"
+#include "gated.h"
+#include "linear.h"
+#include "linear_amx.h"
+#include "attention.h"
+#include "forward.h"
+#include "limits.h"
+
+namespace tandem {
+
+// https://docs.kernel.org/arch/x86/xstate.html
+bool amx_permitted() {
+#ifdef __linux__
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return permitted;
+#else
+    return false;
+#endif
+}
+
+const Entry amx = {amx_code::to_last_kv, amx_code::to_logits, BF16_PAIRS,
+                     amx_code::product_gflops, amx_code::read_gb_per_s};
+}
+#endif

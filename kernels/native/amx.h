@@ -1,0 +1,74 @@
+// AMX: eight tiles of up to 16 rows of 64 bytes, shaped for each thread. Tiles 0 to 3 are for sums,
+// 4 and 5 for inputs, 6 and 7 for weights:
+//
+//              weights 6   weights 7
+//     inputs 4    0           1          `rows` rows
+//     inputs 5    2           3          `more_rows` rows
+//
+// Own asm, for GCC 12's intrinsics do not say what memory they read. bf16 numbers that are denormal
+// count as zeros, and so do sums.
+
+namespace tandem::TANDEM_ISA {
+
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {};
+};
+
+inline thread_local int tiles_shaped = 0;  // for which rows; 0: not at all
+
+// Loses what is in the tiles if they have other shapes; some 100 ns then.
+inline void shape_tiles(int rows, int more_rows) {
+    const int wanted = rows * 32 + more_rows;
+    if (tiles_shaped == wanted) return;
+    tiles_shaped = wanted;
+    TileShapes shapes;
+    const int all_rows[] = {rows, rows, more_rows, more_rows, rows, more_rows, 16, 16};
+    for (int tile = 0; tile < 8; ++tile) shapes.rows[tile] = static_cast<uint8_t>(all_rows[tile]);
+    asm volatile("ldtilecfg %0" ::"m"(shapes));
+}
+
+// While a thread may use tiles. Without it each switch of threads saves 8 KiB.
+struct TilesInUse {
+    TilesInUse() { tiles_shaped = 0; }
+    TilesInUse(const TilesInUse&) = delete;
+    TilesInUse& operator=(const TilesInUse&) = delete;
+    ~TilesInUse() {
+        tiles_shaped = 0;
+        asm volatile("tilerelease" ::: "memory");
+    }
+};
+
+template <int kTile>
+inline void zero_tile() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+
+template <int kTile>
+inline void load_tile(const void* from, size_t stride_bytes) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride_bytes), "i"(kTile)
+                 : "memory");
+}
+
+// What is read once from here: it does not drive from the first-level cache what is read again.
+template <int kTile>
+inline void load_tile_once(const void* from, size_t stride_bytes) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride_bytes), "i"(kTile)
+                 : "memory");
+}
+
+template <int kTile>
+inline void store_tile(void* to, size_t stride_bytes) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride_bytes), "i"(kTile)
+                 : "memory");
+}
+
+// sums += inputs (bf16) * weights (bf16, in pairs of rows)
+template <int kSumsTile, int kInputsTile, int kWeightsTile>
+inline void multiply_tiles() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSumsTile), "i"(kInputsTile),
+                 "i"(kWeightsTile));
+}
+
+}  // namespace tandem::TANDEM_ISA

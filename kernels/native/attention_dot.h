@@ -1,0 +1,474 @@
+// Causal attention over bf16 KV where bf16 numbers are multiplied two by two (AMX, AVX512_BF16):
+// queries and weights are rounded to bf16, all sums are fp32.
+//
+// A work item is as in attention.h, with more rows: keys and values of a tile of 128 tokens are
+// brought once into the form that the products read, and serve all of them. Every row takes the
+// same steps over the keys, 32 by 32 from position 0, and weighs a key that it does not see with
+// exactly 0; so here, too, its bits depend on itself alone. Both instructions take denormal numbers
+// for zeros and make none, whatever MXCSR says: a step of zeros, which a row may have to take for
+// the sake of others, changes nothing, for the step before left no denormal sum.
+
+namespace tandem::TANDEM_ISA {
+
+constexpr int kDotKeys = 128;    // of a tile
+constexpr int kDotRowsMax = 384; // of an item
+constexpr int kDotRows = 32;     // whose scores are computed at once
+constexpr int kStep = kStepInputs;
+
+// A right factor [depth][columns] in panels of 16 columns: of each panel [depth / 2][16] words of
+// two numbers, one below the other in the factor.
+struct Panels {
+    uint32_t* words;
+    int depth;
+
+    uint32_t* of(int panel) const {
+        return words + static_cast<size_t>(panel) * depth / 2 * kPanel;
+    }
+    Panels from_panel(int panel) const { return {of(panel), depth}; }
+    Panels from_depth(int k) const { return {words + k / 2 * kPanel, depth}; }
+};
+
+// A left factor or a result, row by row.
+template <class T>
+struct Plane {
+    T* numbers;
+    size_t stride;
+
+    T* row(int i) const { return numbers + i * stride; }
+    Plane from(int row) const { return {numbers + row * stride, stride}; }
+    Plane beside(int column) const { return {numbers + column, stride}; }
+    operator Plane<const T>() const { return {numbers, stride}; }
+};
+
+#ifdef TANDEM_AMX
+
+// result (+)= left . right, for up to 16 rows or up to 32, `depth` a multiple of 32 and an even
+// number of panels. Up to 32 means that 32 are computed, and must have room.
+template <bool kTwo, bool kAdds>
+inline void multiply_some(Plane<const Bf16> left, Panels right, int depth, int num_panels,
+                          Plane<float> result) {
+    const size_t from = left.stride * sizeof(Bf16), to = result.stride * sizeof(float);
+    constexpr int kWords = kPanel * kStep / 2;  // of a tile
+    for (int panel = 0; panel < num_panels; panel += 2) {
+        float* first = result.row(0) + panel * kPanel;
+        float* second = result.row(16) + panel * kPanel;
+        if constexpr (kAdds) {
+            load_tile<0>(first, to);
+            load_tile<1>(first + kPanel, to);
+            if constexpr (kTwo) {
+                load_tile<2>(second, to);
+                load_tile<3>(second + kPanel, to);
+            }
+        } else {
+            zero_tile<0>();
+            zero_tile<1>();
+            if constexpr (kTwo) {
+                zero_tile<2>();
+                zero_tile<3>();
+            }
+        }
+        const uint32_t* words = right.of(panel);
+        const uint32_t* beside = right.of(panel + 1);
+        for (int k = 0; k < depth; k += kStep, words += kWords, beside += kWords) {
+            load_tile<4>(left.row(0) + k, from);
+            load_tile<6>(words, 64);
+            multiply_tiles<0, 4, 6>();
+            load_tile<7>(beside, 64);
+            multiply_tiles<1, 4, 7>();
+            if constexpr (kTwo) {
+                load_tile<5>(left.row(16) + k, from);
+                multiply_tiles<2, 5, 6>();
+                multiply_tiles<3, 5, 7>();
+            }
+        }
+        store_tile<0>(first, to);
+        store_tile<1>(first + kPanel, to);
+        if constexpr (kTwo) {
+            store_tile<2>(second, to);
+            store_tile<3>(second + kPanel, to);
+        }
+    }
+}
+
+template <bool kAdds>
+inline void multiply_rows(int num_rows, Plane<const Bf16> left, Panels right, int depth,
+                          int num_panels, Plane<float> result) {
+    if (num_rows > 16) {
+        shape_tiles(16, 16);
+        multiply_some<true, kAdds>(left, right, depth, num_panels, result);
+    } else {
+        shape_tiles(num_rows, num_rows);
+        multiply_some<false, kAdds>(left, right, depth, num_panels, result);
+    }
+}
+
+#else
+
+// result (+)= left . right, for MR rows and NP panels.
+template <int MR, int NP, bool kAdds>
+inline void multiply_panels(Plane<const Bf16> left, Panels right, int depth, int panel,
+                            Plane<float> result) {
+    Floats sums[NP][MR];
+#pragma GCC unroll 4
+    for (int p = 0; p < NP; ++p)
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m)
+            sums[p][m] = kAdds ? load(result.row(m) + (panel + p) * kPanel) : Floats{};
+    const uint32_t* words = right.of(panel);
+    const size_t apart = right.of(1) - right.of(0);
+    for (int k = 0; k < depth; k += 2, words += kPanel) {
+        __m512bh each[NP];
+#pragma GCC unroll 4
+        for (int p = 0; p < NP; ++p) each[p] = (__m512bh)_mm512_loadu_si512(words + p * apart);
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m) {
+            int32_t two;
+            std::memcpy(&two, left.row(m) + k, sizeof two);
+            const __m512bh numbers = (__m512bh)_mm512_set1_epi32(two);
+#pragma GCC unroll 4
+            for (int p = 0; p < NP; ++p)
+                sums[p][m] = _mm512_dpbf16_ps(sums[p][m], numbers, each[p]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < NP; ++p)
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m) store(result.row(m) + (panel + p) * kPanel, sums[p][m]);
+}
+
+template <int MR, bool kAdds>
+inline void multiply_some(int num_rows, Plane<const Bf16> left, Panels right, int depth,
+                          int num_panels, Plane<float> result) {
+    if constexpr (MR > 0) {
+        if (num_rows < MR)
+            return multiply_some<MR - 1, kAdds>(num_rows, left, right, depth, num_panels, result);
+        int panel = 0;
+        for (; panel + 4 <= num_panels; panel += 4)
+            multiply_panels<MR, 4, kAdds>(left, right, depth, panel, result);
+        for (; panel < num_panels; panel += 2)
+            multiply_panels<MR, 2, kAdds>(left, right, depth, panel, result);
+    }
+}
+
+template <bool kAdds>
+inline void multiply_rows(int num_rows, Plane<const Bf16> left, Panels right, int depth,
+                          int num_panels, Plane<float> result) {
+    constexpr int kAtOnce = 6;
+    for (int row = 0; row < num_rows; row += kAtOnce)
+        multiply_some<kAtOnce, kAdds>(num_rows - row, left.from(row), right, depth, num_panels,
+                                      result.from(row));
+}
+
+#endif
+
+// 32 numbers, or zeros for those from `num` on.
+inline __m512i load_step(const Bf16* from, int num) {
+    if (num >= kStep) return _mm512_loadu_si512(from);
+    return _mm512_maskz_loadu_epi32((1u << num / 2) - 1, from);
+}
+
+inline void prefetch(const Bf16* row, int dim) {
+    for (int d = 0; d < dim; d += kStep) __builtin_prefetch(row + d, 0, 2);
+}
+
+// A tile of keys and values.
+struct DotTile {
+    const Bf16* const* rows;   // where each key lies; its value lies `run` after it
+    const Bf16* const* ahead;  // keys of the next tile, to be fetched meanwhile
+    size_t run;
+    int first, num_keys;  // positions
+};
+
+// `num_keys` keys from `first` on, as the right factor [dim][keys] of the scores: a panel is 16
+// keys, turned word by word.
+inline void pack_keys(const DotTile& tile, int first, int num_keys, int dim, Panels to) {
+    for (int key = first; key < first + num_keys; key += kPanel) {
+        uint32_t* words = to.of(key / kPanel);
+        const Bf16* const* rows = tile.rows + key;
+        for (int i = 0; i < kPanel; ++i) prefetch(tile.ahead[key + i], dim);
+        for (int d = 0; d < dim; d += kStep) {
+            __m512i r[16], s[16];
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; ++i) r[i] = load_step(rows[i] + d, dim - d);
+#pragma GCC unroll 8
+            for (int i = 0; i < 16; i += 2) {
+                s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+                s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < 16; i += 4) {
+                r[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
+                r[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
+                r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
+                r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
+            }
+            // r[4 q + j], quarter c: word 4 c + j of keys 4 q .. 4 q + 3.
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                s[j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);
+                s[4 + j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
+                s[8 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
+                s[12 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
+            }
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                uint32_t* word = words + (d / 2 + j) * kPanel;
+                _mm512_storeu_si512(word, _mm512_shuffle_i32x4(s[j], s[8 + j], 0x88));
+                _mm512_storeu_si512(word + 4 * kPanel,
+                                    _mm512_shuffle_i32x4(s[4 + j], s[12 + j], 0x88));
+                _mm512_storeu_si512(word + 8 * kPanel,
+                                    _mm512_shuffle_i32x4(s[j], s[8 + j], 0xdd));
+                _mm512_storeu_si512(word + 12 * kPanel,
+                                    _mm512_shuffle_i32x4(s[4 + j], s[12 + j], 0xdd));
+            }
+        }
+    }
+}
+
+// `num_keys` values from `first` on, as the right factor [keys][dim]: two tokens' numbers side by
+// side, zeros after the last token. A panel is not of 16 numbers in a row, but as the cheapest
+// shuffle has them (unshuffled()).
+inline void pack_values(const DotTile& tile, int first, int num_keys, int dim, Panels to) {
+    const auto value = [&](int key, int d) {
+        return load_step(tile.rows[key] + tile.run + d, key < tile.num_keys ? dim - d : 0);
+    };
+    for (int key = first; key < first + num_keys; key += 2) {
+        prefetch(tile.ahead[key] + tile.run, dim);
+        prefetch(tile.ahead[key + 1] + tile.run, dim);
+        for (int d = 0; d < dim; d += kStep) {
+            const __m512i one = value(key, d), other = value(key + 1, d);
+            const size_t at = static_cast<size_t>(key) / 2 * kPanel;
+            _mm512_storeu_si512(to.of(d / kPanel) + at, _mm512_unpacklo_epi16(one, other));
+            _mm512_storeu_si512(to.of(d / kPanel + 1) + at, _mm512_unpackhi_epi16(one, other));
+        }
+    }
+}
+
+// The i-th 16 of 32 numbers of a head, from the two panels that pack_values() made of them.
+inline Floats unshuffled(const float* panels, int i) {
+    const Floats low = load(panels), high = load(panels + kPanel);
+    if (i == 0)
+        return __builtin_shuffle(
+            low, high, Ints{0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23});
+    return __builtin_shuffle(low, high,
+                             Ints{8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31});
+}
+
+// 2^x to 1e-4, little beside what rounding to bf16 takes; exactly 0 for -infinity.
+inline Floats rough_exp2(Floats x) {
+    const Floats part = _mm512_reduce_ps(x, 9);  // x less the integer below
+    Floats p = part * 0.0780245227f + 0.226067155f;
+    p = p * part + 0.695833541f;
+    p = p * part + 0.999925219f;
+    return _mm512_scalef_ps(p, x);
+}
+
+// A row's softmax so far. Weights are 2^(score * log2 e - base); the base moves only when a score
+// exceeds it by more than kSlack, so that sums seldom need a new scale.
+struct Sums {
+    float mass[kPanel];  // added up at the end
+    float base;
+};
+
+constexpr float kSlack = 8.0f;
+constexpr float kLog2E = 1.44269504088896341f;
+
+// A row's weights, in place of its scores, of which it sees the first `num_visible` of `num_keys`
+// (whole steps). The mass is that of the weights as they are after rounding.
+inline void weigh(float* scores, int num_visible, int num_keys, Bf16* weights, Sums& sums,
+                  float* out, int dim) {
+    if (num_visible <= 0) {
+        std::memset(weights, 0, num_keys * sizeof(Bf16));
+        return;
+    }
+    if (num_visible < num_keys) {
+        const int whole = num_visible / kPanel * kPanel;
+        Floats last = load(scores + whole);
+        last = _mm512_mask_blend_ps((1u << (num_visible - whole)) - 1, all(-INFINITY), last);
+        store(scores + whole, last);
+        for (int key = whole + kPanel; key < num_keys; key += kPanel)
+            store(scores + key, all(-INFINITY));
+    }
+    Floats high = load(scores), other = load(scores + kPanel);
+    for (int key = kStep; key < num_keys; key += kStep) {
+        high = _mm512_max_ps(high, load(scores + key));
+        other = _mm512_max_ps(other, load(scores + key + kPanel));
+    }
+    high = _mm512_max_ps(high, other) * kLog2E;
+    if (_mm512_cmp_ps_mask(high, all(sums.base + kSlack), _CMP_GT_OQ)) {
+        const Floats parts[kVectors] = {high};
+        const float base = largest(parts);
+        const Floats factor = rough_exp2(all(sums.base - base));
+        for (int d = 0; d < dim; d += kPanel) store(out + d, load(out + d) * factor);
+        store(sums.mass, load(sums.mass) * factor);
+        sums.base = base;
+    }
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    Floats mass = load(sums.mass);
+    const float base = sums.base;
+    for (int key = 0; key < num_keys; key += kStep) {
+        const Floats low = rough_exp2(load(scores + key) * kLog2E - base);
+        const Floats high = rough_exp2(load(scores + key + kPanel) * kLog2E - base);
+        const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+        _mm512_storeu_si512(weights + key, (__m512i)both);
+        mass = _mm512_dpbf16_ps(mass, both, ones);
+    }
+    store(sums.mass, mass);
+}
+
+// Parts of a thread's buffer.
+struct DotBuffer {
+    Panels keys, values;
+    Plane<Bf16> queries, weights;  // a row's weights lie where its scores did
+    Plane<float> out, scores;
+    Sums* sums;
+    Bf16* nothing;  // a key: zeros
+    size_t num_bytes;
+
+    DotBuffer(void* buffer, int head_dim) {
+        const int dim = whole_steps(head_dim);
+        const uintptr_t begin = reinterpret_cast<uintptr_t>(buffer);
+        uintptr_t at = begin;
+        const auto take = [&](size_t bytes) {
+            void* const taken = reinterpret_cast<void*>(at);
+            at += (bytes + 63) / 64 * 64;
+            return taken;
+        };
+        // A line more than a power of two, for the cache's sake.
+        const size_t of_scores = kDotKeys + kPanel;
+        keys = {static_cast<uint32_t*>(take(sizeof(Bf16) * kDotKeys * dim)), dim};
+        values = {static_cast<uint32_t*>(take(sizeof(Bf16) * kDotKeys * dim)), kDotKeys};
+        queries = {static_cast<Bf16*>(take(sizeof(Bf16) * kDotRowsMax * dim)),
+                   static_cast<size_t>(dim)};
+        out = {static_cast<float*>(take(sizeof(float) * kDotRowsMax * dim)),
+               static_cast<size_t>(dim)};
+        scores = {static_cast<float*>(take(sizeof(float) * kDotRows * of_scores)), of_scores};
+        weights = {reinterpret_cast<Bf16*>(scores.numbers), 2 * of_scores};
+        sums = static_cast<Sums*>(take(sizeof(Sums) * kDotRowsMax));
+        nothing = static_cast<Bf16*>(take(sizeof(Bf16) * dim));
+        num_bytes = at - begin;
+    }
+};
+
+inline size_t attention_dot_floats(int dim) {
+    return DotBuffer(nullptr, dim).num_bytes / sizeof(float);
+}
+
+// Rows of an item at most: many, for packing serves all of them, but as few as give each thread
+// several items.
+inline int dot_rows_of_item(const Model& model, const Step& step) {
+    const int64_t all = static_cast<int64_t>(step.num_rows) * model.num_heads;
+    const int64_t each = all / (8 * model.num_threads) / kDotRows * kDotRows;
+    return each < 2 * kDotRows ? 2 * kDotRows : (each < kDotRowsMax ? each : kDotRowsMax);
+}
+
+// Up to kDotRows rows of an item.
+struct DotRows {
+    const DotBuffer& at;
+    const int* sees;  // how many keys of the context each row of the item does
+    int dim;          // whole steps
+    int first_row, num_rows;
+
+    // Keys of the tile, in whole steps, that any of them sees.
+    int num_keys(const DotTile& tile) const {
+        const int most = sees[first_row + num_rows - 1] - tile.first;
+        return most < kDotKeys ? whole_steps(most) : kDotKeys;
+    }
+
+    void score(int first, int num_keys) const {
+        multiply_rows<false>(num_rows, at.queries.from(first_row),
+                             at.keys.from_panel(first / kPanel), dim, num_keys / kPanel,
+                             at.scores.beside(first));
+    }
+
+    void weigh(const DotTile& tile, int num_keys) const {
+        for (int i = 0, row = first_row; i < num_rows; ++i, ++row)
+            tandem::TANDEM_ISA::weigh(at.scores.row(i), sees[row] - tile.first, num_keys,
+                                      at.weights.row(i), at.sums[row], at.out.row(row), dim);
+    }
+
+    void gather(int first, int num_keys) const {
+        multiply_rows<true>(num_rows, at.weights.beside(first), at.values.from_depth(first),
+                            num_keys, dim / kPanel, at.out.from(first_row));
+    }
+};
+
+// A tile for all rows of an item.
+inline void attend_tile(const DotTile& tile, int head_dim, const DotBuffer& at, const int* sees,
+                        int num_rows) {
+    const int dim = whole_steps(head_dim), num_keys = whole_steps(tile.num_keys);
+    if (num_rows <= kDotRows) {
+        // What is fetched for few rows is most of their work: so products take turns with it.
+        const DotRows rows{at, sees, dim, 0, num_rows};
+        for (int key = 0; key < num_keys; key += kStep) {
+            pack_keys(tile, key, kStep, head_dim, at.keys);
+            rows.score(key, kStep);
+        }
+        rows.weigh(tile, num_keys);
+        for (int key = 0; key < num_keys; key += kStep) {
+            pack_values(tile, key, kStep, head_dim, at.values);
+            rows.gather(key, kStep);
+        }
+        return;
+    }
+    pack_keys(tile, 0, num_keys, head_dim, at.keys);
+    pack_values(tile, 0, num_keys, head_dim, at.values);
+    for (int row = 0; row < num_rows; row += kDotRows) {
+        const int rest = num_rows - row;
+        const DotRows rows{at, sees, dim, row, rest < kDotRows ? rest : kDotRows};
+        const int num_seen = rows.num_keys(tile);
+        if (num_seen <= 0) continue;
+        rows.score(0, num_seen);
+        rows.weigh(tile, num_seen);
+        rows.gather(0, num_seen);
+    }
+}
+
+// As attend().
+inline void attend_dot(const Model& model, const Step& step, int layer, const Item& item,
+                       const Item& next, const float* queries, size_t stride,
+                       const Inputs& attended, float* buffer) {
+    const int dim = model.head_dim, padded = whole_steps(dim);
+    const int group = model.num_heads / model.num_kv_heads;
+    const Span& span = step.spans[item.span];
+    const DotBuffer at(buffer, dim);
+    const HeadKv<Bf16> kv(model, step, layer, item);
+    std::memset(at.nothing, 0, padded * sizeof(Bf16));
+    int sees[kDotRowsMax];
+    const auto first_column = [&](int i) {
+        return (item.kv_head * group + (item.first_row + i) % group) * dim;
+    };
+    for (int i = 0; i < item.num_rows; ++i) {
+        const int query = (item.first_row + i) / group;
+        const float* from = queries + (span.first_row + query) * stride + first_column(i);
+        Bf16* to = at.queries.row(i);
+        std::memset(to + padded - kPanel, 0, kPanel * sizeof(Bf16));
+        for (int d = 0; d < dim; d += kPanel)
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d),
+                                (__m256i)_mm512_cvtneps_pbh(load(from + d)));
+        sees[i] = span.context_len - span.num_queries + query + 1;
+        at.sums[i] = {{}, -INFINITY};
+    }
+    std::memset(at.out.row(0), 0, static_cast<size_t>(item.num_rows) * padded * sizeof(float));
+    const Bf16* tiles[2][kDotKeys];
+    kv.tile(0, kDotKeys, at.nothing, tiles[0]);
+    for (int first = 0, now = 0; first < kv.num_keys; first += kDotKeys, now ^= 1) {
+        const Bf16** ahead = tiles[now ^ 1];
+        if (first + kDotKeys < kv.num_keys)
+            kv.tile(first + kDotKeys, kDotKeys, at.nothing, ahead);
+        else
+            HeadKv<Bf16>(model, step, layer, next).tile(0, kDotKeys, at.nothing, ahead);
+        const int num = kv.num_keys - first < kDotKeys ? kv.num_keys - first : kDotKeys;
+        attend_tile({tiles[now], ahead, kv.run(), first, num}, dim, at, sees, item.num_rows);
+    }
+    for (int i = 0; i < item.num_rows; ++i) {
+        const Floats mass[kVectors] = {load(at.sums[i].mass)};
+        const float scale = 1.0f / sum(mass);
+        const InputRow to = attended.row(span.first_row + (item.first_row + i) / group);
+        for (int d = 0; d < dim; d += kPanel)
+            to.put(first_column(i) + d,
+                   unshuffled(at.out.row(i) + d / kStep * kStep, d / kPanel % 2) * scale);
+    }
+}
+
+}  // namespace tandem::TANDEM_ISA

@@ -1,0 +1,38 @@
+// The decoder for processors with AVX-512 that multiply bf16, too.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "decoder.h"
+#include "scratch.h"
+
+#ifdef TANDEM_KNOWS_BF16
+#include <immintrin.h>
+
+// After the standard headers: what others share must run anywhere.
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,avx512bf16")
+
+#define TANDEM_ISA avx512_bf16_code
+#define TANDEM_LANES 16
+#define TANDEM_TILE_ROWS 12
+#define TANDEM_SUMS 12
+#define TANDEM_PAIRS
+#include "simd.h"
+// simd.h defines what the others stand on.
+#include "inputs.h"
+#include "gated.h"
+#include "linear.h"
+#include "linear_avx512_bf16.h"
+#include "attention.h"
+#include "forward.h"
+#include "limits.h"
+
+namespace tandem {
+const Entry avx512_bf16 = {avx512_bf16_code::to_last_kv, avx512_bf16_code::to_logits, BF16_PAIRS,
+                     avx512_bf16_code::product_gflops, avx512_bf16_code::read_gb_per_s};
+}
+#endif

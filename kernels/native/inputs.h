@@ -1,0 +1,101 @@
+// What a product reads: rows in tiles.
+//
+//     fp32    as few tiles as can be, none of more than kTileRows rows, all of about one size:
+//             [tile][inputs][rows of the tile]
+//     pairs   bf16, for weights in pairs of inputs (decoder.h): tiles of at most kPairRows rows,
+//             [tile][steps of 32 inputs][rows of the tile][32], zeros after the last input
+//
+// The second is there where TANDEM_PAIRS says that bf16 can be multiplied as it is.
+
+namespace tandem::TANDEM_ISA {
+
+constexpr int kTileRows = TANDEM_TILE_ROWS;
+
+struct Tiles {
+    int num_rows;
+    int num() const { return (num_rows + kTileRows - 1) / kTileRows; }
+    int first_row(int tile) const { return static_cast<int64_t>(tile) * num_rows / num(); }
+    int of(int row) const { return ((static_cast<int64_t>(row) + 1) * num() - 1) / num_rows; }
+};
+
+#ifdef TANDEM_AMX
+constexpr int kPairRows = 16;
+
+struct PairTiles {  // full ones first: others mean new shapes for the processor's tiles
+    int num_rows;
+    int num() const { return (num_rows + kPairRows - 1) / kPairRows; }
+    int first_row(int tile) const { return tile < num() ? tile * kPairRows : num_rows; }
+    int of(int row) const { return row / kPairRows; }
+};
+#else
+using PairTiles = Tiles;
+#endif
+
+template <class T>
+struct Strided {  // a row: where it begins, and how far apart its inputs, or steps of inputs, are
+    T* first;
+    size_t stride;
+};
+
+template <class Tiling, class T>
+inline Strided<T> row_in_tiles(T* buffer, int row, int num_rows, int in, int side_by_side) {
+    const Tiling tiles{num_rows};
+    const int tile = tiles.of(row), first = tiles.first_row(tile);
+    return {buffer + static_cast<size_t>(first) * in +
+                static_cast<size_t>(row - first) * side_by_side,
+            static_cast<size_t>(tiles.first_row(tile + 1) - first) * side_by_side};
+}
+
+inline int whole_steps(int in) { return (in + kStepInputs - 1) / kStepInputs * kStepInputs; }
+
+// One row, to be written from its first number to its last, in runs of at most kLanes (all of them
+// full but the last).
+struct InputRow {
+    int in;
+    Strided<float> numbers;
+#ifdef TANDEM_PAIRS
+    Strided<Bf16> steps;  // instead, if not null
+
+    // Denormal numbers become zeros: so they are to the products anyway.
+    void put_pairs(int at, Floats run, int num) const {
+        Bf16* to = steps.first + at / kStepInputs * steps.stride + at % kStepInputs;
+        const auto mask = static_cast<__mmask16>((1 << num) - 1);
+        const __m256i narrow = (__m256i)_mm512_cvtneps_pbh((__m512)run);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm256_maskz_mov_epi16(mask, narrow));
+        if (at + num == in && at % kStepInputs == 0)
+            _mm256_store_si256(reinterpret_cast<__m256i*>(to + kLanes), __m256i{});
+    }
+#endif
+
+    void put(int at, Floats run, int num = kLanes) const {
+#ifdef TANDEM_PAIRS
+        if (steps.first != nullptr) return put_pairs(at, run, num);
+#endif
+        float* to = numbers.first + at * numbers.stride;
+        for (int i = 0; i < num; ++i, to += numbers.stride) *to = run[i];
+    }
+};
+
+// All rows of a product with weights of `kind`.
+struct Inputs {
+    float* buffer;  // of input_floats() at least
+    int32_t kind;
+    int num_rows, in;
+
+    InputRow row(int row) const {
+#ifdef TANDEM_PAIRS
+        if (kind == BF16_PAIRS)
+            return {in, {}, row_in_tiles<PairTiles>(reinterpret_cast<Bf16*>(buffer), row, num_rows,
+                                                    whole_steps(in), kStepInputs)};
+#endif
+        return {in, row_in_tiles<Tiles>(buffer, row, num_rows, in, 1)};
+    }
+};
+
+inline size_t input_floats(size_t num_rows, int in) { return num_rows * whole_steps(in); }
+
+inline Inputs inputs_of(const Matrix& matrix, float* buffer, int num_rows) {
+    return {buffer, matrix.kind, num_rows, matrix.in};
+}
+
+}  // namespace tandem::TANDEM_ISA

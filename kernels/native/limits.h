@@ -1,0 +1,66 @@
+// What the processor can at best, for the stages to be held against: the largest tile's products
+// with all they read in the first-level cache, and reading memory.
+
+namespace tandem::TANDEM_ISA {
+
+template <class Work>
+double seconds_of(Work work) {
+    const auto started = std::chrono::steady_clock::now();
+    work();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+}
+
+#ifdef TANDEM_PAIRS
+inline double product_of_pairs_gflops(int num_threads) {
+    constexpr int kTimes = 20000;
+    double operations = 0.0;
+    const double seconds = seconds_of([&] {
+#pragma omp parallel num_threads(num_threads) reduction(+ : operations)
+        operations += busy_pairs(kTimes);
+    });
+    return 1e-9 * operations / seconds;
+}
+#endif
+
+inline double product_gflops(int num_threads, [[maybe_unused]] Kind kind) {
+#ifdef TANDEM_PAIRS
+    if (kind == BF16_PAIRS) return product_of_pairs_gflops(num_threads);
+#endif
+    constexpr int kDepth = 256, kTimes = 20000;
+    volatile float kept = 0.0f;
+    const double seconds = seconds_of([&] {
+#pragma omp parallel num_threads(num_threads)
+        {
+            alignas(64) float x[kDepth * kTileRows], w[kDepth * kPanel];
+            for (float& each : x) each = 1.0f;
+            for (float& each : w) each = 1.0f;
+            Floats sums[kVectors][kTileRows], all_sums = {};
+            for (int i = 0; i < kTimes; ++i) {
+                multiply<float, kTileRows, kVectors>(
+                    x, w, kDepth, reinterpret_cast<const char*>(w), 0, sums);
+                for (int v = 0; v < kVectors; ++v)
+                    for (int m = 0; m < kTileRows; ++m) all_sums += sums[v][m];
+            }
+            kept = all_sums[0];
+        }
+    });
+    return 2e-9 * kDepth * kPanel * kTileRows * kTimes * num_threads / seconds;
+}
+
+inline double read_gb_per_s(const float* data, size_t num, int num_threads) {
+    constexpr size_t kAtOnce = 1024;
+    volatile float kept = 0.0f;
+    const double seconds = seconds_of([&] {
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+        for (size_t first = 0; first < num / kAtOnce * kAtOnce; first += kAtOnce) {
+            Floats sums[8] = {};
+            for (size_t at = first; at < first + kAtOnce; at += 8 * kLanes)
+                for (int i = 0; i < 8; ++i) sums[i] += load(data + at + i * kLanes);
+            for (int i = 1; i < 8; ++i) sums[0] += sums[i];
+            if (sums[0][0] == -1.0f) kept = sums[0][0];
+        }
+    });
+    return 1e-9 * num * sizeof(float) / seconds;
+}
+
+}  // namespace tandem::TANDEM_ISA

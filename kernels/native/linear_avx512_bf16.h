@@ -1,0 +1,152 @@
+// Products of pairs with AVX512_BF16: a tile of rows times a few panels, all sums in registers. An
+// output is summed over its inputs from the first to the last. bf16 numbers that are denormal count
+// as zeros, and so do sums.
+
+namespace tandem::TANDEM_ISA {
+
+constexpr int kPairSums = 24;  // of 32 registers
+constexpr int kPairPanels = 4; // at most at once
+constexpr int kAhead = 1024;    // weights that are read once
+constexpr int kInputsBytesAtOnce = 256 << 10;  // in the second-level cache
+
+constexpr int pair_panels_at_once(int rows) {
+    const int most = kPairSums / rows / 2 * 2;  // gates beside their ups
+    return most < kPairPanels ? most : kPairPanels;
+}
+
+inline __attribute__((always_inline)) __m512bh all_pairs(const Bf16* pair) {
+    int32_t both;
+    std::memcpy(&both, pair, sizeof both);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+
+// NP panels times MR rows. Meanwhile `ahead` is fetched, `step` bytes every pair of inputs; or (null)
+// what comes next of the panels themselves.
+template <int MR, int NP>
+inline __attribute__((always_inline)) void multiply_pairs(const Bf16* x, const Bf16* w, int in,
+                                                          const char* ahead, int step,
+                                                          Floats (&sums)[NP][MR]) {
+    const size_t panel = static_cast<size_t>(in) * kPanel;
+#pragma GCC unroll 16
+    for (int p = 0; p < NP; ++p)
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) sums[p][m] = Floats{};
+    for (int k = 0; k < in; k += kStepInputs, x += MR * kStepInputs)
+        for (int i = 0; i < kStepInputs; i += 2, w += 2 * kPanel) {
+            if (ahead != nullptr) {
+                __builtin_prefetch(ahead, 0, 2);
+                ahead += step;
+            } else {
+                for (int p = 0; p < NP; ++p) __builtin_prefetch(w + p * panel + kAhead, 0, 3);
+            }
+            __m512bh weights[NP];
+#pragma GCC unroll 16
+            for (int p = 0; p < NP; ++p)
+                weights[p] = (__m512bh)_mm512_loadu_si512(w + p * panel);
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m) {
+                const __m512bh inputs = all_pairs(x + m * kStepInputs + i);
+#pragma GCC unroll 16
+                for (int p = 0; p < NP; ++p)
+                    sums[p][m] = (Floats)_mm512_dpbf16_ps((__m512)sums[p][m], inputs, weights[p]);
+            }
+        }
+}
+
+template <int MR, int NP>
+inline __attribute__((always_inline)) void put_pairs(const Matrix& matrix, int panel,
+                                                     int first_row, const Output& out,
+                                                     const Floats (&sums)[NP][MR]) {
+    put<MR, NP>(matrix, panel * kPanel, true, out, first_row, sums);
+}
+
+template <int MR, int NP>
+inline __attribute__((always_inline)) void put_pairs(const Matrix& matrix, int panel,
+                                                     int first_row, const Inputs& gated,
+                                                     const Floats (&sums)[NP][MR]) {
+    if constexpr (NP > 1)
+        for (int p = 0; p < NP; p += 2)
+            put_gated(matrix, gated, panel + p, first_row, MR, sums[p], sums[p + 1]);
+}
+
+template <int MR, int NP, class To>
+void tile_of_pairs(const Matrix& matrix, const Bf16* x, int panel, int first_row, Turn turn,
+                   const To& to) {
+    const int in = whole_steps(matrix.in);
+    const size_t panel_size = static_cast<size_t>(in) * kPanel;
+    const Bf16* w = static_cast<const Bf16*>(matrix.panels) + panel * panel_size;
+    const Bf16* ahead = turn.tiles == 1 ? nullptr
+                                        : w + NP * panel_size + NP * panel_size * turn.tile / turn.tiles;
+    Floats sums[NP][MR];
+    multiply_pairs<MR, NP>(x, w, in, reinterpret_cast<const char*>(ahead),
+                           NP * 2 * kPanel * sizeof(Bf16) / turn.tiles, sums);
+    put_pairs<MR, NP>(matrix, panel, first_row, to, sums);
+}
+
+template <int MR, class To>
+void rows_of_pairs(int num_rows, const Matrix& matrix, const Bf16* x, int panel, int end_panel,
+                   int first_row, Turn turn, const To& to) {
+    if constexpr (MR > 0) {
+        if (num_rows != MR)
+            return rows_of_pairs<MR - 1>(num_rows, matrix, x, panel, end_panel, first_row, turn,
+                                         to);
+        constexpr int NP = pair_panels_at_once(MR);
+        for (; panel + NP <= end_panel; panel += NP)
+            tile_of_pairs<MR, NP>(matrix, x, panel, first_row, turn, to);
+        for (; panel + 2 <= end_panel; panel += 2)
+            tile_of_pairs<MR, 2>(matrix, x, panel, first_row, turn, to);
+        if (panel < end_panel) tile_of_pairs<MR, 1>(matrix, x, panel, first_row, turn, to);
+    }
+}
+
+template <class To>
+void product_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_panel,
+                      int end_panel, const To& to) {
+    const Bf16* x = reinterpret_cast<const Bf16*>(inputs.buffer);
+    const PairTiles tiles{inputs.num_rows};
+    const int in = whole_steps(matrix.in);
+    const int most = kInputsBytesAtOnce / static_cast<int>(sizeof(Bf16)) / in / kTileRows;
+    const int tiles_at_once = most < 1 ? 1 : most;
+    for (int block = 0; block < tiles.num(); block += tiles_at_once) {
+        const int end = block + tiles_at_once < tiles.num() ? block + tiles_at_once : tiles.num();
+        const int at_once = end - block == 1 ? end_panel - first_panel
+                                             : pair_panels_at_once(kTileRows);
+        for (int panel = first_panel; panel < end_panel; panel += at_once)
+            for (int tile = block; tile < end; ++tile) {
+                const int row = tiles.first_row(tile);
+                const int last = panel + at_once < end_panel ? panel + at_once : end_panel;
+                rows_of_pairs<kTileRows>(tiles.first_row(tile + 1) - row, matrix,
+                                         x + static_cast<size_t>(row) * in, panel, last, row,
+                                         {tile - block, end - block}, to);
+            }
+    }
+}
+
+inline void linear_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_panel,
+                            int end_panel, const Output& out) {
+    product_of_pairs(matrix, inputs, first_panel, end_panel, out);
+}
+
+inline void gate_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_panel,
+                          int end_panel, const Inputs& gated) {
+    product_of_pairs(matrix, inputs, first_panel, end_panel, gated);
+}
+
+// Of the largest tile's product, all of it in the first-level cache: operations, done `times`.
+inline double busy_pairs(int times) {
+    constexpr int kIn = 256, kPanels = pair_panels_at_once(kTileRows);
+    alignas(64) static const Bf16 zeros[kIn * (kTileRows + kPanels * kPanel)] = {};
+    Floats total = {};
+    for (int i = 0; i < times; ++i) {
+        Floats sums[kPanels][kTileRows];
+        multiply_pairs<kTileRows, kPanels>(zeros, zeros + kIn * kTileRows, kIn,
+                                           reinterpret_cast<const char*>(zeros), 0, sums);
+        for (auto& panel : sums)
+            for (Floats& each : panel) total += each;
+    }
+    volatile float kept = total[0];
+    (void)kept;
+    return 2.0 * times * kIn * kPanel * kPanels * kTileRows;
+}
+
+}  // namespace tandem::TANDEM_ISA

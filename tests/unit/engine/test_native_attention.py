@@ -1,0 +1,77 @@
+"""Attention of the compiled decoder over bf16 KV: head sizes, groups and blocks that hurt, and rows
+whose bits depend on themselves alone (all of them: layer 2's KV tells what layer 1 attended)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.engine.batch import SequenceSlice, StepBatch
+from services.engine.native_decoder import NativeDecoder
+from tests.unit.engine import native_shapes
+from tests.unit.engine.native_shapes import BASE, Shape
+from tests.unit.engine.test_native_decoder import INSTRUCTIONS
+
+OF_BF16 = replace(BASE, kv=torch.bfloat16, num_kv_heads=1)
+SHAPES = (
+    *(replace(OF_BF16, group=group) for group in (1, 2, 5, 8, 17)),
+    *(replace(OF_BF16, head_dim=head_dim) for head_dim in (16, 48, 80, 112, 128, 256)),
+    *(replace(OF_BF16, block_size=block_size) for block_size in (1, 8, 12, 64)),
+    replace(OF_BF16, num_kv_heads=3, num_threads=2),
+)
+NUM_TOKENS = 330  # of two tiles and some, of items that one thread alone has and of smaller ones
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=repr)
+def test_it_computes_what_torch_does(shape: Shape, instructions: str) -> None:
+    native_shapes.compare(shape, instructions)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("shape", SHAPES[1::3], ids=repr)
+def test_a_row_does_not_know_its_chunk(shape: Shape, instructions: str) -> None:
+    whole = _run(shape, instructions, [NUM_TOKENS])
+    for cut in ([1] * NUM_TOKENS, [17, 1, 127, 1, 184], [128, 128, 74]):
+        for ours, theirs in zip(_run(shape, instructions, cut), whole, strict=True):
+            assert torch.equal(ours, theirs)
+    threaded = _run(replace(shape, num_threads=3), instructions, [NUM_TOKENS])
+    assert all(map(torch.equal, threaded, whole))
+
+
+def test_what_lies_after_the_last_token_is_not_read() -> None:
+    """Blocks are not cleared: there may be anything, also NaN."""
+    for instructions in INSTRUCTIONS:
+        clean = _run(OF_BF16, instructions, [33, 1])
+        dirty = _run(OF_BF16, instructions, [33, 1], fill=torch.nan)
+        for ours, theirs in zip(dirty, clean, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def _run(
+    shape: Shape, instructions: str, cut: Sequence[int], fill: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the last token, and the KV of all: [heads, layers, 2, tokens, head_dim]."""
+    choose = random.Random(5)
+    token_ids = [choose.randrange(shape.vocab) for _ in range(sum(cut))]
+    table = list(range(-(-len(token_ids) // shape.block_size)))
+    choose.shuffle(table)
+    size = (len(table), shape.num_kv_heads, 2, 2, shape.block_size, shape.head_dim)
+    kv = torch.full(size, fill, dtype=shape.kv)
+    decoder = NativeDecoder(
+        native_shapes.config_of(shape),
+        native_shapes.random_weights(shape),
+        num_threads=shape.num_threads,
+        instructions=instructions,
+    )
+    done = 0
+    for num in cut:
+        piece = SequenceSlice(token_ids[done : done + num], done + num, table, True)
+        logits = decoder.forward(StepBatch([piece]), kv)
+        done += num
+    in_order = kv[table].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    return logits, in_order[..., :done, :]
