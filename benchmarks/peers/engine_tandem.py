@@ -32,6 +32,7 @@ def main(model: str, dtype: str, threads: str, weights: str = "auto") -> None:
         dtype=dtype,  # type: ignore[arg-type]
         weights=weights,  # type: ignore[arg-type]
         num_threads=int(threads),
+        itl_target_s=0.0,  # prefill is measured alone, and decode after it
     )
     folder = resolve(model)
     engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)

@@ -32,7 +32,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.peers.vllm_pair import ENVIRONMENT, preloads
+from benchmarks.peers.vllm_processes import ENVIRONMENT, preloads
 from services.bench.engine import idle_percent
 from services.models.source import built_in_file, resolve
 
@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engines", default="", help="default: all that are installed")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     idle = idle_percent(2.0)
     rows: list[dict[str, Any]] = []
@@ -152,7 +153,7 @@ def main() -> None:
         "repeats": args.repeats,
         "rows": rows,
     }
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    args.output.write_text(json.dumps(results, indent=1) + "\n")
     print(table(rows))
 
 
@@ -172,6 +173,9 @@ def measure(chosen: dict[str, list[str]], threads: int, repeats: int) -> list[di
                     took = engine.run(work)
                     if turn >= 0:
                         seconds[engine.name].setdefault(work, []).append(took)
+            for name, taken in seconds.items():  # an interrupted run has told what it had
+                rate = figures(work, taken[work])["tokens_per_s"]
+                print(f"{label(work)}: {name} {rate:,.0f} tokens/s", flush=True)
     return [
         {
             "engine": engine.name,

