@@ -12,8 +12,9 @@ from tests.toy_runner import ToyRunner
 
 
 def make_engine(
-    *, num_blocks: int = 16, block_size: int = 4, max_model_len: int = 1000, **settings: int
+    *, num_blocks: int = 16, block_size: int = 4, max_model_len: int = 1000, **settings: Any
 ) -> tuple[Engine, ToyRunner]:
+    settings.setdefault("itl_target_s", 0.0)  # what a step has does not depend on the clock
     runner = ToyRunner(block_size=block_size, max_model_len=max_model_len)
     config = EngineConfig(model="toy", block_size=block_size, num_blocks=num_blocks, **settings)
     return Engine(config, runner, "toy"), runner

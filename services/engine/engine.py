@@ -21,14 +21,15 @@ from services.engine.block_table import check_own, check_trusted, give_back, sto
 from services.engine.chains import Chains
 from services.engine.layout import num_blocks_of
 from services.engine.load import measure_load
+from services.engine.pace import Pace
 from services.engine.report import PendingReport
 from services.engine.runner_protocol import Runner
 from services.engine.sampler import sample_next
 from services.engine.scheduler import Chunk, Schedule, Scheduler
+from services.engine.seats import Seats
 from services.engine.sequence import Sequence, Status
 from services.engine.types import EngineLoad, FinalBlocks, Mode, SequenceSpec, StepReport
 from services.errors import InternalError, QueueFull, TandemError
-from services.rate_meters import PrefillMeter
 
 
 class Engine:
@@ -42,13 +43,19 @@ class Engine:
         self._config = config
         self._model_fingerprint = model_fingerprint
         self._pool = BlockPool(self.layout.num_blocks)
+        limits_s = [s for s in (config.itl_target_s, config.itl_limit_s) if s]
+        self._pace = Pace(min(limits_s, default=0.0))
+        self._seats = Seats(
+            self._pace, max_num_seqs=config.max_num_seqs, itl_limit_s=config.itl_limit_s
+        )
         self._scheduler = Scheduler(
             self._pool,
+            self._pace,
+            self._seats,
             max_num_seqs=config.max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step,
             bytes_per_token=self.layout.block_bytes / self.layout.block_size,
         )
-        self._prefill_meter = PrefillMeter()
         self._sequences: dict[str, Sequence] = {}
         self._chains = Chains(self._pool)
         self._pending = PendingReport()
@@ -218,7 +225,13 @@ class Engine:
         return self._pending.has_news or self._pool.has_events or self._scheduler.has_work()
 
     def load(self) -> EngineLoad:
-        return measure_load(self._sequences.values(), self._chains, self._pool)
+        return measure_load(
+            self._sequences.values(),
+            self._chains,
+            self._pool,
+            num_seats=self._seats.num,
+            chunk_tokens=self._scheduler.chunk_tokens,
+        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is wrong with the blocks or the queues."""
@@ -351,15 +364,5 @@ class Engine:
         report.stored, report.removed = self._pool.take_events()
         report.load = self.load()
         report.step_ms = (time.perf_counter() - started) * 1000
-        self._measure(report)
+        self._pace.observe(report)
         return report
-
-    def _measure(self, report: StepReport) -> None:
-        """Learns what prefill costs here; chunks for peers are planned with it."""
-        if report.num_prefill_tokens and not report.num_decode_tokens:
-            self._prefill_meter.observe(
-                report.num_prefill_tokens,
-                report.num_prefill_context_tokens,
-                report.step_ms / 1000,
-            )
-            self._scheduler.prefill_rate = self._prefill_meter.rate

@@ -1,7 +1,8 @@
 """What the next step computes, who gets blocks for it, and who has to give his back.
 
 It knows sequences and the block pool, no tensors. A step's token budget goes to decode first, then
-to prefill in the order of arrival, in chunks; then waiting sequences are admitted, oldest first.
+to prefill in the order of arrival, in chunks that delay those who decode by no more than is wanted
+(pace.py); then waiting sequences are admitted, oldest first.
 
 Blocks: admission reserves all that a sequence's tokens need, or the sequence waits and holds
 nothing. While it decodes it takes one more when its last is full; when the pool has none, the
@@ -23,10 +24,12 @@ from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from services.cost_model import PrefillRate
+from services.cost_model import token_contexts
 from services.engine.batch import SequenceSlice, StepBatch
 from services.engine.block_pool import BlockPool
 from services.engine.chunking import Link, lag_after, next_chunk, tail_chunk
+from services.engine.pace import Pace, StepWork
+from services.engine.seats import Seats
 from services.engine.sequence import Sequence, Status
 from services.engine.types import Mode
 
@@ -56,27 +59,36 @@ class Chunk:
 class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    num_tokens: int = 0
+    work: StepWork = field(default_factory=StepWork)
 
     @property
     def batch(self) -> StepBatch:
         return StepBatch([chunk.slice for chunk in self.chunks])
 
+    @property
+    def num_tokens(self) -> int:
+        return self.work.prefill_tokens + self.work.decode_tokens
+
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         samples = num_tokens == sequence.num_missing_tokens
         self.chunks.append(Chunk(sequence, num_tokens, samples))
-        self.num_tokens += num_tokens
+        contexts = token_contexts(num_tokens, sequence.num_computed_tokens)
+        if sequence.in_decode:
+            self.work.decode_tokens += num_tokens
+            self.work.decode_contexts += contexts
+        else:
+            self.work.prefill_tokens += num_tokens
+            self.work.prefill_contexts += contexts
 
 
 class Scheduler:
-    """Queues of one engine. `waiting` and `running` are sorted by arrival.
-
-    `prefill_rate` is what the engine measured of its own steps; None: nothing yet.
-    """
+    """Queues of one engine. `waiting` and `running` are sorted by arrival."""
 
     def __init__(
         self,
         pool: BlockPool,
+        pace: Pace,
+        seats: Seats,
         *,
         max_num_seqs: int,
         max_tokens_per_step: int,
@@ -87,10 +99,11 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.awaiting: list[Sequence] = []
         self._pool = pool
+        self._pace = pace
+        self._seats = seats
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens_per_step
         self._bytes_per_token = bytes_per_token
-        self.prefill_rate: PrefillRate | None = None
 
     def enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
@@ -110,7 +123,9 @@ class Scheduler:
                 queue.remove(sequence)
 
     def has_work(self) -> bool:
-        return bool(self.running) or (bool(self.waiting) and self._can_admit(self.waiting[0], 0))
+        return bool(self.running) or (
+            bool(self.waiting) and self._can_admit(self.waiting[0], Schedule())
+        )
 
     def schedule(self) -> Schedule:
         """Plans a step. Admission and preemption happen here; a chunk may be left uncomputed."""
@@ -157,7 +172,7 @@ class Scheduler:
                 self._add_chunk(schedule, sequence)
 
     def _admit(self, schedule: Schedule) -> None:
-        while self.waiting and self._can_admit(self.waiting[0], schedule.num_tokens):
+        while self.waiting and self._can_admit(self.waiting[0], schedule):
             sequence = self.waiting[0]
             reservation = self._pool.reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
             assert reservation is not None
@@ -171,21 +186,42 @@ class Scheduler:
             self.start(sequence)
             self._add_chunk(schedule, sequence)
 
-    def _can_admit(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether there is a seat and all its blocks, when `num_tokens` are planned already."""
+    def _can_admit(self, sequence: Sequence, schedule: Schedule) -> bool:
+        """Whether there is a seat and all its blocks, beside what is planned already."""
         if sequence.may_await_kv:
             seat = len(self.awaiting) < self._max_num_seqs
         else:
-            seat = len(self.running) < self._max_num_seqs and num_tokens < self._max_tokens
+            seat = len(self.running) < self._max_num_seqs and self._room(schedule, 0) > 0
+        if self._seats.is_limited and sequence.mode is not Mode.FOR_PEER:
+            seat = seat and self._num_seated < self._seats.num
         return seat and self._pool.can_reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Of prefill in a step, at a prompt's start, beside those who decode now."""
+        decoding = [s for s in self.running if s.in_decode]
+        contexts = sum(s.num_computed_tokens for s in decoding)
+        work = StepWork(decode_tokens=len(decoding), decode_contexts=contexts)
+        return self._room(Schedule(work=work), 0)
+
+    @property
+    def _num_seated(self) -> int:
+        """Who decodes here, or will as soon as its KV is there."""
+        return sum(s.mode is not Mode.FOR_PEER for s in (*self.running, *self.awaiting))
 
     def _has_room(self, schedule: Schedule) -> bool:
         return schedule.num_tokens < self._max_tokens and len(schedule.chunks) < self._max_num_seqs
 
-    def _add_chunk(self, schedule: Schedule, sequence: Sequence) -> None:
-        if not self._has_room(schedule):
-            return
+    def _room(self, schedule: Schedule, context: int) -> int:
+        """Tokens that the step has left for a chunk after `context` others."""
         room = self._max_tokens - schedule.num_tokens
+        in_time = self._pace.chunk_max(schedule.work, context)
+        return max(0, room if in_time is None else min(room, in_time))
+
+    def _add_chunk(self, schedule: Schedule, sequence: Sequence) -> None:
+        room = self._room(schedule, sequence.num_computed_tokens)
+        if not room or len(schedule.chunks) >= self._max_num_seqs:
+            return
         if sequence.mode is Mode.FOR_PEER:
             schedule.add(sequence, self._chunk_for_peer(sequence, room))
         else:
@@ -194,12 +230,13 @@ class Scheduler:
     def computed(self, chunk: Chunk) -> None:
         """The chunk was run; told before its sequence moves on."""
         sequence = chunk.sequence
-        if sequence.reader_rate is not None and self.prefill_rate is not None:
+        rate = self._pace.prefill_rate
+        if sequence.reader_rate is not None and rate is not None:
             sequence.pull_lag_s = lag_after(
                 chunk.num_tokens,
                 sequence.num_computed_tokens,
                 sequence.pull_lag_s,
-                self.prefill_rate,
+                rate,
                 self._link(sequence.reader_rate),
             )
 
@@ -209,8 +246,8 @@ class Scheduler:
 
     def _chunk_for_peer(self, sequence: Sequence, room: int) -> int:
         """The reader pulls a chunk while the next is computed: only the last pull is waited for."""
-        num_missing = sequence.num_missing_tokens
-        if sequence.reader_rate is None or self.prefill_rate is None:
+        num_missing, rate = sequence.num_missing_tokens, self._pace.prefill_rate
+        if sequence.reader_rate is None or rate is None:
             return tail_chunk(num_missing, room=room, budget=self._max_tokens)
         return next_chunk(
             num_missing,
@@ -218,7 +255,7 @@ class Scheduler:
             lag_s=sequence.pull_lag_s,
             room=room,
             budget=self._max_tokens,
-            rate=self.prefill_rate,
+            rate=rate,
             link=self._link(sequence.reader_rate),
         )
 

@@ -47,7 +47,14 @@ def main(
     max_tokens_per_step: Annotated[
         int, typer.Option(help="token budget; 0: 512, on CUDA by the card")
     ] = 0,
+    itl_target: Annotated[
+        float, typer.Option(help="seconds to each next token, that chunks of prompts keep; 0: off")
+    ] = 0.1,
     queue_max: int = 256,
+    itl_limit: Annotated[
+        float,
+        typer.Option(help="seconds between two tokens, by which sequences wait for a seat; 0: off"),
+    ] = 0.0,
     threads: int = 1,
     cores: Annotated[str, typer.Option(help="cores to pin the engine to, such as 0 or 0,1")] = "",
     transport: str = "auto",
@@ -99,7 +106,9 @@ def main(
                 max_model_len=max_model_len or None,
                 max_num_seqs=max_num_seqs,
                 max_tokens_per_step=max_tokens_per_step or None,
+                itl_target_s=itl_target,
                 queue_max=queue_max,
+                itl_limit_s=itl_limit,
                 num_threads=threads,
             ),
             transfer=TransferConfig(

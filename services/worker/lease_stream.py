@@ -8,6 +8,7 @@ frees at the source what was held for it.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -32,6 +33,9 @@ _BROKEN_CALL = (
     asyncio.InvalidStateError,
     TimeoutError,
 )
+# How gRPC tells of a connection on which nobody answers, or nobody ever did: in the details of
+# UNAVAILABLE.
+_NOT_CLOSED = re.compile("timed out|timeout|failed to connect", re.IGNORECASE)
 
 
 @asynccontextmanager
@@ -111,7 +115,12 @@ class LeaseStream:
 
 
 def is_source_gone(error: BaseException | None) -> bool:
-    """Whether a lease was lost because the source's process, or the way to it, ended under it."""
+    """Whether a lease was lost because the source's process ended under it.
+
+    The system then closes its connections at once. One that times out says that the way is cut or
+    the process stands still, one that cannot be made that it had ended before: neither is a
+    request's doing.
+    """
     causes, seen = [error], set[int]()
     while causes:
         cause = causes.pop()
@@ -119,7 +128,8 @@ def is_source_gone(error: BaseException | None) -> bool:
             continue  # an error that was raised from the group it was in is its own cause
         seen.add(id(cause))
         if isinstance(cause, grpc.aio.AioRpcError):
-            if cause.code() is grpc.StatusCode.UNAVAILABLE:
+            is_closed = not _NOT_CLOSED.search(cause.details() or "")
+            if cause.code() is grpc.StatusCode.UNAVAILABLE and is_closed:
                 return True
         elif isinstance(cause, BaseExceptionGroup):
             causes += cause.exceptions

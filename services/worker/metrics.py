@@ -41,6 +41,8 @@ _HELP = {
     "blocks_quarantined": "Blocks that a read may still write",
     "num_leases": "Prefill streams served here",
     "num_pulls": "Requests that are pulling blocks",
+    "num_seats": "Sequences that may run or pull at once",
+    "chunk_tokens": "Tokens of prefill that a step takes beside those who decode",
     "step": "Turns of the engine's loop",
     "tokens_wasted": "Slots that live sequences hold and do not fill",
 }

@@ -18,15 +18,14 @@ from dataclasses import dataclass
 
 from services.cost_model import (
     ASK_S,
+    HERE_MARGIN,
     Holder,
     PairRate,
     WorkerRates,
-    best_start,
+    best_prefill,
     default_pair,
-    prefill_seconds,
 )
 
-HERE_MARGIN = 0.95  # of the best candidate's time: from there on prefill here is clearly faster
 NEAR_BEST = 1.1  # the router's first choice stays first up to this: it spreads the load
 _UNMEASURED = default_pair("nixl")
 
@@ -105,14 +104,14 @@ def seconds_at(prompt: Prompt, candidate: Candidate, missing_here: int) -> float
 
 def _prefill(prompt: Prompt, place: Place) -> tuple[float, float]:
     """Waiting for a prefix from a holder, if that is worth it, and computing the rest."""
-    start_s, cached = best_start(
+    start_s, _, compute_s = best_prefill(
         place.rates,
         prompt.num_tokens,
         place.cached_tokens,
         place.holders,
         bytes_per_token=prompt.bytes_per_token,
     )
-    return start_s, prefill_seconds(place.rates, prompt.num_tokens, cached)
+    return start_s, compute_s
 
 
 def _queue(place: Place) -> float:

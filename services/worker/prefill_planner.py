@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
+
 from services.config import WorkerConfig
 from services.cost_model import Holder, PairRate, WorkerRates, default_pair
 from services.registry import WorkerRecord
@@ -40,6 +42,8 @@ class PrefillPlanner:
             yield
         finally:
             self._tokens_sent[worker_id] -= num_tokens
+            if not self._tokens_sent[worker_id]:
+                del self._tokens_sent[worker_id]
 
     def plan(
         self,
@@ -56,7 +60,7 @@ class PrefillPlanner:
             return Plan(tuple(c.worker_id for c in candidates), 0.0, "forced")
         prompt = Prompt(num_tokens, self._bytes_per_token)
         here = Here(
-            rates=self._rates_of(None),
+            rates=self._rates_here(),
             queued_tokens=self.load.queued_tokens,
             cached_tokens=cached_tokens,
             holders=tuple(self._holders(holders, self._config.worker_id)),
@@ -101,6 +105,12 @@ class PrefillPlanner:
             record = self._records.get(reader)
             rate = record.pairs.get(source) if record is not None else None
         return rate or default_pair(self._config.transfer.transport)
+
+    def _rates_here(self) -> WorkerRates:
+        """In the chunks that go beside those who decode here now."""
+        rates = self._rates_of(None)
+        chunk = min(rates.step_tokens, self.load.chunk_tokens or rates.step_tokens)
+        return msgspec.structs.replace(rates, step_tokens=chunk)
 
     def _rates_of(self, record: WorkerRecord | None) -> WorkerRates:
         """Of a worker, or of one like it: workers of one cluster are likely to be alike."""

@@ -107,6 +107,7 @@ class PromptPrefill:
             except Exception as error:
                 # Whatever it was, nothing that was pulled is trusted: only a whole lease commits.
                 self._note_failure(sequence, error)
+                sequence.timings.prefill_worker_id = ""
                 if self._owner.is_over(sequence) or self._owner.finish_if_over(sequence):
                     return
                 if is_source_gone(error) and not self._owner.on_source_lost(sequence):
@@ -170,6 +171,10 @@ class PromptPrefill:
     async def _run_lease(
         self, sequence: DecodeSequence, reserved: Reserved, lease: ReaderLease
     ) -> int:
+        def on_first_token(token_id: int, stats: PullStats) -> None:
+            sequence.timings.prefill_worker_id = lease.peer.worker_id
+            self._owner.on_first_token(sequence, token_id, stats)
+
         missing = len(sequence.spec.token_ids) - reserved.num_cached_tokens
         first_missing = reserved.num_cached_tokens // self._block_size
         try:
@@ -182,9 +187,7 @@ class PromptPrefill:
                         targets=reserved.block_ids,
                         prefix_holders=[*self._owner.as_holder(first_missing), *sequence.holders],
                         trace=sequence.span.headers,
-                        on_first_token=lambda token, stats: self._owner.on_first_token(
-                            sequence, token, stats
-                        ),
+                        on_first_token=on_first_token,
                     )
         except TimeoutError as error:
             raise LeaseLost("it is given up: this worker asks nobody any more") from error

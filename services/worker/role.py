@@ -37,15 +37,25 @@ class RoleChange:
         prefill: PrefillService,
         tell: Callable[[], Awaitable[None]],
     ) -> None:
-        """`tell` writes the record."""
+        """`tell` lets others know: it writes the record."""
         self.role: Role = role
         self._decode = decode
         self._prefill = prefill
         self._tell = tell
         self._one_at_a_time = asyncio.Lock()
+        self._changes: set[asyncio.Task[float]] = set()
 
     async def to(self, role: Role) -> float:
-        """Returns when this worker does the other pool's work, and how long that took, seconds."""
+        """Returns when this worker does the other pool's work, and how long that took, seconds.
+
+        Who asked may stop waiting; the change goes on: half of it is a worker in no pool.
+        """
+        change = asyncio.create_task(self._change(role))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        return await asyncio.shield(change)
+
+    async def _change(self, role: Role) -> float:
         started = time.monotonic()
         async with self._one_at_a_time:
             if role == self.role:

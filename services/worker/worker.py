@@ -89,9 +89,11 @@ class Worker:
 
     async def set_role(self, role: Role) -> float:
         """To the other pool, or back; seconds that it took."""
-        took_s = await self._role.to(role)
-        self._metrics.role = role
-        return took_s
+        return await self._role.to(role)
+
+    async def _tell_role(self) -> None:
+        self._metrics.role = self._role.role
+        await self._membership.refresh()
 
     def load(self) -> Load:
         return self._load
@@ -119,7 +121,7 @@ class Worker:
             on_records=self._on_records,
         )
         self._membership = membership
-        self._role = RoleChange(self.config.role, self.decode, self.prefill, membership.refresh)
+        self._role = RoleChange(self.config.role, self.decode, self.prefill, self._tell_role)
         self._metrics.watch(membership.publisher)
         self.link.on_report = self._on_report
         self.link.on_final = self.prefill.on_final_blocks
@@ -255,9 +257,11 @@ class Worker:
             blocks_cached=engine.blocks_cached,
             blocks_quarantined=engine.blocks_quarantined,
             num_leases=self.prefill.num_leases,
-            num_pulls=self.decode.num_pulls,
+            num_pulls=engine.num_awaiting_kv,
             step=report.tick,
             tokens_wasted=engine.tokens_wasted,
+            num_seats=engine.num_seats,
+            chunk_tokens=engine.chunk_tokens,
         )
         self.decode.on_report(report, load_message(self._load))
         self._membership.on_report(step)

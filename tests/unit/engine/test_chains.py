@@ -44,7 +44,9 @@ class TestHold:
         report = engine.step()
         assert (report.held, report.final_blocks) == ([Held("h", 0)], [])
         engine.remove("h")
-        assert engine.load() == EngineLoad(blocks_total=16, blocks_free=16)
+        assert engine.load() == EngineLoad(
+            num_seats=64, chunk_tokens=512, blocks_total=16, blocks_free=16
+        )
 
     def test_removed_before_it_was_told_is_not_heard_of(self) -> None:
         engine, _ = make_engine()
@@ -108,7 +110,9 @@ class TestAdopt:
         runner.fill(engine.block_ids("c"), PROMPT[:12], 1)
         engine.commit_adopted("c", 3)
         engine.check_integrity()
-        assert engine.load() == EngineLoad(blocks_total=16, blocks_free=13, blocks_cached=3)
+        assert engine.load() == EngineLoad(
+            num_seats=64, chunk_tokens=512, blocks_total=16, blocks_free=13, blocks_cached=3
+        )
 
     def test_given_up(self) -> None:
         engine, _ = make_engine()

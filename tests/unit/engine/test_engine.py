@@ -32,7 +32,13 @@ def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
     assert first.num_prefill_context_tokens == 0 + 1 + 2 + 3 + 4 + 5
     assert engine.block_ids("a") == [0, 1]
     assert first.load == EngineLoad(
-        num_running=1, blocks_total=16, blocks_free=14, blocks_used=2, tokens_wasted=1
+        num_running=1,
+        num_seats=64,
+        chunk_tokens=511,
+        blocks_total=16,
+        blocks_free=14,
+        blocks_used=2,
+        tokens_wasted=1,
     )
     outcome = Outcome()
     outcome.take(first)
@@ -42,7 +48,9 @@ def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
     assert [r.num_decode_tokens for r in outcome.reports] == [0, 1, 1, 1, 1]
     assert [r.num_decode_context_tokens for r in outcome.reports] == [0, 6, 7, 8, 9]
     # 6 + 5 tokens, the last without KV: two full blocks stay as prefix, the third is free.
-    assert engine.load() == EngineLoad(blocks_total=16, blocks_free=14, blocks_cached=2)
+    assert engine.load() == EngineLoad(
+        num_seats=64, chunk_tokens=512, blocks_total=16, blocks_free=14, blocks_cached=2
+    )
 
 
 def test_the_same_prompt_again_reuses_its_full_blocks() -> None:

@@ -164,7 +164,9 @@ class TestAwaitKv:
         engine.commit("a", 11)
         assert engine.has_work()
         assert engine.step().new_tokens == [NewTokens("a", [], "stop", 0, 0)]
-        assert engine.load() == EngineLoad(blocks_total=16, blocks_free=15, blocks_cached=1)
+        assert engine.load() == EngineLoad(
+            num_seats=64, chunk_tokens=512, blocks_total=16, blocks_free=15, blocks_cached=1
+        )
 
     def test_a_foreign_block_cannot_be_quarantined(self) -> None:
         engine, _ = make_engine()

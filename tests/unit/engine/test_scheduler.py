@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from services.engine.block_pool import BlockPool
+from services.engine.pace import Pace
 from services.engine.scheduler import Schedule, Scheduler
+from services.engine.seats import Seats
 from services.engine.sequence import Sequence, Status
-from services.engine.types import Mode
+from services.engine.types import Mode, StepReport
 from tests.engine_driver import make_spec
 
 
 class Bench:
     """A scheduler whose planned chunks count as computed, without a model."""
 
-    def __init__(self, *, num_blocks: int = 64, max_num_seqs: int = 8, tokens: int = 16) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        max_num_seqs: int = 8,
+        tokens: int = 16,
+        itl_limit_s: float = 0.0,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.pace = Pace(0.0)
         self.scheduler = Scheduler(
             self.pool,
+            self.pace,
+            Seats(self.pace, max_num_seqs=max_num_seqs, itl_limit_s=itl_limit_s),
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=tokens,
             bytes_per_token=1024.0,
@@ -127,3 +139,23 @@ def test_has_no_work_while_the_oldest_cannot_be_admitted() -> None:
     bench.sequences.remove(awaiting)
     bench.pool.release(awaiting.let_go())
     assert bench.scheduler.has_work()
+
+
+def test_sequences_wait_for_a_seat_and_those_for_a_peer_need_none() -> None:
+    bench = Bench(itl_limit_s=0.1)
+    bench.pace.observe(StepReport(num_decode_tokens=2, step_ms=66.0))
+    assert bench.scheduler._seats.num == 2
+    a = bench.add("a", 2)
+    pulls = bench.add("pulls", 8, Mode.AWAIT_KV)
+    bench.add("b", 2)
+    assert bench.step() == [("a", 2)]
+    assert pulls.status is Status.AWAITING_KV
+    assert [s.sequence_id for s in bench.scheduler.waiting] == ["b"]
+    bench.scheduler.withdraw(a)
+    bench.sequences.remove(a)
+    bench.pool.release(a.let_go())
+    assert bench.scheduler.has_work()
+    assert bench.step() == [("b", 2)]
+    peer = bench.add("peer", 2, Mode.FOR_PEER)
+    bench.step()
+    assert peer.status is Status.RUNNING

@@ -7,9 +7,11 @@ import pytest
 from services.errors import LeaseLost
 from services.worker.lease_stream import is_source_gone
 
+UNAVAILABLE, ABORTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED
 
-def _rpc_error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+def _rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 
 def _caused(cause: BaseException) -> LeaseLost:
@@ -19,10 +21,20 @@ def _caused(cause: BaseException) -> LeaseLost:
 
 
 @pytest.mark.parametrize(
-    ("code", "is_gone"), [(grpc.StatusCode.UNAVAILABLE, True), (grpc.StatusCode.ABORTED, False)]
+    ("code", "details", "is_gone"),
+    [
+        (UNAVAILABLE, "Stream removed (recvmsg:Connection reset by peer (104))", True),
+        (UNAVAILABLE, "Socket closed", True),
+        (UNAVAILABLE, "Stream removed (recvmsg:Connection timed out (110))", False),
+        (UNAVAILABLE, "ping timeout", False),
+        (UNAVAILABLE, "failed to connect to all addresses; last error: Connection refused", False),
+        (ABORTED, "", False),
+    ],
 )
-def test_a_lease_is_lost_with_its_source_or_without(code: grpc.StatusCode, is_gone: bool) -> None:
-    error = _rpc_error(code)
+def test_a_lease_is_lost_with_its_source_or_without(
+    code: grpc.StatusCode, details: str, is_gone: bool
+) -> None:
+    error = _rpc_error(code, details)
     assert is_source_gone(error) is is_gone
     assert is_source_gone(_caused(error)) is is_gone
     assert is_source_gone(_caused(ExceptionGroup("of tasks", [error]))) is is_gone

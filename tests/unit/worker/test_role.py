@@ -48,28 +48,44 @@ async def test_leases_have_a_grace_then_they_are_given_up() -> None:
     assert not any(s.may_ask for s in (quick, slow, decodes))
 
 
-async def test_it_is_told_when_nothing_waits_any_more_and_prompts_are_taken() -> None:
-    told: list[str] = []
+class Recorded:
+    """A worker whose parts only say what they were told, and take a moment to ask nobody."""
 
-    async def ask_nobody(grace_s: float) -> None:
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.prefill: Any = SimpleNamespace(takes_prompts=True)
+        decode: Any = SimpleNamespace(
+            leave_pool=lambda: self.told.append("leaves"),
+            join_pool=lambda: self.told.append("joins"),
+            ask_nobody=self._ask_nobody,
+        )
+        self.change = RoleChange("decode", decode, self.prefill, self._tell)
+
+    async def _ask_nobody(self, grace_s: float) -> None:
         await asyncio.sleep(0.01)
-        told.append("asks nobody")
+        self.told.append("asks nobody")
 
-    decode: Any = SimpleNamespace(
-        leave_pool=lambda: told.append("leaves"),
-        join_pool=lambda: told.append("joins"),
-        ask_nobody=ask_nobody,
-    )
-    prefill: Any = SimpleNamespace(takes_prompts=True)
+    async def _tell(self) -> None:
+        self.told.append(f"{self.change.role}, takes prompts: {self.prefill.takes_prompts}")
 
-    async def tell() -> None:
-        told.append(f"{change.role}, takes prompts: {prefill.takes_prompts}")
 
-    change = RoleChange("decode", decode, prefill, tell)
-    assert await change.to("decode") == 0.0
-    assert told == []
-    await asyncio.gather(change.to("prefill"), change.to("prefill"))
-    assert told == ["leaves", "asks nobody", "prefill, takes prompts: True"]
-    told.clear()
-    assert await change.to("decode") > 0
-    assert told == ["joins", "decode, takes prompts: False"]
+async def test_it_is_told_when_nothing_waits_any_more_and_prompts_are_taken() -> None:
+    worker = Recorded()
+    assert await worker.change.to("decode") == 0.0
+    assert worker.told == []
+    await asyncio.gather(worker.change.to("prefill"), worker.change.to("prefill"))
+    assert worker.told == ["leaves", "asks nobody", "prefill, takes prompts: True"]
+    worker.told.clear()
+    assert await worker.change.to("decode") > 0
+    assert worker.told == ["joins", "decode, takes prompts: False"]
+
+
+async def test_a_change_goes_on_when_nobody_waits_for_it() -> None:
+    """As when the router's call is past its deadline: the worker was stopped for a while."""
+    worker = Recorded()
+    asked = asyncio.create_task(worker.change.to("prefill"))
+    await asyncio.wait([asked], timeout=0.001)
+    assert worker.told == ["leaves"]
+    asked.cancel()
+    assert await worker.change.to("prefill") == 0.0
+    assert worker.told == ["leaves", "asks nobody", "prefill, takes prompts: True"]

@@ -157,7 +157,7 @@ class WorkerError(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls", "tokens_wasted")
+    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls", "tokens_wasted", "num_seats", "chunk_tokens")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,8 @@ class WorkerLoad(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_PULLS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_WASTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEATS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     queue_max: int
@@ -182,7 +184,9 @@ class WorkerLoad(_message.Message):
     step: int
     num_pulls: int
     tokens_wasted: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ...) -> None: ...
+    num_seats: int
+    chunk_tokens: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ..., num_seats: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeUpdate(_message.Message):
     __slots__ = ("sequences", "load", "num_submits", "draining")
