@@ -31,11 +31,10 @@ class PrefillRate(msgspec.Struct, frozen=True):
         """
         if num_tokens <= 0:
             return 0.0
-        num_steps = -(-num_tokens // (step_tokens or 1))
         return (
-            num_steps * self.step_s
+            -(-num_tokens // (step_tokens or 1)) * self.step_s
             + num_tokens * self.token_s
-            + (num_tokens * context + num_tokens * (num_tokens - 1) // 2) * self.token_context_s
+            + num_tokens * (2 * context + num_tokens - 1) / 2 * self.token_context_s
         )
 
 
@@ -57,7 +56,7 @@ class PairRate(msgspec.Struct, frozen=True):
     bytes_per_s: float
 
     def seconds(self, num_bytes: float) -> float:
-        return self.latency_s + max(0.0, num_bytes) / self.bytes_per_s
+        return self.latency_s + (num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0)
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -78,6 +77,7 @@ class WorkerRates(msgspec.Struct, frozen=True):
 
 
 ASK_S = 2e-3  # a lease: opened, answered, released
+HERE_MARGIN = 0.95  # of the best peer's time: from there on prefill where it decodes is faster
 DEFAULT_PREFILL = PrefillRate()
 DEFAULT_DECODE = DecodeRate()
 # First guesses, on the cautious side, until a pair has measured itself.
@@ -108,20 +108,40 @@ def best_start(
 
     Nothing to wait for and the cached tokens, unless pulling from a holder beats computing.
     """
-    best = (0.0, cached_tokens)
+    wait_s, start, _ = best_prefill(
+        rates, num_tokens, cached_tokens, holders, bytes_per_token=bytes_per_token
+    )
+    return wait_s, start
+
+
+def best_prefill(
+    rates: WorkerRates,
+    num_tokens: int,
+    cached_tokens: int,
+    holders: Iterable[Holder],
+    *,
+    bytes_per_token: float,
+) -> tuple[float, int, float]:
+    """`best_start`, and the seconds that computing the rest takes."""
+    seconds, step_tokens = rates.prefill.seconds, rates.step_tokens
     lowest_s = prefill_seconds(rates, num_tokens, cached_tokens)
+    best = (0.0, cached_tokens, lowest_s)
     for holder in holders:
         reached, rate = holder.num_tokens, holder.rate
-        if reached <= cached_tokens:
+        pulled = reached - cached_tokens
+        if pulled <= 0:
             continue
-        pull_s = (
-            ASK_S + rate.latency_s + (reached - cached_tokens) * bytes_per_token / rate.bytes_per_s
-        )
+        pull_s = ASK_S + rate.latency_s + pulled * bytes_per_token / rate.bytes_per_s
         if pull_s >= lowest_s:
             continue
-        total_s = pull_s + prefill_seconds(rates, num_tokens, reached)
-        if total_s < lowest_s:
-            best, lowest_s = (pull_s, reached), total_s
+        missing = num_tokens - reached
+        compute_s = (
+            seconds(missing, reached, step_tokens)
+            if missing > 0
+            else prefill_seconds(rates, num_tokens, reached)
+        )
+        if pull_s + compute_s < lowest_s:
+            best, lowest_s = (pull_s, reached, compute_s), pull_s + compute_s
     return best
 
 

@@ -91,6 +91,8 @@ class Load(msgspec.Struct, frozen=True):
     num_pulls: int = 0
     step: int = 0
     tokens_wasted: int = 0  # slots of blocks that live sequences hold and do not fill
+    num_seats: int = 0  # sequences that may run or pull at once; 0: it does not say
+    chunk_tokens: int = 0  # of prefill in a step, beside those who decode; 0: it does not say
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):

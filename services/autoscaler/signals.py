@@ -17,6 +17,7 @@ from services.cost_model import DecodeRate
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 NO_COUNTS = (0,) * (len(EDGES) + 1)
 Counts = tuple[int, ...]
+_LATE = 50  # requests that a mean of late is drawn from
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -53,6 +54,7 @@ class DemandMeter:
     """One a router, or a simulation: told of each request, asked now and then."""
 
     def __init__(self) -> None:
+        self.output_tokens_mean = 0.0  # of a request, of late; 0: none has ended
         self._num_requests = self._num_ended = self._output_tokens = 0
         self._prefill_s = 0.0
         self._ttft, self._itl = list(NO_COUNTS), list(NO_COUNTS)
@@ -72,6 +74,8 @@ class DemandMeter:
     def ended(self, output_tokens: int) -> None:
         self._num_ended += 1
         self._output_tokens += output_tokens
+        late = 1 / min(self._num_ended, _LATE)
+        self.output_tokens_mean += late * (output_tokens - self.output_tokens_mean)
 
     def demand(self) -> Demand:
         return Demand(

@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
             tokenizer_processes=args.tokenizer_processes,
             ttft_limit_s=args.ttft_limit,
             ttft_limit_token_s=args.ttft_limit_token,
+            hold_deadline_s=args.hold_deadline,
             drain_deadline_s=args.drain_deadline,
             trust_tenant_header=args.trust_tenant_header,
             autoscale=AutoscaleConfig(
@@ -69,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--ttft-limit-token", type=float, default=0.0, help="seconds more for each prompt token"
+    )
+    parser.add_argument(
+        "--hold-deadline",
+        type=float,
+        default=30.0,
+        help="seconds that a request waits for a worker while a pool that it needs has none",
     )
     parser.add_argument(
         "--drain-deadline",

@@ -100,12 +100,22 @@ class ClusterView:
         worker = self._workers.get(worker_id)
         return worker.client if worker else None
 
-    def note_prefill(self, worker_id: str, num_tokens: int) -> None:
-        """Counts work sent to a prefill worker until its next record shows it."""
+    def note_prefill(self, worker_id: str, num_tokens: int) -> float:
+        """Counts work sent to a prefill worker until its next record shows it; when it was sent."""
+        now = time.monotonic()
         if worker := self._workers.get(worker_id):
-            now = time.monotonic()
             worker.note_prefill(num_tokens, now, forgotten_before=self._forgotten_before(now))
             self._stale.add(worker_id)
+        return now
+
+    def note_prefilled(
+        self, worker_id: str, num_tokens: int, sent_at: float, *, by_it: bool
+    ) -> None:
+        """Work sent to a prefill worker then waits there no more; it need not be who did it."""
+        if worker := self._workers.get(worker_id):
+            worker.note_prefilled(num_tokens, sent_at, by_it=by_it)
+            self._stale.add(worker_id)
+            self.on_news()
 
     def note_share(self, worker_id: str, prefill_s: float) -> None:
         """Counts a prompt that takes so long there to what the worker was given of late."""

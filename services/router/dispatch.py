@@ -99,6 +99,7 @@ class Dispatcher:
             finally:
                 attempt.close()
         finally:
+            self._note_prefilled(job)
             self._moves.budget.end(time.monotonic())
 
     async def _submit(self, job: Job) -> Attempt:
@@ -179,6 +180,7 @@ class Dispatcher:
 
     def _send(self, job: Job, work: Work, placement: Placement, matches: dict[str, int]) -> Attempt:
         """Nothing was awaited since the worker was seen usable."""
+        self._note_prefilled(job)
         client = self._view.client(placement.decode.worker_id)
         assert client is not None
         leaves = self._view.roster().by_id.get(job.leaves)
@@ -196,8 +198,17 @@ class Dispatcher:
         if not placement.prefill_candidates:
             return client.submit(message, tokens_to_prefill=placement.tokens_missing)
         first = placement.prefill_candidates[0]
-        self._view.note_prefill(first.worker_id, placement.tokens_missing)
+        missing = placement.tokens_missing
+        sent_at = self._view.note_prefill(first.worker_id, missing)
+        job.asked = first.worker_id, missing, sent_at
         return client.submit(message, tokens_to_prefill=0)
+
+    def _note_prefilled(self, job: Job, by: str = "") -> None:
+        """Whoever was asked to prefill it has done so, or need not any more."""
+        if job.asked is not None:
+            worker_id, num_tokens, sent_at = job.asked
+            job.asked = None
+            self._view.note_prefilled(worker_id, num_tokens, sent_at, by_it=by == worker_id)
 
     async def _follow(self, job: Job, attempt: Attempt) -> AsyncGenerator[Step, None]:
         while True:
@@ -207,6 +218,11 @@ class Dispatcher:
             for update in await attempt.updates():
                 if update.token_ids and not (job.made or token_ids):
                     job.cached_tokens = update.cached_tokens
+                if update.token_ids:
+                    self._note_prefilled(job, update.timings.prefill_worker_id)
+                    if job.promise is not None and job.num_submissions == 1:
+                        self._gate.note_first_token(job.promise)
+                    job.promise = None
                 token_ids.extend(update.token_ids)
                 if update.token_ids and update.HasField("timings"):
                     job.timeline.take(update.timings, len(job.made) + len(token_ids))
@@ -267,7 +283,7 @@ class Dispatcher:
     def _admit(self, job: Job, work: Work, placement: Placement) -> None:
         """Once a request. Raises Overloaded."""
         if not job.is_admitted:
-            self._gate.admit(work, placement, tenant=job.request.tenant)
+            job.promise = self._gate.admit(work, placement, tenant=job.request.tenant)
             job.is_admitted = True
 
     def _work(self, job: Job) -> Work:

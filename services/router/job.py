@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from services.block_hash import block_hash
 from services.registry import Contract
+from services.router.admission.calibration import Promise
 from services.router.move_budget import LOSSES_MAX
 from services.router.placement.choose import Placement, WorkerSnapshot
 from services.router.request import GenerationRequest
@@ -33,6 +34,7 @@ class Job:
     made: list[int] = field(default_factory=list)
     cached_tokens: int = 0  # of the prompt, where its first token was made
     is_admitted: bool = False
+    promise: Promise | None = None  # of its first token, while none came and it did not move
     num_submissions: int = 0
     num_moves: int = 0
     num_lost: int = 0  # workers, prefill or decode
@@ -44,6 +46,7 @@ class Job:
     placement: Placement | None = None
     matches: dict[str, int] = field(default_factory=dict)  # that it was placed by
     reason: str = ""  # for the placement, in one line
+    asked: tuple[str, int, float] | None = None  # a prefill worker: who, for how many tokens, when
     timings: pb.SequenceTimings | None = None
     timeline: Timeline = field(default_factory=Timeline)
 

@@ -1,7 +1,8 @@
 """What this router knows of one worker: its record, its stream, and what it sent there since.
 
 Load is told late: by a prefill worker in its record, by a decode worker on its stream. What was
-sent and cannot be in the load yet is added to it, until a load that was taken later comes.
+sent and cannot be in the load yet is added to it, until a load that was taken later comes. What a
+prefill worker has done since is taken off: first tokens are seen long before its next record.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class KnownWorker:
     client: WorkerClient | None = None
     # Prompts sent to a prefill worker, not in its record yet: monotonic seconds, tokens to prefill.
     _sent: deque[tuple[float, int]] = field(default_factory=deque)
+    _tokens_done: int = 0  # since its record, of prompts that its record counts in
 
     @property
     def load(self) -> Load:
@@ -37,6 +39,13 @@ class KnownWorker:
         self._drop_sent(forgotten_before)
         self._sent.append((now, num_tokens))
 
+    def note_prefilled(self, num_tokens: int, sent_at: float, *, by_it: bool) -> None:
+        """A prompt that was sent then has its first token, or ended without: it waits no more."""
+        if (sent_at, num_tokens) in self._sent:
+            self._sent.remove((sent_at, num_tokens))
+        elif by_it:
+            self._tokens_done += num_tokens
+
     def take_record(
         self, record: WorkerRecord, *, last_read_at: float, forgotten_before: float
     ) -> bool:
@@ -46,6 +55,8 @@ class KnownWorker:
         before that. What never reached the worker never changes its load: it is forgotten in time.
         """
         shown_before = last_read_at if record.load != self.record.load else forgotten_before
+        if record.load != self.record.load:
+            self._tokens_done = 0
         num_sent = len(self._sent)
         self._drop_sent(max(shown_before, forgotten_before))
         changed = record != self.record or len(self._sent) != num_sent
@@ -60,6 +71,7 @@ class KnownWorker:
         load, client = self.load, self.client
         waiting = client.num_unreported if client else 0
         tokens = client.tokens_unreported if client else sum(tokens for _, tokens in self._sent)
+        queued = max(0, load.queued_tokens - self._tokens_done)
         return WorkerSnapshot(
             worker_id=self.record.worker_id,
             epoch=self.record.epoch,
@@ -69,8 +81,11 @@ class KnownWorker:
             reachable=compatible and (self.record.role != "decode" or self.is_up),
             num_running=load.num_running,
             num_waiting=load.num_waiting + waiting,
-            queued_tokens=load.queued_tokens + tokens,
+            queued_tokens=queued + tokens,
             num_leases=load.num_leases + len(self._sent),
+            num_pulls=load.num_pulls,
+            num_seats=load.num_seats,
+            chunk_tokens=load.chunk_tokens,
             blocks_total=load.blocks_total,
             blocks_used=load.blocks_used,
             rates=self.record.rates,

@@ -54,6 +54,7 @@ class _LastMinute:
         self._total = 0
 
     def add(self, now: float) -> None:
+        self._forget(now)
         second = int(now)
         count = 0
         if self._by_second and self._by_second[-1][0] == second:
@@ -62,6 +63,9 @@ class _LastMinute:
         self._total += 1
 
     def total(self, now: float) -> int:
+        self._forget(now)
+        return self._total
+
+    def _forget(self, now: float) -> None:
         while self._by_second and self._by_second[0][0] <= now - _WINDOW_S:
             self._total -= self._by_second.popleft()[1]
-        return self._total

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from services.config import RouterConfig
 from services.errors import Overloaded
+from services.router.admission.calibration import Calibration, Promise
 from services.router.admission.line import Line
-from services.router.admission.predict import MARGIN, TtftLimit, wait_s
+from services.router.admission.predict import (
+    MARGIN,
+    TtftLimit,
+    allowed_s,
+    expected_ttft_s,
+)
 from services.router.admission.room import QUEUED_MAX_S, has_room, work_s
 from services.router.cluster_view import ClusterView
 from services.router.metrics import Metrics
@@ -32,6 +39,7 @@ class Gate:
     def __init__(self, config: RouterConfig, view: ClusterView, metrics: Metrics) -> None:
         self._view = view
         self._metrics = metrics
+        self._calibration = Calibration()
         self._limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
         # Shorter than what is refused: else nobody would ever wait for a turn.
         most_s = MARGIN * config.ttft_limit_s / 2 if config.ttft_limit_s else math.inf
@@ -45,15 +53,20 @@ class Gate:
         """Whether a request that came now would wait for its tenant's turn."""
         return self._line is not None and self._line.must_wait()
 
-    def admit(self, work: Work, placement: Placement, *, tenant: str) -> None:
+    def admit(self, work: Work, placement: Placement, *, tenant: str) -> Promise | None:
         """Once a request. Raises Overloaded when its first token would come too late."""
         computes = (*placement.prefill_candidates, placement.decode)[0]
         self._metrics.demand.asked(computing_s(work, computes, placement.tokens_missing))
         if not self._limit.base_s or self._view.redis_state != "ok":
-            return
-        late_s = wait_s(work, placement, self._limit, ahead_s=self._ahead_s(tenant))
-        if late_s is None:
-            return
+            return None
+        made = self._metrics.demand.output_tokens_mean
+        predicted_s = self._ahead_s(tenant)
+        predicted_s += expected_ttft_s(work, placement, completion_tokens=made)
+        slower = self._calibration.factor
+        most_s = allowed_s(work, placement, self._limit, slower=slower)
+        late_s = slower * predicted_s - most_s
+        if late_s <= 0:
+            return self._calibration.promise(predicted_s, most_s, time.monotonic())
         log.info("refused: %d s late by %s", math.ceil(late_s), placement.reason)
         limit_s = self._limit.seconds(work.num_tokens)
         raise Overloaded(
@@ -61,6 +74,10 @@ class Gate:
             f"try again in {math.ceil(late_s)} s",
             retry_after_s=late_s,
         )
+
+    def note_first_token(self, promise: Promise) -> None:
+        """Of a request that was admitted with it."""
+        self._calibration.kept(promise, time.monotonic())
 
     @asynccontextmanager
     async def turn(

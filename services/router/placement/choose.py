@@ -181,7 +181,8 @@ def _order_prefill(
     rng: Random,
 ) -> list[WorkerSnapshot]:
     """The first at random among the near-best who may take more, then all others by cost."""
-    costs = {w.worker_id: prefill_cost(work, w, matches, holders=holders) for w in workers}
+    held = {h.worker_id: cached_tokens(work, h, matches) for h in holders}
+    costs = {w.worker_id: prefill_cost(work, w, matches, held=held) for w in workers}
     first = _pick(near_best(_within_share(work, workers, matches, roster), costs), rng)
     rest = [w for w in workers if w is not first]
     rest.sort(key=lambda w: (costs[w.worker_id], w.worker_id))
@@ -208,7 +209,8 @@ def _shortlist(
                 if len(drawn) == wanted:
                     return list(drawn.values())
     # The pool is small, or few of it are usable: nobody may be missed.
-    return [w for name in pool if (w := by_id[name]).usable and w.epoch not in refused]
+    found = [w for name in pool if (w := by_id[name]).state == "ready" and w.reachable]
+    return [w for w in found if w.epoch not in refused] if refused else found
 
 
 def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[WorkerSnapshot]:
@@ -226,9 +228,8 @@ def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[Wo
     names = names[start:] + names[:start]
     if len(names) > FEW:
         names = nlargest(few, names, key=matches.__getitem__)
+    else:
+        names.sort(key=matches.__getitem__, reverse=True)
     by_id = roster.by_id
-    having = [
-        w for name in names if matches[name] > 0 and (w := by_id.get(name)) is not None and w.usable
-    ]
-    having.sort(key=lambda w: -matches[w.worker_id])
-    return having[:few]
+    found = [w for name in names if matches[name] > 0 and (w := by_id.get(name)) is not None]
+    return [w for w in found if w.state == "ready" and w.reachable][:few]

@@ -23,7 +23,7 @@ from statistics import median_low
 
 import msgspec
 
-from services.cost_model import Holder, PairRate, WorkerRates, best_start, prefill_seconds
+from services.cost_model import Holder, PairRate, WorkerRates, best_prefill, prefill_seconds
 
 TOKEN_S = 1e-3  # of prefill, while nobody has measured
 TOKENS_PER_RUNNING = 24.0  # steps that one more sequence makes longer for the others
@@ -47,6 +47,9 @@ class WorkerSnapshot:
     num_waiting: int = 0
     queued_tokens: int = 0
     num_leases: int = 0
+    num_pulls: int = 0
+    num_seats: int = 0  # sequences that may run or pull at once; 0: it does not say
+    chunk_tokens: int = 0  # of prefill in a step, beside those who decode; 0: it does not say
     blocks_total: int = 0
     blocks_used: int = 0
     rates: WorkerRates = field(default_factory=WorkerRates)
@@ -89,21 +92,20 @@ def decode_cost(
     missing = work.num_tokens - cached
     rates = worker.rates
     if rates.measured:
-        # A step's own time is spread over its tokens; attention is left out.
-        token_s = rates.prefill.token_s + rates.prefill.step_s / rates.step_tokens
         missing_s = _missing_s(work, worker, cached, sources)
     else:
-        token_s = TOKEN_S
         missing_s = (PULL_PRICE if sources else 1.0) * TOKEN_S * missing
-    free_tokens = (worker.blocks_total - worker.blocks_used) * work.block_size
-    shortfall = max(0, missing - free_tokens) if worker.blocks_total else 0
-    return (
+    cost_s = (
         queue_s(worker)
         + TOKENS_PER_RUNNING * rates.decode.sequence_s * worker.num_running
-        + TOKENS_PER_WAITING * token_s * worker.num_waiting
         + missing_s
-        + SHORTFALL_PRICE * token_s * shortfall
     )
+    if worker.num_waiting:
+        cost_s += TOKENS_PER_WAITING * _token_s(rates) * worker.num_waiting
+    shortfall = missing - (worker.blocks_total - worker.blocks_used) * work.block_size
+    if shortfall > 0 and worker.blocks_total:
+        cost_s += SHORTFALL_PRICE * _token_s(rates) * shortfall
+    return cost_s
 
 
 def prefill_cost(
@@ -111,27 +113,37 @@ def prefill_cost(
     worker: WorkerSnapshot,
     matches: Mapping[str, int],
     *,
-    holders: Sequence[WorkerSnapshot] = (),
+    held: Mapping[str, int] | None = None,
 ) -> float:
-    """Never lower with more load, never higher with more cached blocks or holders."""
-    cached = cached_tokens(work, worker, matches)
-    base_s = queue_s(worker) + TOKENS_PER_LEASE * _token_s(worker) * worker.num_leases
-    if not worker.rates.measured:
-        return base_s + TOKEN_S * (work.num_tokens - cached)
-    delayed = 1 + worker.num_leases
-    own = matches.get(worker.worker_id, 0)
-    pulled = [
-        Holder(cached_tokens(work, h, matches), worker.pairs[h.worker_id])
-        for h in holders
-        if matches.get(h.worker_id, 0) > own and h.worker_id in worker.pairs
-    ]
-    if not pulled:
-        return base_s + delayed * prefill_seconds(worker.rates, work.num_tokens, cached)
-    bytes_per_token = worker.rates.block_bytes / work.block_size
-    wait_s, start = best_start(
-        worker.rates, work.num_tokens, cached, pulled, bytes_per_token=bytes_per_token
-    )
-    return base_s + wait_s + delayed * prefill_seconds(worker.rates, work.num_tokens, start)
+    """Never lower with more load, never higher with more cached blocks or holders.
+
+    `held` is the prompt's tokens that others have (`cached_tokens`), by worker id.
+    """
+    cached, num_tokens = cached_tokens(work, worker, matches), work.num_tokens
+    rates, num_leases = worker.rates, worker.num_leases
+    base_s = queue_s(worker)
+    if num_leases:
+        base_s += TOKENS_PER_LEASE * _token_s(rates) * num_leases
+    if not rates.measured:
+        return base_s + TOKEN_S * (num_tokens - cached)
+    if held:
+        pairs = worker.pairs
+        holders = [
+            Holder(tokens, pairs[name])
+            for name, tokens in held.items()
+            if tokens > cached and name in pairs
+        ]
+        if holders:
+            wait_s, _, computed_s = best_prefill(
+                rates,
+                num_tokens,
+                cached,
+                holders,
+                bytes_per_token=rates.block_bytes / work.block_size,
+            )
+            return base_s + wait_s + (1 + num_leases) * computed_s
+    computed_s = rates.prefill.seconds(num_tokens - cached, cached, rates.step_tokens)
+    return base_s + (1 + num_leases) * computed_s
 
 
 def computing_s(work: Work, worker: WorkerSnapshot, missing: int) -> float:
@@ -150,7 +162,7 @@ def cached_tokens(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]
 def with_likely_rates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]:
     """Gives one that has measured nothing the prefill rate in the middle of the others'."""
     known = [w.rates.prefill for w in workers if w.rates.measured]
-    if len(known) in (0, len(workers)):
+    if not known or len(known) == len(workers):
         return list(workers)
     middle = median_low(rate.token_s for rate in known)
     likely = next(rate for rate in known if rate.token_s == middle)
@@ -170,16 +182,15 @@ def _missing_s(
     That a copy pushes out other blocks is not priced: twice the memory saves 1.5% of the computing
     of Mooncake's trace, so a token pushed out costs little next to one that is computed.
     """
-    rates = worker.rates
-    computed_s = (1 + worker.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)
+    rates, missing = worker.rates, work.num_tokens - cached
+    prompt_s = rates.prefill.seconds(missing, cached, rates.step_tokens)
+    computed_s = (1 + worker.num_waiting) * prompt_s
     if not sources:
         return computed_s
-    num_bytes = (work.num_tokens - cached) * rates.block_bytes / work.block_size
-    pairs = worker.pairs
-    pulled_s = [pairs[s.worker_id].seconds(num_bytes) for s in sources if s.worker_id in pairs]
-    if not pulled_s:
-        return PULL_PRICE * computed_s
-    return min(computed_s, *pulled_s)
+    num_bytes = missing * rates.block_bytes / work.block_size
+    ways = worker.pairs
+    pulled_s = [way.seconds(num_bytes) for s in sources if (way := ways.get(s.worker_id))]
+    return min(computed_s, min(pulled_s)) if pulled_s else PULL_PRICE * computed_s
 
 
 def queue_s(worker: WorkerSnapshot) -> float:
@@ -189,9 +200,8 @@ def queue_s(worker: WorkerSnapshot) -> float:
     return rates.prefill.seconds(queued, 0, rates.step_tokens) if queued else 0.0
 
 
-def _token_s(worker: WorkerSnapshot) -> float:
-    """Of prefill, steps counted in; attention is left out."""
-    rates = worker.rates
+def _token_s(rates: WorkerRates) -> float:
+    """Of prefill: a step's own time is spread over its tokens; attention is left out."""
     if not rates.measured:
         return TOKEN_S
     return rates.prefill.token_s + rates.prefill.step_s / rates.step_tokens

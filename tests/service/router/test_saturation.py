@@ -31,14 +31,17 @@ async def router(router: RunningRouter) -> AsyncIterator[RunningRouter]:
     await tell_load(router, 0)
 
 
-async def tell_load(router: RunningRouter, queued_tokens: int) -> None:
+async def tell_load(router: RunningRouter, queued_tokens: int, **load: int) -> None:
     """Every worker tells this queue, and that a token of it takes 1 ms."""
     for worker in router.workers:
         worker.rates, worker.pairs = RATES, {"prefill-9": PairRate("nixl", 1e-3, 1.5e9)}
-        worker.load = Load(queue_max=8, blocks_total=1000, queued_tokens=queued_tokens)
+        worker.load = Load(queue_max=8, blocks_total=1000, queued_tokens=queued_tokens, **load)
         await worker.write_record()
-    known = router.router.view.known
-    await eventually(lambda: all(w.load.queued_tokens == queued_tokens for w in known()))
+    known, told = router.router.view.known, router.workers[0].load
+    shown = (told.queued_tokens, told.num_waiting)
+    await eventually(
+        lambda: all((w.load.queued_tokens, w.load.num_waiting) == shown for w in known())
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -54,6 +57,16 @@ async def test_refuses_what_would_come_too_late(router: RunningRouter, stream: b
     assert "in 10 s" in error["message"]
     assert not router.submitted
     assert router.outcomes()["overloaded"] == before + 1
+
+
+async def test_refuses_while_too_many_wait_for_a_seat(router: RunningRouter) -> None:
+    router.router.generator._metrics.demand.ended(100)  # so long are answers here
+    await tell_load(router, 0, num_running=2, num_seats=2, num_waiting=10**6)
+    answer = await router.http.post("/v1/completions", json={"prompt": [5]})
+    assert answer.status_code == 429
+    assert answer.json()["error"]["code"] == "overloaded"
+    assert int(answer.headers["retry-after"]) >= 1
+    assert not router.submitted
 
 
 async def test_status_shows_what_workers_measured(

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.cost_model import DecodeRate, PrefillRate, WorkerRates
-from services.router.admission.predict import MARGIN, TtftLimit, expected_ttft_s, wait_s
+from services.router.admission.predict import (
+    MARGIN,
+    TtftLimit,
+    allowed_s,
+    expected_ttft_s,
+    seat_wait_s,
+    wait_s,
+)
 from services.router.placement.choose import Placement, Work, WorkerSnapshot, choose
 from services.router.placement.costs import TOKEN_S
 
@@ -67,14 +74,6 @@ def test_says_how_long_to_wait() -> None:
     assert wait_s(work, placed(work), limit) is None
 
 
-def test_what_is_ahead_in_the_router_counts() -> None:
-    work, limit = Work(100), TtftLimit(1.0)
-    idle = placed(work)
-    assert wait_s(work, idle, limit, ahead_s=1.0) == pytest.approx(
-        1.0 + expected_ttft_s(work, idle) - MARGIN
-    )
-
-
 def test_nobody_is_refused_for_a_guess() -> None:
     guessed = placed(Work(100), rates=WorkerRates(), queued_tokens=10**9)
     assert wait_s(Work(100), guessed, TtftLimit(1.0)) is None
@@ -87,5 +86,81 @@ def test_a_long_prompt_is_taken_while_it_waits_no_longer_than_it_takes() -> None
     assert own_s > 10
     assert wait_s(work, placed(work), strict) is not None
     assert wait_s(work, placed(work), kind) is None
-    assert wait_s(work, placed(work), kind, ahead_s=own_s - 0.1) is None
-    assert wait_s(work, placed(work), kind, ahead_s=own_s + 0.1) == pytest.approx(0.1)
+    waits = placed(work, queued_tokens=4000)
+    assert expected_ttft_s(work, waits) - allowed_s(work, waits, kind) == pytest.approx(8.0 - own_s)
+    assert wait_s(work, waits, kind) is None
+    assert wait_s(work, placed(work, queued_tokens=20_000), kind) is not None
+
+
+def test_a_long_prompt_is_taken_where_the_decode_worker_has_not_measured_itself() -> None:
+    """It is likely to be like the other: 10 s, and 0.1 s for each of 20 steps of 512 tokens."""
+    work, kind = Work(10_000), TtftLimit(1.0, own_times=2.0)
+    workers = [
+        WorkerSnapshot("p", "p/1", "", "prefill", "ready", rates=RATES),
+        WorkerSnapshot("d", "d/1", "", "decode", "ready"),
+    ]
+    placement = choose(work, workers, {}, Random(0))
+    assert placement is not None
+    assert allowed_s(work, placement, kind) == pytest.approx(2 * 12.0)
+    assert allowed_s(work, placement, kind, slower=3.0) == pytest.approx(3 * 2 * 12.0)
+    assert wait_s(work, placement, kind) is None
+
+
+def decoding(**load: int) -> WorkerSnapshot:
+    return WorkerSnapshot("d", "d/1", "", "decode", "ready", rates=RATES, **load)  # type: ignore[arg-type]
+
+
+def test_waits_for_a_seat_while_others_end() -> None:
+    """With 10 seats a step takes 30 ms, and of requests of 100 tokens one ends each 0.3 s."""
+    work = Work(100)
+    assert seat_wait_s(work, decoding(num_running=9, num_seats=10), 100) == 0.0
+    assert seat_wait_s(work, decoding(num_running=50), 100) == 0.0  # it does not say
+    assert seat_wait_s(work, decoding(num_running=99, num_seats=10), 0) == 0.0  # nobody ended yet
+    full = decoding(num_running=8, num_pulls=2, num_seats=10)
+    assert seat_wait_s(work, full, 100) == pytest.approx(0.3)
+    queue = decoding(num_running=10, num_waiting=4, num_seats=10)
+    assert seat_wait_s(work, queue, 100) == pytest.approx(1.5)
+
+
+def test_waits_for_blocks_while_others_end() -> None:
+    free = decoding(num_running=10, num_seats=64, blocks_total=100, blocks_used=90)
+    assert seat_wait_s(Work(160), free, 100) == 0.0
+    assert seat_wait_s(Work(161), free, 100) == pytest.approx(0.3)
+    queue = decoding(
+        num_running=10, num_waiting=2, queued_tokens=50, blocks_total=100, blocks_used=90
+    )
+    assert seat_wait_s(Work(111), queue, 100) == pytest.approx(0.9)
+
+
+def test_the_queue_where_it_is_prefilled_shortens_while_it_waits_for_a_seat() -> None:
+    work, alone_s = Work(100), 0.2
+    full = decoding(num_running=10, num_waiting=4, num_seats=10)
+    for queued, wait in ((500, 1.5), (1500, 3.0)):
+        peer = WorkerSnapshot("p", "p/1", "", "prefill", "ready", rates=RATES, queued_tokens=queued)
+        placement = Placement(full, (peer,), (), 100, "")
+        ttft_s = expected_ttft_s(work, placement, completion_tokens=100)
+        assert ttft_s == pytest.approx(wait + alone_s)
+
+
+def test_a_busy_decode_worker_is_not_believed_to_prefill_itself() -> None:
+    """As it chooses itself: that would make all who decode there wait."""
+    work = Work(1000)  # 2 s
+    for running, ttft_s in ((0, 2.0), (1, 2.0 + 10 * 2e-3), (2, 3.0 + 2.0)):
+        decode = decoding(num_running=running)
+        peer = WorkerSnapshot("p", "p/1", "", "prefill", "ready", rates=RATES, queued_tokens=1500)
+        placement = Placement(decode, (peer,), (), 1000, "")
+        assert expected_ttft_s(work, placement) == pytest.approx(ttft_s)
+
+
+def test_a_decode_worker_that_never_prefilled_counts_as_one_like_the_others() -> None:
+    decode = WorkerSnapshot("d", "d/1", "", "decode", "ready", num_running=5)
+    peer = WorkerSnapshot("p", "p/1", "", "prefill", "ready", rates=RATES, queued_tokens=1000)
+    placement = Placement(decode, (peer,), (), 500, "")
+    assert expected_ttft_s(Work(500), placement) == pytest.approx(2.0 + 1.0)
+
+
+def test_prefill_beside_many_who_decode_comes_in_small_chunks() -> None:
+    """20 tokens a step: 100 ms for the step, 20 for the tokens, 20 for ten who decode."""
+    decode = decoding(num_running=10, chunk_tokens=20, queued_tokens=40)
+    placement = Placement(decode, (), (), 60, "")
+    assert expected_ttft_s(Work(60), placement) == pytest.approx((2 + 3) * 0.14)

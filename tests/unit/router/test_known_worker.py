@@ -58,3 +58,19 @@ def test_what_never_reached_the_worker_is_forgotten() -> None:
     for at in range(100):
         worker.note_prefill(1, at, forgotten_before=at - 2.0)
     assert seen(worker) == (3, 3)
+
+
+def test_what_is_done_counts_no_more() -> None:
+    worker = KnownWorker(record(queued_tokens=500, step=1))
+    worker.note_prefill(100, 10.1, forgotten_before=8.0)
+    worker.note_prefilled(100, 10.1, by_it=True)  # before any record showed it
+    assert seen(worker) == (500, 0)
+    worker.note_prefilled(200, 9.0, by_it=True)  # the record shows it still
+    worker.note_prefilled(70, 9.1, by_it=False)  # its decode worker did it: who knows what it shows
+    assert seen(worker) == (300, 0)
+    assert worker.take_record(
+        record(queued_tokens=280, step=2), last_read_at=10.2, forgotten_before=8.5
+    )
+    assert seen(worker) == (280, 0)
+    worker.note_prefilled(900, 9.2, by_it=True)
+    assert seen(worker) == (0, 0)

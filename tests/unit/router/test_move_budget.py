@@ -28,3 +28,11 @@ def test_requests_that_ended_count_for_a_minute() -> None:
         late.begin()
         late.end(float(second))
     assert sum(late.take(85.0) for _ in range(100)) == 14, "those of the last minute"
+
+
+def test_what_is_older_is_not_kept_though_nobody_moves() -> None:
+    budget = MoveBudget()
+    for second in range(100_000):
+        budget.begin()
+        budget.end(float(second))
+    assert len(budget._ended._by_second) <= 61

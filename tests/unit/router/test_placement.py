@@ -16,7 +16,7 @@ from services.router.placement.choose import (
     near_best,
     prefill_cost,
 )
-from services.router.placement.costs import TOKEN_S, with_likely_rates
+from services.router.placement.costs import TOKEN_S, cached_tokens, with_likely_rates
 
 
 def worker(worker_id: str, role: str = "decode", **more: object) -> WorkerSnapshot:
@@ -112,8 +112,9 @@ def test_more_cached_never_costs_more(
     assert no_more(
         decode_cost(work, one, more, sources=others), decode_cost(work, one, less, sources=others)
     )
+    held = {w.worker_id: cached_tokens(work, w, theirs) for w in others}
     assert no_more(
-        prefill_cost(work, one, more, holders=others), prefill_cost(work, one, less, holders=others)
+        prefill_cost(work, one, more, held=held), prefill_cost(work, one, less, held=held)
     )
 
 
@@ -122,7 +123,8 @@ def test_one_who_has_the_prefix_never_makes_prefill_slower(
     work: Work, one: WorkerSnapshot, holders: list[WorkerSnapshot], matches: dict[str, int]
 ) -> None:
     alone = prefill_cost(work, one, matches)
-    assert no_more(prefill_cost(work, one, matches, holders=holders), alone)
+    held = {w.worker_id: cached_tokens(work, w, matches) for w in holders}
+    assert no_more(prefill_cost(work, one, matches, held=held), alone)
 
 
 @given(works, clusters, matches_of, st.integers(1, 100), st.data())

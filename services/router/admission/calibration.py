@@ -1,0 +1,51 @@
+"""By how much predicted times to first token are off, learned from what came of them. Pure.
+
+    admitted, its prediction near the limit --first token--> seen / predicted --> factor
+
+Whatever a model of the workers leaves out (another tenant of the machine, a network, kernels that
+slow each other down) lengthens all waits near the limit by about the same share. Only those count
+that were predicted to be near it: what an idle cluster adds to a short wait says nothing about a
+long one. Seen ratios are averaged as logarithms, so that twice and half outweigh each other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+NEAR = 0.3  # of what is allowed; predictions from there on count
+_LATE = 0.1  # the weight of the newest
+_FACTORS = (0.5, 8.0)  # one that is off by more has another cause
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What was predicted of a request when it was taken. Seconds."""
+
+    predicted_s: float
+    made_at: float
+
+
+class Calibration:
+    """One a router."""
+
+    def __init__(self) -> None:
+        self._log_factor = 0.0
+
+    @property
+    def factor(self) -> float:
+        """What a prediction is to be multiplied with."""
+        return math.exp(self._log_factor)
+
+    def promise(self, predicted_s: float, allowed_s: float, now: float) -> Promise | None:
+        """To be kept with a request that is taken; None: it will say nothing."""
+        if self.factor * predicted_s < NEAR * allowed_s:
+            return None
+        return Promise(predicted_s, now)
+
+    def kept(self, promise: Promise, now: float) -> None:
+        """Its first token came."""
+        seen_s = max(1e-3, now - promise.made_at)
+        off = math.log(seen_s / max(1e-3, promise.predicted_s))
+        lowest, highest = map(math.log, _FACTORS)
+        self._log_factor += _LATE * (min(highest, max(lowest, off)) - self._log_factor)
