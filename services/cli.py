@@ -54,6 +54,10 @@ def up(
     max_tokens_per_step: Annotated[
         int, typer.Option(help="token budget of a step; 0: 512, on CUDA by the card")
     ] = 0,
+    itl_target: Annotated[
+        float,
+        typer.Option(help="seconds to each next token, that chunks of prompts keep; 0: off"),
+    ] = 0.1,
     threads: Annotated[int, typer.Option(help="of a worker's engine")] = 1,
     warm_blocks: Annotated[
         int, typer.Option(help="KV blocks that a new worker adopts from its peers; 0: none")
@@ -62,6 +66,10 @@ def up(
         float,
         typer.Option(min=0.0, help="seconds to a first token; refuse what waits longer; 0: off"),
     ] = 120.0,
+    itl_limit: Annotated[
+        float,
+        typer.Option(min=0.0, help="seconds between two tokens; who would exceed it waits; 0: off"),
+    ] = 0.0,
     trust_tenant_header: Annotated[
         bool,
         typer.Option("--trust-tenant-header", help="heed x-tandem-tenant; only behind a gateway"),
@@ -84,7 +92,7 @@ def up(
     from services.cluster.launcher import up as launch
     from services.errors import ConfigError
 
-    engine: dict[str, str | int] = {
+    engine: dict[str, str | int | float] = {
         "device": device,
         "dtype": dtype,
         "kv-dtype": kv_dtype,
@@ -96,6 +104,8 @@ def up(
         "num-blocks": num_blocks,
         "max-num-seqs": max_num_seqs,
         "max-tokens-per-step": max_tokens_per_step,
+        "itl-target": itl_target,
+        "itl-limit": itl_limit,
         "threads": threads,
     }
     try:
@@ -227,6 +237,15 @@ def index(context: typer.Context) -> None:
 def engine(context: typer.Context) -> None:
     """Time prefill and decode of the model, compiled kernels beside torch (options: --help)."""
     _run_bench("engine", context)
+
+
+@bench.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def stages(context: typer.Context) -> None:
+    """Show where the time of a model's step goes, stage by stage (options: --help)."""
+    _run_bench("engine_stages", context)
 
 
 @app.command(

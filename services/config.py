@@ -29,9 +29,12 @@ Autoscale = Literal["off", "dry-run", "on"]
 _OPTIONS = {
     "kv_bytes_max": "kv-memory",
     "num_threads": "threads",
+    "itl_target_s": "itl-target",
+    "itl_limit_s": "itl-limit",
     "ttft_limit_s": "ttft-limit",
     "ttft_limit_token_s": "ttft-limit-token",
     "drain_deadline_s": "drain-deadline",
+    "hold_deadline_s": "hold-deadline",
 }
 
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
@@ -81,6 +84,9 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens; default: what the model was trained for
     max_num_seqs: int = 64  # sequences in one step
     max_tokens_per_step: int | None = None  # token budget; default: 512, on CUDA by the card
+    # From one token of a sequence to its next: chunks of prompts beside it are cut to that. 0: off
+    itl_target_s: float = 0.1
+    itl_limit_s: float = 0.0  # the same, that sequences wait for a seat by; 0: none
     queue_max: int = 256  # sequences that wait; beyond it QueueFull
     num_threads: int = 1
 
@@ -98,6 +104,8 @@ class EngineConfig:
         for name in ("num_blocks", "max_model_len", "max_tokens_per_step"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
+        _check_seconds("itl_target_s", self.itl_target_s)
+        _check_seconds("itl_limit_s", self.itl_limit_s)
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
             raise ConfigError("numerics=invariant computes in float32; use dtype auto or float32")
 
@@ -231,7 +239,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in ("body_bytes_max", "hold_requests_max", "tokenizer_processes"):
             _check_positive(name, getattr(self, name))
-        for name in ("ttft_limit_s", "ttft_limit_token_s", "drain_deadline_s"):
+        seconds = ("ttft_limit_s", "ttft_limit_token_s", "hold_deadline_s", "drain_deadline_s")
+        for name in seconds:
             _check_seconds(name, getattr(self, name))
 
 

@@ -54,11 +54,16 @@ class LaunchOptions:
 
 
 def check_worker_options(
-    engine: Mapping[str, str | int], transport: str, verify_blocks: str
+    engine: Mapping[str, str | int | float], transport: str, verify_blocks: str
 ) -> None:
     """Raises ConfigError as a worker would, before anything is started."""
     TransferConfig(transport=transport, verify_blocks=verify_blocks)  # type: ignore[arg-type]
-    names = {"kv-memory": "kv_bytes_max", "threads": "num_threads"}
+    names = {
+        "kv-memory": "kv_bytes_max",
+        "threads": "num_threads",
+        "itl-target": "itl_target_s",
+        "itl-limit": "itl_limit_s",
+    }
     fields = {names.get(k, k.replace("-", "_")): v for k, v in engine.items()}
     for name in ("num_blocks", "max_tokens_per_step"):
         fields[name] = fields[name] or None  # type: ignore[assignment]

@@ -2,16 +2,16 @@
 
     check ports -> guardian -> Redis -> Ray, and beside it: model, workers, router -> ready -> watch
 
-Workers and router are started before Ray is up; their agents adopt them by their records. Ray's end
-is told and changes nothing else; Redis is started again at its address. However the launcher ends,
-nothing stays: in order it stops everything itself, after a kill -9 the guardian does.
+Workers and router are started before Ray is up; their agents adopt them by their records. When Ray
+ends, requests go on, and the agents of a fresh head adopt them; Redis is started again at its
+address. However the launcher ends, nothing stays: in order it stops everything itself, after a
+kill -9 the guardian does.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import select
 import shutil
 import socket
 import subprocess
@@ -21,14 +21,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from services.cluster import guardian, process
 from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.end_watch import EndWatch
+from services.cluster.head_process import HeadProcess
 from services.cluster.launch_options import LaunchOptions, make_spec
 from services.cluster.launch_screen import LaunchScreen
 from services.cluster.pools import ClusterSpec, Member, plan
-from services.cluster.ray_head import HeadStarted, head_environment
 from services.cluster.readiness import Readiness
 from services.cluster.signals import Interrupted, StopSignals
 from services.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
@@ -37,7 +36,7 @@ from services.redis_client import wait_until_answers
 
 _DRAIN_S = 2.5  # of routers and workers at the end; all must be gone in 5 s
 _REDIS_STOP_S = 0.5
-_REDIS_RETRY_S = 2.0
+_RETRY_S = 2.0  # of Redis, and of a Ray head that could not be started
 
 
 def up(options: LaunchOptions) -> int:
@@ -68,18 +67,16 @@ class _Launch:
         self._guardian = self._start_guardian()
         self._environment = self._make_environment()
         self._redis: EmbeddedRedis | None = None
-        self._ray_head: subprocess.Popen[bytes] | None = None
+        self._ray_head = HeadProcess(self._run_folder, self._environment)
         self._ray_pids: dict[str, int] = {}
+        self._spec: ClusterSpec | None = None
 
     def __enter__(self) -> _Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ends everything in order, within 5 s."""
-        if self._ray_head is not None:
-            # First, and with no grace: agents would start again what is stopped next.
-            guardian.end_session(self._ray_head.pid)
-            self._ray_head.wait()
+        self._ray_head.end()
         redis_pid = self._redis.pid if self._redis is not None and self._redis.is_running else None
         guardian.end_cluster(self._cluster_id, _DRAIN_S, spare=redis_pid)
         if self._redis is not None:
@@ -95,7 +92,7 @@ class _Launch:
         began = time.monotonic()
         self._environment[REDIS_URL_VARIABLE] = self._start_redis()
         self._screen.done("redis", time.monotonic() - began)
-        self._start_ray_head()
+        self._ray_head.start()
         began = time.monotonic()
         model, model_name = self._resolve_model()
         self._screen.done(f"model {model_name}", time.monotonic() - began)
@@ -107,47 +104,58 @@ class _Launch:
             self._options, self._cluster_id, self._environment[REDIS_URL_VARIABLE], self._screen
         )
         self._start_processes(spec, members, readiness)
-        assert self._ray_head is not None
-        assert self._ray_head.stdin is not None
-        with self._ray_head.stdin as stdin:
-            stdin.write(msgspec.json.encode(spec))
-        head = readiness.wait(self._ray_head, self._run_folder / "ray_head.log")
-        self._ray_pids = head.pids
+        self._ray_head.tell(spec)
+        self._spec = spec
+        self._ray_pids = readiness.wait(self._ray_head).pids
         logs = str(self._run_folder / "logs")
         self._screen.show_ready(model_name, members, readiness.transports, logs)
 
     def watch(self) -> None:
-        """Until told to stop: keeps Redis up, and tells when Ray is lost."""
-        poll = select.poll()
-        watched: dict[int, str] = {}
-
-        def watch_pid(name: str, pid: int) -> None:
-            with suppress(ProcessLookupError):
-                watched[pidfd := os.pidfd_open(pid)] = name
-                poll.register(pidfd, select.POLLIN)
-
+        """Until told to stop: whatever ended of Redis, Ray and the guardian is started again."""
+        ends = EndWatch()
         for name, pid in self._ray_pids.items():
-            watch_pid(name, pid)
+            ends.add(name, pid)
         if self._redis is not None:
-            watch_pid("redis", self._redis.pid)
-        watch_pid("guardian", self._guardian.pid)
+            ends.add("redis", self._redis.pid)
+        ends.add("guardian", self._guardian.pid)
         while True:
-            for pidfd, _ in poll.poll():
-                name = watched.pop(pidfd)
-                poll.unregister(pidfd)
-                os.close(pidfd)
-                if name == "redis":
-                    self._restart_redis()
+            match ends.wait():
+                case "redis":
                     assert self._redis is not None
-                    watch_pid("redis", self._redis.pid)
-                elif name == "guardian":
+                    self._restart_redis(self._redis)
+                    ends.add("redis", self._redis.pid)
+                case "guardian":
                     self._guardian = self._start_guardian()
-                    watch_pid("guardian", self._guardian.pid)
-                else:
+                    ends.add("guardian", self._guardian.pid)
+                case "ray head":
+                    self._take_fresh_head(ends)
+                case name:
                     self._screen.say(
-                        f"[yellow]Ray's {name} ended: requests are served as before, but no "
-                        "process is started again or added until `tandem up` is started again"
+                        f"[yellow]Ray's {name} ended: requests are served as before; a fresh head "
+                        "is started, and workers are started again or added when it is up"
                     )
+                    ends.forget(*self._ray_pids)
+                    self._start_fresh_head(ends)
+
+    def _start_fresh_head(self, ends: EndWatch) -> None:
+        """Returns at once: Redis must not wait for Ray."""
+        self._ray_head.start(self._spec)
+        ends.add("ray head", self._ray_head.pid)
+
+    def _take_fresh_head(self, ends: EndWatch) -> None:
+        """The process that starts it has ended: it is up, or could not be started."""
+        try:
+            head = self._ray_head.started()
+            assert head is not None, "its output has ended"
+        except ConfigError as error:
+            self._screen.say(f"[red]{error.message}")
+            time.sleep(_RETRY_S)
+            self._start_fresh_head(ends)
+            return
+        self._screen.say("Ray's head is up again")
+        self._ray_pids = head.pids
+        for name, pid in head.pids.items():
+            ends.add(name, pid)
 
     def _start_guardian(self) -> subprocess.Popen[bytes]:
         script = guardian.__file__
@@ -179,29 +187,16 @@ class _Launch:
         self._redis.start()
         return self._redis.url
 
-    def _restart_redis(self) -> None:
-        assert self._redis is not None
+    def _restart_redis(self, redis: EmbeddedRedis) -> None:
         self._screen.say("[yellow]Redis ended; starting it again at the same address")
         while True:
             try:
-                self._redis.restart()
+                redis.restart()
             except ConfigError as error:
                 self._screen.say(f"[red]{error.message}")
-                time.sleep(_REDIS_RETRY_S)
+                time.sleep(_RETRY_S)
             else:
                 return
-
-    def _start_ray_head(self) -> None:
-        with (self._run_folder / "ray_head.log").open("wb") as log:
-            self._ray_head = subprocess.Popen(
-                [sys.executable, "-m", "services.cluster.ray_head", str(self._run_folder)],
-                env=head_environment(self._environment, self._run_folder),
-                cwd=self._run_folder,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
 
     def _resolve_model(self) -> tuple[Path, str]:
         # Slow to import; the ports are checked and Redis and Ray are started by now.
@@ -233,6 +228,3 @@ def _check_port(host: str, option: str, port: int) -> None:
                 f"port {port} of {host} cannot be had ({error.strerror}). Is another cluster up? "
                 f"Choose another port with {option}"
             ) from error
-
-
-__all__ = ["HeadStarted", "up"]

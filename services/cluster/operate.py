@@ -52,7 +52,7 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
             if time.monotonic() > give_up_at:
                 raise OperateError(
                     f"not reached in {deadline_s:g} s: {'; '.join(missing)}. Where a pool "
-                    "controller runs it goes on; if Ray's head has died, nothing is scaled"
+                    "controller runs it goes on; while Ray has no head, nothing is scaled"
                 )
             time.sleep(_POLL_INTERVAL_S)
             continue

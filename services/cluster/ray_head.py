@@ -25,7 +25,7 @@ from services.cluster.pools import POOL_SIZE_MAX, POOLS, ClusterSpec
 
 NAMESPACE = "tandem"
 _OBJECT_STORE_BYTES = 80 << 20  # the smallest Ray takes; nothing of Tandem's goes there
-_CONTROLLER_DEADLINE_S = 30.0
+_CONTROLLER_DEADLINE_S = 90.0
 
 # Idle cost on a small machine: an actor 0.6% of a core by default, 0.4% with these.
 _QUIET = {

@@ -7,8 +7,6 @@ process that ends before that is a failed start: its last words are the reason.
 from __future__ import annotations
 
 import json
-import select
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from services.cluster.head_process import HeadProcess
 from services.cluster.launch_options import LaunchOptions
 from services.cluster.launch_screen import LaunchScreen
 from services.cluster.pools import Member
@@ -49,7 +48,7 @@ class Readiness:
         self._members.append(member)
         self._waiting[member.member_id] = (member, started, time.monotonic())
 
-    def wait(self, ray_head: subprocess.Popen[bytes], ray_log: Path) -> HeadStarted:
+    def wait(self, ray_head: HeadProcess) -> HeadStarted:
         """Raises ConfigError saying which part did not come up, with the end of its log."""
         give_up_at = time.monotonic() + _DEADLINE_S
         head: HeadStarted | None = None
@@ -59,8 +58,9 @@ class Readiness:
                     _, started, began = self._waiting.pop(member_id)
                     started.close()
                     self.screen.done(member_id, time.monotonic() - began)
-                if head is None:
-                    head = self._read_head(ray_head, ray_log)
+                if head is None and (head := ray_head.started()) is not None:
+                    self.screen.done("ray head", head.head_s)
+                    self.screen.done("ray controller", head.controller_s)
                 for member_id, (_, started, _) in self._waiting.items():
                     if started.wait(0):
                         raise _failed(member_id, started.log_path)
@@ -112,18 +112,6 @@ class Readiness:
         url = self.options.http_url + path
         with urllib.request.urlopen(url, timeout=_REPLY_DEADLINE_S) as reply:
             return json.load(reply)
-
-    def _read_head(self, ray_head: subprocess.Popen[bytes], log: Path) -> HeadStarted | None:
-        assert ray_head.stdout is not None
-        if not select.select([ray_head.stdout], [], [], 0)[0]:
-            return None
-        line = ray_head.stdout.readline()
-        if not line:
-            raise _failed("Ray's head", log)
-        head = msgspec.json.decode(line, type=HeadStarted)
-        self.screen.done("ray head", head.head_s)
-        self.screen.done("ray controller", head.controller_s)
-        return head
 
 
 def _failed(what: str, log: Path) -> ConfigError:

@@ -1,6 +1,7 @@
 """The pool controller's side of Redis: scale requests come in, the pools' state goes out.
 
-    {tandem:CLUSTER}:scale   LIST of JSON sizes, LPUSHed by routers, taken by BRPOP
+    {tandem:CLUSTER}:scale   LIST of JSON sizes, LPUSHed by routers, taken by BRPOP; of what had to
+                             wait for a controller the newest sizes count, the others never were
     {tandem:CLUSTER}:pools   STRING, JSON of `pools.describe`, written on each change, and again
                              whenever BRPOP comes back: a Redis that lost it gets it anew
 
@@ -14,23 +15,28 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from services.cluster.pools import check_sizes
+from services.config import Pool
 from services.redis_client import REPLY_TIMEOUT_S, UNREACHABLE, SyncClient, connect_blocking
 
 log = logging.getLogger(__name__)
 
 _TAKE_TIMEOUT_S = 15
 _RETRY_INTERVAL_S = 1.0
+_TAKE_MAX = 1000
 
 
 class ScaleChannel:
-    """`on_request` is called, in a thread of this channel, with each request's decoded JSON."""
+    """`on_sizes` is called, in a thread of this channel, with sizes that make sense."""
 
-    def __init__(self, redis_url: str, cluster_id: str, on_request: Callable[[object], None]):
+    def __init__(
+        self, redis_url: str, cluster_id: str, on_sizes: Callable[[dict[Pool, int]], None]
+    ) -> None:
         self._requests = f"{{tandem:{cluster_id}}}:scale"
         self._pools = f"{{tandem:{cluster_id}}}:pools"
-        self._on_request = on_request
+        self._on_sizes = on_sizes
         self._state: dict[str, object] | None = None
         self._lost = False
         self._redis_url = redis_url
@@ -51,7 +57,7 @@ class ScaleChannel:
         while True:
             try:
                 self._write()
-                taken = self._redis().brpop([self._requests], timeout=_TAKE_TIMEOUT_S)
+                first = self._redis().brpop([self._requests], timeout=_TAKE_TIMEOUT_S)
             except UNREACHABLE as error:
                 self._note_lost(error)
                 time.sleep(_RETRY_INTERVAL_S)
@@ -59,14 +65,26 @@ class ScaleChannel:
             if self._lost:
                 log.info("Redis answers again")
                 self._lost = False
-            if taken is not None:
-                self._take(taken[1])
+            if first is not None:
+                self._take([first[1], *self._waiting()])
 
-    def _take(self, body: bytes | str) -> None:
+    def _waiting(self) -> Sequence[bytes | str]:
         try:
-            self._on_request(json.loads(body))
-        except ValueError as error:
-            log.error("a scale request is refused: %s", error)
+            taken = self._redis().rpop(self._requests, _TAKE_MAX)
+        except UNREACHABLE:  # BRPOP finds that, too
+            return ()
+        return taken if isinstance(taken, list) else ()
+
+    def _take(self, bodies: Sequence[bytes | str]) -> None:
+        """Oldest first."""
+        sizes: dict[Pool, int] = {}
+        for body in bodies:
+            try:
+                sizes |= check_sizes(json.loads(body))
+            except ValueError as error:
+                log.error("a scale request is refused: %s", error)
+        if sizes:
+            self._on_sizes(sizes)
 
     def _write(self) -> None:
         if self._state is not None:

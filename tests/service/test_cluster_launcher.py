@@ -195,13 +195,20 @@ def test_redis_is_started_again_where_it_was(up: Up) -> None:
     assert up.complete()
 
 
-def test_requests_are_served_without_ray(up: Up) -> None:
+def test_requests_are_served_without_ray_until_there_is_a_fresh_head(up: Up) -> None:
     (gcs,) = up.pids("gcs/gcs_server")
     (decode,) = up.pids("services.worker --role decode")
+    (prefill,) = up.pids("services.worker --role prefill")
     os.kill(gcs, signal.SIGKILL)
     eventually(lambda: "gcs_server ended" in up.screen.read_text())
     assert up.complete()
+    eventually(lambda: "Ray's head is up again" in up.screen.read_text())
     assert up.pids("services.worker --role decode") == [decode]
+    assert up.pids("services.worker --role prefill") == [prefill]
+    os.kill(prefill, signal.SIGKILL)
+    eventually(lambda: set(up.pids("services.worker --role prefill")) - {prefill})
+    assert len(up.pids("services.worker --role prefill")) == 1
+    assert up.complete()
 
 
 def test_nothing_is_left_when_the_parent_is_killed(up: Up) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -17,15 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 from redis import Redis
 
 from services.cluster import guardian, process
 from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.head_process import HeadProcess
 from services.cluster.pools import ClusterSpec, PoolCommand
-from services.cluster.ray_head import HeadStarted, head_environment
+from services.cluster.ray_head import HeadStarted
 from services.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE
 
 pytestmark = pytest.mark.service
@@ -50,24 +49,15 @@ def eventually(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
 class RealCluster:
     spec: ClusterSpec
     redis: Redis
-    environment: dict[str, str] = field(repr=False)
-    sessions: list[int] = field(default_factory=list)
+    head: HeadProcess
+    started: HeadStarted = field(init=False)
 
-    def start_ray(self) -> HeadStarted:
-        run_folder = Path(self.spec.run_folder)
-        with (run_folder / "ray_head.log").open("ab") as log:
-            head = subprocess.Popen(
-                [sys.executable, "-m", "services.cluster.ray_head", str(run_folder)],
-                env=head_environment(self.environment, run_folder),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
-        self.sessions.append(head.pid)
-        told, _ = head.communicate(msgspec.json.encode(self.spec), timeout=60)
-        assert told, (run_folder / "ray_head.log").read_text()
-        return msgspec.json.decode(told, type=HeadStarted)
+    def start_ray(self) -> None:
+        """A fresh head; what is left of the one before is ended."""
+        self.head.start(self.spec)
+        started = self.head.started(60)
+        assert started is not None
+        self.started = started
 
     def pools(self) -> dict[str, Any]:
         value = self.redis.get(f"{{tandem:{self.spec.cluster_id}}}:pools")
@@ -84,6 +74,14 @@ class RealCluster:
     def has(self, pool: str, size: int) -> bool:
         agents = self.pools().get(pool, {}).get("agents", [])
         return len(agents) == size == len(self.running(pool))
+
+    def stand_ins(self, process_id: str) -> list[int]:
+        """Pids of all processes that were started under this id."""
+        return [
+            pid
+            for pid in guardian.cluster_processes(self.spec.cluster_id)
+            if psutil.Process(pid).cmdline()[-1:] == [process_id]
+        ]
 
     def actors(self, kind: str) -> set[int]:
         """Pids of the actors of a class."""
@@ -121,7 +119,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
             REDIS_URL_VARIABLE: server.url,
             "PYTHONPATH": str(ROOT),
         }
-        made = RealCluster(spec, redis, environment)
+        made = RealCluster(spec, redis, HeadProcess(run_folder, environment))
         # One process runs before Ray does, as the launcher starts them: it has to be adopted.
         early = process.start("prefill-0", stand_in, run_folder, environment)
         try:
@@ -131,8 +129,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
             yield made
         finally:
             early.close()
-            for session in made.sessions:
-                guardian.end_session(session)
+            made.head.end()
             assert guardian.end_cluster(cluster_id, 0.1)
 
 
@@ -211,12 +208,7 @@ def test_killed_agents_come_back_and_adopt_what_runs(cluster: RealCluster) -> No
     assert {p: cluster.running(p) for p in ("prefill", "decode")} == {
         p: before[p] for p in ("prefill", "decode")
     }
-    stand_ins = [
-        pid
-        for pid in guardian.cluster_processes(cluster.spec.cluster_id)
-        if psutil.Process(pid).cmdline()[-1:] == ["router-0"]
-    ]
-    assert stand_ins == list(cluster.running("router").values())
+    assert cluster.stand_ins("router-0") == list(cluster.running("router").values())
 
 
 def test_a_killed_controller_remembers_the_sizes(cluster: RealCluster) -> None:
@@ -235,11 +227,31 @@ def test_a_killed_controller_remembers_the_sizes(cluster: RealCluster) -> None:
 
 def test_processes_outlive_ray_and_are_adopted_by_the_next(cluster: RealCluster) -> None:
     before = {p: cluster.running(p) for p in ("router", "prefill", "decode")}
-    guardian.end_session(cluster.sessions[-1])
+    cluster.head.end()
     eventually(lambda: not cluster.actors("Agent"))
     alive = guardian.cluster_processes(cluster.spec.cluster_id)
     assert all(pid in alive for pool in before.values() for pid in pool.values())
     cluster.redis.delete(f"{{tandem:{cluster.spec.cluster_id}}}:pools")
+    for size in (6, 0, 1):  # nobody follows; in the end only the last one counts
+        cluster.scale(prefill=size)
     cluster.start_ray()
     eventually(lambda: all(cluster.has(p, 1) for p in before))
     assert {p: cluster.running(p) for p in before} == before
+    records = Path(cluster.spec.run_folder) / "processes"
+    assert not (records / "prefill-5.json").exists()
+
+
+def test_what_a_killed_gcs_leaves_of_ray_is_gone_before_the_next(cluster: RealCluster) -> None:
+    """Its agents would live on for a minute, and start what the next ones start, too."""
+    before = cluster.running("prefill")
+    left = cluster.actors("Agent") | cluster.actors("PoolController")
+    os.kill(cluster.started.pids["gcs_server"], signal.SIGKILL)
+    cluster.start_ray()
+    assert not left & (cluster.actors("Agent") | cluster.actors("PoolController"))
+    eventually(lambda: len(cluster.actors("Agent")) == 3)
+    assert cluster.running("prefill") == before
+    os.kill(before["prefill-0"], signal.SIGKILL)
+    eventually(lambda: cluster.running("prefill").get("prefill-0", 0) not in (0, *before.values()))
+    cluster.scale(prefill=0)
+    eventually(lambda: cluster.has("prefill", 0))
+    assert not cluster.stand_ins("prefill-0"), "somebody started it again"

@@ -74,6 +74,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: replace(ENGINE, kv_bytes_max=-1), "kv-memory"),
     (lambda: replace(ENGINE, max_num_seqs=0), "max-num-seqs"),
     (lambda: replace(ENGINE, max_tokens_per_step=0), "max-tokens-per-step"),
+    (lambda: replace(ENGINE, itl_target_s=-0.1), "itl-target is -0.1"),
     (lambda: replace(ENGINE, queue_max=0), "queue-max"),
     (lambda: replace(ENGINE, num_threads=0), "threads"),
     (lambda: replace(ENGINE, numerics="invariant", dtype="bfloat16"), "float32"),
@@ -98,6 +99,10 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (
         lambda: RouterConfig(cluster=CLUSTER, model="m", served_model_name="m", ttft_limit_s=-1),
         "ttft-limit is -1",
+    ),
+    (
+        lambda: RouterConfig(cluster=CLUSTER, model="m", served_model_name="m", hold_deadline_s=-1),
+        "hold-deadline is -1",
     ),
     (
         lambda: RouterConfig(

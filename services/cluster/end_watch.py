@@ -1,0 +1,41 @@
+"""Waits for the end of processes that are not our children, by name, without polling."""
+
+from __future__ import annotations
+
+import os
+import select
+
+
+class EndWatch:
+    """One process a name."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._names: dict[int, str] = {}  # by pidfd
+        self._gone: list[str] = []
+
+    def add(self, name: str, pid: int) -> None:
+        """One that is gone already has ended, too."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._gone.append(name)
+            return
+        self._names[pidfd] = name
+        self._poll.register(pidfd, select.POLLIN)
+
+    def forget(self, *names: str) -> None:
+        self._gone = [name for name in self._gone if name not in names]
+        for pidfd in [fd for fd, name in self._names.items() if name in names]:
+            self._close(pidfd)
+
+    def wait(self) -> str:
+        """The name of one that has ended; each is told once."""
+        while not self._gone:
+            self._gone += [self._close(pidfd) for pidfd, _ in self._poll.poll()]
+        return self._gone.pop(0)
+
+    def _close(self, pidfd: int) -> str:
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        return self._names.pop(pidfd)
