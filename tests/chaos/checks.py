@@ -9,10 +9,14 @@ import grpc
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.router.move_budget import MOVE_REASONS
 from tests.chaos.faults import Happened
 from tests.chaos.load import Outcome
-from tests.harness.client import metric
+from tests.harness.client import metric, moves
 from tests.harness.cluster import LocalCluster, wait_for
+from tests.harness.kept_cluster import KeptCluster
+
+AnyCluster = LocalCluster | KeptCluster
 
 _HELD = ("num_running", "num_waiting", "num_leases", "num_pulls", "blocks_used")
 
@@ -42,7 +46,7 @@ def _problem(outcome: Outcome) -> str:
     return "" if outcome.token_ids == expected else f"{len(outcome.token_ids)} tokens are too few"
 
 
-def held(cluster: LocalCluster) -> dict[str, dict[str, int]]:
+def held(cluster: AnyCluster) -> dict[str, dict[str, int]]:
     """What workers still hold, by worker; empty when nothing. Raises when a pool is not whole."""
     found = {}
     for worker in cluster.workers.values():
@@ -60,14 +64,14 @@ def held(cluster: LocalCluster) -> dict[str, dict[str, int]]:
     return found
 
 
-def wait_nothing_held(cluster: LocalCluster, deadline_s: float) -> None:
+def wait_nothing_held(cluster: AnyCluster, deadline_s: float) -> None:
     try:
         wait_for(lambda: not held(cluster), deadline_s=deadline_s, what="the end of all holds")
     except TimeoutError as error:
         raise AssertionError(f"still held after {deadline_s:g} s: {held(cluster)}") from error
 
 
-def total(cluster: LocalCluster, name: str, role: str = "", **labels: str) -> float:
+def total(cluster: AnyCluster, name: str, role: str = "", **labels: str) -> float:
     """Sum of a counter over workers of this role; a worker that was restarted began at 0."""
     return sum(
         metric(cluster, w.worker_id, name, **labels)
@@ -76,7 +80,7 @@ def total(cluster: LocalCluster, name: str, role: str = "", **labels: str) -> fl
     )
 
 
-def errors_logged(cluster: LocalCluster) -> list[str]:
+def errors_logged(cluster: AnyCluster) -> list[str]:
     """Errors that Tandem's processes logged, but for engines that hang, as they were made to."""
     found = []
     for log in sorted(cluster.folder.glob("*.log")):
@@ -87,7 +91,7 @@ def errors_logged(cluster: LocalCluster) -> list[str]:
     return found
 
 
-def router_outcomes(cluster: LocalCluster) -> Counter[str]:
+def router_outcomes(cluster: AnyCluster) -> Counter[str]:
     """Requests by the one outcome that the router counted for each."""
     text = httpx.get(f"{cluster.url}/metrics", timeout=10).text
     found: Counter[str] = Counter()
@@ -99,12 +103,13 @@ def router_outcomes(cluster: LocalCluster) -> Counter[str]:
 
 
 def summary(
-    cluster: LocalCluster,
+    cluster: AnyCluster,
     outcomes: Sequence[Outcome],
     happened: Iterable[Happened],
-    ends: Sequence[tuple[str, int]],
     seconds: float,
+    ends: Sequence[tuple[str, int]] | None = None,
 ) -> str:
+    """`ends`: who ended by itself, and how, where that is known."""
     kinds = Counter(o.kind for o in outcomes)
     slowest = max((o.seconds for o in outcomes), default=0.0)
     broken = errors_logged(cluster)
@@ -122,9 +127,10 @@ def summary(
         f"{total(cluster, 'tandem_blocks_fenced_total'):g}, readers made anew "
         f"{total(cluster, 'tandem_reader_renewals_total'):g}, block mismatches "
         f"{total(cluster, 'tandem_block_mismatches_total'):g}",
-        f"router: {dict(router_outcomes(cluster))}",
+        f"router: {dict(router_outcomes(cluster))}; moves "
+        f"{ ({reason: moves(cluster, reason) for reason in MOVE_REASONS}) }",
         f"errors logged: {len(broken)}",
-        f"workers that ended by themselves, and their status: {ends or 'none'}",
+        *([] if ends is None else [f"ended by themselves, and their status: {ends or 'none'}"]),
         *sorted(map(str, happened)),
     ]
     return "\n".join(lines)

@@ -2,11 +2,13 @@
 
     kill  kill -9 of the worker, its engine with it; the keeper starts it again
     drain SIGTERM: it leaves in order and ends with status 0; the keeper starts it again
+    flip  it is moved to the other pool, and back later
     stop  SIGSTOP of both its processes, later SIGCONT
     hang  SIGSTOP of the engine alone: the I/O process answers pings and sends heartbeats
     cut   its network brings nothing and takes nothing
 
 A worker may also end by itself (one whose engine hangs does): the keeper starts it again, too.
+Where Ray's agents keep the workers, pool_faults.py strikes.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from random import Random
 from typing import Literal
 
 import grpc
+import httpx
 import psutil
 
-from tests.harness.cluster import LocalCluster, WorkerProcess
+from tests.harness.cluster import LocalCluster, Served, WorkerProcess
 from tests.harness.network import Network, Place
 
-Kind = Literal["kill", "drain", "stop", "hang", "cut"]
+Kind = Literal["kill", "drain", "flip", "scale", "stop", "hang", "cut"]
 
 _POLL_S = 0.05
 _BUSY_WITHIN_S = 10.0  # a worker that gets no request in this time is struck all the same
@@ -133,8 +136,13 @@ class Striker:
             case "drain":
                 worker.process.terminate()
                 assert await asyncio.to_thread(worker.process.wait, _BACK_WITHIN_S) == 0
+            case "flip":
+                for role in ("prefill", "decode"):
+                    await flip(self._cluster, self._worker_id, role)
+                    await asyncio.sleep(fault.duration_s)
             case "stop" | "hang":
-                await self._stop(worker, fault)
+                is_engine_only = fault.kind == "hang"
+                await stop(worker.process.pid, fault.duration_s, is_engine_only=is_engine_only)
             case "cut":
                 assert self._cable is not None
                 network, place = self._cable
@@ -143,22 +151,6 @@ class Striker:
                     await asyncio.sleep(fault.duration_s)
                 finally:
                     network.heal(place)
-
-    async def _stop(self, worker: WorkerProcess, fault: Fault) -> None:
-        process = psutil.Process(worker.process.pid)
-        stopped = process.children(recursive=True)
-        if fault.kind == "stop":
-            stopped.append(process)
-        for each in stopped:
-            each.suspend()
-        try:
-            deadline = time.monotonic() + fault.duration_s
-            while time.monotonic() < deadline and worker.process.poll() is None:  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
-        finally:
-            for each in stopped:
-                if each.is_running():
-                    each.resume()
 
     async def _busy(self) -> int:
         """Waits until the worker has something to do for somebody; says how much."""
@@ -189,3 +181,37 @@ class Striker:
         async with asyncio.timeout(deadline_s):
             while not await asyncio.to_thread(probe):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
+
+
+async def stop(pid: int, duration_s: float, *, is_engine_only: bool = False) -> None:
+    """SIGSTOP to a worker and its engine, SIGCONT after that time; sooner when the worker ends."""
+    worker = psutil.Process(pid)
+    stopped = worker.children(recursive=True)
+    if not is_engine_only:
+        stopped.append(worker)
+    for each in stopped:
+        each.suspend()
+    try:
+        deadline = time.monotonic() + duration_s
+        while time.monotonic() < deadline and _runs(worker):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+    finally:
+        for each in stopped:
+            if each.is_running():
+                each.resume()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def flip(cluster: Served, worker_id: str, role: str) -> bool:
+    """Whether it is in that pool now: the last decode worker stays, who is away cannot be asked."""
+    path = f"/v1/cluster/workers/{worker_id}/role"
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as client:
+        reply = await client.post(path, json={"role": role})
+    assert reply.status_code in (200, 404, 409, 503), reply.text
+    return reply.status_code == 200

@@ -22,9 +22,9 @@ import httpx
 from services.rpc.tandem.v1 import inference_pb2 as pb
 from services.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.client import complete, golden, open_client
-from tests.harness.cluster import LocalCluster
+from tests.harness.cluster import Served
 
-MAX_TOKENS = 12
+MAX_TOKENS = 12  # of a short answer
 SHARE_OF_LEAVERS = 0.2
 LEAVES_WITHIN_S = 4.0
 
@@ -32,7 +32,7 @@ LEAVES_WITHIN_S = 4.0
 @dataclass(frozen=True)
 class Prompt:
     token_ids: list[int]
-    expected: list[int]  # at least MAX_TOKENS
+    expected: list[int]  # at least MAX_TOKENS; computed or a reference's
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,19 @@ class Outcome:
         return "finished" if self.ends == ["length"] else "+".join(self.ends) or "nothing"
 
 
-def golden_prompts(rng: Random, numbers: Sequence[int]) -> list[Prompt]:
+def golden_prompts(
+    rng: Random, numbers: Sequence[int], *, answer_min: int = MAX_TOKENS
+) -> list[Prompt]:
     """Reference prompts, each with some of its reference answer: the rest is the answer."""
     made = []
     for prompt, answer in zip(*golden(*numbers), strict=True):
-        start = rng.randrange(len(answer) - MAX_TOKENS)
+        start = rng.randrange(len(answer) - answer_min)
         made.append(Prompt([*prompt, *answer[:start]], answer[start:]))
     return made
 
 
 async def computed_prompts(
-    cluster: LocalCluster, rng: Random, lengths: Sequence[int]
+    cluster: Served, rng: Random, lengths: Sequence[int], *, answer: int = MAX_TOKENS
 ) -> list[Prompt]:
     """Prompts that no file has, answered one at a time; two and two share a prefix."""
     text = golden(7)[0][0]
@@ -82,21 +84,28 @@ async def computed_prompts(
             if number % 2 == 0:
                 start = rng.randrange(len(text) - max(lengths))
             tokens = [*text[start : start + length - 1], rng.randrange(100, 40_000)]
-            answer = await complete(client, tokens, max_tokens=MAX_TOKENS)
-            made.append(Prompt(tokens, answer.token_ids))
+            expected = await complete(client, tokens, max_tokens=answer)
+            made.append(Prompt(tokens, expected.token_ids))
     return made
 
 
 def requests(
-    rng: Random, prompts: Sequence[Prompt], count: int, *, is_over: Callable[[], bool]
+    rng: Random,
+    prompts: Sequence[Prompt],
+    count: int,
+    *,
+    is_over: Callable[[], bool],
+    share_of_long: float = 0.0,
 ) -> Iterator[Request]:
-    """At least `count`, and more until `is_over`."""
+    """At least `count`, and more until `is_over`. Long answers are all that is known of them."""
     for number in itertools.takewhile(lambda n: n < count or not is_over(), itertools.count()):
         leaves = rng.random() < SHARE_OF_LEAVERS
+        prompt = rng.choice(prompts)
+        is_long = rng.random() < share_of_long
         yield Request(
             number,
-            rng.choice(prompts),
-            rng.randint(1, MAX_TOKENS),
+            prompt,
+            len(prompt.expected) if is_long else rng.randint(1, MAX_TOKENS),
             "http" if number % 2 else "grpc",
             rng.uniform(0, LEAVES_WITHIN_S) if leaves else None,
         )
@@ -107,7 +116,7 @@ class Load:
 
     def __init__(
         self,
-        cluster: LocalCluster,
+        cluster: Served,
         wanted: Iterator[Request],
         *,
         num_clients: int,

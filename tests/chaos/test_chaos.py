@@ -1,8 +1,11 @@
 """Real processes, exact tokens, and workers that are killed, stopped, hung and cut off meanwhile.
 
+What the cluster's own controls do to workers at random is in test_pools.py.
+
 Two decode workers (one reads as its pairs choose, one over gRPC) and two prefill workers, all with
-small pools. All are struck at random moments, and clients leave. One decode worker is only stopped
-for a while, and rarely: somebody must be there to move to. Then: every request ended once and with
+small pools. All are struck at random moments, and clients leave. One decode worker is killed,
+drained and flipped to the other pool, the other one only stopped for a while, and rarely: somebody
+must be there to move to. Then: every request ended once and with
 exactly its tokens, and nothing is held anywhere.
 
 The seed is printed and fixes prompts, requests and the order of faults, not the moments.
@@ -46,6 +49,7 @@ OPTIONS = (
     *("--prefill-at", "remote", "--local-prefill-max-tokens", "0"),
 )
 NO_NETWORK = why_not()
+SHARE_OF_LONG = 0.2  # of the answers
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,7 @@ async def strike(
             prompts,
             chaos.num_requests,
             is_over=lambda: chaos.is_endless or all(s.done() for s in strikers),
+            share_of_long=SHARE_OF_LONG,
         ),
         num_clients=chaos.num_clients,
         bound_s=chaos.bound_s,
@@ -216,7 +221,7 @@ async def strike(
         await asyncio.to_thread(cluster.wait_ready)
         await asyncio.to_thread(wait_nothing_held, cluster, chaos.freed_within_s)
     finally:
-        print(summary(cluster, load.outcomes, happened, keeper.ends, seconds))
+        print(summary(cluster, load.outcomes, happened, seconds, keeper.ends))
     return load.outcomes, happened
 
 
@@ -225,7 +230,7 @@ def plan(chaos: Chaos) -> list[tuple[str, Sequence[Fault], float]]:
     decks = [(f"prefill-{n}", deck, chaos.pause_s) for n, deck in enumerate(chaos.decks)]
     # Who waits for it is not moved: rarely, so that most of the others meet only their own.
     decks.append(("decode-0", (Fault("stop", 5),), chaos.decode_pause_s))
-    decks.append(("decode-1", (Fault("kill"), Fault("drain")), chaos.pause_s))
+    decks.append(("decode-1", (Fault("kill"), Fault("drain"), Fault("flip", 2)), chaos.pause_s))
     return [
         (worker_id, [f for f in deck if f.kind != "cut" or not NO_NETWORK], pause_s)
         for worker_id, deck, pause_s in decks

@@ -19,6 +19,7 @@ from tests.harness.client import (
     complete_all,
     golden,
     metric,
+    moves,
     open_client,
     stream_completion,
     tokens_of,
@@ -87,16 +88,29 @@ class Streams:
         return events
 
 
-def moves(cluster: LocalCluster, reason: str) -> int:
-    page = httpx.get(f"{cluster.url}/metrics").text
-    name = f'tandem:request_moves_total{{reason="{reason}"}} '
-    return round(float(page.split(name)[1].split()[0]))
+DECODE_WORKERS = ("decode-0", "decode-1")
 
 
-def pulled(cluster: LocalCluster, worker_id: str) -> float:
-    """Blocks that came by a lease of a prefill worker, and those that came by their hashes."""
-    names = ("tandem_kv_blocks_pulled_total", "tandem_prefix_blocks_pulled_total")
-    return sum(metric(cluster, worker_id, name) for name in names)
+def by_streams(cluster: LocalCluster) -> tuple[str, str]:
+    """The decode worker that has most of the streams now, and the other one."""
+    other, most = sorted(
+        DECODE_WORKERS, key=lambda worker: metric(cluster, worker, "tandem_num_running")
+    )
+    return most, other
+
+
+class Work:
+    """What a worker did for prompts whose KV it did not have."""
+
+    def __init__(self, cluster: LocalCluster, worker_id: str) -> None:
+        def total(*names: str) -> float:
+            return sum(metric(cluster, worker_id, name) for name in names)
+
+        # By a lease of a prefill worker, and by their hashes.
+        self.blocks_pulled = total(
+            "tandem_kv_blocks_pulled_total", "tandem_prefix_blocks_pulled_total"
+        )
+        self.tokens_computed = total("tandem_prefill_tokens_total")
 
 
 async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
@@ -105,42 +119,58 @@ async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
     with start_cluster("--prefill-at", "auto") as cluster:
         streams = Streams()
         async with open_client(cluster) as client:
-            # It is not there yet: what is drawn stays at the other one, and most goes there again.
             cluster.start_worker("decode-1", "decode")
-            await streams.draw(client)
             await asyncio.to_thread(cluster.wait_ready)
+            await streams.draw(client)
             wait_for(
-                lambda: "decode-0" in cluster.records()["decode-1"]["transports"],
+                lambda: all(
+                    other in cluster.records()[one]["transports"]
+                    for one, other in (DECODE_WORKERS, DECODE_WORKERS[::-1])
+                ),
                 deadline_s=20,
                 what="the pair of the decode workers",
             )
-            leaving = cluster.workers["decode-0"]
+            before = {worker: Work(cluster, worker) for worker in DECODE_WORKERS}
+            left, stays = "", ""
 
             def drain() -> None:
-                drain_worker(cluster.url, "decode-0", deadline_s=60)  # as `tandem drain` does
+                nonlocal left, stays
+                left, stays = by_streams(cluster)
+                leaving = cluster.workers[left]
+                drain_worker(cluster.url, left, deadline_s=60)  # as `tandem drain` does
                 assert leaving.process.wait(30) == 0
-                cluster.start_worker("decode-0", "decode")
+                cluster.start_worker(left, "decode")
 
             await streams.run_through(client, drain)
             num_moved = moves(cluster, "drain")
             moved, stayed = [], []  # prompts that came by a move, and those that were there before
-            for request_id, prompt in zip(streams.ids, streams.prompts, strict=True):
+            new_blocks = 0  # of moved prompts that nobody had drawn before, too long to compute
+            asked = zip(streams.ids, streams.prompts, strict=True)
+            for i, (request_id, prompt) in enumerate(asked):
                 record = (await client.get(f"/v1/requests/{request_id}")).json()
-                if record["decode_worker"] == "decode-1":
+                if record["decode_worker"] == stays:
                     (moved if record["moves"] else stayed).append(len(prompt))
+                    if record["moves"] and i < len(NUMBERS) and len(prompt) > 80:
+                        new_blocks += len(prompt) // 16
             assert len(moved) == num_moved > 0
-            num_pulled = pulled(cluster, "decode-1")
-            computed = metric(cluster, "decode-1", "tandem_prefill_tokens_total")
+            work = Work(cluster, stays)
+            num_pulled = work.blocks_pulled - before[stays].blocks_pulled
+            computed = work.tokens_computed - before[stays].tokens_computed
             print(f"prompts moved {moved}, {num_pulled:g} blocks pulled, {computed:g} computed")
-            assert num_pulled >= sum(length // 16 for length in moved if length > 80) > 0
+            assert num_pulled >= new_blocks
             assert computed <= sum(stayed) + 80 * num_moved
             await asyncio.to_thread(cluster.wait_ready)
             await asyncio.to_thread(cluster.wait_idle)
 
-            await streams.run_through(client, cluster.workers["decode-1"].kill)
+            def kill() -> None:
+                nonlocal left
+                left, _ = by_streams(cluster)
+                cluster.workers[left].kill()
+
+            await streams.run_through(client, kill)
             assert moves(cluster, "crash") > 0
             assert moves(cluster, "drain") == num_moved
-            del cluster.workers["decode-1"]
+            del cluster.workers[left]
             await asyncio.to_thread(cluster.wait_idle)
 
 

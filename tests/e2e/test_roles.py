@@ -7,72 +7,21 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from random import Random
 
 import httpx
 import pytest
 
-from tests.chaos.load import Load, Prompt, Request, golden_prompts
+from tests.chaos.asking import asking
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import metric
 from tests.harness.cluster import LocalCluster, free_port, wait_for
 
 FLIP_MAX_S = 2.0
-MAX_TOKENS = 12
-
-
-@dataclass
-class Asking:
-    """Clients that ask all the time, each its next request when the last one has ended."""
-
-    load: Load
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def more(self, count: int) -> None:
-        """Waits until so many more have ended."""
-        wanted = len(self.load.outcomes) + count
-        async with asyncio.timeout(120):
-            while len(self.load.outcomes) < wanted:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-
-    def check(self) -> int:
-        """Every request has ended as it had to, token for token. How many there were."""
-        for outcome in self.load.outcomes:
-            request = outcome.request
-            assert outcome.kind == "finished", f"{outcome.kind} after {outcome.seconds:.1f} s"
-            assert outcome.token_ids == request.prompt.expected[: request.max_tokens]
-        return len(self.load.outcomes)
-
-
-def endless(rng: Random, prompts: list[Prompt], stop: asyncio.Event) -> Iterator[Request]:
-    number = 0
-    while not stop.is_set():
-        number += 1
-        api = "http" if number % 2 else "grpc"
-        yield Request(number, rng.choice(prompts), rng.randint(2, MAX_TOKENS), api, None)  # type: ignore[arg-type]
-
-
-@asynccontextmanager
-async def asking(cluster: LocalCluster, num_clients: int) -> AsyncIterator[Asking]:
-    """While the block runs; afterwards all requests have ended and nothing is held."""
-    rng = Random(7)
-    stop = asyncio.Event()
-    prompts = [p for _ in range(4) for p in golden_prompts(rng, (1, 3, 5))]
-    wanted = endless(rng, prompts, stop)
-    load = Load(cluster, wanted, num_clients=num_clients, bound_s=120)
-    running = asyncio.create_task(load.run())
-    now = Asking(load, stop)
-    try:
-        await now.more(num_clients)
-        yield now
-    finally:
-        stop.set()
-        await running
 
 
 async def flip(cluster: LocalCluster, worker_id: str, role: str) -> float:
@@ -215,7 +164,7 @@ async def test_scaling_and_flips_under_32_streams_lose_nothing(
 ) -> None:
     """Prefill 1 -> 3 -> 1 and decode 1 -> 2 -> 1 by `tandem scale`, then flips, then to zero."""
     flips: list[float] = []
-    async with asking(launched, 32) as now:  # type: ignore[arg-type]
+    async with asking(launched, 32) as now:
         for size in ("prefill=3", "decode=2"):
             await asyncio.to_thread(launched.tandem, "scale", size, "--deadline", "180")
             await now.more(32)
@@ -237,7 +186,7 @@ async def test_scaling_and_flips_under_32_streams_lose_nothing(
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("launched", [["--autoscale", "on", "--autoscale-max", "2"]], indirect=True)
 async def test_the_autoscaler_adds_workers_under_load(launched: LaunchedCluster) -> None:
-    async with asking(launched, 24) as now:  # type: ignore[arg-type]
+    async with asking(launched, 24) as now:
         async with asyncio.timeout(200):
             while len(launched.records()) < 3:
                 await now.more(8)

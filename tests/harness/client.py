@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.harness.cluster import LocalCluster
+from services.router.move_budget import MoveReason
+from tests.harness.cluster import Served
 
 GOLDEN: list[dict[str, Any]] = json.loads(
     (Path(__file__).parent.parent / "data" / "golden_smollm2.json").read_text()
@@ -50,13 +51,13 @@ async def complete(
     )
 
 
-def open_client(cluster: LocalCluster) -> httpx.AsyncClient:
+def open_client(cluster: Served) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=512)
     return httpx.AsyncClient(base_url=cluster.url, timeout=DEADLINE_S, limits=limits)
 
 
 async def complete_all(
-    cluster: LocalCluster, prompts: Sequence[Sequence[int]], **fields: Any
+    cluster: Served, prompts: Sequence[Sequence[int]], **fields: Any
 ) -> list[Answer]:
     """All prompts at once."""
     async with open_client(cluster) as client:
@@ -69,7 +70,7 @@ def golden(*numbers: int) -> tuple[list[list[int]], list[list[int]]]:
     return [e["prompt_token_ids"] for e in entries], [e["greedy_token_ids"] for e in entries]
 
 
-def metric(cluster: LocalCluster, worker_id: str, name: str, **labels: str) -> float:
+def metric(cluster: Served, worker_id: str, name: str, **labels: str) -> float:
     """Sum of a worker's samples of this name whose labels match; 0 when there are none."""
     address = cluster.records()[worker_id]["metrics_address"]
     text = httpx.get(f"http://{address}/metrics", timeout=10).text
@@ -78,6 +79,17 @@ def metric(cluster: LocalCluster, worker_id: str, name: str, **labels: str) -> f
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def moves(cluster: Served, reason: MoveReason) -> int:
+    """How often requests moved for this reason, as their router counted."""
+    text = httpx.get(f"{cluster.url}/metrics", timeout=10).text
+    return sum(
+        round(sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "tandem:request_moves_total" and sample.labels["reason"] == reason
     )
 
 

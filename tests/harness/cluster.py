@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import httpx
@@ -42,6 +42,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class Served(Protocol):
+    """Any running cluster, as far as its clients need to know it."""
+
+    @property
+    def url(self) -> str: ...
+
+    grpc_port: int
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """Workers as the router sees them, by id."""
 
 
 @dataclass

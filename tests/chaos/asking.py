@@ -1,0 +1,61 @@
+"""Clients that ask all the time, while a test changes the cluster under them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+
+from tests.chaos.load import MAX_TOKENS, Load, Prompt, Request, golden_prompts
+from tests.harness.cluster import Served
+
+
+@dataclass
+class Asking:
+    """Each client asks its next request when the last one has ended."""
+
+    load: Load
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def more(self, count: int) -> None:
+        """Waits until so many more have ended."""
+        wanted = len(self.load.outcomes) + count
+        async with asyncio.timeout(120):
+            while len(self.load.outcomes) < wanted:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    def check(self) -> int:
+        """Every request has ended as it had to, token for token. How many there were."""
+        for outcome in self.load.outcomes:
+            request = outcome.request
+            assert outcome.kind == "finished", f"{outcome.kind} after {outcome.seconds:.1f} s"
+            assert outcome.token_ids == request.prompt.expected[: request.max_tokens]
+        return len(self.load.outcomes)
+
+
+def _endless(rng: Random, prompts: list[Prompt], stop: asyncio.Event) -> Iterator[Request]:
+    number = 0
+    while not stop.is_set():
+        number += 1
+        api = "http" if number % 2 else "grpc"
+        yield Request(number, rng.choice(prompts), rng.randint(2, MAX_TOKENS), api, None)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def asking(cluster: Served, num_clients: int) -> AsyncIterator[Asking]:
+    """While the block runs; afterwards all requests have ended."""
+    rng = Random(7)
+    stop = asyncio.Event()
+    prompts = [p for _ in range(4) for p in golden_prompts(rng, (1, 3, 5))]
+    wanted = _endless(rng, prompts, stop)
+    load = Load(cluster, wanted, num_clients=num_clients, bound_s=120)
+    running = asyncio.create_task(load.run())
+    now = Asking(load, stop)
+    try:
+        await now.more(num_clients)
+        yield now
+    finally:
+        stop.set()
+        await running

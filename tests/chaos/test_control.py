@@ -1,0 +1,108 @@
+"""What Ray's agents keep, when Ray is gone for a while, and when a request makes workers crash."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import closing
+
+import httpx
+import pytest
+
+from tests.chaos.asking import asking
+from tests.chaos.checks import wait_nothing_held
+from tests.harness.client import complete_all, golden
+from tests.harness.cluster import wait_for
+from tests.harness.kept_cluster import KeptCluster
+from tests.harness.poisoned_engine import POISON
+
+OPTIONS = ("--num-blocks", "400", "--prefill-at", "remote")
+RAY_DEAD_S = float(os.environ.get("RAY_DEAD_S", "300"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_requests_go_on_without_ray_and_a_fresh_head_has_control(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """A worker is killed meanwhile, and a size is asked for: the fresh head sees to both, once."""
+    folder = tmp_path_factory.mktemp("run")
+    print(f"\nRay is dead for {RAY_DEAD_S:g} s, logs in {folder}")
+    with closing(KeptCluster(folder, *OPTIONS, prefill=2, decode=1).start()) as cluster:
+        before = {w.worker_id: w.pid for w in cluster.workers.values()}
+        routers = cluster.pids("router")
+        async with asking(cluster, 4) as now:
+            killed_at = time.monotonic()
+            cluster.kill_head()
+            while time.monotonic() < killed_at + RAY_DEAD_S / 2:
+                await now.more(4)
+            os.kill(before.pop("prefill-1"), signal.SIGKILL)
+            while time.monotonic() < killed_at + RAY_DEAD_S:
+                await now.more(4)
+            assert dict(cluster.processes()) == dict.fromkeys(before, 1), "who started one?"
+            cluster.scale(decode=2)
+            num_without = len(now.load.outcomes)
+            slowest_s = max(o.seconds for o in now.load.outcomes)
+
+            began = time.monotonic()
+            await asyncio.to_thread(cluster.start_head)
+            await asyncio.to_thread(wait_for, lambda: has(cluster, 2, 2), **SOON)
+            took_s = time.monotonic() - began
+            await now.more(8)
+            cluster.scale(prefill=1, decode=1)
+            await asyncio.to_thread(wait_for, lambda: has(cluster, 1, 1), **SOON)
+            await now.more(8)
+        num_requests = now.check()
+        assert {w.worker_id: w.pid for w in cluster.workers.values()} == before
+        assert cluster.pids("router") == routers
+        assert dict(cluster.processes()) == dict.fromkeys(before, 1)
+        await asyncio.to_thread(wait_nothing_held, cluster, 30)
+        print(
+            f"{num_requests} requests, {num_without} of them before there was a fresh head, the "
+            f"slowest of those {slowest_s:.1f} s; it had both pools whole after {took_s:.1f} s"
+        )
+
+
+SOON = {"deadline_s": 300.0, "what": "the sizes that were asked for"}
+
+
+def has(cluster: KeptCluster, prefill: int, decode: int) -> bool:
+    pools = cluster.state()["pools"]
+    wanted = (pools["prefill"]["wanted"], pools["decode"]["wanted"])
+    return wanted == (prefill, decode) and cluster.is_whole()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_request_that_crashes_its_workers_ends_after_three_and_they_come_back(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    (prompt,), (greedy,) = golden(5)
+    folder = tmp_path_factory.mktemp("run")
+    module = "tests.harness.poisoned_engine"
+    with closing(KeptCluster(folder, *OPTIONS, decode=2, module=module).start()) as cluster:
+        num_starts = cluster.starts().total()
+        began = time.monotonic()
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=240) as client:
+            body = {"prompt": [*prompt, POISON], "max_tokens": 8}
+            answer = await client.post("/v1/completions", json=body)
+        print(f"\nafter {time.monotonic() - began:.1f} s: {answer.status_code} {answer.text}")
+        assert answer.status_code == 503
+        error = answer.json()["error"]
+        assert error["code"] == "worker_lost"
+        assert "3 workers were lost under this request" in error["message"]
+
+        await asyncio.to_thread(wait_for, lambda: crashed(cluster, num_starts), **AGAIN)
+        (again,) = await complete_all(cluster, [prompt], max_tokens=8)
+        assert again.token_ids == greedy[:8]
+        assert cluster.starts().total() - num_starts == 3, "nobody else may have crashed"
+        await asyncio.to_thread(wait_nothing_held, cluster, 30)
+
+
+AGAIN = {"deadline_s": 300.0, "what": "the last of three that crashed"}
+
+
+def crashed(cluster: KeptCluster, num_starts: int) -> bool:
+    return cluster.starts().total() >= num_starts + 3 and cluster.is_whole()

@@ -1,0 +1,140 @@
+"""Two prefill and two decode workers, kept by Ray's agents; killed, stopped, drained, flipped and
+scaled while clients ask for short and long answers. The router stays up.
+
+Then: every request ended once and with exactly its tokens, nothing is held anywhere, every worker
+runs once, and requests moved both ways: handed over by a worker that left, and gone on with after
+one that was lost.
+
+The seed is printed and fixes prompts, requests and the order of faults, not the moments.
+CHAOS_SEED and CHAOS_REQUESTS choose others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import closing
+from random import Random
+
+import pytest
+
+from tests.chaos.checks import (
+    errors_logged,
+    router_outcomes,
+    summary,
+    total,
+    wait_nothing_held,
+    wrong_outcomes,
+)
+from tests.chaos.faults import Fault, Happened
+from tests.chaos.load import Load, Prompt, computed_prompts, golden_prompts, requests
+from tests.chaos.pool_faults import Crashes, Orders
+from tests.harness.client import moves
+from tests.harness.cluster import wait_for
+from tests.harness.kept_cluster import KeptCluster
+
+NUM_REQUESTS = int(os.environ.get("CHAOS_REQUESTS", "2000"))
+NUM_CLIENTS = 8
+SHARE_OF_LONG = 0.35  # of the answers: they outlive most faults that they meet
+LONG_ANSWER = 64
+OPTIONS = (
+    *("--num-blocks", "120", "--max-tokens-per-step", "64", "--verify-blocks", "all"),
+    *("--prefill-at", "remote"),
+)
+# 17 s is longer than gRPC's pings wait: the worker is lost, and then it is there again.
+CRASHES = (*[Fault("kill")] * 4, *[Fault("stop", 5)] * 2, Fault("stop", 17))
+ORDERS = (Fault("drain"), Fault("drain"), Fault("flip", 5), Fault("scale", 5))
+CRASH_PAUSE_S = 5.0
+ORDER_PAUSE_S = 5.0
+BOUND_S = 300.0  # of one request
+FREED_WITHIN_S = 90.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+async def test_nothing_is_lost_while_workers_crash_leave_come_and_change_pools(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    seed = int(os.environ.get("CHAOS_SEED", "1"))
+    rng = Random(seed)
+    folder = tmp_path_factory.mktemp("run")
+    print(f"\nseed {seed}, logs in {folder}")
+    with closing(KeptCluster(folder, *OPTIONS, prefill=2, decode=2).start()) as cluster:
+        prompts = await known_prompts(cluster, rng)
+        num_before = router_outcomes(cluster).total()
+        routers = cluster.pids("router")
+        happened: list[Happened] = []
+        wanted = requests(
+            Random(rng.random()),
+            prompts,
+            NUM_REQUESTS,
+            is_over=lambda: True,
+            share_of_long=SHARE_OF_LONG,
+        )
+        load = Load(cluster, wanted, num_clients=NUM_CLIENTS, bound_s=BOUND_S)
+        seconds = await strike(cluster, load, rng, happened)
+        print(summary(cluster, load.outcomes, happened, seconds))
+
+        assert len(load.outcomes) == NUM_REQUESTS
+        assert not (wrong := wrong_outcomes(load.outcomes)), "\n".join(wrong)
+        assert router_outcomes(cluster).total() - num_before == NUM_REQUESTS
+        assert not (broken := errors_logged(cluster)), "\n".join(broken)
+        assert not total(cluster, "tandem_block_mismatches_total")
+        await asyncio.to_thread(wait_nothing_held, cluster, FREED_WITHIN_S)
+        assert cluster.pids("router") == routers, "the router was not to be touched"
+        assert set(cluster.processes().values()) == {1}, "a worker runs twice"
+        assert moves(cluster, "drain"), "no answer was handed over"
+        assert moves(cluster, "crash"), "no answer went on after a crash"
+        seen = {h.fault.kind for h in happened if h.num_requests}
+        assert seen == {fault.kind for fault in (*CRASHES, *ORDERS)}
+
+
+async def known_prompts(cluster: KeptCluster, rng: Random) -> list[Prompt]:
+    """Of reference answers, and of answers that this cluster gave while nothing happened."""
+    known = golden_prompts(rng, (0, 1, 2, 3, 4, 5, 6) * 4, answer_min=LONG_ANSWER - 16)
+    lengths = (20, 33, 64, 120, 200, 310, 415, 520)
+    return known + await computed_prompts(cluster, rng, lengths, answer=LONG_ANSWER)
+
+
+async def strike(cluster: KeptCluster, load: Load, rng: Random, happened: list[Happened]) -> float:
+    """All requests, and faults meanwhile; returns when all workers are back, after how long.
+
+    Ends at the first outcome that is wrong, too.
+    """
+    started = time.monotonic()
+    strikers = [
+        kind(
+            cluster, Random(rng.random()), num_requests=lambda: load.num_running, happened=happened
+        ).run(deck, pause_s=pause_s)
+        for kind, deck, pause_s in (
+            (Crashes, CRASHES, CRASH_PAUSE_S),
+            (Orders, ORDERS, ORDER_PAUSE_S),
+        )
+    ]
+    running = [asyncio.create_task(c) for c in (load.run(), check(load, happened), *strikers)]
+    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)  # only the load's end is well
+    seconds = time.monotonic() - started
+    for task in running:
+        task.cancel()
+    for ended in await asyncio.gather(*running, return_exceptions=True):
+        if isinstance(ended, Exception):
+            raise ended
+    await asyncio.to_thread(cluster.scale, prefill=2, decode=2)
+    await asyncio.to_thread(
+        wait_for, cluster.is_whole, deadline_s=180, what="the end of the last fault"
+    )
+    return seconds
+
+
+async def check(load: Load, happened: list[Happened]) -> None:
+    """For ever, or until a request ends as it must not; says how far it is meanwhile."""
+    started = time.monotonic()
+    while True:
+        await asyncio.sleep(10)
+        wrong = wrong_outcomes(load.outcomes)
+        assert not wrong, "\n".join([*wrong, *map(str, happened)])
+        after_s = time.monotonic() - started
+        print(
+            f"{len(load.outcomes)} requests, {len(happened)} faults in {after_s:.0f} s", flush=True
+        )

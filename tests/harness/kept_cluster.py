@@ -1,0 +1,199 @@
+"""A real cluster whose processes are kept by Ray's agents, as `tandem up` starts it.
+
+Redis, Ray's head with the pool controller, and the router and workers that it starts. The test owns
+the head: it may kill it, and start a fresh one when it wants to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import uuid
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import msgspec
+import psutil
+
+from services.cluster import guardian
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.head_process import HeadProcess
+from services.cluster.launch_options import LaunchOptions, make_spec
+from services.cluster.operate import differences
+from services.cluster.pools import PoolCommand
+from services.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
+from services.models.source import resolve
+from services.rpc.auth import token_metadata
+from services.rpc.tandem.v1 import worker_pb2 as pb
+from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tests.harness.cluster import free_port, wait_for
+
+START_DEADLINE_S = 300.0
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class KeptWorker:
+    """A worker as the router saw it last."""
+
+    worker_id: str
+    role: str
+    pid: int
+    address: str
+    token: str
+
+    def state(self) -> pb.GetStateResponse:
+        """Its gauges; runs check_integrity() in the engine."""
+        with grpc.insecure_channel(self.address) as channel:
+            metadata = token_metadata(self.token)
+            return WorkerStub(channel).GetState(pb.GetStateRequest(), timeout=30, metadata=metadata)
+
+
+class KeptCluster:
+    """`close` ends all of it. Options are every worker's own."""
+
+    def __init__(
+        self, run_folder: Path, *options: str, prefill: int = 1, decode: int = 1, module: str = ""
+    ) -> None:
+        """`run_folder`'s path must be short: Ray's sockets lie below it.
+
+        `module`: run in the place of services.worker.
+        """
+        self.http_port, self.grpc_port = free_port(), free_port()
+        self.token = uuid.uuid4().hex
+        self._redis = EmbeddedRedis(run_folder / "redis")
+        self._redis.start()
+        self.cluster_id = f"test-{uuid.uuid4().hex[:12]}"
+        wanted = LaunchOptions(
+            num_prefill=prefill,
+            num_decode=decode,
+            http_port=self.http_port,
+            grpc_port=self.grpc_port,
+            engine=("--numerics", "invariant", *options),
+            # On a machine that is slow to start workers nobody is told that there are none.
+            router=("--hold-deadline", str(START_DEADLINE_S)),
+        )
+        spec = make_spec(
+            wanted, cluster_id=self.cluster_id, run_folder=run_folder, model=resolve("smollm2").path
+        )
+        if module:
+            pools = {name: _running(module, pool) for name, pool in spec.pools.items()}
+            spec = msgspec.structs.replace(spec, pools=pools)
+        self._spec = spec
+        self.folder = run_folder / "logs"
+        self.head = HeadProcess(
+            run_folder,
+            {
+                **os.environ,
+                CLUSTER_ID_VARIABLE: self.cluster_id,
+                REDIS_URL_VARIABLE: self._redis.url,
+                TOKEN_VARIABLE: self.token,
+                "PYTHONPATH": str(_ROOT),
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        self._ray_pids: dict[str, int] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def start(self) -> KeptCluster:
+        try:
+            self.start_head()
+            wait_for(self.is_whole, deadline_s=START_DEADLINE_S, what="the whole cluster")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def start_head(self) -> None:
+        """A fresh one; the cluster has none."""
+        self.head.start(self._spec)
+        started = self.head.started(START_DEADLINE_S)
+        assert started is not None, "Ray's head did not come up"
+        self._ray_pids = started.pids
+
+    def kill_head(self) -> None:
+        """kill -9 of GCS and raylet; the controller and the agents are left to themselves."""
+        for pid in self._ray_pids.values():
+            os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.head.end()
+        guardian.end_cluster(self.cluster_id, 1.0)
+        self._redis.stop()
+
+    def state(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/v1/cluster", timeout=10).json()
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """Workers as the router sees them, by id."""
+        return {w["worker_id"]: w for w in self.state()["workers"]}
+
+    @property
+    def workers(self) -> dict[str, KeptWorker]:
+        """Those that are ready now, by id."""
+        return {
+            worker_id: KeptWorker(worker_id, r["role"], r["pid"], r["address"], self.token)
+            for worker_id, r in self.records().items()
+            if r["state"] == "ready" and (r["connected"] or r["role"] == "prefill")
+        }
+
+    def is_ready(self, worker: KeptWorker) -> bool:
+        """Whether the router sees this very process ready."""
+        now = self.workers.get(worker.worker_id)
+        return now is not None and now.pid == worker.pid
+
+    def is_whole(self) -> bool:
+        """Whether the pools have the sizes that are wanted, and the router uses all workers."""
+        try:
+            pools = self.state()["pools"]
+            sizes = {name: pool["wanted"] for name, pool in pools.items() if "wanted" in pool}
+            num_workers = sum(size for name, size in sizes.items() if name != "router")
+            return (
+                len(sizes) == len(self._spec.pools)
+                and not differences(pools, sizes)
+                and len(self.workers) == num_workers
+            )
+        except (httpx.TransportError, json.JSONDecodeError):
+            return False
+
+    def scale(self, **sizes: int) -> None:
+        """Asks for these sizes; `is_whole` says when it is so."""
+        httpx.post(f"{self.url}/v1/cluster", json=sizes, timeout=10).raise_for_status()
+
+    def pids(self, pool: str) -> dict[str, int]:
+        """Of a pool's processes, as their agents say."""
+        return {a["id"]: a["pid"] for a in self.state()["pools"][pool]["agents"]}
+
+    def processes(self) -> Counter[str]:
+        """How many processes run under each worker's id."""
+        found: Counter[str] = Counter()
+        for pid in guardian.cluster_processes(self.cluster_id):
+            try:
+                command = psutil.Process(pid).cmdline()
+            except psutil.NoSuchProcess:
+                continue
+            if "--worker-id" in command and "--role" in command:
+                found[command[command.index("--worker-id") + 1]] += 1
+        return found
+
+    def starts(self) -> Counter[str]:
+        """How often the agents started each process."""
+        pools = self.state()["pools"].values()
+        return Counter({a["id"]: a["starts"] for pool in pools for a in pool.get("agents", ())})
+
+
+def _running(module: str, pool: PoolCommand) -> PoolCommand:
+    """The same pool, if it is one of workers, with workers of this module."""
+    if "services.worker" not in pool.command:
+        return pool
+    at = pool.command.index("services.worker")
+    command = [*pool.command[:at], module, "worker", *pool.command[at + 1 :]]
+    return msgspec.structs.replace(pool, command=command)
