@@ -1,10 +1,10 @@
 """The second turn of a chat: its prefix is pulled from the decode worker, not computed again.
 
-    python benchmarks/chat_turns.py [--repeats 5]
+    python benchmarks/chat_turns.py [--repeats 5] [--follow-ups 1000,800]
 
-A chat's first turn (2,600 tokens of prompt, 400 made by decode) and a long follow-up (1,000
-tokens), so 4,000 tokens in the second turn. Time to its first token, each beside a prompt of 4,000
-tokens that nobody has seen:
+A chat's first turn (a prompt and 400 tokens made by decode) and a long follow-up, in all 4,000
+tokens in the second turn. Time to its first token, each beside a prompt of 4,000 tokens that nobody
+has seen:
 
     same      the prefill worker of the first turn: it has the prompt, and pulls what decode made
     another   a prefill worker that was started after the first turn: it pulls the whole prefix
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -35,7 +36,8 @@ from tests.harness.client import metric
 from tests.harness.cluster import LocalCluster, wait_for
 
 RESULTS = Path(__file__).parent / "results" / "chat_turns.json"
-PROMPT, MADE, FOLLOW_UP = 2600, 400, 1000
+TOTAL, MADE = 4000, 400  # tokens of the second turn; those of the first one's answer
+KINDS = ("same", "another")
 PULLED = "tandem_prefix_blocks_pulled_total"
 
 
@@ -44,7 +46,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--follow-ups", default="1000,800", help="tokens of the second question")
+    arguments = parser.parse_args()
+    repeats = arguments.repeats
+    follow_ups = [int(length) for length in arguments.follow_ups.split(",")]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         redis = EmbeddedRedis(folder / "redis")
@@ -58,43 +63,50 @@ def main() -> None:
         cluster.start_worker("decode-0", "decode", "--cores", "1")
         cluster.start_worker("prefill-0", "prefill", "--cores", "0")
         cluster.wait_ready()
-        time_to_first_token(cluster, tokens(0, 600))
-        chats = [first_turn(cluster, number) for number in range(1, 2 * repeats + 1)]
-        same = [second_turn(cluster, chat, number) for number, chat in enumerate(chats[:repeats])]
-        replace_prefill_worker(cluster)
-        another = [
-            second_turn(cluster, chat, number) for number, chat in enumerate(chats[repeats:], 100)
-        ]
-    result = {
-        "tokens": {"prompt": PROMPT, "made": MADE, "follow_up": FOLLOW_UP},
-        "same": summary(same),
-        "another": summary(another),
-        "load_average": os.getloadavg(),
-    }
+        time_to_first_token(cluster, tokens("warm-up", 600))
+        chats = {
+            (kind, follow_up): [
+                first_turn(cluster, f"{kind} {follow_up} {number}", TOTAL - MADE - follow_up)
+                for number in range(repeats)
+            ]
+            for kind in KINDS
+            for follow_up in follow_ups
+        }
+        rows = []
+        for kind in KINDS:
+            if kind == "another":
+                replace_prefill_worker(cluster)
+            for follow_up in follow_ups:
+                turns = [second_turn(cluster, c, follow_up) for c in chats[kind, follow_up]]
+                rows.append({"prefill_worker": kind, "follow_up": follow_up, **summary(turns)})
+    result = {"tokens": {"total": TOTAL, "made": MADE}, "rows": rows}
+    result["load_average"] = os.getloadavg()
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    print_table(result)
+    print_table(rows)
 
 
-def tokens(seed: int, count: int) -> list[int]:
-    return [(position * 31 + seed * 7919) % 40_000 + 100 for position in range(count)]
+def tokens(seed: str, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(100, 40_000) for _ in range(count)]
 
 
-def first_turn(cluster: LocalCluster, number: int) -> list[int]:
+def first_turn(cluster: LocalCluster, seed: str, length: int) -> list[int]:
     """The chat after its first turn: prompt and answer."""
-    prompt = tokens(number, PROMPT)
+    prompt = tokens(seed, length)
     body = {"prompt": prompt, "max_tokens": MADE, "ignore_eos": True, "return_token_ids": True}
     response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300)
     response.raise_for_status()
     return prompt + response.json()["choices"][0]["token_ids"]
 
 
-def second_turn(cluster: LocalCluster, chat: list[int], number: int) -> dict[str, float]:
+def second_turn(cluster: LocalCluster, chat: list[int], follow_up: int) -> dict[str, float]:
     """Of the chat's follow-up, and of as long a prompt that is new to all."""
+    seed = str(hash(tuple(chat)))
     before = blocks_pulled(cluster)
-    turn_s = time_to_first_token(cluster, chat + tokens(5000 + number, FOLLOW_UP))
+    turn_s = time_to_first_token(cluster, chat + tokens(seed, follow_up))
     pulled = blocks_pulled(cluster) - before
-    fresh_s = time_to_first_token(cluster, tokens(9000 + number, PROMPT + MADE + FOLLOW_UP))
+    fresh_s = time_to_first_token(cluster, tokens(f"new beside {seed}", TOTAL))
     return {"turn_ms": turn_s * 1000, "fresh_ms": fresh_s * 1000, "blocks_pulled": pulled}
 
 
@@ -115,7 +127,7 @@ def replace_prefill_worker(cluster: LocalCluster) -> None:
     wait_for(lambda: "prefill-0" not in cluster.records(), deadline_s=30, what="its end")
     cluster.start_worker("prefill-1", "prefill", "--cores", "0")
     cluster.wait_ready()
-    time_to_first_token(cluster, tokens(1, 601)[1:])  # joins the pair
+    time_to_first_token(cluster, tokens("joining", 600))  # joins the pair
 
 
 def blocks_pulled(cluster: LocalCluster) -> float:
@@ -134,14 +146,13 @@ def summary(samples: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def print_table(result: dict[str, Any]) -> None:
-    print("| prefill worker | second turn, TTFT | all computed | shorter by | blocks pulled |")
-    print("|---|---|---|---|---|")
-    for kind in ("same", "another"):
-        row = result[kind]
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print("| prefill worker | follow-up | second turn, TTFT | all computed | shorter by | blocks |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
         print(
-            f"| {kind} | {row['turn_ms']:,.0f} ms | {row['fresh_ms']:,.0f} ms "
-            f"| {row['ratio']:.1f} times | {row['blocks_pulled']:.0f} |"
+            f"| {row['prefill_worker']} | {row['follow_up']:,} | {row['turn_ms']:,.0f} ms "
+            f"| {row['fresh_ms']:,.0f} ms | {row['ratio']:.1f} times | {row['blocks_pulled']:.0f} |"
         )
 
 

@@ -58,10 +58,17 @@ def main() -> None:
             measure(running, length, arguments.repeats)
             for length in track(lengths, description="prompt lengths")
         ]
-    result = {"rows": rows, "load_average": os.getloadavg()}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    keep(rows)
     print_table(rows)
+
+
+def keep(rows: list[dict[str, Any]]) -> None:
+    """Write the rows; those of lengths that this run did not measure stay as they were."""
+    earlier = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    by_length = {row["prompt_tokens"]: row for row in [*earlier, *rows]}
+    RESULTS.parent.mkdir(exist_ok=True)
+    result = {"rows": [by_length[n] for n in sorted(by_length)], "load_average": os.getloadavg()}
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
 
 
 @contextmanager

@@ -5,10 +5,11 @@
     python benchmarks/simulator_against_real.py --measure       # the same requests, for real
 
 --calibrate  starts the cluster, sends prompts one after another until the workers have measured
-             themselves, and takes their rates and pairs from their records, as the router does.
-             Then keeps all four workers busy: by how much they are faster together than one alone
-             is how many cores they share. What a lone first token takes beyond the model is the
-             overhead of HTTP, router and worker. -> results/simulator_calibration.json
+             themselves, then batches to decode, and takes their rates and pairs from their records,
+             as the router does. What a lone first token takes beyond the model is the overhead of
+             HTTP, router and worker. Then sends a burst of other requests of the mix: how many
+             cores the workers share is what makes the simulated burst take as long.
+             -> results/simulator_calibration.json
 --predict    simulates the mix at 30%, 60% and 90% of the load that the calibrated workers can
              carry -> results/simulator_predictions.json
 --measure    sends the same mix at the same times through the router's HTTP, each run with other
@@ -26,6 +27,7 @@ import asyncio
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -34,10 +36,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
-from small_mix import BLOCK, make_mix, replay, send
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.small_mix import BLOCK, make_mix, replay, send
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.config import ClusterConfig
 from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
@@ -61,6 +64,7 @@ NUM_BLOCKS = 4000
 SEQUENCES_MAX = 8  # a step's decode batch: small, so that 100% load is one that CPUs reach
 LOADS = (0.3, 0.6, 0.9)
 SIMULATED_RUNS = 20
+RECORDS_SHOW_S = 3.0  # after that, what was measured is in them
 OPTIONS = ("--num-blocks", str(NUM_BLOCKS), "--max-num-seqs", str(SEQUENCES_MAX))
 
 
@@ -93,54 +97,69 @@ async def calibrate(cluster: LocalCluster, rounds: int) -> Calibration:
     async with open_client(cluster) as client:
         for n, arrival in enumerate(mix):  # alone
             await send(client, arrival, f"alone {n}")
+        # What is measured from here on shares the cores: the simulator adds that by itself.
+        await asyncio.sleep(RECORDS_SHOW_S)
+        prefill = middle_prefill(await read_records(cluster))
         for n in range(rounds):  # batches of growing size: what one more sequence costs
             batch = [Arrival(0.0, 40, 40, (n, 1 + n, 2 + n))] * (1 + n % (2 * SEQUENCES_MAX))
             await asyncio.gather(*(send(client, a, f"b{n} {i}") for i, a in enumerate(batch)))
-        await asyncio.sleep(3)  # until records show it
+        await asyncio.sleep(RECORDS_SHOW_S)
         records = await read_records(cluster)
-        rates = middle_rates(records)
+        rates = middle_rates(records, prefill)
         pair = middle_pair([p for r in records for p in r.pairs.values()])
         overheads = []
         for n in range(rounds):
             lone = Arrival(0.0, 150 + 20 * (n % 10), 4, tuple(range(50)))
             seen = await send(client, lone, f"lone {n}")
             overheads.append(seen.ttft_s - simulate_alone(rates, pair, lone))
-    cores = await measure_cores(cluster, rates, rounds)
-    return Calibration(rates, pair, cores, statistics.median(overheads), os.getloadavg())
+    alone = Calibration(rates, pair, float(2 * POOL), statistics.median(overheads), os.getloadavg())
+    cores = cores_of(alone, *await measure_burst(cluster, rounds))
+    return msgspec.structs.replace(alone, cores=cores)
 
 
-async def measure_cores(cluster: LocalCluster, rates: WorkerRates, rounds: int) -> float:
-    """Prefill for all four workers at once: its seconds if each were alone, over those it took."""
-    prompts = [Arrival(0.0, 500, 1, tuple(range(40))) for _ in range(6 * rounds)]
-    gate = asyncio.Semaphore(4 * POOL)
-
-    async def one(client: httpx.AsyncClient, number: int, arrival: Arrival) -> None:
-        async with gate:
-            await send(client, arrival, f"all {number}")
-
-    async with open_client(cluster) as client:
-        began = time.perf_counter()
-        await asyncio.gather(*(one(client, n, a) for n, a in enumerate(prompts)))
-        took_s = time.perf_counter() - began
-    alone_s = sum(rates.prefill.seconds(a.num_tokens, 0, rates.step_tokens) for a in prompts)
-    return alone_s / took_s
+async def measure_burst(cluster: LocalCluster, rounds: int) -> tuple[list[Arrival], float]:
+    """Requests of the mix that come all at once, and the seconds until the last has ended."""
+    burst = [replace(arrival, at_s=0.0) for arrival in make_mix(6 * rounds, seed=3000)]
+    began = time.perf_counter()
+    await replay(cluster, burst, "burst")
+    return burst, time.perf_counter() - began
 
 
-def middle_rates(records: Sequence[WorkerRecord]) -> WorkerRates:
-    """Of each coefficient the middle. Only decode workers have measured decoding."""
-    measured = [r.rates for r in records if r.rates.measured]
-    prefill = [r.prefill for r in measured]
+def cores_of(calibration: Calibration, burst: Sequence[Arrival], took_s: float) -> float:
+    """With so many the simulated burst takes as long as the real one."""
+    fewest, most = 0.5, float(2 * POOL)
+    for _ in range(12):
+        cores = (fewest + most) / 2
+        guess = msgspec.structs.replace(calibration, cores=cores)
+        simulation = Simulation(scenario_of(guess), burst, make_policy("tandem"))
+        simulation.run()
+        if max(r.ended_s for r in simulation.requests) > took_s:
+            fewest = cores
+        else:
+            most = cores
+    return (fewest + most) / 2
+
+
+def middle_prefill(records: Sequence[WorkerRecord]) -> PrefillRate:
+    """Of each coefficient the middle."""
+    rates = [r.rates.prefill for r in records if r.rates.measured]
+    middle = statistics.median
+    return PrefillRate(
+        middle([r.step_s for r in rates]),
+        middle([r.token_s for r in rates]),
+        middle([r.token_context_s for r in rates]),
+    )
+
+
+def middle_rates(records: Sequence[WorkerRecord], prefill: PrefillRate) -> WorkerRates:
+    """Only decode workers have measured decoding."""
     decode = [r.rates.decode for r in records if r.role == "decode"]
     middle = statistics.median
     return WorkerRates(
-        PrefillRate(
-            middle([r.step_s for r in prefill]),
-            middle([r.token_s for r in prefill]),
-            middle([r.token_context_s for r in prefill]),
-        ),
+        prefill,
         DecodeRate(middle([r.step_s for r in decode]), middle([r.sequence_s for r in decode])),
-        step_tokens=measured[0].step_tokens,
-        block_bytes=measured[0].block_bytes,
+        step_tokens=records[0].rates.step_tokens,
+        block_bytes=records[0].rates.block_bytes,
         measured=True,
     )
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from goodput_plot import plot
 
 from services.simulator.policies import POLICIES, make_policy
 from services.simulator.report import Report, summarize
@@ -99,26 +100,6 @@ def _spread(values: list[float]) -> list[float]:
     return [round(v, 3) for v in (min(values), statistics.mean(values), max(values))]
 
 
-def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    loads = [row["load"] for row in rows]
-    for name in rows[0]["goodput"]:
-        width = 2.5 if name == "tandem" else 1.2
-        values = [row["goodput"][name] for row in rows]
-        axes.plot(loads, values, "o-", lw=width, ms=3, label=name)
-    axes.set_xlabel("load, % of what the workers can carry")
-    axes.set_ylabel("goodput under SLO, %")
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace")
@@ -169,7 +150,8 @@ def main() -> None:
     result[arguments.case] = {"settings": settings, "rows": rows}
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if arguments.png:
-        plot(rows, f"{arguments.case}, mean of {arguments.seeds} seeds", arguments.png)
+        title = f"{arguments.case}, mean of {arguments.seeds} seeds"
+        plot({title: rows}, arguments.png, load="the workers", bold="tandem")
     print(f"{time.perf_counter() - started:.0f} s")
 
 

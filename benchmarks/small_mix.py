@@ -7,25 +7,18 @@ tokens, other ones in each run, so that nothing is cached from the run before.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 
 import httpx
 
+from benchmarks import load
 from services.simulator.traces import Arrival
-from tests.harness.client import open_client, stream_completion
+from tests.harness.client import open_client
 from tests.harness.cluster import LocalCluster
 
 BLOCK = 16
-
-
-@dataclass(frozen=True)
-class Seen:
-    ttft_s: float
-    tpot_s: float
+DEADLINE_S = 3600.0
 
 
 def make_mix(count: int, seed: int) -> list[Arrival]:
@@ -54,26 +47,18 @@ def tokens_of(arrival: Arrival, run: str) -> list[int]:
     return tokens[: arrival.num_tokens]
 
 
-async def send(client: httpx.AsyncClient, arrival: Arrival, run: str) -> Seen:
-    began, first, last, count = time.perf_counter(), 0.0, 0.0, 0
-    prompt = tokens_of(arrival, run)
-    async for event in stream_completion(client, prompt, max_tokens=arrival.output_tokens):
-        got = sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ()))
-        if got:
-            last = time.perf_counter()
-            first = first or last
-            count += got
-    assert count == arrival.output_tokens, f"{count} tokens of {arrival.output_tokens}"
-    return Seen(first - began, (last - first) / max(1, count - 1))
+def ask_of(arrival: Arrival, run: str) -> load.Ask:
+    return load.Ask(tokens_of(arrival, run), arrival.output_tokens, arrival.at_s)
 
 
-async def replay(cluster: LocalCluster, arrivals: Sequence[Arrival], run: str) -> list[Seen]:
+async def send(client: httpx.AsyncClient, arrival: Arrival, run: str) -> load.Seen:
+    return await load.send(client, ask_of(arrival, run))
+
+
+async def replay(cluster: LocalCluster, arrivals: Sequence[Arrival], run: str) -> list[load.Seen]:
     """Each at its time, whether those before it are done or not."""
-    began = time.perf_counter()
-
-    async def one(client: httpx.AsyncClient, arrival: Arrival) -> Seen:
-        await asyncio.sleep(max(0.0, arrival.at_s - (time.perf_counter() - began)))
-        return await send(client, arrival, run)
-
     async with open_client(cluster) as client:
-        return list(await asyncio.gather(*(one(client, a) for a in arrivals)))
+        asks = [ask_of(arrival, run) for arrival in arrivals]
+        seen = await load.open_loop(client, asks, DEADLINE_S)
+    assert None not in seen, f"some took longer than {DEADLINE_S} s"
+    return [each for each in seen if each]
