@@ -31,6 +31,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Shows why a test failed that passed when it ran again: it must not go unseen."""
+    failed_once = terminalreporter.getreports("rerun")
+    if failed_once:
+        terminalreporter.section("FAILED ONCE, RAN AGAIN: a defect, of the test or of the program")
+    for report in failed_once:
+        terminalreporter.section(report.nodeid, "_")
+        report.toterminal(terminalreporter._tw)
+
+
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
     """One server a session. A test that kills or flushes it starts an EmbeddedRedis of its own."""

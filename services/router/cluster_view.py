@@ -2,7 +2,7 @@
 
     record seen, ready, same model            -> may be chosen, if decode once its stream is up
     record expired while Redis is well        -> gone; its stream is closed when no request is on it
-    Redis lost, or back or emptied for less than a TTL
+    Redis lost, or back or emptied for less than a TTL, or this process stood still
                                               -> the last table stands; a stream that is up is alive
 
 A record's epoch changes whenever a worker publishes its blocks again; only another process
@@ -172,6 +172,10 @@ class ClusterView:
             if self.redis_state == "lost":
                 log.info("Redis answers again")
             self.redis_state, self._data_set = "ok", data_set
+            self._trusted_from = now + self.cluster.record_ttl_s
+        elif now - self._read_at > self.cluster.record_ttl_s - self.cluster.record_interval_s:
+            # A laptop that slept, a host that was paused: the workers may have stood still, too.
+            log.info("no records were read for %.1f s: workers get time", now - self._read_at)
             self._trusted_from = now + self.cluster.record_ttl_s
         self._merge({r.worker_id: r for r in records}, complete=now >= self._trusted_from)
         self._read_at = read_at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -145,6 +146,20 @@ async def test_a_worker_with_an_expired_record_is_gone(setup: Setup) -> None:
     await eventually(lambda: setup.usable() == ["decode-0"])
     assert worker._recording is not None
     worker._recording.cancel()
+    await eventually(lambda: not setup.router.view.known())
+
+
+async def test_workers_that_stood_still_with_the_router_are_not_gone(setup: Setup) -> None:
+    """As on a laptop that slept: the records have expired when all wake, the router first."""
+    worker = await setup.add_worker("decode-0")
+    await eventually(lambda: setup.usable() == ["decode-0"])
+    assert worker._recording is not None
+    worker._recording.cancel()
+    time.sleep(setup.cluster.record_ttl_s + 0.2)  # noqa: ASYNC251 # worker and router are here
+    for _ in range(3):
+        assert (await setup.http.post("/v1/completions", json=BODY)).status_code == 200
+        await asyncio.sleep(0.4)
+    # One that does not wake is gone all the same.
     await eventually(lambda: not setup.router.view.known())
 
 
