@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
 from typing import Literal
 
 import torch
@@ -47,6 +48,19 @@ def why_not_triton(device: torch.device, numerics: str) -> str:
         return "the invariant numerics are torch's and the native kernels'"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type != "cuda":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return ""
         return f"the device is {device.type}, and Triton's interpreter is off (TRITON_INTERPRET=1)"
-    return ""
+    return _why_no_launcher()
+
+
+def _why_no_launcher() -> str:
+    """Triton compiles a launcher in C at a kernel's first launch, and looks for its compiler as
+    here (triton/runtime/build.py); without one every launch would raise."""
+    named = os.environ.get("CC")
+    compilers = ("gcc", "clang") if named is None else (named,)
+    if any(shutil.which(compiler) for compiler in compilers):
+        return ""
+    sought = "gcc and clang, and CC is not set" if named is None else f"CC, which is {named!r}"
+    return f"Triton needs a C compiler and finds none: looked for {sought}"

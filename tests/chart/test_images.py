@@ -52,6 +52,17 @@ def test_dockerfile_agrees_with_the_rest() -> None:
     assert all((ROOT / source).exists() for source in copied)
 
 
+def test_cuda_has_the_compiler_that_triton_needs() -> None:
+    """And what is left at the end of the stage is not root's."""
+    stages = dict(
+        re.findall(r"^FROM \S+ AS (\w+)\n(.*?)(?=^FROM |\Z)", DOCKERFILE.read_text(), re.M | re.S)
+    )
+    (packages,) = re.findall(r"apt-get install .* --no-install-recommends (.+) \\", stages["cuda"])
+    assert {"gcc", "libc6-dev"} <= set(packages.split())
+    assert re.findall(r"^USER (\S+)", stages["cuda"], re.M)[-1] == "10001:10001"
+    assert "apt-get" not in stages["cpu"] + stages["runtime"]
+
+
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
     """A folder with programs that only say how they were called."""

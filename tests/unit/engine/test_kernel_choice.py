@@ -1,0 +1,67 @@
+"""Why the Triton kernels cannot run on a CUDA device: asked of the device's name, without one."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from services.config import EngineConfig
+from services.engine.kernel_choice import choose_kernels, why_not_triton
+from services.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+CUDA = torch.device("cuda")
+MODEL = cast(Any, SimpleNamespace())  # Triton takes every model
+
+
+def program(folder: Path, name: str) -> None:
+    (folder / name).write_text("#!/bin/sh\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH of one empty folder, as in an image without a compiler; CC is not set."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path
+
+
+def test_without_a_c_compiler_torch_computes_and_it_is_said(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert choose_kernels(EngineConfig(model="m"), CUDA, MODEL) == "torch"
+    assert "torch computes" in caplog.text
+    assert "C compiler" in caplog.text
+    with pytest.raises(ConfigError, match="C compiler"):
+        choose_kernels(EngineConfig(model="m", kernels="triton"), CUDA, MODEL)
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_a_compiler_on_the_path_is_enough(path: Path, compiler: str) -> None:
+    program(path, compiler)
+    assert why_not_triton(CUDA, "fast") == ""
+
+
+def test_a_compiler_that_cc_names_must_be_there(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton takes CC alone where it is set, even where gcc is there."""
+    program(path, "gcc")
+    monkeypatch.setenv("CC", "mycc")
+    assert "'mycc'" in why_not_triton(CUDA, "fast")
+    program(path, "mycc")
+    assert why_not_triton(CUDA, "fast") == ""
+
+
+def test_the_interpreter_compiles_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert why_not_triton(torch.device("cpu"), "fast") == ""
