@@ -155,11 +155,14 @@ class AutoscaleLoop:
         return decisions
 
     def _size(self, role: str) -> int:
-        """As the pool controller has it; without one, those that registered and do not leave."""
+        """As the pool controller has it; without one, what was decided last: its owner follows that
+        later, and a size that is counted would have it decided again until it has followed."""
         records = [w.record for w in self._view.known()]
         told = told_pools(self._view.pools_json).get(role, {}).get("wanted")
         if told is None:
-            return sum(r.role == role and r.state != "draining" for r in records)
+            decided: dict[str, int] = {d.role: d.to for d in self._view.decisions}
+            counted = sum(r.role == role and r.state != "draining" for r in records)
+            return decided.get(role, counted)
         lent = [r for r in records if r.pool and r.pool != r.role]
         return int(told) + sum(1 if r.role == role else -1 for r in lent)
 

@@ -3,7 +3,7 @@
     placing --no usable decode worker--> holding (bounded) --a worker came--> placing
             --its first token would come too late--> refused, before anything is sent
             --tenants take turns--> waiting (line.py) --> placing
-    placing --> submitted --queue full--> placing, without that worker
+    placing --> submitted --queue full, or pool too small--> placing, without that worker
                           --worker lost--> placing, with the tokens made so far (at most twice)
                           --worker leaves--> handing over --first token there--> submitted
                                                   `--nobody takes it--> submitted, as it was
@@ -25,7 +25,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
 
 from services.config import RouterConfig
-from services.errors import NoWorkers, QueueFull, TandemError, WorkerLost
+from services.errors import NeverFits, NoWorkers, QueueFull, TandemError, WorkerLost
 from services.redis_client import UNREACHABLE
 from services.router.admission.gate import Gate
 from services.router.attempt import Attempt
@@ -91,7 +91,7 @@ class Dispatcher:
                         attempt = await self._hand_over(job, attempt)
                         continue
                     except REFUSALS as error:
-                        self._moves.note_refusal(job, error)
+                        self._note_refusal(job, error)
                     except WorkerLost as error:
                         self._moves.note_loss(job, error)
                     attempt.close()
@@ -148,6 +148,8 @@ class Dispatcher:
         """
         before = job.placement, job.matches, job.reason
         job.leaves = old.worker_id
+        if job.placement is not None:  # it may stay after all: never twice on one stream
+            job.refused.add(job.placement.decode.epoch)
         new: Attempt | None = None
         is_handed_over = False
         try:
@@ -159,7 +161,7 @@ class Dispatcher:
                 new.close()
                 if not self._moves.may_ask_another(job, new.failure):
                     break
-        except QueueFull as error:
+        except REFUSALS as error:
             log.debug("request %s stays: %s", job.request.request_id, error)
         finally:
             job.leaves = ""
@@ -202,6 +204,13 @@ class Dispatcher:
         sent_at = self._view.note_prefill(first.worker_id, missing)
         job.asked = first.worker_id, missing, sent_at
         return client.submit(message, tokens_to_prefill=0)
+
+    def _note_refusal(self, job: Job, error: TandemError) -> None:
+        self._moves.note_refusal(job, error)
+        if isinstance(error, NeverFits) and job.placement is not None:
+            # Nor does it fit into any pool that is no larger: those need not be asked.
+            size, workers = job.placement.decode.blocks_total, self._view.snapshots()
+            job.refused |= {w.epoch for w in workers if 0 < w.blocks_total <= size}
 
     def _note_prefilled(self, job: Job, by: str = "") -> None:
         """Whoever was asked to prefill it has done so, or need not any more."""
@@ -255,7 +264,8 @@ class Dispatcher:
         )
 
     def _choose(self, job: Job, work: Work, matches: dict[str, int]) -> Placement | None:
-        """None while no decode worker is usable. Raises QueueFull when all have refused."""
+        """None while no decode worker is usable. Raises QueueFull when all have refused, or
+        NeverFits: not for what was begun, which fitted somewhere and waits for such a worker."""
         refused = frozenset(job.refused)
         placement = choose(work, self._view.roster(), matches, self._rng, refused=refused)
         if placement is None and job.retry_after_s is not None:
@@ -263,6 +273,8 @@ class Dispatcher:
                 "the queues of all decode workers are full; try again later",
                 retry_after_s=job.retry_after_s,
             )
+        if placement is None and job.never_fits is not None and job.homeless_since is None:
+            raise job.never_fits
         return placement
 
     def _turn(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.block_hash import block_hash
+from services.errors import NeverFits
 from services.registry import Contract
 from services.router.admission.calibration import Promise
 from services.router.move_budget import LOSSES_MAX
@@ -43,6 +44,7 @@ class Job:
     stays_until: float = -math.inf  # monotonic seconds: no worker was found for it to move to
     refused: set[str] = field(default_factory=set)  # epochs of workers that did not take it
     retry_after_s: float | None = None  # the shortest that a full worker named
+    never_fits: NeverFits | None = None  # what a worker said whose KV pool is too small for it
     placement: Placement | None = None
     matches: dict[str, int] = field(default_factory=dict)  # that it was placed by
     reason: str = ""  # for the placement, in one line

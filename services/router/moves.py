@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
-from services.errors import NoWorkers, QueueFull, TandemError, WorkerLeft, WorkerLost
+from services.errors import NeverFits, NoWorkers, QueueFull, TandemError, WorkerLeft, WorkerLost
 from services.router.job import Job
 from services.router.metrics import Metrics
 from services.router.move_budget import LOSSES_MAX, MoveBudget, MoveReason
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_DEFAULT_S = 1.0
 # What a worker answers that does not take the request: another one may.
-REFUSALS = (QueueFull, NoWorkers)
+REFUSALS = (QueueFull, NoWorkers, NeverFits)
 
 
 class Moves:
@@ -33,6 +33,8 @@ class Moves:
         if isinstance(error, QueueFull):
             after_s = error.retry_after_s or RETRY_AFTER_DEFAULT_S
             job.retry_after_s = min(after_s, job.retry_after_s or after_s)
+        if isinstance(error, NeverFits):
+            job.never_fits = error
         if job.made and job.homeless_since is None:
             job.homeless_since = time.monotonic()
         self._metrics.refusals.labels(code=error.code).inc()

@@ -153,6 +153,12 @@ class ScriptedWorker(WorkerServicer):
         for queue in self._streams:
             queue.put_nowait(pb.DecodeUpdate(draining=True))
 
+    def stay(self) -> None:
+        """Takes `drain` back, as one does that was flipped back."""
+        self.draining = False
+        for queue in self._streams:
+            queue.put_nowait(pb.DecodeUpdate(draining=False))
+
     def leave(self) -> None:
         """Ends the streams in order; a router that connects again finds it as at the start."""
         self.draining = False

@@ -111,12 +111,16 @@ async def test_one_of_several_routers_decides_for_the_demand_of_all(owned: Runni
     assert view.decisions
 
 
-async def test_without_an_owner_it_only_tells(router: RunningRouter) -> None:
+async def test_without_an_owner_it_tells_and_stays_with_what_it_said(router: RunningRouter) -> None:
+    """There is no prefill worker, and for now nobody who would start those that are desired."""
     view = router.router.view
     await eventually(lambda: view.pools_json is None and bool(view.decisions))
     key = f"{{tandem:{view.cluster.cluster_id}}}:scale"
     await view.redis.delete(key)
-    await asyncio.sleep(0.4)
-
+    for _ in range(3):
+        before = view.decisions
+        await eventually(lambda: view.decisions is not before)  # noqa: B023
     assert await view.redis.llen(key) == 0
-    assert [d.size for d in view.decisions] == [0, 2]
+    prefill, decode = view.decisions
+    assert prefill.size == prefill.to >= 2
+    assert (decode.size, decode.to) == (2, 2)

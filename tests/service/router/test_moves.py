@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec.structs import replace
 
 from services.router.dispatch import FINISH_TOKENS
 from services.rpc.tandem.v1 import worker_pb2 as pb
@@ -319,6 +320,82 @@ async def test_one_that_left_at_its_deadline_is_no_crash(router: RunningRouter, 
     assert second.submitted[0].losses_max == 3
     assert not second.submitted[0].prefix_holders
     assert moves() == {"crash": 0, "drain": 1}
+
+
+async def test_one_that_stays_after_all_is_not_sent_twice_on_one_stream(
+    router: RunningRouter, moves: Any
+) -> None:
+    """Its worker was told to leave, and then not to; meanwhile another one refused."""
+    ids = answer(router)
+    may_answer, may_refuse = asyncio.Event(), asyncio.Event()
+
+    async def in_two_parts(submit: pb.SubmitSequence, say: Say) -> None:
+        await going_on(ids, 6)(submit, say)
+        await may_answer.wait()
+        say(update(submit, ids[6:], "length"))
+
+    async def refuses_late(submit: pb.SubmitSequence, say: Say) -> None:
+        await may_refuse.wait()
+        await refusing("queue_full")(submit, say)
+
+    router.script(in_two_parts)
+    reading = Reading(router)
+    await reading.has(6)
+    first, second = split(router)
+    second.script = refuses_late
+    first.drain()
+    await eventually(lambda: bool(second.submitted))
+    first.stay()
+    await eventually(lambda: _is_usable(router, first))
+    second.drain()  # so that the first is the only one to be chosen
+    await eventually(lambda: not _is_usable(router, second))
+    may_refuse.set()
+    await asyncio.sleep(0.1)
+    may_answer.set()
+    await reading.task
+    assert reading.token_ids == ids
+    assert len(first.submitted) == 1
+
+
+async def test_another_worker_takes_what_does_not_fit_into_a_smaller_pool(
+    router: RunningRouter, moves: Any
+) -> None:
+    """Placed at first, and moved off a worker that was lost."""
+    ids = answer(router)
+    small, large = router.workers
+    before = small.load
+    small.load = replace(before, blocks_total=500)
+    small.tell_load(num_submits=0)
+    view = router.router.view
+    await eventually(lambda: view.roster().by_id[small.worker_id].blocks_total == 500)
+    small.script, large.script = refusing("kv_capacity_exceeded"), going_on(ids)
+    for _ in range(8):
+        reading = Reading(router)
+        await reading.task
+        assert reading.token_ids == ids
+    assert small.submitted, "it was never asked: this shows nothing"
+
+    for worker in router.workers:
+        worker.submitted.clear()
+    large.script = going_on(ids, 6)
+    reading = Reading(router)
+    await reading.has(6)
+    large.script = going_on(ids)
+    large.break_streams()  # and connects again
+    await reading.task
+    assert reading.token_ids == ids
+    assert moves() == {"crash": 1, "drain": 0}
+    small.load = before
+    small.tell_load(num_submits=0)
+
+
+async def test_what_fits_nowhere_is_refused_by_one_worker_of_each_size(
+    router: RunningRouter,
+) -> None:
+    router.script(refusing("kv_capacity_exceeded"))
+    reply = await router.http.post("/v1/completions", json={"prompt": "x"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "kv_capacity_exceeded")
+    assert len(router.submitted) == 1
 
 
 def _is_usable(router: RunningRouter, worker: ScriptedWorker) -> bool:
