@@ -34,6 +34,7 @@ _OPTIONS = {
     "ttft_limit_s": "ttft-limit",
     "ttft_limit_token_s": "ttft-limit-token",
     "drain_deadline_s": "drain-deadline",
+    "start_deadline_s": "start-deadline",
     "hold_deadline_s": "hold-deadline",
 }
 
@@ -157,12 +158,14 @@ class WorkerConfig:
     metrics_port: int = 0
     drain_deadline_s: float = 30.0
     engine_hang_timeout_s: float = 60.0  # without a turn of its loop while somebody waits
+    start_deadline_s: float = 1800.0  # for the engine's model: download, conversion, loading
     cores: tuple[int, ...] = ()  # to pin the engine to; empty: anywhere
     warm_blocks: int = 0  # to adopt from peers after joining; 0: start cold
     generation: str = ""  # beside one that it cannot exchange KV with, while that one drains
 
     def __post_init__(self) -> None:
         _check_choice("role", self.role, get_args(Role))
+        _check_seconds("start_deadline_s", self.start_deadline_s)
 
 
 @dataclass(frozen=True, slots=True)

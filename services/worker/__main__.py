@@ -76,6 +76,9 @@ def main(
     engine_hang_timeout: Annotated[
         float, typer.Option(help="seconds without a turn of its own engine, then it is ended")
     ] = 60.0,
+    start_deadline: Annotated[
+        float, typer.Option(help="seconds for a model's download, conversion and loading")
+    ] = 1800.0,
     warm_blocks: Annotated[
         int, typer.Option(help="KV blocks to adopt from peers after joining; 0: start cold")
     ] = 0,
@@ -127,6 +130,7 @@ def main(
             metrics_port=metrics_port,
             drain_deadline_s=drain_deadline,
             engine_hang_timeout_s=engine_hang_timeout,
+            start_deadline_s=start_deadline,
             warm_blocks=warm_blocks,
             generation=generation,
             cores=tuple(int(core) for core in cores.split(",") if core),

@@ -33,7 +33,6 @@ from services.worker.settings import EngineSettings
 log = logging.getLogger(__name__)
 
 ANSWER_DEADLINE_S = 30.0  # of a question that the engine answers between two steps
-LOAD_DEADLINE_S = 600.0
 _STOP_DEADLINE_S = 5.0
 _replies: msgspec.msgpack.Decoder[messages.Reply] = msgspec.msgpack.Decoder(messages.Reply)
 
@@ -75,7 +74,8 @@ class EngineLink:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> messages.Ready:
-        """Starts the process and waits until its model is loaded. Raises WorkerLost if it ends."""
+        """Starts the process and waits until its model is loaded, for `start_deadline_s` at most.
+        Raises WorkerLost then, and if the process ends."""
         commands, transfers = (f"ipc://{self._folder}/{n}" for n in ("commands", "transfers"))
         self._commands.bind(commands)
         self._transfers.bind(transfers)
@@ -107,12 +107,13 @@ class EngineLink:
         ]
         for task in self._tasks:
             task.add_done_callback(self._on_task_done)
-        await asyncio.wait(
-            [ready, self._ended], timeout=LOAD_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not ready.done():
-            reason = self._ended.result() if self._ended.done() else "its model does not load"
-            raise WorkerLost(f"the engine did not start in {LOAD_DEADLINE_S:g} s: {reason}")
+        deadline_s = self._config.start_deadline_s
+        await asyncio.wait([ready], timeout=deadline_s)
+        if not ready.done():  # an engine that ended has answered with its WorkerLost
+            raise WorkerLost(
+                f"the engine did not start: its model is not loaded after {deadline_s:g} s; "
+                "--start-deadline is how long it may take"
+            )
         self._map_pool(ready.result(), pool_fd)
         return ready.result()  # type: ignore[no-any-return]
 

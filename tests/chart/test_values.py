@@ -23,7 +23,7 @@ from tests.harness.programs import parse_router, parse_worker, router_defaults, 
 
 # Set by the chart itself, from what it knows of the pod.
 CHART_SETS = {
-    "worker": {"role", "model", "worker-id", "host", "port", "metrics-port"},
+    "worker": {"role", "model", "worker-id", "host", "port", "metrics-port", "start-deadline"},
     "router": {"model", "served-model-name", "host", "http-port", "grpc-port", "router-id"},
 }
 # For tests and measurements, or, as cores, not an operator's choice inside a container.
@@ -130,6 +130,17 @@ def test_grace_periods_hold_a_drain() -> None:
     for pool in ("prefill", "decode"):
         pod = find(objects, "StatefulSet", pool)["spec"]["template"]["spec"]
         assert pod["terminationGracePeriodSeconds"] > 90 + 10
+
+
+def test_a_worker_may_start_for_as_long_as_its_pool_says() -> None:
+    """Its own deadline ends it, with the reason in its log, before kubelet's probe does."""
+    objects = render({"decode": {"startDeadline": 7200}})
+    for pool, seconds in (("prefill", 1800), ("decode", 7200)):
+        made = container(objects, pool)
+        command = command_line(made, {"POD_NAME": f"{pool}-0", "POD_IP": "10.0.0.7"})
+        assert parse_worker(command)["start_deadline"] == seconds
+        probe = made["startupProbe"]
+        assert seconds < probe["periodSeconds"] * probe["failureThreshold"] <= seconds + 60
 
 
 @pytest.mark.parametrize(

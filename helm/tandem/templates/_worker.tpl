@@ -58,6 +58,8 @@ args:
   - "7000"
   - --metrics-port
   - "7001"
+  - --start-deadline
+  - {{ include "tandem.number" $values.startDeadline | quote }}
   {{- include "tandem.options" $values.options | trim | nindent 2 }}
 env:
   {{- include "tandem.env" .root | nindent 2 }}
@@ -67,11 +69,12 @@ env:
 ports:
   - {name: grpc, containerPort: 7000}
   - {name: metrics, containerPort: 7001}
-# Listens as soon as the model is loaded.
+# Listens as soon as the model is loaded. 30 s beyond startDeadline: the worker ends itself then, and
+# says why; the probe is for one that hangs.
 startupProbe:
   httpGet: {path: /health, port: metrics}
   periodSeconds: 5
-  failureThreshold: {{ div $values.startDeadline 5 }}
+  failureThreshold: {{ add (div $values.startDeadline 5) 6 }}
 # The worker itself ends an engine that makes no turn for engineHangTimeout; the probe is for a
 # worker that cannot, because its event loop hangs.
 livenessProbe:

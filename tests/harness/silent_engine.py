@@ -1,0 +1,6 @@
+"""An engine process that never says that it is ready: `python -m tests.harness.silent_engine`."""
+
+import signal
+
+if __name__ == "__main__":
+    signal.pause()

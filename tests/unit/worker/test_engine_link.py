@@ -1,0 +1,63 @@
+"""How long an engine may take to start is its worker's to say."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from services.errors import ConfigError, WorkerLost
+from services.worker import __main__ as worker_main
+from services.worker.engine_link import EngineLink
+from tests.harness.programs import parse_worker
+
+
+def config(start_deadline_s: float) -> WorkerConfig:
+    return WorkerConfig(
+        role="decode",
+        cluster=ClusterConfig(cluster_id="c", redis_url="redis://localhost", token="t"),
+        engine=EngineConfig(model="m"),
+        transfer=TransferConfig(),
+        worker_id="w",
+        start_deadline_s=start_deadline_s,
+    )
+
+
+async def start(start_deadline_s: float, engine_module: str) -> None:
+    link = EngineLink(config(start_deadline_s), "1", engine_module=engine_module)
+    try:
+        await link.start()
+    finally:
+        link.kill("the test is over")
+        await link.stop()
+
+
+async def test_an_engine_that_does_not_start_is_given_up_at_the_workers_deadline() -> None:
+    async with asyncio.timeout(60):
+        with pytest.raises(WorkerLost, match=r"after 0\.2 s; --start-deadline"):
+            await start(0.2, "tests.harness.silent_engine")
+
+
+async def test_an_engine_that_ends_is_not_waited_for() -> None:
+    async with asyncio.timeout(60):
+        with pytest.raises(WorkerLost, match="ended with status"):
+            await start(3600, "tests.harness.no_such_engine")
+
+
+def test_the_option_is_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CLUSTER_ID", "REDIS_URL", "CLUSTER_TOKEN"):
+        monkeypatch.setenv(f"TANDEM_{name}", "x")
+    seen: list[WorkerConfig] = []
+
+    async def run(config: WorkerConfig) -> None:
+        seen.append(config)
+
+    monkeypatch.setattr(worker_main, "_run", run)
+    monkeypatch.setattr(worker_main, "configure_logging", lambda process: None)
+    command = ["python", "-m", "services.worker", "--role", "decode", "--model", "m"]
+    worker_main.main(**parse_worker([*command, "--start-deadline", "7"]))
+    worker_main.main(**parse_worker(command))
+    assert [c.start_deadline_s for c in seen] == [7, 1800]
+    with pytest.raises(ConfigError, match="start-deadline"):
+        config(float("nan"))
