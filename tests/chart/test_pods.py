@@ -209,3 +209,11 @@ def test_internal_ports_are_closed_to_others(values: dict[str, Any]) -> None:
     if guarded:
         prometheus = {"namespace": "monitoring", "labels": {}}
         assert reachable(objects, "decode", prometheus) == {"metrics"}
+        assert reachable(objects, "router", prometheus) == {"http"}  # where its metrics are
+
+
+def test_clients_alone_reach_the_router_where_no_scraper_is_named() -> None:
+    objects = render({"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"a": "b"}}}]}})
+    assert reachable(objects, "router", OUTSIDER) == set()
+    client: Object = {"namespace": NAMESPACE, "labels": {"a": "b"}}
+    assert reachable(objects, "router", client) == {"http", "grpc"}
