@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import time
@@ -67,7 +68,7 @@ class Worker:
         self.config = config
         self.epoch = uuid.uuid4().hex[:16]
         self.state: State = "starting"
-        self._stop_deadline_s = config.drain_deadline_s
+        self._drain_until = math.inf  # by time.monotonic(), from `stop` on
         self._stopping = asyncio.Event()
         self._broken = ""  # why this process must end and be started anew
         self._load = Load()
@@ -83,8 +84,11 @@ class Worker:
         return self.state == "draining"
 
     def stop(self, deadline_s: float) -> None:
-        """Begins to drain; `run` returns when nothing is held any more, or at the deadline."""
-        self._stop_deadline_s = deadline_s
+        """Begins to drain; `run` returns when nothing is held any more, or at the deadline.
+
+        Told again: the earliest deadline holds, for whoever set it ends this process then.
+        """
+        self._drain_until = min(self._drain_until, time.monotonic() + deadline_s)
         self._stopping.set()
 
     async def set_role(self, role: Role) -> float:
@@ -286,8 +290,11 @@ class Worker:
             self._give_up(reply.message)
 
     def _give_up(self, message: str) -> None:
-        """Drains what is here; `run` then raises, so that whoever keeps workers starts another."""
-        if not self._broken:
+        """Drains what is here; `run` then raises, so that whoever keeps workers starts another.
+
+        One that drains already leaves as it was told to: what is left may need no pull.
+        """
+        if not self._stopping.is_set():
             log.error("this worker drains itself: %s", message)
             self._broken = message
             self.stop(self.config.drain_deadline_s)
@@ -369,10 +376,9 @@ class Worker:
         self.decode.leave_pool()
 
     async def _drain(self) -> None:
-        """Waits until nobody holds anything here any more, at most for the deadline."""
-        deadline = time.monotonic() + self._stop_deadline_s
+        """Waits until nobody holds anything here any more, at most until the deadline."""
         while self.decode.num_sequences or self.prefill.num_leases:
-            if time.monotonic() > deadline:
+            if time.monotonic() > self._drain_until:
                 log.warning(
                     "drain deadline: %d sequences and %d leases are cut off",
                     self.decode.num_sequences,
