@@ -118,6 +118,39 @@ def test_a_pools_values_win_over_those_of_both() -> None:
     assert {g["drain-deadline"] for g in given.values()} == {"90"}
 
 
+ROOT_DIGEST, OTHER_DIGEST = f"sha256:{'a' * 64}", f"sha256:{'b' * 64}"
+
+
+@pytest.mark.parametrize(
+    ("worker", "prefill", "image"),
+    [
+        ({}, {}, f"tandem-llm@{ROOT_DIGEST}"),
+        ({"pullPolicy": "Always"}, {}, f"tandem-llm@{ROOT_DIGEST}"),
+        ({"tag": "1-cuda"}, {}, "tandem-llm:1-cuda"),
+        ({"repository": "other"}, {}, "other:1"),
+        ({"digest": ""}, {}, "tandem-llm:1"),
+        ({"repository": "other", "digest": OTHER_DIGEST}, {}, f"other@{OTHER_DIGEST}"),
+        ({}, {"tag": "2"}, "tandem-llm:2"),
+        ({"digest": OTHER_DIGEST}, {"tag": "2"}, "tandem-llm:2"),
+        ({"digest": OTHER_DIGEST}, {"repository": "other"}, "other:1"),
+        ({"tag": "2"}, {"digest": OTHER_DIGEST}, f"tandem-llm@{OTHER_DIGEST}"),
+        ({"tag": "2"}, {"pullPolicy": "Always"}, "tandem-llm:2"),
+    ],
+)
+def test_who_names_another_image_does_not_mean_the_digest_that_was_there(
+    worker: dict[str, str], prefill: dict[str, str], image: str
+) -> None:
+    objects = render(
+        {
+            "image": {"tag": "1", "digest": ROOT_DIGEST},
+            "worker": {"image": worker},
+            "prefill": {"image": prefill},
+        }
+    )
+    assert container(objects, "prefill")["image"] == image
+    assert container(objects, "router")["image"] == f"tandem-llm@{ROOT_DIGEST}"
+
+
 def test_grace_periods_hold_a_drain() -> None:
     values = {
         "worker": {"options": {"drainDeadline": 90}},

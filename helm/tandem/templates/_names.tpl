@@ -36,9 +36,19 @@ labels:
   {{- include "tandem.labels" . | nindent 2 }}
 {{- end -}}
 
+{{/* One image over another, as YAML: base, over. A digest is of one repository and tag: who names
+     another of these does not mean the digest that was there. */}}
+{{- define "tandem.imageOver" -}}
+{{- $image := deepCopy .base -}}
+{{- if or .over.repository .over.tag (hasKey .over "digest") -}}
+{{- $image = omit $image "digest" -}}
+{{- end -}}
+{{- toYaml (mergeOverwrite $image .over) -}}
+{{- end -}}
+
 {{/* root, image: what differs from the common one. */}}
 {{- define "tandem.image" -}}
-{{- $image := merge (deepCopy .image) .root.Values.image -}}
+{{- $image := include "tandem.imageOver" (dict "base" .root.Values.image "over" .image) | fromYaml -}}
 {{- if $image.digest -}}
 {{- printf "%s@%s" $image.repository $image.digest -}}
 {{- else -}}
@@ -50,7 +60,9 @@ labels:
 {{- define "tandem.pool" -}}
 {{- $values := deepCopy .root.Values.worker -}}
 {{- range $key, $value := index .root.Values .pool -}}
-{{- if and (kindIs "map" $value) (has $key (list "options" "image" "gpu" "rdma" "sameHost" "resources" "podDisruptionBudget" "hpa" "keda")) -}}
+{{- if and (eq $key "image") (kindIs "map" $value) -}}
+{{- $_ := set $values $key (include "tandem.imageOver" (dict "base" $values.image "over" $value) | fromYaml) -}}
+{{- else if and (kindIs "map" $value) (has $key (list "options" "gpu" "rdma" "sameHost" "resources" "podDisruptionBudget" "hpa" "keda")) -}}
 {{- range $inner, $given := $value -}}
 {{- $_ := set (index $values $key) $inner $given -}}
 {{- end -}}
