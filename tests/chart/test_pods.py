@@ -157,6 +157,25 @@ def test_the_scaler_may_scale_and_nothing_else() -> None:
     assert {verb for rule in rules for verb in rule["verbs"]} == {"get", "patch", "update"}
 
 
+@pytest.mark.parametrize(
+    ("replicas", "most", "least"),
+    [(4, 1, 3), (1, 1, 0), (0, 1, 0), (2, 5, 0), (4, "25%", 3), (5, "25%", 3), (1, "100%", 0)],
+)
+def test_workers_of_a_ray_cluster_can_be_evicted(
+    replicas: int, most: int | str, least: int
+) -> None:
+    """Kubernetes asks the pods' owner for its scale to count maxUnavailable, or a share, from; a
+    RayCluster has none, and no eviction would be allowed. A number of pods needs no owner."""
+    decode = {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": most}}
+    objects = render({"decode": decode, "rayCluster": {"enabled": True}})
+    budget = find(objects, "PodDisruptionBudget", "decode")["spec"]
+    assert budget["minAvailable"] == least
+    assert "maxUnavailable" not in budget
+    assert find(objects, "PodDisruptionBudget", "router")["spec"]["maxUnavailable"] == 1
+    budget = find(render({"decode": decode}), "PodDisruptionBudget", "decode")["spec"]
+    assert budget["maxUnavailable"] == most
+
+
 def reachable(objects: list[Object], component: str, source: Object) -> set[Any]:
     """Ports of a component that a pod may reach: names; "*" for every one."""
     policies = [o for o in objects if o["kind"] == "NetworkPolicy" and component_of(o) == component]

@@ -218,3 +218,5 @@ def test_pools_that_cannot_go_together_are_refused() -> None:
     hpa = {"sizeOwner": "hpa", "hpa": {"metrics": [{"type": "Resource"}]}}
     with pytest.raises(HelmError, match="cannot scale a group of a RayCluster"):
         render({"decode": hpa, "rayCluster": {"enabled": True}})
+    with pytest.raises(HelmError, match=r"RayCluster has no scale of its own: .* decode\.replicas"):
+        render({"decode": {"sizeOwner": "other"}, "rayCluster": {"enabled": True}})

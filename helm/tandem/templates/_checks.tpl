@@ -16,6 +16,9 @@
 {{- if and (has $values.sizeOwner (list "hpa" "keda")) $.root.Values.rayCluster.enabled -}}
 {{- fail (printf "%s.sizeOwner is %s, and an HPA cannot scale a group of a RayCluster: set chart" $pool $values.sizeOwner) -}}
 {{- end -}}
+{{- if and (eq $values.sizeOwner "other") $.root.Values.rayCluster.enabled -}}
+{{- fail (printf "%s.sizeOwner is other, and a group of a RayCluster has no scale of its own: its size is always %s.replicas; set chart" $pool $pool) -}}
+{{- end -}}
 {{- if eq $values.sizeOwner "keda" -}}
 {{- if not $values.keda.prometheus -}}
 {{- fail (printf "%s.sizeOwner is keda, and keda.prometheus is empty: say where it reads the size" $pool) -}}
