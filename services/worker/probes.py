@@ -4,8 +4,8 @@
     /ready    200 while the worker takes work; 503 before, and while it drains
 
 The thread that serves metrics answers, so an answer comes also when the event loop hangs. A hung
-engine is ended by the worker itself (`Worker._watch_engine`), and its process with it; so that one
-is found before a request meets it, an idle engine is asked something now and then.
+engine is ended by the worker itself (`EngineWatch`), and its process with it; so that one is found
+before a request meets it, an idle engine is asked something now and then.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from services.tracing import make_tracing
 from services.worker.convert import load_message
 from services.worker.decode_service import DecodeService
 from services.worker.engine_link import EngineLink
+from services.worker.engine_watch import EngineWatch
 from services.worker.lease import ReaderLease
 from services.worker.membership import Membership
 from services.worker.messages import ListChains, Ready, Report, TransferBroken, TransferReply
@@ -50,7 +51,6 @@ from services.worker.warm import Warmer
 log = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.05
-_WATCH_INTERVAL_S = 1.0
 _CLOSE_S = 1.0
 
 
@@ -127,24 +127,27 @@ class Worker:
         self._membership = membership
         self._role = RoleChange(self.config.role, self.decode, self.prefill, self._tell_role)
         self._metrics.watch(membership.publisher)
+        watch = EngineWatch(
+            self.config, self.link, self.load, is_used=self._is_used, give_up=self._give_up
+        )
         self.link.on_report = self._on_report
         self.link.on_final = self.prefill.on_final_blocks
         self.link.on_transfer = self._on_transfer
         probes = asyncio.create_task(self._probes.turn_for_ever())
         self.state = "ready"
         try:
-            if await self._unless_stopped(membership.join(self.contract)):
+            if await self._unless(self._stopping.wait(), membership.join(self.contract)):
                 log.info(
                     "%s %s ready at %s", self.config.role, self.config.worker_id, self._address
                 )
                 warming = asyncio.create_task(self._warm())
                 try:
-                    await self._unless_stopped(self._watch_engine())
+                    await self._unless(self._stopping.wait(), watch.turn_for_ever())
                 finally:
                     warming.cancel()
             self._leave_placement()
             await membership.refresh()
-            await self._unless_ended(self._drain())
+            await self._unless(self._drain(), watch.turn_for_ever())
         except WorkerLost:
             await server.stop(None)  # at once: no stream may wait for an engine that is gone
             raise
@@ -320,54 +323,27 @@ class Worker:
             started_at=self._started_at,
         )
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether the work ended before `stop`. Raises WorkerLost when the engine ends first."""
-        stopping = asyncio.create_task(self._stopping.wait())
-        try:
-            return await self._unless_ended(work, stopping)
-        finally:
-            stopping.cancel()
-
-    async def _unless_ended(
-        self, work: Coroutine[Any, Any, None], *others: asyncio.Task[Any]
+    async def _unless(
+        self, ending: Coroutine[Any, Any, object], work: Coroutine[Any, Any, None]
     ) -> bool:
-        """Waits for the work or one of the others; whether it was the work."""
-        working = asyncio.create_task(work)
+        """Works until `ending` is done; whether the work was done first.
+
+        Raises what either of them raised, and WorkerLost when the engine ends first.
+        """
+        working, until = asyncio.create_task(work), asyncio.create_task(ending)
         ended = asyncio.create_task(self.link.ended())
         try:
-            await asyncio.wait([working, ended, *others], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([working, until, ended], return_when=asyncio.FIRST_COMPLETED)
             if working.done():
-                await working  # raises what it raised
+                await working
                 return True
             if ended.done():
                 raise WorkerLost(ended.result())
+            await until
             return False
         finally:
-            working.cancel()
-            ended.cancel()
-
-    async def _watch_engine(self) -> None:
-        """For ever: an engine that reports nothing while somebody waits for it is ended.
-
-        One whose quarantine stays past its budget pulls nothing more: the worker drains itself.
-        """
-        silent_s = stuck_s = 0.0
-        while True:
-            num_reports = self.link.num_reports
-            await asyncio.sleep(_WATCH_INTERVAL_S)
-            stuck = self._load.blocks_quarantined > self.config.transfer.quarantine_blocks_max
-            stuck_s = stuck_s + _WATCH_INTERVAL_S if stuck else 0.0
-            if stuck_s > self.config.engine_hang_timeout_s:
-                self._give_up(f"the quarantine is past its budget for {stuck_s:.0f} s")
-            # A reader gives up before this watch does, and its command to remove waits then.
-            waits = self.decode.num_sequences or self.prefill.num_leases or self.link.is_awaited
-            if not waits or self.link.num_reports != num_reports:
-                silent_s = 0.0
-                continue
-            # By turns, not by the clock: who was stopped with its engine must not blame it.
-            silent_s += _WATCH_INTERVAL_S
-            if silent_s > self.config.engine_hang_timeout_s:
-                self.link.kill(f"the engine made no turn for {silent_s:.0f} s")
+            for task in (working, until, ended):
+                task.cancel()
 
     def _leave_placement(self) -> None:
         """Nothing new is taken. Routers move what they can; its blocks can be had meanwhile."""
@@ -375,9 +351,12 @@ class Worker:
         self.prefill.draining = True
         self.decode.leave_pool()
 
+    def _is_used(self) -> bool:
+        return bool(self.decode.num_sequences or self.prefill.num_leases)
+
     async def _drain(self) -> None:
         """Waits until nobody holds anything here any more, at most until the deadline."""
-        while self.decode.num_sequences or self.prefill.num_leases:
+        while self._is_used():
             if time.monotonic() > self._drain_until:
                 log.warning(
                     "drain deadline: %d sequences and %d leases are cut off",

@@ -48,3 +48,11 @@ async def test_sigterm_in_a_long_drain_brings_its_own_deadline(start_cluster: St
             worker.process.terminate()
             assert await asyncio.to_thread(worker.process.wait, 30) == 0
             assert "drain deadline: 1 sequences" in worker.log.read_text()
+
+
+async def test_an_engine_that_hangs_in_a_long_drain_is_ended(start_cluster: StartCluster) -> None:
+    options = ("--prefill-at", "local", "--engine-hang-timeout", "3")
+    with start_cluster(*options, prefill=0) as cluster:
+        async with hung_in_a_long_drain(cluster) as worker:
+            assert await asyncio.to_thread(worker.process.wait, 30) == 1
+            assert "the engine made no turn for" in worker.log.read_text()

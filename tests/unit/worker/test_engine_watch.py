@@ -1,0 +1,78 @@
+"""When an engine counts as hung, and when as stuck: by turns of the watch."""
+
+from __future__ import annotations
+
+from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from services.registry import Load
+from services.worker.engine_watch import TURN_S, EngineWatch
+
+NUM_TURNS = 10  # that an engine may be silent
+CONFIG = WorkerConfig(
+    role="decode",
+    cluster=ClusterConfig(cluster_id="c", redis_url="redis://localhost", token="t"),
+    engine=EngineConfig(model="m"),
+    transfer=TransferConfig(quarantine_blocks_max=8),
+    worker_id="w",
+    engine_hang_timeout_s=NUM_TURNS * TURN_S,
+)
+
+
+class Watched:
+    """What the watch sees of a link and of its worker, and what it does to them."""
+
+    def __init__(self) -> None:
+        self.num_reports = 0
+        self.is_awaited = self.is_used = False
+        self.load = Load()
+        self.killed: list[str] = []
+        self.gave_up: list[str] = []
+        self._watch = EngineWatch(
+            CONFIG,
+            self,  # type: ignore[arg-type]
+            lambda: self.load,
+            is_used=lambda: self.is_used,
+            give_up=self.gave_up.append,
+        )
+
+    def kill(self, reason: str) -> None:
+        self.killed.append(reason)
+
+    def turn(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            self._watch.turn()
+
+
+def test_an_engine_is_ended_when_somebody_waits_for_it_in_vain() -> None:
+    for waits in ("is_awaited", "is_used"):
+        watched = Watched()
+        watched.turn(3 * NUM_TURNS)
+        setattr(watched, waits, True)
+        watched.turn(NUM_TURNS)
+        assert watched.killed == []
+        watched.turn(1)
+        assert watched.killed == ["the engine made no turn for 11 s"]
+
+
+def test_a_report_and_nobody_who_waits_both_begin_the_count_anew() -> None:
+    watched = Watched()
+    watched.is_used = True
+    watched.turn(NUM_TURNS)
+    watched.num_reports += 1
+    watched.turn(1 + NUM_TURNS)
+    watched.is_used = False
+    watched.turn(1)
+    watched.is_used = True
+    watched.turn(NUM_TURNS)
+    assert watched.killed == []
+
+
+def test_a_quarantine_that_stays_past_its_budget_is_given_up() -> None:
+    watched = Watched()
+    watched.load = Load(blocks_quarantined=8)
+    watched.turn(3 * NUM_TURNS)
+    watched.load = Load(blocks_quarantined=9)
+    watched.turn(NUM_TURNS)
+    assert watched.gave_up == []
+    watched.turn(1)
+    assert watched.gave_up == ["the quarantine is past its budget for 11 s"]
+    assert watched.killed == []
