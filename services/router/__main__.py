@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
             tokenizer_processes=args.tokenizer_processes,
             ttft_limit_s=args.ttft_limit,
             ttft_limit_token_s=args.ttft_limit_token,
+            lookup_deadline_s=args.lookup_deadline,
             hold_deadline_s=args.hold_deadline,
             drain_deadline_s=args.drain_deadline,
             trust_tenant_header=args.trust_tenant_header,
@@ -70,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--ttft-limit-token", type=float, default=0.0, help="seconds more for each prompt token"
+    )
+    parser.add_argument(
+        "--lookup-deadline",
+        type=float,
+        default=0.02,
+        help="seconds that placement waits for the prefix tree in Redis, before it goes without",
     )
     parser.add_argument(
         "--hold-deadline",

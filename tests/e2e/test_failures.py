@@ -21,7 +21,7 @@ from tests.harness.cluster import LocalCluster, wait_for
 
 PROMPT = golden(6)[0][0]  # 487 tokens
 SHORT_STEPS = ("--max-tokens-per-step", "64")
-FREED_DEADLINE_S = 1.0 + 1.0  # the current step of at most 64 tokens, and one second
+FREED_DEADLINE_S = 10.0  # the current step, on a machine that may stand still for seconds
 
 
 async def collect(
@@ -119,10 +119,10 @@ async def test_client_that_disconnects_leaves_nothing(
             "transfer": lambda: decode.state().load.num_pulls and decode.state().load.blocks_used,
             "decode": lambda: decode.state().load.num_running,
         }[phase]
-        count = 4 if phase == "queued" else 1
+        count, made = (4, 400) if phase == "queued" else (1, 3000)  # none ends by itself
         async with open_client(cluster) as client:
             streams = [
-                asyncio.create_task(collect(client, PROMPT, asyncio.Event(), max_tokens=400))
+                asyncio.create_task(collect(client, PROMPT, asyncio.Event(), max_tokens=made))
                 for _ in range(count)
             ]
             await asyncio.to_thread(wait_for, reached, deadline_s=60, what=f"phase {phase}")

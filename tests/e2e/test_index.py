@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -138,7 +137,7 @@ def test_verify_counts_what_differs_and_has_it_mended(
         own, "tandem:prefix_index_alarms_total", worker="prefill-0", kind="audit"
     )
     assert alarms == 1
-    assert metric(own, "prefill-0", "tandem_index_logs_total") == 2
+    assert metric(own, "prefill-0", "tandem_index_logs_total") >= 2
     assert metric(own, "prefill-0", "tandem_index_lag_blocks") == 0
 
 
@@ -196,7 +195,7 @@ def test_a_killed_worker_is_not_chosen_after_its_records_time_to_live(own: Local
     assert "prefill-0" in placement_of(own, list(range(2000, 2200)))
     own.workers.pop("prefill-0").kill()
     own.workers.pop("decode-1").kill()
-    time.sleep(5.0 + 1.0)  # its time to live, and two polls of the router
+    wait_for(lambda: set(own.records()) == {"decode-0"}, deadline_s=30, what="the end of both")
     for n in range(6):
         reason = placement_of(own, list(range(3000 + 200 * n, 3200 + 200 * n)))
         assert "decode=decode-0 " in reason

@@ -20,7 +20,7 @@ from tests.harness.cluster import free_port, wait_for
 
 _CACHE = Path(os.environ.get("TANDEM_CACHE_DIR", Path.home() / ".cache" / "tandem"))
 _FETCH_DEADLINE_S = 60.0
-SCRAPE_INTERVAL = "400ms"
+SCRAPE_INTERVAL = "1s"
 
 
 def program(name: str) -> str:

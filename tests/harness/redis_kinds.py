@@ -90,7 +90,7 @@ def sentinel_service(folder: Path) -> Iterator[Watched]:
             folder,
             f"sentinel monitor {SERVICE} {HOST} {master.port} 1",
             f"sentinel auth-pass {SERVICE} {PASSWORD}",
-            f"sentinel down-after-milliseconds {SERVICE} 300",
+            f"sentinel down-after-milliseconds {SERVICE} 3000",
             f"sentinel failover-timeout {SERVICE} 1000",
             sentinel=True,
         )

@@ -50,8 +50,8 @@ CONFIG = WorkerConfig(
     transfer=TransferConfig(
         prefill_at="remote",
         heartbeat_interval_s=0.1,
-        heartbeat_timeout_s=1.0,
-        release_deadline_s=0.5,
+        heartbeat_timeout_s=2.0,  # a busy machine stands still for longer than a quick test likes
+        release_deadline_s=2.0,
     ),
     worker_id="d0",
 )

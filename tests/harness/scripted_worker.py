@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from redis.asyncio import Redis
 from services.config import ClusterConfig
 from services.cost_model import PairRate, WorkerRates
 from services.prefix_index.entries import ENTRY_BYTES, bucket_start
+from services.redis_client import UNREACHABLE
 from services.registry import Contract, Load, Registry, State, WorkerRecord
 from services.rpc.auth import TokenInterceptor
 from services.rpc.options import SERVER_OPTIONS
@@ -258,4 +260,5 @@ class ScriptedWorker(WorkerServicer):
     async def _keep_record(self) -> None:
         while True:
             await asyncio.sleep(RECORD_INTERVAL_S)
-            await self.write_record()
+            with suppress(*UNREACHABLE):
+                await self.write_record()

@@ -93,7 +93,7 @@ def test_a_collector_that_is_gone_does_not_hold_up_the_end(
     lost.begin("chat", {}, {}).end()
     began = time.monotonic()
     lost.close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10  # unbounded it would be 30
 
 
 def test_what_is_left_is_sent_at_the_end(

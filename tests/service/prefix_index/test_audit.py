@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from services.prefix_index.audit import Differences, Held, Patience, audit_all, audit_sample
 from services.prefix_index.entries import ENTRY_BYTES, bucket_start
-from services.prefix_index.inspect import TreeInspector, TreeWorker
+from services.prefix_index.inspect import TreeInspector
 from services.prefix_index.publisher import Publisher, PublisherConfig
 from services.prefix_index.redis import RedisIndex
 
@@ -128,7 +128,9 @@ async def test_what_is_being_published_is_no_difference(
     # A publisher that ended without a word is found out.
     assert publisher._task is not None
     publisher._task.cancel()
-    await asyncio.sleep(0.5)
+    before = set(truth)
+    while len(before - truth) < 80 or len(truth - before) < 80:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
     found = await audit_all(tree, "w", holding(truth), patience=Patience(looks=2, pause_s=0.0))
     assert found.missing
     assert found.stale
@@ -149,7 +151,8 @@ async def test_stats_count_entries_workers_bytes_and_what_was_swept(
     stats = await tree.stats()
     assert stats.num_entries == 20_070
     assert stats.num_swept == 0
-    assert stats.workers["w0"] in (TreeWorker(20_000, 9), TreeWorker(20_000, 10))
+    assert stats.workers["w0"].num_blocks == 20_000
+    assert 9 <= stats.workers["w0"].silent_s < 60
     assert stats.workers["w1"].num_blocks == 400
     assert len(stats.workers) == 33
     assert 15 < stats.num_bytes / 20_070 < 300  # sparse buckets: mostly keys

@@ -88,7 +88,8 @@ async def running(
             http_port=0,
             grpc_port=0,
             body_bytes_max=BODY_BYTES_MAX,
-            hold_deadline_s=1.0,
+            hold_deadline_s=5.0,
+            lookup_deadline_s=5.0,
             **getattr(request.module, "ROUTER", {}),
         )
     )

@@ -49,7 +49,7 @@ async def test_a_worker_flips_and_comes_back(router: RunningRouter, stub: Cluste
         "prefill",
         0.25,
     )
-    assert flipped["seen_s"] < 2
+    assert flipped["seen_s"] < 3  # else it would have been given up
     counts = await pools(router)
     assert (counts["decode"]["ready"], counts["decode"]["serving"]) == (2, 1)
     assert (counts["prefill"]["ready"], counts["prefill"]["serving"]) == (0, 1)

@@ -205,4 +205,4 @@ async def test_cancelled_call_cancels_at_the_worker(
     await eventually(lambda: bool(router.submitted))
     call.cancel()
     await asyncio.wait([reading])
-    await eventually(lambda: len(router.cancelled) == 1, deadline_s=2)
+    await eventually(lambda: len(router.cancelled) == 1)

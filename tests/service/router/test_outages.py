@@ -60,9 +60,7 @@ async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
             served_model_name="tiny",
             http_port=0,
             grpc_port=0,
-            hold_deadline_s=1.5,
-            hold_requests_max=2,
-            **getattr(request, "param", {}),
+            **{"hold_deadline_s": 1.5, "hold_requests_max": 2, **getattr(request, "param", {})},
         )
         router = Router(config)
         task = asyncio.create_task(router.run())
@@ -77,7 +75,7 @@ async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
 
 
 async def test_holds_requests_while_there_is_no_decode_worker(setup: Setup) -> None:
-    prefill = await setup.add_worker("prefill-0", role="prefill")
+    await setup.add_worker("prefill-0", role="prefill")
     await eventually(lambda: setup.usable() == ["prefill-0"])
     # Two are held, a third is one too many; nobody comes for them.
     answers = await asyncio.gather(
@@ -87,7 +85,12 @@ async def test_holds_requests_while_there_is_no_decode_worker(setup: Setup) -> N
     messages = [a.json()["error"]["message"] for a in answers]
     assert sorted("wait for one already" in m for m in messages) == [False, False, True]
     assert all("retry-after" in a.headers for a in answers)
-    # Held, and served when one comes.
+
+
+@pytest.mark.parametrize("setup", [{"hold_deadline_s": 30.0}], indirect=True)
+async def test_serves_what_it_held_when_a_worker_comes(setup: Setup) -> None:
+    prefill = await setup.add_worker("prefill-0", role="prefill")
+    await eventually(lambda: setup.usable() == ["prefill-0"])
     held = asyncio.create_task(setup.http.post("/v1/completions", json=BODY))
     decode = await setup.add_worker("decode-0")
     assert (await held).status_code == 200
@@ -187,11 +190,11 @@ async def test_no_request_fails_while_redis_is_killed_and_restarted(setup: Setup
     await eventually(lambda: view.redis_state == "lost")
     # Longer than a record lives.
     num_before = len(statuses)
-    await eventually(lambda: len(statuses) > num_before + 200)
+    await eventually(lambda: len(statuses) > num_before + 200, deadline_s=60)
     setup.redis.restart()
     await eventually(lambda: view.redis_state == "ok")
     num_before = len(statuses)
-    await eventually(lambda: len(statuses) > num_before + 50)
+    await eventually(lambda: len(statuses) > num_before + 50, deadline_s=60)
     going_on = False
     await asyncio.gather(*clients)
     assert set(statuses) == {200}
