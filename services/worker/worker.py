@@ -1,7 +1,8 @@
 """The I/O process of a worker: gRPC, Redis and metrics on asyncio, around one engine process.
 
 starting --> ready --> draining --> gone
-   `-----------`----------------------^      (the engine ended, or the contract was refused)
+   `-----------`----------------------^      (stopped while it loads; the engine ended, or the
+                                              contract was refused)
 """
 
 from __future__ import annotations
@@ -106,13 +107,32 @@ class Worker:
         """Serves until `stop`. Raises WorkerLost when the engine ends, or cannot pull any more."""
         self.link = EngineLink(self.config, self.epoch)
         try:
-            ready = await self.link.start()
-            await self._serve(ready)
+            if (ready := await self._start_engine()) is not None:
+                await self._serve(ready)
         finally:
             await self.link.stop()
             await asyncio.to_thread(self._tracing.close)
         if self._broken:
             raise WorkerLost(self._broken)
+
+    async def _start_engine(self) -> Ready | None:
+        """None when `stop` came before the model was loaded."""
+        starting = asyncio.create_task(self.link.start())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                return await starting
+            log.info("stopped before the model was loaded")
+            while not starting.done():
+                # Not asked: one that loads reads no command. Again: it may have had no process yet.
+                self.link.kill("stopped before the model was loaded")
+                await asyncio.wait([starting], timeout=_DRAIN_POLL_S)
+            starting.exception()  # what `kill` said
+            return None
+        finally:
+            starting.cancel()
+            stopping.cancel()
 
     async def _serve(self, ready: Ready) -> None:
         self._compose(ready)

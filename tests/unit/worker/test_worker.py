@@ -1,0 +1,51 @@
+"""A worker that is told to leave before it has joined."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+
+import psutil
+import pytest
+
+from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from services.worker import worker as worker_module
+from services.worker.worker import Worker
+from tests.harness.cluster import wait_for
+
+CONFIG = WorkerConfig(
+    role="decode",
+    cluster=ClusterConfig(cluster_id="c", redis_url="redis://localhost", token="t"),
+    engine=EngineConfig(model="m"),
+    transfer=TransferConfig(),
+    worker_id="w",
+)
+
+
+def engines() -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.Process().children()
+        if "tests.harness.silent_engine" in (process.as_dict(["cmdline"])["cmdline"] or ())
+    ]
+
+
+@pytest.mark.parametrize("when", ["before its engine is there", "while its engine loads"])
+async def test_one_that_is_stopped_while_its_model_loads_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    link = partial(worker_module.EngineLink, engine_module="tests.harness.silent_engine")
+    monkeypatch.setattr(worker_module, "EngineLink", link)
+    worker = Worker(CONFIG)
+    async with asyncio.timeout(60):
+        running = asyncio.create_task(worker.run())
+        await asyncio.sleep(0)
+        if when == "while its engine loads":
+            await asyncio.to_thread(wait_for, engines, deadline_s=30, what="the engine process")
+        worker.stop(30.0)
+        stopped_at = time.monotonic()
+        await running  # in order: it raises nothing
+    assert time.monotonic() - stopped_at < 4, "it asked an engine that does not listen"
+    assert worker.state == "starting"
+    assert engines() == []
