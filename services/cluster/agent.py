@@ -1,11 +1,13 @@
 """The agent of one process of a pool: a small detached Ray actor that keeps it running.
 
     start or adopt -> running -> (it ended) restarting, after a back-off -> start -> ...
-                         `drain` -> SIGTERM, at its deadline SIGKILL -> gone
+       |                 `drain` -> SIGTERM, at its deadline SIGKILL -> gone
+       `(on its way out already) adopt, SIGTERM, ... or gone at once: it is never started
 
 The process is not the agent's child: it goes on when the agent, the raylet or the whole of Ray
-ends, and an agent that Ray starts again finds it by its record. The watch is a thread that sleeps
-in poll(2); each change is told to the controller, nothing is sent while nothing changes.
+ends, and an agent that Ray starts again finds it by its record. Whether it is to run at all is in
+the controller's file: `drain` may have come to an agent that is dead. The watch is a thread that
+sleeps in poll(2); each change is told to the controller, nothing is sent while nothing changes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import ray
 
-from services.cluster import process
+from services.cluster import owned, process
 from services.cluster.pools import ClusterSpec, Member, MemberState
 from services.cluster.process import DetachedProcess
 from services.errors import ConfigError
@@ -60,7 +62,14 @@ class Agent:
         backoff_s = BACKOFF_FIRST_S
         while True:
             started_at = time.monotonic()
-            running = self._find_or_start()
+            running = self._find()
+            if not self._is_wanted():
+                if running is not None:
+                    self._stop(running)
+                else:
+                    self._tell("gone", 0)
+                return
+            running = running or self._start()
             if running is not None:
                 self._tell("running", running.pid)
                 ended = running.wait(None, self._wake_fd)
@@ -77,11 +86,19 @@ class Agent:
                 return
             backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
 
-    def _find_or_start(self) -> DetachedProcess | None:
+    def _is_wanted(self) -> bool:
+        known = owned.read(self._run_folder)
+        return known is None or known.wants(self._member.agent_name)
+
+    def _find(self) -> DetachedProcess | None:
         member_id = self._member.member_id
-        if found := process.find(member_id, self._run_folder):
+        found = process.find(member_id, self._run_folder)
+        if found is not None:
             log.info("%s runs already as process %d: adopted", member_id, found.pid)
-            return found
+        return found
+
+    def _start(self) -> DetachedProcess | None:
+        member_id = self._member.member_id
         try:
             self._num_starts += 1
             environment = process.child_environment(os.environ)

@@ -19,7 +19,9 @@ from typing import Any
 import msgspec
 import ray
 
+from services.cluster import owned
 from services.cluster.agent import CONTROLLER_NAME, Agent
+from services.cluster.owned import Owned
 from services.cluster.pools import (
     ClusterSpec,
     Member,
@@ -29,20 +31,12 @@ from services.cluster.pools import (
     plan,
 )
 from services.cluster.scale_channel import ScaleChannel
-from services.config import REDIS_URL_VARIABLE, Pool
+from services.config import REDIS_URL_VARIABLE
 from services.telemetry import configure_logging
 
 log = logging.getLogger(__name__)
 
 _EVENTS_MAX = 10_000
-_STATE_FILE = "controller.json"
-
-
-class _Owned(msgspec.Struct):
-    """What the controller must not forget."""
-
-    wanted: dict[Pool, int]
-    members: list[Member]
 
 
 class PoolController:
@@ -51,8 +45,8 @@ class PoolController:
     def __init__(self, spec: ClusterSpec) -> None:
         configure_logging(CONTROLLER_NAME)
         self._spec = spec
-        self._file = Path(spec.run_folder) / _STATE_FILE
-        self._owned = self._read()
+        self._run_folder = Path(spec.run_folder)
+        self._owned = owned.read(self._run_folder) or Owned(dict(spec.wanted), [])
         self._agents: dict[str, Any] = {}
         self._events: queue.Queue[Callable[[], None]] = queue.Queue(_EVENTS_MAX)
         self._channel = ScaleChannel(os.environ[REDIS_URL_VARIABLE], spec.cluster_id, self.scale)
@@ -80,14 +74,17 @@ class PoolController:
             self._events.get()()
 
     def _reconcile(self) -> None:
-        owned = self._owned
-        add, drain = plan(self._spec, owned.wanted, owned.members)
+        members = self._owned.members
+        add, drain = plan(self._spec, self._owned.wanted, members)
+        for member in drain:
+            self._replace(member, state="draining")
+        members += add
+        # Before an agent is made: one that nobody knows could not be drained. And before one is
+        # told: if it dies then, the next reads here that its process is not to be started again.
+        self._owned.write(self._run_folder)
         for member in drain:
             log.info("draining %s", member.member_id)
-            self._replace(member, state="draining")
             self._agents[member.agent_name].drain.remote()
-        owned.members += add
-        self._write()  # before an agent is made: one that nobody knows could not be drained
         for member in add:
             log.info("adding %s", member.member_id)
             self._attach(member)
@@ -127,17 +124,6 @@ class PoolController:
     def _replace(self, member: Member, **changes: object) -> None:
         at = self._owned.members.index(member)
         self._owned.members[at] = msgspec.structs.replace(member, **changes)
-
-    def _read(self) -> _Owned:
-        try:
-            return msgspec.json.decode(self._file.read_bytes(), type=_Owned)
-        except FileNotFoundError:
-            return _Owned(dict(self._spec.wanted), [])
-
-    def _write(self) -> None:
-        fresh = self._file.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(self._owned))
-        fresh.replace(self._file)
 
 
 def start_controller(spec: ClusterSpec) -> Any:

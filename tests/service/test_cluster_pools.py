@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from redis import Redis
 
-from services.cluster import guardian, process
+from services.cluster import guardian, owned, process
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.head_process import HeadProcess
 from services.cluster.pools import ClusterSpec, PoolCommand
@@ -239,6 +240,31 @@ def test_processes_outlive_ray_and_are_adopted_by_the_next(cluster: RealCluster)
     assert {p: cluster.running(p) for p in before} == before
     records = Path(cluster.spec.run_folder) / "processes"
     assert not (records / "prefill-5.json").exists()
+
+
+def test_one_that_drained_when_ray_ended_is_not_started_by_the_next(cluster: RealCluster) -> None:
+    cluster.scale(prefill=2)
+    eventually(lambda: cluster.has("prefill", 2))
+    stays, leaves = (cluster.running("prefill")[f"prefill-{n}"] for n in (0, 1))
+    cluster.head.end()
+    eventually(lambda: not cluster.actors("Agent"))
+    run_folder = Path(cluster.spec.run_folder)
+    known = owned.read(run_folder)
+    assert known is not None
+    known.wanted["prefill"] = 1
+    known.members = [
+        msgspec.structs.replace(m, state="draining" if m.member_id == "prefill-1" else m.state)
+        for m in known.members
+    ]
+    known.write(run_folder)
+    os.kill(leaves, signal.SIGTERM)  # by the agent, just before its end
+    eventually(lambda: not psutil.pid_exists(leaves))
+    cluster.redis.delete(f"{{tandem:{cluster.spec.cluster_id}}}:pools")
+    cluster.start_ray()
+    eventually(lambda: cluster.has("prefill", 1))
+    assert cluster.running("prefill") == {"prefill-0": stays}
+    record = json.loads((run_folder / "processes" / "prefill-1.json").read_text())
+    assert record["pid"] == leaves, "it was started again"
 
 
 def test_what_a_killed_gcs_leaves_of_ray_is_gone_before_the_next(cluster: RealCluster) -> None:

@@ -1,0 +1,108 @@
+"""An agent made anew, as Ray does when it died: what it starts, adopts, and leaves alone.
+
+Nobody hears it: the controller is down, too. What is known of the process is in the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from services.cluster import agent as agent_module
+from services.cluster import process
+from services.cluster.agent import Agent
+from services.cluster.owned import Owned
+from services.cluster.pools import ClusterSpec, Member, MemberState, PoolCommand
+
+WAIT = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+MEMBER = Member(member_id="decode-0", pool="decode", ordinal=3)  # as it was when Ray first made it
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterSpec:
+    def no_actor(name: str) -> None:
+        raise ValueError(f"there is no {name}")
+
+    monkeypatch.setattr(agent_module.ray, "get_actor", no_actor)
+    return ClusterSpec(
+        cluster_id="c",
+        run_folder=str(tmp_path),
+        pools={"decode": PoolCommand(WAIT)},
+        wanted={"decode": 1},
+        cores=[],
+        drain_deadline_s=10.0,
+    )
+
+
+def write(folder: Path, *states: MemberState) -> None:
+    """What the controller wrote last: one member a state, the first of them `MEMBER`."""
+    members = [
+        Member(member_id=f"decode-{n}", pool="decode", ordinal=3 + n, state=state)
+        for n, state in enumerate(states)
+    ]
+    Owned({"decode": 1}, members).write(folder)
+
+
+def until(agent: Agent, state: MemberState, *, not_pid: int = -1) -> tuple[int, int]:
+    """(pid, starts) once the agent says that its process is so."""
+    give_up_at = time.monotonic() + 30
+    while True:
+        _, now, pid, num_starts = agent.status()
+        if now == state and pid != not_pid:
+            return pid, num_starts
+        assert time.monotonic() < give_up_at, agent.status()
+        time.sleep(0.01)
+
+
+def end(agent: Agent) -> None:
+    agent.drain()
+    until(agent, "gone")
+
+
+@pytest.mark.parametrize("states", [["draining", "running"], []])
+def test_one_on_its_way_out_or_forgotten_is_not_started(
+    spec: ClusterSpec, tmp_path: Path, states: list[MemberState]
+) -> None:
+    write(tmp_path, *states)
+    assert until(Agent(spec, MEMBER), "gone") == (0, 0)
+    assert not (tmp_path / "processes").exists()
+
+
+def test_one_that_still_runs_on_its_way_out_is_ended(spec: ClusterSpec, tmp_path: Path) -> None:
+    left = process.start("decode-0", WAIT, tmp_path, os.environ)
+    write(tmp_path, "draining")
+    assert until(Agent(spec, MEMBER), "gone") == (0, 0)
+    assert left.wait(0)
+    left.close()
+
+
+def test_one_that_ended_when_nobody_could_tell_its_agent_is_not_started_again(
+    spec: ClusterSpec, tmp_path: Path
+) -> None:
+    write(tmp_path, "running")
+    agent = Agent(spec, MEMBER)
+    until(agent, "running")
+    write(tmp_path, "draining")
+    running = process.find("decode-0", tmp_path)
+    assert running is not None
+    running.stop(10)
+    running.close()
+    assert until(agent, "gone") == (0, 1)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_one_that_is_wanted_is_started_and_started_again(
+    spec: ClusterSpec, tmp_path: Path, is_written: bool
+) -> None:
+    if is_written:
+        write(tmp_path, "running", "draining")
+    agent = Agent(spec, MEMBER)
+    first, _ = until(agent, "running")
+    os.kill(first, 9)
+    _, num_starts = until(agent, "running", not_pid=first)
+    assert num_starts == 2
+    end(agent)
