@@ -182,5 +182,5 @@ def name_of(process: psutil.Process) -> str:
         if mark in line:
             return name
     if line.startswith("ray::"):
-        return line.split(".")[0]
+        return line.split(".")[0].strip()  # a title is padded to the length of the one before
     return " ".join(part.rsplit("/", 1)[-1] for part in command[:3]) or "?"
