@@ -258,7 +258,7 @@ def test_one_that_drained_when_ray_ended_is_not_started_by_the_next(cluster: Rea
     ]
     known.write(run_folder)
     os.kill(leaves, signal.SIGTERM)  # by the agent, just before its end
-    eventually(lambda: not psutil.pid_exists(leaves))
+    eventually(lambda: leaves not in guardian.cluster_processes(cluster.spec.cluster_id))
     cluster.redis.delete(f"{{tandem:{cluster.spec.cluster_id}}}:pools")
     cluster.start_ray()
     eventually(lambda: cluster.has("prefill", 1))
