@@ -59,6 +59,11 @@ check() {
   k scale statefulset "$release-decode" --replicas=1
   k wait --for=delete "pod/$release-decode-1" --timeout=90s
 
+  say "the same by tandem scale: a router patches the scale with its own token"
+  k exec "deployment/$release-router" -- tandem scale decode=2 --deadline 600
+  test "$(k get statefulset "$release-decode" -o jsonpath='{.spec.replicas}')" = 2 || fail "patch"
+  k exec "deployment/$release-router" -- tandem scale decode=1 --deadline 120
+
   say "a hung engine is found, and its container started again"
   before=$(restarts)
   k exec "$release-decode-0" -- python -c '

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -41,6 +43,7 @@ _OPTIONS = {
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
+SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"  # where a pod has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +241,9 @@ class RouterConfig:
     ttft_limit_token_s: float = 0.0  # more for each token of the prompt
     trust_tenant_header: bool = False  # only behind a gateway that sets `x-tandem-tenant` itself
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
+    # Pool -> RESOURCE/NAME, in this pod's namespace: whose scale is the pool's size on Kubernetes.
+    scale_objects: Mapping[str, str] = field(default_factory=dict)
+    service_account: str = SERVICE_ACCOUNT  # the folder with its token
 
     def __post_init__(self) -> None:
         for name in ("body_bytes_max", "hold_requests_max", "tokenizer_processes"):
@@ -245,6 +251,23 @@ class RouterConfig:
         seconds = ("ttft_limit_s", "ttft_limit_token_s", "hold_deadline_s", "drain_deadline_s")
         for name in seconds:
             _check_seconds(name, getattr(self, name))
+
+
+_SCALE_OBJECT = re.compile(r"(\w+)=((?:statefulsets|deployments)/[a-z0-9]([-a-z0-9]*[a-z0-9])?)")
+
+
+def parse_scale_objects(text: str) -> dict[str, str]:
+    """`prefill=statefulsets/NAME,router=deployments/NAME` by pool. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for entry in filter(None, text.split(",")):
+        match = _SCALE_OBJECT.fullmatch(entry)
+        if match is None or match[1] not in get_args(Pool) or match[1] in found:
+            raise ConfigError(
+                f"scale-objects has {entry!r}; it must be POOL=statefulsets/NAME or "
+                f"POOL=deployments/NAME, once for a POOL of {', '.join(get_args(Pool))}"
+            )
+        found[match[1]] = match[2]
+    return found
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

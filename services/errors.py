@@ -5,6 +5,7 @@
         ContextTooLong      400  INVALID_ARGUMENT
         NeverFits           400  INVALID_ARGUMENT     larger than the whole KV pool
       Unauthenticated       401  UNAUTHENTICATED
+      ScaleRefused          403  PERMISSION_DENIED    by who owns the pools' sizes
       ModelNotFound         404  NOT_FOUND
       WorkerNotFound        404  NOT_FOUND
       NotNow                409  FAILED_PRECONDITION  an operator's wish that cannot be met now
@@ -13,6 +14,7 @@
       QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
         Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
       NoWorkers             503  UNAVAILABLE          a pool is empty
+      ScaleAway             503  UNAVAILABLE          who owns the pools' sizes is away
       WorkerLost            503  UNAVAILABLE          the worker died, hung or was cut off
         WorkerLeft          503  UNAVAILABLE          it ended in order, as it had said
         LeaseLost           503  UNAVAILABLE          before `released`: the pulled is worthless
@@ -75,6 +77,12 @@ class Unauthenticated(TandemError):
     grpc_code = "UNAUTHENTICATED"
 
 
+class ScaleRefused(TandemError):
+    code = "scale_refused"
+    http_status = 403
+    grpc_code = "PERMISSION_DENIED"
+
+
 class ModelNotFound(TandemError):
     code = "model_not_found"
     http_status = 404
@@ -118,6 +126,13 @@ class Overloaded(QueueFull):
 
 class NoWorkers(TandemError):
     code = "no_workers"
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    retryable = True
+
+
+class ScaleAway(TandemError):
+    code = "scale_away"
     http_status = 503
     grpc_code = "UNAVAILABLE"
     retryable = True

@@ -51,8 +51,9 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
         if missing := differences(pools, wanted):
             if time.monotonic() > give_up_at:
                 raise OperateError(
-                    f"not reached in {deadline_s:g} s: {'; '.join(missing)}. Where a pool "
-                    "controller runs it goes on; while Ray has no head, nothing is scaled"
+                    f"not reached in {deadline_s:g} s: {'; '.join(missing)}. It goes on: by the "
+                    "pool controller, though not while Ray has no head, or by Kubernetes "
+                    "(`kubectl get pods` says what a pod waits for)"
                 )
             time.sleep(_POLL_INTERVAL_S)
             continue
@@ -100,10 +101,19 @@ def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
 
 
 def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
-    """What of `wanted` is not so yet: processes that run, and workers that are ready."""
+    """What of `wanted` is not so yet: processes that run, and workers that are ready.
+
+    Without a pool controller (Kubernetes) nobody tells of processes: workers that are registered
+    and ready count, and routers, which nobody counts, are as they were asked for."""
     found = []
+    is_told = not pools or any("wanted" in state for state in pools.values())
     for pool, size in wanted.items():
         state = pools.get(pool, {})
+        if not is_told:
+            registered, ready = state.get("registered", 0), state.get("ready", 0)
+            if pool != "router" and not registered == ready == size:
+                found.append(f"{pool}: {registered} registered, {ready} ready, {size} wanted")
+            continue
         running, agents = state.get("running", 0), len(state.get("agents", ()))
         ready = size if pool == "router" else state.get("ready", 0)
         if state.get("wanted") != size or not running == agents == ready == size:

@@ -9,7 +9,7 @@ import sys
 def main(argv: list[str] | None = None) -> int:
     """Exit code 1, and one line that says why, when the settings are wrong or a port is taken."""
     # Tokenizer processes import this module again: all that is heavy is imported inside.
-    from services.config import AutoscaleConfig, ClusterConfig, RouterConfig
+    from services.config import AutoscaleConfig, ClusterConfig, RouterConfig, parse_scale_objects
     from services.errors import TandemError
     from services.telemetry import configure_logging
 
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
                 cold_start_s=args.autoscale_cold_start,
                 interval_s=args.autoscale_interval,
             ),
+            scale_objects=parse_scale_objects(args.scale_objects),
         )
         from services.router.server import serve
 
@@ -94,6 +95,13 @@ def _parser() -> argparse.ArgumentParser:
         "--trust-tenant-header",
         action="store_true",
         help="heed x-tandem-tenant; only behind a gateway that sets it and drops a client's own",
+    )
+    parser.add_argument(
+        "--scale-objects",
+        default="",
+        metavar="POOL=RESOURCE/NAME,...",
+        help="in a pod of Kubernetes: the objects whose scale `tandem scale` patches, such as "
+        "prefill=statefulsets/NAME; without it the pool controller is asked",
     )
     _add_autoscaler(parser)
     return parser

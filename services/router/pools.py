@@ -43,6 +43,14 @@ def check_sizes(body: dict[str, Any]) -> dict[str, int]:
     return body
 
 
+async def has_controller(redis: Client, cluster_id: str) -> bool:
+    """Whether one has ever told of its pools. Raises NoWorkers when Redis does not answer."""
+    try:
+        return await read_pools(redis, cluster_id) is not None
+    except UNREACHABLE as error:
+        raise NoWorkers("pool sizes cannot be set: Redis does not answer") from error
+
+
 async def ask_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> None:
     """Raises NoWorkers when Redis does not answer."""
     key = f"{{tandem:{cluster_id}}}:scale"

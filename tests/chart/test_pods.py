@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services import config
 from tests.harness.chart import (
     EXAMPLES,
     NAMESPACE,
@@ -145,6 +146,44 @@ def test_a_model_comes_from_where_it_is_said_to() -> None:
     path, volume = model(source="image", image={**image, "mount": "copy"})
     assert path == "/model/llama"
     assert "emptyDir" in volume
+
+
+@by_example
+def test_only_a_router_that_scales_has_a_token_and_only_its_container(
+    values: dict[str, Any],
+) -> None:
+    """Of the scaler's account, where services/config.py looks for it; Kubernetes' own automount,
+    which would give it to init containers, too, stays off."""
+    objects = render(values)
+    with_token = set()
+    for component, pod, made in containers(objects):
+        assert pod["automountServiceAccountToken"] is False
+        (volume,) = [v for v in pod.get("volumes", []) if "projected" in v] or [None]
+        mounts = [m for m in made.get("volumeMounts", []) if volume and m["name"] == volume["name"]]
+        if not mounts:
+            continue
+        assert volume
+        with_token.add((component, made["name"]))
+        assert mounts == [
+            {"name": volume["name"], "mountPath": config.SERVICE_ACCOUNT, "readOnly": True}
+        ]
+        assert (
+            pod["serviceAccountName"]
+            == find(objects, "ServiceAccount", "scaler")["metadata"]["name"]
+        )
+        sources = {k: v for source in volume["projected"]["sources"] for k, v in source.items()}
+        assert sources["serviceAccountToken"]["path"] == "token"
+        files = {item["path"] for k in ("configMap", "downwardAPI") for item in sources[k]["items"]}
+        assert files == {"ca.crt", "namespace"}
+    scales = "--scale-objects" in container(objects, "router")["args"]
+    assert with_token == ({("router", "router")} if scales else set())
+    assert scales is ("rayCluster" not in values and "keda" not in str(values))
+
+
+def test_nothing_keeps_routers_from_the_api_server() -> None:
+    for made in render():
+        if made["kind"] == "NetworkPolicy":
+            assert made["spec"]["policyTypes"] == ["Ingress"]
 
 
 def test_the_scaler_may_scale_and_nothing_else() -> None:

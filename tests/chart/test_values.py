@@ -24,7 +24,10 @@ from tests.harness.programs import parse_router, parse_worker, router_defaults, 
 # Set by the chart itself, from what it knows of the pod.
 CHART_SETS = {
     "worker": {"role", "model", "worker-id", "host", "port", "metrics-port", "start-deadline"},
-    "router": {"model", "served-model-name", "host", "http-port", "grpc-port", "router-id"},
+    "router": {
+        *("model", "served-model-name", "host", "http-port", "grpc-port", "router-id"),
+        "scale-objects",
+    },
 }
 # For tests and measurements, or, as cores, not an operator's choice inside a container.
 CHART_LEAVES = {"cores", "transfer-delay", "overlap"}
@@ -163,6 +166,27 @@ def test_grace_periods_hold_a_drain() -> None:
     for pool in ("prefill", "decode"):
         pod = find(objects, "StatefulSet", pool)["spec"]["template"]["spec"]
         assert pod["terminationGracePeriodSeconds"] > 90 + 10
+
+
+def test_routers_scale_what_no_autoscaler_owns() -> None:
+    def objects_of(values: dict[str, Any]) -> dict[str, str]:
+        command = command_line(container(render(values), "router"), {"POD_NAME": "router-0"})
+        return config.parse_scale_objects(parse_router(command).scale_objects)
+
+    every = {
+        "prefill": "statefulsets/demo-tandem-prefill",
+        "decode": "statefulsets/demo-tandem-decode",
+        "router": "deployments/demo-tandem-router",
+    }
+    hpa = {"sizeOwner": "hpa", "hpa": {"metrics": [{"type": "Resource"}]}}
+    assert objects_of({}) == objects_of({"worker": {"sizeOwner": "other"}}) == every
+    assert objects_of({"prefill": hpa}) == {k: v for k, v in every.items() if k != "prefill"}
+    assert objects_of({"worker": hpa}) == {}  # without a token, too: tests/chart/test_pods.py
+    assert objects_of({"router": {"scalesPools": False}}) == {}
+    assert objects_of({"rbac": {"create": False}}) == {}
+    assert objects_of({"rayCluster": {"enabled": True}}) == {}
+    made = {(f"{o['kind'].lower()}s", o["metadata"]["name"]) for o in render()}
+    assert {tuple(owner.split("/")) for owner in every.values()} <= made
 
 
 def test_a_worker_may_start_for_as_long_as_its_pool_says() -> None:

@@ -16,6 +16,7 @@ from services.config import (
     RouterConfig,
     TransferConfig,
     WorkerConfig,
+    parse_scale_objects,
 )
 from services.errors import ConfigError
 
@@ -46,6 +47,25 @@ def test_a_missing_variable_is_named(
     environment.delenv(name) if value is None else environment.setenv(name, value)
     with pytest.raises(ConfigError, match=name):
         ClusterConfig.from_environment()
+
+
+def test_objects_whose_scale_is_a_pools_size() -> None:
+    assert parse_scale_objects("") == {}
+    text = "prefill=statefulsets/my-prefill,router=deployments/my-router"
+    assert parse_scale_objects(text) == {
+        "prefill": "statefulsets/my-prefill",
+        "router": "deployments/my-router",
+    }
+    for wrong in (
+        "prefill",
+        "prefill=my-prefill",
+        "gpu=statefulsets/x",
+        "decode=pods/x",
+        "decode=statefulsets/../x",
+        "decode=statefulsets/x,decode=statefulsets/y",
+    ):
+        with pytest.raises(ConfigError, match="scale-objects has"):
+            parse_scale_objects(wrong)
 
 
 def test_secrets_are_not_in_the_repr() -> None:

@@ -73,6 +73,24 @@ labels:
 {{- toYaml $values -}}
 {{- end -}}
 
+{{/* What --scale-objects is: the objects whose size is a person's to set. Empty where a router may set
+     no pool's: not to have a token is better, then. */}}
+{{- define "tandem.scaleObjects" -}}
+{{- $name := include "tandem.fullname" . -}}
+{{- $found := list -}}
+{{- if and .Values.router.scalesPools .Values.rbac.create (not .Values.rayCluster.enabled) -}}
+{{- range $pool := list "prefill" "decode" -}}
+{{- $values := include "tandem.pool" (dict "root" $ "pool" $pool) | fromYaml -}}
+{{- if has $values.sizeOwner (list "chart" "other") -}}
+{{- $found = append $found (printf "%s=statefulsets/%s-%s" $pool $name $pool) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $found -}}
+{{- append $found (printf "router=deployments/%s-router" $name) | join "," -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The Secret that holds one of our secrets: root, existing (its name or empty), name. */}}
 {{- define "tandem.secretName" -}}
 {{- .existing | default (printf "%s-%s" (include "tandem.fullname" .root) .name) -}}

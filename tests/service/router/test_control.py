@@ -132,11 +132,20 @@ async def test_grpc_tells_and_sets_sizes(router: RunningRouter, stub: ClusterStu
         ("decode-0", "decode", "decode"),
         ("decode-1", "decode", "decode"),
     ]
-    reply = await stub.ScalePools(pb.ScalePoolsRequest(sizes={"prefill": 3, "decode": 0}))
-    assert dict(reply.wanted) == {"prefill": 3, "decode": 0}
     view = router.router.view
-    taken = await view.redis.rpop(f"{{tandem:{view.cluster.cluster_id}}}:scale")
+    key = f"{{tandem:{view.cluster.cluster_id}}}"
+    asked = pb.ScalePoolsRequest(sizes={"prefill": 3, "decode": 0})
+    with pytest.raises(grpc.aio.AioRpcError) as unowned:
+        await stub.ScalePools(asked)
+    assert unowned.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "no pool controller" in str(unowned.value.details())
+
+    await view.redis.set(f"{key}:pools", "{}")
+    reply = await stub.ScalePools(asked)
+    assert dict(reply.wanted) == {"prefill": 3, "decode": 0}
+    taken = await view.redis.rpop(f"{key}:scale")
     assert json.loads(taken) == {"prefill": 3, "decode": 0}
+    await view.redis.delete(f"{key}:pools")
 
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.ScalePools(pb.ScalePoolsRequest(sizes={"router": 0}))

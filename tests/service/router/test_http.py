@@ -368,10 +368,14 @@ async def test_operations(router: RunningRouter) -> None:
 async def test_scaling_is_asked_through_redis(router: RunningRouter) -> None:
     view = router.router.view
     key = f"{{tandem:{view.cluster.cluster_id}}}"
+    answer = await router.http.post("/v1/cluster", json={"decode": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "not_now")
+    assert "kubectl scale statefulset" in answer.json()["error"]["message"]  # who owns them
+    assert not await view.redis.exists(f"{key}:scale")
+    await view.redis.set(f"{key}:pools", json.dumps({"decode": {"wanted": 5, "running": 2}}))
     answer = await router.http.post("/v1/cluster", json={"prefill": 2, "decode": 1})
     assert answer.status_code == 202
     assert json.loads(await view.redis.rpop(f"{key}:scale")) == {"prefill": 2, "decode": 1}
-    await view.redis.set(f"{key}:pools", json.dumps({"decode": {"wanted": 5, "running": 2}}))
     await eventually(lambda: view.pools_json is not None)
     state = (await router.http.get("/v1/cluster")).json()
     counts = dict.fromkeys(("running", "registered", "ready", "serving"), 2)

@@ -33,6 +33,18 @@ def test_reached_means_wanted_running_ready_and_nothing_left_to_go() -> None:
     assert differences({}, {"prefill": 1}) == ["prefill: 0 running, 0 ready, 1 wanted"]
 
 
+def test_without_a_controller_workers_that_are_ready_count() -> None:
+    """On Kubernetes: one that drains is still registered, one that starts is not yet ready."""
+
+    def seen(registered: int, ready: int) -> dict[str, dict[str, object]]:
+        state: dict[str, object] = {"registered": registered, "ready": ready, "serving": ready}
+        return {"prefill": {"registered": 0, "ready": 0, "serving": 0}, "decode": state}
+
+    assert differences(seen(2, 2), {"decode": 2, "prefill": 0, "router": 3}) == []
+    assert differences(seen(2, 1), {"decode": 2})
+    assert differences(seen(2, 1), {"decode": 1}) == ["decode: 2 registered, 1 ready, 1 wanted"]
+
+
 def test_routers_have_no_records_to_be_ready_by() -> None:
     assert differences({"router": pool(1, 1, 0)}, {"router": 1}) == []
 

@@ -67,8 +67,9 @@ class ClusterServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ScalePools(self, request, context):
-        """Asks for pool sizes; GetCluster tells when they are reached. On Kubernetes nobody listens: the
-        pool's own object has its size there.
+        """Asks who owns the pools' sizes for others: the pool controller, or on Kubernetes the API server
+        for the scale of the pool's own object. GetCluster tells when they are reached.
+        FAILED_PRECONDITION where that is somebody else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

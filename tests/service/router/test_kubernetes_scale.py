@@ -1,0 +1,313 @@
+"""`tandem scale` where Kubernetes owns the sizes, against a stand-in for its API server.
+
+What routers are told, and what they may, is what the chart renders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+
+from services.config import parse_scale_objects
+from services.errors import DeadlineExceeded, NotNow, ScaleAway, ScaleRefused, TandemError
+from services.router import kubernetes_scale
+from services.router.kubernetes_scale import KubernetesScale
+from services.rpc.tandem.v1 import cluster_pb2 as pb
+from services.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tests.harness.api_server import MERGE_PATCH, ApiServer
+from tests.harness.chart import NAMESPACE, command_line, container, find, render
+from tests.harness.programs import parse_router
+from tests.service.router.conftest import RunningRouter
+
+pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+
+PREFILL, DECODE = "statefulsets/demo-tandem-prefill", "statefulsets/demo-tandem-decode"
+ROUTERS = "deployments/demo-tandem-router"
+CHART = render()
+OBJECTS = parse_scale_objects(
+    parse_router(command_line(container(CHART, "router"), {"POD_NAME": "router-0"})).scale_objects
+)
+FOLDER = Path(tempfile.mkdtemp(prefix="tandem-api-"))  # before the router of this module is made
+ROUTER = {"scale_objects": OBJECTS, "service_account": str(FOLDER / "account")}
+
+
+def role(objects: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
+    return {
+        (verb, resource, name)
+        for rule in find(objects, "Role", "scaler")["rules"]
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+        for name in rule["resourceNames"]
+    }
+
+
+def make_server(folder: Path) -> ApiServer:
+    names = {
+        f"{o['kind'].lower()}s/{o['metadata']['name']}": o["spec"].get("replicas", 1)
+        for o in CHART
+        if o["kind"] in ("StatefulSet", "Deployment")
+    }
+    return ApiServer(folder, NAMESPACE, names, role(CHART))
+
+
+@pytest.fixture
+def pod(monkeypatch: pytest.MonkeyPatch) -> Callable[[ApiServer], KubernetesScale]:
+    """What a router in a pod of that server's cluster has."""
+
+    def enter(server: ApiServer) -> KubernetesScale:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        return KubernetesScale(OBJECTS, server.account)
+
+    return enter
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ApiServer]:
+    with make_server(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def scale(server: ApiServer, pod: Callable[[ApiServer], KubernetesScale]) -> KubernetesScale:
+    return pod(server)
+
+
+async def failure(scale: KubernetesScale, **sizes: int) -> TandemError:
+    async with asyncio.timeout(20):
+        with pytest.raises(TandemError) as failed:
+            await scale.set_sizes(sizes)
+    return failed.value
+
+
+async def test_every_pool_is_set_and_no_other(server: ApiServer, scale: KubernetesScale) -> None:
+    before = dict(server.replicas)
+    await scale.set_sizes({"decode": 3})
+    assert server.replicas == {**before, DECODE: 3}
+    assert server.requests == [
+        "/apis/apps/v1/namespaces/serving/statefulsets/demo-tandem-decode/scale"
+        "?fieldManager=tandem-router"
+    ]
+    await scale.set_sizes({"prefill": 0, "decode": 1, "router": 5})
+    assert server.replicas == {**before, PREFILL: 0, DECODE: 1, ROUTERS: 5}
+
+
+async def test_a_token_that_kubelet_renewed_is_taken(
+    server: ApiServer, scale: KubernetesScale
+) -> None:
+    await scale.set_sizes({"decode": 2})
+    server.write_token("another-token")
+    await scale.set_sizes({"decode": 3})
+    assert server.replicas[DECODE] == 3
+
+
+async def test_a_proxy_gets_no_token(
+    server: ApiServer, scale: KubernetesScale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    await scale.set_sizes({"decode": 2})
+    assert server.replicas[DECODE] == 2
+
+
+async def test_a_refusal_says_why_and_under_what_code(
+    server: ApiServer, scale: KubernetesScale
+) -> None:
+    before = dict(server.replicas)
+    for status, kind in (
+        (403, ScaleRefused),
+        (401, ScaleRefused),
+        (404, NotNow),
+        (409, NotNow),
+        (422, NotNow),
+        (429, ScaleAway),
+        (500, ScaleAway),
+        (503, ScaleAway),
+    ):
+        server.answer = status
+        error = await failure(scale, decode=3)
+        assert type(error) is kind, status
+        assert f"decode is not set: the Kubernetes API server answers {status}" in error.message
+        assert f"as the test wants it: {status}" in error.message
+        assert server.token not in error.message
+    assert server.replicas == before
+
+
+async def test_what_the_role_does_not_name_is_refused(
+    server: ApiServer, scale: KubernetesScale
+) -> None:
+    """And the others are set: one message says what became of each."""
+    server.allowed = {entry for entry in server.allowed if "prefill" not in entry[2]}
+    error = await failure(scale, prefill=2, decode=4)
+    assert type(error) is ScaleRefused
+    assert "prefill is not set" in error.message
+    assert "is forbidden" in error.message
+    assert "decode is set to 4" in error.message
+    assert (server.replicas[PREFILL], server.replicas[DECODE]) == (1, 4)
+
+
+async def test_an_object_that_is_gone_is_named(server: ApiServer, scale: KubernetesScale) -> None:
+    del server.replicas[DECODE]
+    error = await failure(scale, decode=2)
+    assert type(error) is NotNow
+    assert f'404 for {DECODE}: statefulsets.apps "demo-tandem-decode" not found' in error.message
+
+
+async def test_a_token_that_is_refused(server: ApiServer, scale: KubernetesScale) -> None:
+    server.token = "revoked"
+    assert type(await failure(scale, decode=2)) is ScaleRefused
+
+
+async def test_an_api_server_that_is_away(server: ApiServer, scale: KubernetesScale) -> None:
+    server.close()
+    error = await failure(scale, decode=2)
+    assert type(error) is ScaleAway
+    assert "cannot be reached" in error.message
+
+
+async def test_one_that_does_not_answer_is_given_up(
+    server: ApiServer, scale: KubernetesScale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_scale, "PATCH_DEADLINE_S", 0.3)
+    server.answer = 0
+    error = await failure(scale, decode=2)
+    assert type(error) is DeadlineExceeded
+    assert "may be set or not" in error.message
+
+
+async def test_another_authority_gets_no_token(
+    server: ApiServer, scale: KubernetesScale, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    stranger = make_server(other)
+    (server.account / "ca.crt").write_bytes((stranger.account / "ca.crt").read_bytes())
+    error = await failure(scale, decode=2)
+    assert type(error) is ScaleAway
+    assert "certificate" in error.message.lower()
+    assert not server.requests
+
+
+async def test_a_pool_of_another_owner_is_refused_before_anything_is_set(
+    server: ApiServer, pod: Callable[[ApiServer], KubernetesScale]
+) -> None:
+    pod(server)
+    scale = KubernetesScale({"decode": DECODE}, server.account)
+    error = await failure(scale, decode=2, prefill=2)
+    assert type(error) is NotNow
+    assert "prefill is not this router's to set" in error.message
+    assert not server.requests
+
+
+async def test_outside_a_pod_and_without_a_token(
+    server: ApiServer, scale: KubernetesScale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (server.account / "token").unlink()
+    assert "no service account" in (await failure(scale, decode=2)).message
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    error = await failure(scale, decode=2)
+    assert type(error) is NotNow
+    assert "in no pod" in error.message
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "status"),
+    [
+        ("application/json", b'{"spec": {"replicas": 2}}', 415),
+        (MERGE_PATCH, b'{"spec": {"replicas": "2"}}', 422),
+        (MERGE_PATCH, b'{"spec": {"replicas": null}}', 422),
+        (MERGE_PATCH, b'{"spec": {"replica": 2}}', 422),
+        (MERGE_PATCH, b'{"spec": {"replicas": -1}}', 422),
+        (MERGE_PATCH, b'{"replicas": 2}', 422),
+        (MERGE_PATCH, b'{"spec": {"replicas": 2}}', 200),
+    ],
+)
+async def test_the_stand_in_takes_patches_of_a_scale_alone(
+    server: ApiServer, content_type: str, body: bytes, status: int
+) -> None:
+    tls = ssl.create_default_context(cafile=str(server.account / "ca.crt"))
+    headers = {"Authorization": f"Bearer {server.token}", "Content-Type": content_type}
+    url = f"https://127.0.0.1:{server.port}/apis/apps/v1/namespaces/{NAMESPACE}/{DECODE}/scale"
+    async with httpx.AsyncClient(verify=tls) as client:
+        reply = await client.patch(url, headers=headers, content=body)
+    assert reply.status_code == status, reply.text
+    assert server.replicas[DECODE] == (2 if status == 200 else 1)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ApiServer]:
+    """Whose account the router of this module has."""
+    FOLDER.mkdir(exist_ok=True)
+    with make_server(FOLDER) as started:
+        yield started
+    shutil.rmtree(FOLDER)
+
+
+async def test_over_http_and_grpc(
+    router: RunningRouter, cluster: ApiServer, pod: Callable[[ApiServer], KubernetesScale]
+) -> None:
+    pod(cluster)
+    answer = await router.http.post("/v1/cluster", json={"decode": 3})
+    assert (answer.status_code, answer.json()) == (202, {"wanted": {"decode": 3}})
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.grpc_port}") as channel:
+        stub = ClusterStub(channel)
+        reply = await stub.ScalePools(pb.ScalePoolsRequest(sizes={"prefill": 2}))
+        assert dict(reply.wanted) == {"prefill": 2}
+        assert (cluster.replicas[PREFILL], cluster.replicas[DECODE]) == (2, 3)
+        answer = await router.http.post("/v1/cluster", json={"decode": -1})
+        assert answer.status_code == 400
+        for status, http, code in (
+            (403, 403, grpc.StatusCode.PERMISSION_DENIED),
+            (404, 409, grpc.StatusCode.FAILED_PRECONDITION),
+            (500, 503, grpc.StatusCode.UNAVAILABLE),
+        ):
+            cluster.answer = status
+            answer = await router.http.post("/v1/cluster", json={"decode": 1})
+            assert answer.status_code == http
+            assert f"answers {status}" in answer.json()["error"]["message"]
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.ScalePools(pb.ScalePoolsRequest(sizes={"decode": 1}))
+            assert refused.value.code() == code
+            assert f"answers {status}" in str(refused.value.details())
+        cluster.answer = None
+    assert cluster.replicas[DECODE] == 3
+    assert not await router.router.view.redis.exists(
+        f"{{tandem:{router.router.view.cluster.cluster_id}}}:scale"
+    )
+
+
+async def test_the_command_sets_a_size_and_waits_for_it(
+    router: RunningRouter, cluster: ApiServer, pod: Callable[[ApiServer], KubernetesScale]
+) -> None:
+    """The two scripted workers are there, so that two are reached."""
+    pod(cluster)
+    process = await asyncio.create_subprocess_exec(
+        *(
+            sys.executable,
+            "-m",
+            "services.cli",
+            "scale",
+            "decode=2",
+            "--url",
+            str(router.http.base_url),
+            "--deadline",
+            "20",
+        ),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    assert said.decode().strip() == "decode=2"
+    assert cluster.replicas[DECODE] == 2
