@@ -253,7 +253,7 @@ class RouterConfig:
             _check_seconds(name, getattr(self, name))
 
 
-_SCALE_OBJECT = re.compile(r"(\w+)=((?:statefulsets|deployments)/[a-z0-9]([-a-z0-9]*[a-z0-9])?)")
+_SCALE_OBJECT = re.compile(r"(\w+)=((?:statefulsets|deployments)/[a-z0-9]([-a-z0-9.]*[a-z0-9])?)")
 
 
 def parse_scale_objects(text: str) -> dict[str, str]:

@@ -51,10 +51,10 @@ def test_a_missing_variable_is_named(
 
 def test_objects_whose_scale_is_a_pools_size() -> None:
     assert parse_scale_objects("") == {}
-    text = "prefill=statefulsets/my-prefill,router=deployments/my-router"
+    text = "prefill=statefulsets/my-prefill,router=deployments/my.router"
     assert parse_scale_objects(text) == {
         "prefill": "statefulsets/my-prefill",
-        "router": "deployments/my-router",
+        "router": "deployments/my.router",
     }
     for wrong in (
         "prefill",
