@@ -347,6 +347,7 @@ async def test_worker_errors_keep_their_status(router: RunningRouter) -> None:
     router.script(refusing("kv_capacity_exceeded"))
     answer = await router.http.post("/v1/completions", json={"prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "kv_capacity_exceeded")
+    assert len(router.submitted) == 1, "a pool that is no larger need not be asked"
 
 
 async def test_operations(router: RunningRouter) -> None:

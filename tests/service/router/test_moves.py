@@ -389,14 +389,5 @@ async def test_another_worker_takes_what_does_not_fit_into_a_smaller_pool(
     small.tell_load(num_submits=0)
 
 
-async def test_what_fits_nowhere_is_refused_by_one_worker_of_each_size(
-    router: RunningRouter,
-) -> None:
-    router.script(refusing("kv_capacity_exceeded"))
-    reply = await router.http.post("/v1/completions", json={"prompt": "x"})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "kv_capacity_exceeded")
-    assert len(router.submitted) == 1
-
-
 def _is_usable(router: RunningRouter, worker: ScriptedWorker) -> bool:
     return router.router.view.roster().by_id[worker.worker_id].usable
