@@ -5,8 +5,8 @@
     {tandem:CLUSTER}:autoscale   STRING, JSON of the last decisions, for a few intervals
 
 Every router counts and tells; one of them runs the policy (`services/autoscaler/policy.py`) and
-asks the owner of the sizes, as `tandem scale` does. Where no pool controller runs (Kubernetes) the
-owner reads the metric `tandem:desired_workers`, which every router exports. Redis lost: sizes stay.
+asks the owner of the sizes, as `tandem scale` does. Where that is an HPA or KEDA, it reads the
+metric `tandem:desired_workers`, which every router exports. Redis lost: sizes stay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from services.redis_client import UNREACHABLE
 from services.redis_script import Script
 from services.router.cluster_view import ClusterView
 from services.router.pool_signals import likely_decode, see_pool
-from services.router.pools import ask_sizes, told_pools
+from services.router.size_owner import SizeOwner
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class AutoscaleLoop:
         num_held: Callable[[], int],
     ) -> None:
         """`num_held()`: requests that this router holds because a pool is empty."""
+        self._owner = SizeOwner(config, view)
         self._meter = meter
         self._config = config
         self._view = view
@@ -99,17 +100,25 @@ class AutoscaleLoop:
             self._view.decisions = msgspec.json.decode(told or b"[]", type=list[Decision])
             return
         num_held = await self._sum_demand()
-        decisions = self._decide(num_held)
+        owned = await self._owned()
+        decisions = self._decide(num_held, owned)
         self._view.decisions = decisions
         await redis.set(self._told_key, msgspec.json.encode(decisions), px=keep_ms)
-        pools = told_pools(self._view.pools_json)
         changes: dict[str, int] = {
-            d.role: max(0, pools[d.role]["wanted"] + d.to - d.size)  # without those that are lent
+            d.role: max(0, owned[d.role] + d.to - d.size)  # without those that are lent
             for d in decisions
-            if d.to != d.size and d.role in pools
+            if d.to != d.size and d.role in owned
         }
         if changes and config.mode == "on":
-            await ask_sizes(redis, self._config.cluster.cluster_id, changes)
+            await self._owner.set_sizes(changes)
+
+    async def _owned(self) -> dict[str, int]:
+        """Sizes as their owner has them; without those that cannot be asked for here, or now."""
+        try:
+            return await self._owner.sizes()
+        except TandemError as error:
+            log.warning("pool sizes cannot be read: %s", error.message)
+            return {}
 
     async def _sum_demand(self) -> int:
         """Adds what each router counted since the last turn; how many requests all hold."""
@@ -134,7 +143,7 @@ class AutoscaleLoop:
         self._last = seen
         return num_held
 
-    def _decide(self, num_held: int) -> list[Decision]:
+    def _decide(self, num_held: int, owned: dict[str, int]) -> list[Decision]:
         now_s = time.monotonic()
         if self._policy is None:
             log.info("autoscaling is %s, and decided here", self._config.autoscale.mode)
@@ -143,8 +152,8 @@ class AutoscaleLoop:
         seen = Observation(
             now_s=now_s,
             demand=self._total,
-            prefill=see_pool("prefill", workers, wanted=self._size("prefill")),
-            decode=see_pool("decode", workers, wanted=self._size("decode")),
+            prefill=see_pool("prefill", workers, wanted=self._size("prefill", owned)),
+            decode=see_pool("decode", workers, wanted=self._size("decode", owned)),
             decode_rate=likely_decode(workers),
             num_held=num_held,
         )
@@ -154,17 +163,16 @@ class AutoscaleLoop:
                 log.info("autoscale %s: %s", self._config.autoscale.mode, decision.line)
         return decisions
 
-    def _size(self, role: str) -> int:
-        """As the pool controller has it; without one, what was decided last: its owner follows that
+    def _size(self, role: str, owned: dict[str, int]) -> int:
+        """As its owner has it; where that cannot be asked, what was decided last: it follows that
         later, and a size that is counted would have it decided again until it has followed."""
         records = [w.record for w in self._view.known()]
-        told = told_pools(self._view.pools_json).get(role, {}).get("wanted")
-        if told is None:
+        if role not in owned:
             decided: dict[str, int] = {d.role: d.to for d in self._view.decisions}
             counted = sum(r.role == role and r.state != "draining" for r in records)
             return decided.get(role, counted)
         lent = [r for r in records if r.pool and r.pool != r.role]
-        return int(told) + sum(1 if r.role == role else -1 for r in lent)
+        return owned[role] + sum(1 if r.role == role else -1 for r in lent)
 
 
 class AutoscaleGauges(Collector):

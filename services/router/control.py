@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -16,14 +15,12 @@ from services.config import RouterConfig
 from services.errors import BadRequest, NotNow, WorkerLost, WorkerNotFound
 from services.registry import WorkerRecord
 from services.router.cluster_view import ClusterView
-from services.router.pools import ask_sizes, check_sizes, has_controller
+from services.router.pools import check_sizes
+from services.router.size_owner import SizeOwner
 from services.rpc.auth import token_metadata
 from services.rpc.options import CHANNEL_OPTIONS
 from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
-
-if TYPE_CHECKING:
-    from services.router.kubernetes_scale import KubernetesScale
 
 log = logging.getLogger(__name__)
 
@@ -46,27 +43,13 @@ class ClusterControl:
     def __init__(self, config: RouterConfig, view: ClusterView) -> None:
         self._cluster = config.cluster
         self._view = view
-        self._kubernetes: KubernetesScale | None = None
-        if config.scale_objects:
-            # Imported late: it brings an HTTP client that no router needs elsewhere.
-            from services.router.kubernetes_scale import KubernetesScale
-
-            self._kubernetes = KubernetesScale(config.scale_objects, Path(config.service_account))
+        self._sizes = SizeOwner(config, view)
 
     async def scale(self, wanted: dict[str, Any]) -> dict[str, int]:
         """Asks who owns the sizes; the state of the pools tells when it is so. Raises NotNow where
         that is nobody whom a router can ask."""
         sizes = check_sizes(wanted)
-        if self._kubernetes is not None:
-            await self._kubernetes.set_sizes(sizes)
-        elif await has_controller(self._view.redis, self._cluster.cluster_id):
-            await ask_sizes(self._view.redis, self._cluster.cluster_id, sizes)
-        else:
-            raise NotNow(
-                "no pool controller runs here, and this router may patch no scale: sizes belong to "
-                "who started the workers. On Kubernetes that is `kubectl scale statefulset NAME "
-                "--replicas=N`, or the pool's HPA, KEDA or RayCluster"
-            )
+        await self._sizes.set_sizes(sizes)
         return sizes
 
     async def flip(self, worker_id: str, role: str = "") -> Flipped:

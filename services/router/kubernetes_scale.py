@@ -1,5 +1,6 @@
-"""Pool sizes where Kubernetes owns them: patches the scale of the object that a pool's pods are of.
+"""Pool sizes where Kubernetes owns them: the scale of the object that a pool's pods are of.
 
+    GET   /apis/apps/v1/namespaces/NAMESPACE/statefulsets/NAME/scale
     PATCH /apis/apps/v1/namespaces/NAMESPACE/statefulsets/NAME/scale
     {"spec": {"replicas": 2}}    a merge patch of an autoscaling/v1 Scale, as `kubectl scale` sends
 
@@ -17,6 +18,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -25,7 +27,7 @@ from services.errors import DeadlineExceeded, NotNow, ScaleAway, ScaleRefused, T
 
 log = logging.getLogger(__name__)
 
-PATCH_DEADLINE_S = 3.0  # shorter than `tandem scale` waits for its answer
+DEADLINE_S = 3.0  # shorter than `tandem scale` waits for its answer
 _MESSAGE_MAX = 500  # characters of the API server's reason
 _HEADERS = {"Content-Type": "application/merge-patch+json", "Accept": "application/json"}
 _MANAGER = {"fieldManager": "tandem-router"}  # who owns `replicas` in the object's managedFields
@@ -37,6 +39,16 @@ class _Account:
     namespace: str
     token: str = field(repr=False)
     tls: ssl.SSLContext
+
+
+class _ScaleSpec(msgspec.Struct):
+    replicas: int = 0  # the server leaves a zero out
+
+
+class _Scale(msgspec.Struct):
+    """What is read here of autoscaling/v1 Scale."""
+
+    spec: _ScaleSpec = msgspec.field(default_factory=_ScaleSpec)
 
 
 class KubernetesScale:
@@ -56,13 +68,7 @@ class KubernetesScale:
                 param=foreign[0],
             )
         account = self._read_account()
-        async with httpx.AsyncClient(
-            base_url=account.url,
-            verify=account.tls,
-            headers={**_HEADERS, "Authorization": f"Bearer {account.token}"},
-            timeout=PATCH_DEADLINE_S,
-            trust_env=False,  # no proxy gets the token
-        ) as client:
+        async with _client(account) as client:
             results = await asyncio.gather(
                 *(self._patch(client, account.namespace, pool, n) for pool, n in sizes.items()),
                 return_exceptions=True,
@@ -75,25 +81,50 @@ class KubernetesScale:
             taken = [f"{pool} is set to {sizes[pool]}" for pool, error in told if error is None]
             raise type(errors[0])("; ".join([*(e.message for e in errors), *taken]))
 
+    async def sizes(self) -> dict[str, int]:
+        """Replicas that are wanted of each pool of workers. Raises as `set_sizes` does."""
+        account = self._read_account()
+        pools = [pool for pool in self._objects if pool != "router"]
+        async with _client(account) as client:
+            scales = await asyncio.gather(
+                *(self._call(client, "GET", account.namespace, pool, "read") for pool in pools)
+            )
+        return {pool: scale.spec.replicas for pool, scale in zip(pools, scales, strict=True)}
+
     async def _patch(self, client: httpx.AsyncClient, namespace: str, pool: str, size: int) -> None:
+        patch = msgspec.json.encode({"spec": {"replicas": size}})
+        await self._call(client, "PATCH", namespace, pool, "set", params=_MANAGER, content=patch)
+        log.info("%s: %d replicas are wanted of %s", pool, size, self._objects[pool])
+
+    async def _call(
+        self,
+        client: httpx.AsyncClient,
+        method: str,
+        namespace: str,
+        pool: str,
+        done: str,
+        **more: Any,
+    ) -> _Scale:
         owner = self._objects[pool]
         path = f"/apis/apps/v1/namespaces/{namespace}/{owner}/scale"
-        patch = msgspec.json.encode({"spec": {"replicas": size}})
         try:
-            async with asyncio.timeout(PATCH_DEADLINE_S):
-                reply = await client.patch(path, params=_MANAGER, content=patch)
+            async with asyncio.timeout(DEADLINE_S):
+                reply = await client.request(method, path, **more)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise DeadlineExceeded(
-                f"{pool} may be set or not: the Kubernetes API server did not answer in "
-                f"{PATCH_DEADLINE_S:g} s"
+                f"{pool} may be {done} or not: the Kubernetes API server did not answer in "
+                f"{DEADLINE_S:g} s"
             ) from error
         except httpx.HTTPError as error:
             raise ScaleAway(
-                f"{pool} is not set: the Kubernetes API server cannot be reached: {error}"
+                f"{pool} is not {done}: the Kubernetes API server cannot be reached: {error}"
             ) from error
         if reply.status_code != 200:
-            raise _refusal(reply, pool, owner)
-        log.info("%s: %d replicas are wanted of %s", pool, size, owner)
+            raise _refusal(reply, pool, owner, done)
+        try:
+            return msgspec.json.decode(reply.content, type=_Scale)
+        except msgspec.DecodeError as error:
+            raise ScaleAway(f"{owner}: the API server's answer is no Scale: {error}") from error
 
     def _read_account(self) -> _Account:
         """Raises NotNow outside a pod, or where the pod has no token."""
@@ -118,10 +149,20 @@ class KubernetesScale:
         return _Account(f"https://{bracketed}:{port}", namespace, token, tls)
 
 
-def _refusal(reply: httpx.Response, pool: str, owner: str) -> TandemError:
+def _client(account: _Account) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=account.url,
+        verify=account.tls,
+        headers={**_HEADERS, "Authorization": f"Bearer {account.token}"},
+        timeout=DEADLINE_S,
+        trust_env=False,  # no proxy gets the token
+    )
+
+
+def _refusal(reply: httpx.Response, pool: str, owner: str, done: str) -> TandemError:
     """What the API server said, under the code of ours that tells whether a retry may help."""
     status = reply.status_code
-    message = f"{pool} is not set: the Kubernetes API server answers {status} for {owner}"
+    message = f"{pool} is not {done}: the Kubernetes API server answers {status} for {owner}"
     if reason := _reason(reply.content):
         message += f": {reason}"
     if status in (401, 403):

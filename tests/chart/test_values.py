@@ -189,6 +189,17 @@ def test_routers_scale_what_no_autoscaler_owns() -> None:
     assert {tuple(owner.split("/")) for owner in every.values()} <= made
 
 
+def test_routers_that_autoscale_set_the_sizes_that_an_upgrade_leaves_alone() -> None:
+    values = {"worker": {"sizeOwner": "other"}, "router": {"options": {"autoscale": "on"}}}
+    objects = render(values)
+    given = parse_router(command_line(container(objects, "router"), {"POD_NAME": "router-0"}))
+    assert given.autoscale == "on"
+    assert set(config.parse_scale_objects(given.scale_objects)) == {"prefill", "decode", "router"}
+    pools = [o for o in objects if o["kind"] == "StatefulSet" and "redis" not in str(o["metadata"])]
+    assert pools
+    assert not any("replicas" in o["spec"] for o in pools)
+
+
 def test_a_worker_may_start_for_as_long_as_its_pool_says() -> None:
     """Its own deadline ends it, with the reason in its log, before kubelet's probe does."""
     objects = render({"decode": {"startDeadline": 7200}})
@@ -213,6 +224,14 @@ def test_a_worker_may_start_for_as_long_as_its_pool_says() -> None:
         ({"worker": {"resources": {"limits": {"memory": "4 GB"}}}}, "memory"),
         ({"worker": {"sizeOwner": "vpa"}}, "sizeOwner"),
         ({"decode": {"sizeOwner": "keda"}}, "keda.prometheus is empty"),
+        ({"router": {"options": {"autoscale": "on"}}}, "set decode.sizeOwner to other"),
+        (
+            {
+                "worker": {"sizeOwner": "other"},
+                "router": {"scalesPools": False, "options": {"autoscale": "on"}},
+            },
+            "routers may set no pool's size",
+        ),
         (
             {"decode": {"sizeOwner": "keda", "keda": {"prometheus": "http://prometheus:9090"}}},
             "router.options.autoscale",

@@ -126,6 +126,8 @@ class ApiServer:
         owner = f"{resource}/{name}"
         if owner not in self.replicas:
             return _status(404, f'{resource}.apps "{name}" not found')
+        if method == "GET":
+            return 200, self._scale(owner)
         if headers.get("Content-Type") != MERGE_PATCH:
             return _status(415, "the body of the request was in an unknown format")
         try:
@@ -143,7 +145,8 @@ class ApiServer:
             "apiVersion": "autoscaling/v1",
             "kind": "Scale",
             "metadata": {"name": owner.split("/")[1], "namespace": self.namespace},
-            "spec": {"replicas": self.replicas[owner]},
+            # A field of Go that is zero and may be left out is.
+            "spec": {"replicas": self.replicas[owner]} if self.replicas[owner] else {},
             "status": {"replicas": 1, "selector": "app=x"},
         }
 

@@ -9,7 +9,13 @@
 {{- fail (printf "options.%s of prefill is %s, of decode %s: workers that differ in it cannot exchange blocks" $option $one $other) -}}
 {{- end -}}
 {{- end -}}
+{{- if and (eq .root.Values.router.options.autoscale "on") (not (include "tandem.scaleObjects" .root)) -}}
+{{- fail "router.options.autoscale is on, and routers may set no pool's size (router.scalesPools, rbac.create, sizeOwner, rayCluster.enabled): set dry-run" -}}
+{{- end -}}
 {{- range $pool, $values := dict "prefill" $prefill "decode" $decode -}}
+{{- if and (eq $.root.Values.router.options.autoscale "on") (eq $values.sizeOwner "chart") -}}
+{{- fail (printf "router.options.autoscale is on, and each upgrade would set %s.replicas again: set %s.sizeOwner to other" $pool $pool) -}}
+{{- end -}}
 {{- if and (eq $values.sizeOwner "hpa") (not $values.hpa.metrics) -}}
 {{- fail (printf "%s.sizeOwner is hpa, and hpa.metrics is empty: say what the size follows" $pool) -}}
 {{- end -}}

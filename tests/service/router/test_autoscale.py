@@ -68,7 +68,7 @@ async def test_words_of_another_version_stop_neither_the_router_nor_the_autoscal
 async def test_a_bug_in_the_autoscaler_ends_no_router(
     owned: RunningRouter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(num_held: int) -> list[object]:
+    def broken(num_held: int, owned: dict[str, int]) -> list[object]:
         raise ZeroDivisionError("a bug")
 
     with monkeypatch.context() as patch:

@@ -11,6 +11,7 @@ import ssl
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import grpc.aio
 import httpx
 import pytest
 
-from services.config import parse_scale_objects
+from services.autoscaler.signals import DemandMeter
+from services.config import AutoscaleConfig, parse_scale_objects
 from services.errors import DeadlineExceeded, NotNow, ScaleAway, ScaleRefused, TandemError
 from services.router import kubernetes_scale
+from services.router.autoscale import AutoscaleLoop
 from services.router.kubernetes_scale import KubernetesScale
 from services.rpc.tandem.v1 import cluster_pb2 as pb
 from services.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
@@ -179,7 +182,7 @@ async def test_an_api_server_that_is_away(server: ApiServer, scale: KubernetesSc
 async def test_one_that_does_not_answer_is_given_up(
     server: ApiServer, scale: KubernetesScale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kubernetes_scale, "PATCH_DEADLINE_S", 0.3)
+    monkeypatch.setattr(kubernetes_scale, "DEADLINE_S", 0.3)
     server.answer = 0
     error = await failure(scale, decode=2)
     assert type(error) is DeadlineExceeded
@@ -311,3 +314,28 @@ async def test_the_command_sets_a_size_and_waits_for_it(
     assert process.returncode == 0, said.decode()
     assert said.decode().strip() == "decode=2"
     assert cluster.replicas[DECODE] == 2
+
+
+async def test_the_autoscaler_sets_sizes_and_sees_what_others_set(
+    router: RunningRouter, cluster: ApiServer, pod: Callable[[ApiServer], KubernetesScale]
+) -> None:
+    pod(cluster)
+    view = router.router.view
+    autoscale = AutoscaleConfig(mode="on", prefill_min=2, prefill_max=2, interval_s=10.0)
+    config = replace(router.router._config, autoscale=autoscale)
+    loop = AutoscaleLoop(config, view, DemandMeter(), num_held=lambda: 0)
+    cluster.replicas |= {PREFILL: 0, DECODE: 2}
+    await loop._turn()
+    assert (cluster.replicas[PREFILL], cluster.replicas[DECODE]) == (2, 2)
+    asked = len(cluster.requests)
+    await loop._turn()
+    assert len(cluster.requests) == asked + 2, "the sizes were read, and nothing was to be set"
+    assert [(d.size, d.to) for d in view.decisions] == [(2, 2), (2, 2)]
+
+    cluster.replicas[PREFILL] = 1  # by kubectl
+    await loop._turn()
+    assert cluster.replicas[PREFILL] == 2
+    cluster.answer = 503
+    await loop._turn()
+    assert [(d.size, d.to) for d in view.decisions] == [(2, 2), (2, 2)]
+    cluster.answer = None
