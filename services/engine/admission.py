@@ -7,7 +7,9 @@ from services.engine.types import Mode, SequenceSpec
 from services.errors import BadRequest, ContextTooLong, NeverFits
 
 
-def check_spec(spec: SequenceSpec, *, layout: BlockLayout, max_model_len: int) -> None:
+def check_spec(
+    spec: SequenceSpec, *, layout: BlockLayout, max_model_len: int, vocab_size: int
+) -> None:
     """Raises BadRequest, ContextTooLong or NeverFits with what is allowed."""
     num_tokens = len(spec.token_ids)
     if not 1 <= spec.num_prompt_tokens <= num_tokens:
@@ -16,8 +18,13 @@ def check_spec(spec: SequenceSpec, *, layout: BlockLayout, max_model_len: int) -
             f"the {num_tokens} tokens that were sent",
             param="prompt",
         )
-    if min(spec.token_ids) < 0 or max(spec.token_ids) >= 1 << 32:
-        raise BadRequest("a token id is negative or wider than 32 bits", param="prompt")
+    if min(spec.token_ids) < 0 or max(spec.token_ids) >= vocab_size:
+        # Also of a text: a tokenizer may have added tokens that its model has no embedding of.
+        raise BadRequest(
+            f"token ids are from {min(spec.token_ids)} to {max(spec.token_ids)}; the model has "
+            f"those from 0 to {vocab_size - 1}",
+            param="prompt",
+        )
     if spec.max_tokens < 1:
         raise BadRequest(
             f"max_tokens is {spec.max_tokens}; it must be at least 1", param="max_tokens"

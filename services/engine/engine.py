@@ -45,14 +45,14 @@ class Engine:
         self._pool = BlockPool(self.layout.num_blocks)
         limits_s = [s for s in (config.itl_target_s, config.itl_limit_s) if s]
         self._pace = Pace(min(limits_s, default=0.0))
-        self._seats = Seats(
-            self._pace, max_num_seqs=config.max_num_seqs, itl_limit_s=config.itl_limit_s
-        )
+        # Each decodes a token in every step, and one is left for a prompt.
+        max_num_seqs = min(config.max_num_seqs, max(1, self.max_tokens_per_step - 1))
+        self._seats = Seats(self._pace, max_num_seqs=max_num_seqs, itl_limit_s=config.itl_limit_s)
         self._scheduler = Scheduler(
             self._pool,
             self._pace,
             self._seats,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step,
             bytes_per_token=self.layout.block_bytes / self.layout.block_size,
         )
@@ -84,10 +84,18 @@ class Engine:
         One that is over already (a moved one, whose last token ended it) is reported as such.
         """
         self._check_new(spec.sequence_id)
-        check_spec(spec, layout=self.layout, max_model_len=self.max_model_len)
+        self._check_spec(spec)
         self._check_queue(len(self._scheduler.waiting))
         self._num_arrivals += 1
         self._enter(self._new_sequence(spec, self._num_arrivals))
+
+    def _check_spec(self, spec: SequenceSpec) -> None:
+        check_spec(
+            spec,
+            layout=self.layout,
+            max_model_len=self.max_model_len,
+            vocab_size=self._runner.vocab_size,
+        )
 
     def start_local_prefill(self, sequence_id: str) -> None:
         """An AWAIT_KV sequence, none of whose blocks was filled, is computed here after all."""
@@ -103,7 +111,7 @@ class Engine:
         if Mode.FOR_PEER in (old.mode, spec.mode):
             raise InternalError(f"sequence {spec.sequence_id} is for a peer and cannot restart")
         self._drop(old, unsafe_blocks)
-        check_spec(spec, layout=self.layout, max_model_len=self.max_model_len)
+        self._check_spec(spec)
         new = self._new_sequence(spec, old.arrival)
         new.num_cached_tokens = old.num_cached_tokens
         new.num_preemptions = old.num_preemptions

@@ -57,6 +57,7 @@ class ModelRunner:
         dtype_name = _choose_dtype(config, self.device)
         self.kv_dtype_name = dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.max_model_len = _choose_max_model_len(config, folder.config.max_model_len)
+        self.vocab_size = folder.config.vocab_size
         self._model_config = folder.config
         self._block_size = config.block_size
         self._pool_fd = pool_fd

@@ -28,6 +28,10 @@ class Runner(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
     def tokens_per_step(self) -> int:
         """The token budget of a step that suits the device."""
 

@@ -187,11 +187,19 @@ class Scheduler:
             self._add_chunk(schedule, sequence)
 
     def _can_admit(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Whether there is a seat and all its blocks, beside what is planned already."""
-        if sequence.may_await_kv:
-            seat = len(self.awaiting) < self._max_num_seqs
+        """Whether there is a seat and all its blocks, beside what is planned already.
+
+        Who will decode here waits until each step has a place for him and for all who came before:
+        else those who await KV would, as it comes, keep prompts out of every step. What is for a
+        peer waits for nobody who awaits: two workers may work for each other.
+        """
+        if sequence.mode is not Mode.FOR_PEER:
+            seat = len(self.running) + len(self.awaiting) < self._max_num_seqs
         else:
-            seat = len(self.running) < self._max_num_seqs and self._room(schedule, 0) > 0
+            queue = self.awaiting if sequence.may_await_kv else self.running
+            seat = len(queue) < self._max_num_seqs
+        if not sequence.may_await_kv:
+            seat = seat and self._room(schedule, 0) > 0
         if self._seats.is_limited and sequence.mode is not Mode.FOR_PEER:
             seat = seat and self._num_seated < self._seats.num
         return seat and self._pool.can_reserve(sequence.reusable_hashes, sequence.num_blocks_needed)

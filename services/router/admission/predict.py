@@ -59,9 +59,11 @@ def seat_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) ->
     num_there = decode.num_running + decode.num_pulls + decode.num_waiting
     num_to_end = num_there + 1 - decode.num_seats if decode.num_seats else 0
     if decode.blocks_total:
-        # What waits there has no blocks yet; all its tokens are queued.
+        # What waits there has no blocks yet; all its tokens are queued. Without it, what is queued
+        # is of prompts that have all of theirs.
         free_tokens = (decode.blocks_total - decode.blocks_used) * work.block_size
-        if decode.queued_tokens + work.num_tokens > free_tokens:
+        queued = decode.queued_tokens if decode.num_waiting else 0
+        if queued + work.num_tokens > free_tokens:
             num_to_end = max(num_to_end, decode.num_waiting + 1)
     if num_to_end <= 0:
         return 0.0

@@ -217,6 +217,18 @@ def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[Wo
     """A few that have the most of the prompt, the most first, at random among equals."""
     if not matches:
         return []
+    found = _usable_of_deepest(roster, matches, rng)
+    if len(found) >= PREFIX_HOLDERS_MAX or len(matches) <= FEW:
+        return found
+    # Those who have the most leave, perhaps, and others have nearly as much.
+    by_id = roster.by_id
+    usable = {n: d for n, d in matches.items() if (w := by_id.get(n)) is not None and w.usable}
+    return _usable_of_deepest(roster, usable, rng) if usable else []
+
+
+def _usable_of_deepest(
+    roster: Roster, matches: Mapping[str, int], rng: Random
+) -> list[WorkerSnapshot]:
     few = PREFIX_HOLDERS_MAX + 2
     names = list(matches)
     if len(names) > FEW:
@@ -232,4 +244,4 @@ def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[Wo
         names.sort(key=matches.__getitem__, reverse=True)
     by_id = roster.by_id
     found = [w for name in names if matches[name] > 0 and (w := by_id.get(name)) is not None]
-    return [w for w in found if w.state == "ready" and w.reachable][:few]
+    return [w for w in found if w.usable][:few]

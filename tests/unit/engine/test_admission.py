@@ -19,7 +19,8 @@ def check(
     token_ids: list[int], *, num_blocks: int = 4, max_model_len: int = 12, **fields: Any
 ) -> None:
     layout = ToyRunner(block_size=4).layout(num_blocks)
-    check_spec(make_spec("a", token_ids, **fields), layout=layout, max_model_len=max_model_len)
+    spec = make_spec("a", token_ids, **fields)
+    check_spec(spec, layout=layout, max_model_len=max_model_len, vocab_size=100)
 
 
 def test_the_longest_prompt_leaves_room_for_one_token() -> None:
@@ -27,6 +28,14 @@ def test_the_longest_prompt_leaves_room_for_one_token() -> None:
     with pytest.raises(ContextTooLong, match=r"12 tokens; .* at most 11") as caught:
         check(list(range(12)))
     assert caught.value.param == "prompt"
+
+
+def test_an_id_that_the_model_has_no_embedding_of_is_refused() -> None:
+    check([0, 99])
+    for wrong in (100, -1, 1 << 31):
+        with pytest.raises(BadRequest, match="those from 0 to 99") as caught:
+            check([0, wrong])
+        assert caught.value.param == "prompt"
 
 
 def test_a_moved_sequence_may_be_at_the_end_of_the_context_and_not_beyond() -> None:

@@ -77,6 +77,43 @@ def test_a_step_has_at_most_max_num_seqs() -> None:
     assert [s.sequence_id for s in bench.scheduler.waiting] == ["c"]
 
 
+def test_who_awaits_kv_has_a_place_in_the_step_once_it_is_there() -> None:
+    """Else a prompt that is computed here would wait for ever while KV of others keeps coming."""
+    bench = Bench(max_num_seqs=4, num_blocks=1000)
+    for number in range(4):
+        bench.add(f"early {number}", 8, Mode.AWAIT_KV)
+    here = None
+    for number in range(40):
+        bench.add(f"late {number}", 8, Mode.AWAIT_KV)
+        bench.step()
+        for sequence in list(bench.scheduler.awaiting):  # its KV came, and its first token
+            sequence.num_computed_tokens = sequence.num_prefill_tokens = sequence.num_tokens
+            sequence.append(0)
+            bench.scheduler.start(sequence)
+        here = here or bench.add("here", 8)
+        assert len(bench.scheduler.running) <= 4
+        if number > 3:  # one ends
+            done = bench.scheduler.running[0]
+            bench.scheduler.withdraw(done)
+            bench.pool.release(done.let_go())
+            bench.sequences.remove(done)
+    assert here is not None
+    assert here.num_tokens > 8
+
+
+def test_what_a_peer_waits_for_does_not_wait_for_what_peers_do() -> None:
+    bench = Bench(max_num_seqs=2, num_blocks=100)
+    for name in "ab":
+        bench.add(name, 8, Mode.AWAIT_KV)
+    assert bench.step() == []
+    assert [s.sequence_id for s in bench.scheduler.awaiting] == ["a", "b"]
+    bench.add("p", 8, Mode.FOR_PEER)
+    bench.add("c", 8)
+    assert bench.step() == [("p", 4)]
+    assert bench.step() == [("p", 4)]
+    assert [s.sequence_id for s in bench.scheduler.waiting] == ["c"]
+
+
 def test_first_come_first_served_also_when_a_later_one_would_fit() -> None:
     bench = Bench(num_blocks=4)
     bench.add("a", 12)

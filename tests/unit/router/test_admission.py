@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -130,6 +131,8 @@ def test_waits_for_blocks_while_others_end() -> None:
         num_running=10, num_waiting=2, queued_tokens=50, blocks_total=100, blocks_used=90
     )
     assert seat_wait_s(Work(111), queue, 100) == pytest.approx(0.9)
+    prompts = replace(queue, num_waiting=0)  # which have their blocks
+    assert seat_wait_s(Work(111), prompts, 100) == 0.0
 
 
 def test_the_queue_where_it_is_prefilled_shortens_while_it_waits_for_a_seat() -> None:

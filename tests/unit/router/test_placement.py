@@ -277,6 +277,16 @@ def test_of_many_workers_the_one_that_has_the_prompt_is_found() -> None:
     assert len(chosen) > 100
 
 
+def test_of_many_workers_one_that_has_nearly_all_is_found_where_those_with_more_leave() -> None:
+    leaving = [worker(f"x{i}", rates=MEASURED, state="draining") for i in range(20)]
+    workers = [worker(f"d{i}", rates=MEASURED) for i in range(300)] + leaving
+    matches = {w.worker_id: 40 for w in leaving} | {f"d{i}": 1 for i in range(300)} | {"d77": 36}
+    for seed in range(20):
+        placement = choose(Work(1000), workers, matches, Random(seed))
+        assert placement is not None
+        assert placement.decode.worker_id == "d77"
+
+
 def test_of_many_workers_the_busy_ones_are_avoided() -> None:
     workers = [worker(f"d{i}", num_running=0 if i % 4 == 0 else 50) for i in range(300)]
     workers += [worker(f"p{i}", "prefill", queued_tokens=9 * i) for i in range(300)]
