@@ -174,7 +174,7 @@ def test_what_cannot_be_native_falls_back_or_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("sanitizer", ["address", "undefined"])
 def test_all_shapes_are_clean_under(sanitizer: str, tmp_path: Path) -> None:
     """A build of its own, put in place of the installed one in a copy of the package."""
