@@ -7,6 +7,7 @@ namespace tandem::TANDEM_ISA {
 
 constexpr int kTilesAtOnce = 60 / kTileRows;  // their inputs stay in the second-level cache
 constexpr int kSums = TANDEM_SUMS;            // vectors of sums that fit the registers
+constexpr int kLine = 64;                     // bytes that are fetched together
 
 enum class Into { kSet, kAdd };
 
@@ -54,6 +55,8 @@ inline __attribute__((always_inline)) void multiply(const float* x, const W* w, 
         for (int i = 0; i < 4; ++i) {
             if (i % 2 == 0) {
                 __builtin_prefetch(ahead, 0, 2);
+                for (int more = kLine; more < step; more += kLine)
+                    __builtin_prefetch(ahead + more, 0, 2);
                 ahead += step;
             }
             add(k + i);
@@ -141,10 +144,13 @@ void tile(const Share<W>& share, const float* x, int panel, int first_row, Turn 
     const int panel_size = share.num_inputs * kPanel;
     const W* w = share.weights + static_cast<size_t>(panel) * panel_size;
     const W* ahead = w;
-    int step = 0;
-    if (turn.tiles > 1) {  // else the weights are one stream, which the processor sees by itself
+    int step = 2 * kPanel * sizeof(W);
+    if (turn.tiles > 1) {
         ahead += panel_size + static_cast<size_t>(panel_size) * turn.tile / turn.tiles;
-        step = 2 * kPanel * sizeof(W) / turn.tiles;
+        step /= turn.tiles;
+    } else {  // alone, and soon done: panels are streams too short for the processor to foresee
+        ahead += static_cast<size_t>(panel_size) * (NV / kVectors);
+        step *= NV / kVectors;
     }
     Floats sums[NV][MR];
     multiply<W, MR, NV>(x, w, share.num_inputs, reinterpret_cast<const char*>(ahead), step, sums);
