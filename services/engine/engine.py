@@ -26,7 +26,7 @@ from services.engine.report import PendingReport
 from services.engine.runner_protocol import Runner
 from services.engine.sampler import sample_next
 from services.engine.scheduler import Chunk, Schedule, Scheduler
-from services.engine.seats import Seats
+from services.engine.seats import STEP_SHARE, Seats
 from services.engine.sequence import Sequence, Status
 from services.engine.types import EngineLoad, FinalBlocks, Mode, SequenceSpec, StepReport
 from services.errors import InternalError, QueueFull, TandemError
@@ -43,7 +43,7 @@ class Engine:
         self._config = config
         self._model_fingerprint = model_fingerprint
         self._pool = BlockPool(self.layout.num_blocks)
-        limits_s = [s for s in (config.itl_target_s, config.itl_limit_s) if s]
+        limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
         self._pace = Pace(min(limits_s, default=0.0))
         # Each decodes a token in every step, and one is left for a prompt.
         max_num_seqs = min(config.max_num_seqs, max(1, self.max_tokens_per_step - 1))

@@ -2,14 +2,16 @@
 
 A sequence has a *seat* from when it has blocks and decodes here, or awaits its KV to do so, until
 it ends. There are as many as the decode of a step has time for, in `SEATS_SHARE` of the limit, by
-what was measured; what is left of a step is for chunks of prompts (pace.py). Who finds none waits.
+what was measured; chunks of prompts lengthen it by half at most (pace.py), and the rest is for what
+no mean foretells: of a hundred steps 99 are to be within the limit. Who finds no seat waits.
 """
 
 from __future__ import annotations
 
 from services.engine.pace import Pace
 
-SEATS_SHARE = 0.7
+SEATS_SHARE = 0.5
+STEP_SHARE = 0.75  # of the limit, that a step with chunks of prompts is planned to take
 _ROUNDING = 1e-9
 
 

@@ -5,7 +5,8 @@
 Whatever a model of the workers leaves out (another tenant of the machine, a network, kernels that
 slow each other down) lengthens all waits near the limit by about the same share. Only those count
 that were predicted to be near it: what an idle cluster adds to a short wait says nothing about a
-long one. Seen ratios are averaged as logarithms, so that twice and half outweigh each other.
+long one. Seen ratios are averaged as logarithms, so that twice and half outweigh each other. Their
+spread says how much of a limit must be kept back for 99 of 100 to be in time.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from services.router.admission.predict import MARGIN
+
 NEAR = 0.3  # of what is allowed; predictions from there on count
 _LATE = 0.1  # the weight of the newest
 _FACTORS = (0.5, 8.0)  # one that is off by more has another cause
+_SPREADS = 2.33  # standard deviations that 99% are below
+_MARGINS = (0.4, 0.85)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,13 @@ class Calibration:
 
     def __init__(self) -> None:
         self._log_factor = 0.0
+        self._variance = (math.log(MARGIN) / _SPREADS) ** 2  # of the logarithms
+
+    @property
+    def margin(self) -> float:
+        """The share of a limit that a prediction may be, for 99 of 100 to keep it."""
+        lowest, highest = _MARGINS
+        return min(highest, max(lowest, math.exp(-_SPREADS * math.sqrt(self._variance))))
 
     @property
     def factor(self) -> float:
@@ -48,4 +60,6 @@ class Calibration:
         seen_s = max(1e-3, now - promise.made_at)
         off = math.log(seen_s / max(1e-3, promise.predicted_s))
         lowest, highest = map(math.log, _FACTORS)
-        self._log_factor += _LATE * (min(highest, max(lowest, off)) - self._log_factor)
+        error = min(highest, max(lowest, off)) - self._log_factor
+        self._log_factor += _LATE * error
+        self._variance += _LATE / 2 * (error * error - self._variance)

@@ -63,7 +63,8 @@ class Gate:
         predicted_s = self._ahead_s(tenant)
         predicted_s += expected_ttft_s(work, placement, completion_tokens=made)
         slower = self._calibration.factor
-        most_s = allowed_s(work, placement, self._limit, slower=slower)
+        margin = self._calibration.margin
+        most_s = allowed_s(work, placement, self._limit, slower=slower, margin=margin)
         late_s = slower * predicted_s - most_s
         if late_s <= 0:
             return self._calibration.promise(predicted_s, most_s, time.monotonic())

@@ -22,7 +22,7 @@ from services.cost_model import HERE_MARGIN
 from services.router.placement.choose import Placement, Work, WorkerSnapshot
 from services.router.placement.costs import TOKEN_S, computing_s, with_likely_rates
 
-MARGIN = 0.75  # of the limit: predictions are believed up to it
+MARGIN = 0.75  # of the limit: predictions are believed up to it, until their spread is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,20 @@ def seat_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) ->
     return num_to_end * completion_tokens * decode.rates.decode.seconds(num_ending) / num_ending
 
 
-def allowed_s(work: Work, placement: Placement, limit: TtftLimit, *, slower: float = 1.0) -> float:
-    """What a prediction may be; workers are so many times slower than they tell. Without rates
-    there is none to speak of: infinity."""
+def allowed_s(
+    work: Work,
+    placement: Placement,
+    limit: TtftLimit,
+    *,
+    slower: float = 1.0,
+    margin: float = MARGIN,
+) -> float:
+    """What a prediction may be; workers are so many times slower than they tell, and `margin` of
+    the limit is not kept back. Without rates there is none to speak of: infinity."""
     workers = with_likely_rates([*placement.prefill_candidates, placement.decode])
     if not any(w.rates.measured for w in workers):
         return math.inf
-    allowed = MARGIN * limit.seconds(work.num_tokens)
+    allowed = margin * limit.seconds(work.num_tokens)
     if limit.own_times:
         own_s = min(computing_s(work, w, placement.tokens_missing) for w in workers)
         allowed = max(allowed, limit.own_times * slower * own_s)

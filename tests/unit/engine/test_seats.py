@@ -21,7 +21,7 @@ def test_without_a_limit_or_a_measurement_all_have_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("itl_limit_s", "num_seats"), [(1.0, 64), (0.1, 30), (0.02, 2), (0.01, 1), (1e-9, 1)]
+    ("itl_limit_s", "num_seats"), [(1.0, 64), (0.1, 20), (0.03, 2), (0.01, 1), (1e-9, 1)]
 )
 def test_seats_are_what_a_decode_step_has_time_for(itl_limit_s: float, num_seats: int) -> None:
     assert seats(itl_limit_s) == num_seats

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from services.router.admission.calibration import Calibration, Promise
+from services.router.admission.predict import MARGIN
 
 
 def learn(calibration: Calibration, predicted_s: float, seen_s: float, times: int) -> None:
@@ -35,3 +36,17 @@ def test_only_what_was_predicted_to_be_near_the_limit_counts() -> None:
     assert calibration.promise(0.31, 1.0, 0.0) is not None
     learn(calibration, 1.0, 4.0, 60)
     assert calibration.promise(0.1, 1.0, 0.0) is not None  # 0.4 by what was learned
+
+
+def test_keeps_back_what_the_spread_asks_for() -> None:
+    calibration = Calibration()
+    assert calibration.margin == pytest.approx(MARGIN)
+    learn(calibration, 1.0, 1.0, 200)
+    assert calibration.margin == pytest.approx(0.85)
+    for seen_s in [0.8, 1.25] * 200:  # a spread of 0.22 about none
+        learn(calibration, 1.0, seen_s, 1)
+    assert calibration.margin == pytest.approx(0.59, abs=0.04)
+    learn(calibration, 1.0, 1000.0, 3)
+    assert calibration.margin == pytest.approx(0.4)
+    learn(calibration, 1.0, 1.0, 200)
+    assert calibration.margin > 0.8
