@@ -180,7 +180,7 @@ def test_has_no_work_while_the_oldest_cannot_be_admitted() -> None:
 
 def test_sequences_wait_for_a_seat_and_those_for_a_peer_need_none() -> None:
     bench = Bench(itl_limit_s=0.1)
-    bench.pace.observe(StepReport(num_decode_tokens=2, step_ms=46.0))
+    bench.pace.observe(StepReport(num_decode_tokens=2, step_ms=48.0))
     assert bench.scheduler._seats.num == 2
     a = bench.add("a", 2)
     pulls = bench.add("pulls", 8, Mode.AWAIT_KV)
