@@ -50,6 +50,7 @@ CLIENTS = 8
 SETTLE = 0.1  # of a run, left out
 REFUSED_WITHIN_S = 0.05
 GOODPUT_LEAST = 0.9  # of the peak
+SLO_KEPT_LEAST = 0.99  # of the requests that were taken
 
 
 def main() -> None:
@@ -236,9 +237,11 @@ def claims(result: dict[str, Any]) -> dict[str, Any]:
             "max_ms": last["refusal_ms"]["max"],
         },
         "99% of what is taken keeps the SLO": {
-            "holds": ttft_s <= slo["ttft_s"] and itl_s <= slo["itl_s"] and not last["failed"],
-            "ttft_of_slo": ttft_s / slo["ttft_s"],
-            "itl_of_slo": itl_s / slo["itl_s"],
+            "holds": last["kept_slo_share"] >= SLO_KEPT_LEAST and not last["failed"],
+            "share": last["kept_slo_share"],
+            # Beside it: 99 of 100 first tokens, and of all the times between two tokens.
+            "ttft_p99_of_slo": ttft_s / slo["ttft_s"],
+            "itl_p99_of_slo": itl_s / slo["itl_s"],
         },
     }
 

@@ -17,7 +17,6 @@ from services.errors import Overloaded
 from services.router.admission.calibration import Calibration, Promise
 from services.router.admission.line import Line
 from services.router.admission.predict import (
-    MARGIN,
     TtftLimit,
     allowed_s,
     expected_ttft_s,
@@ -41,9 +40,6 @@ class Gate:
         self._metrics = metrics
         self._calibration = Calibration()
         self._limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
-        # Shorter than what is refused: else nobody would ever wait for a turn.
-        most_s = MARGIN * config.ttft_limit_s / 2 if config.ttft_limit_s else math.inf
-        self._queued_max_s = min(QUEUED_MAX_S, most_s)
         self._line: Line | None = None
         if config.trust_tenant_header:
             self._line = Line(self._has_room, waiting_max=config.hold_requests_max)
@@ -104,7 +100,14 @@ class Gate:
     def _has_room(self) -> bool:
         workers = self._view.roster().by_id.values()
         told = self._view.redis_state == "ok"
-        return not told or has_room(workers, queued_max_s=self._queued_max_s)
+        return not told or has_room(workers, queued_max_s=self._queued_max_s())
+
+    def _queued_max_s(self) -> float:
+        """Shorter than what is refused: else nobody would ever wait for a turn."""
+        if not self._limit.base_s:
+            return QUEUED_MAX_S
+        refused_s = self._calibration.margin * self._limit.base_s / self._calibration.factor
+        return min(QUEUED_MAX_S, refused_s / 2)
 
     def _ahead_s(self, tenant: str) -> float:
         if self._line is None:
