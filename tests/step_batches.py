@@ -44,7 +44,7 @@ def place(runner: ModelRunner, prompts: Sequence[Sequence[int]], seed: int = 0) 
 def logits_after(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
     """[vocab] after the whole prompt, computed at once and alone."""
     (sequence,) = place(runner, [prompt])
-    return runner.forward(StepBatch([sequence.take(len(prompt))]))[0]
+    return runner.forward(StepBatch([sequence.take(len(prompt))]))[0].clone()
 
 
 def mixed_steps(
@@ -57,6 +57,6 @@ def mixed_steps(
     while unfinished:
         chosen = choose.sample(unfinished, choose.randint(1, len(unfinished)))
         slices = [sequences[i].take(choose.choice(chunks)) for i in chosen]
-        for i, logits in zip(chosen, runner.forward(StepBatch(slices)), strict=True):
+        for i, logits in zip(chosen, runner.forward(StepBatch(slices)).clone(), strict=True):
             yield i, sequences[i].done, logits
         unfinished = [i for i, s in enumerate(sequences) if s.done < len(s.token_ids)]

@@ -21,6 +21,7 @@ def main(model: str, dtype: str, threads: str, weights: str = "auto") -> None:
 
     from services.config import EngineConfig
     from services.engine.engine import Engine
+    from services.engine.pool_memory import populate
     from services.engine.runner import ModelRunner
     from services.engine.types import Mode, SamplingParams, SequenceSpec
     from services.models.source import resolve
@@ -35,7 +36,9 @@ def main(model: str, dtype: str, threads: str, weights: str = "auto") -> None:
         itl_target_s=0.0,  # prefill is measured alone, and decode after it
     )
     folder = resolve(model)
-    engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)
+    runner = ModelRunner(folder, config)
+    engine = Engine(config, runner, folder.fingerprint)
+    populate(runner.kv.data_ptr(), runner.kv.nbytes).join()  # as a worker does in its first second
     count = 0
 
     def add(prompt: list[int], max_tokens: int) -> None:

@@ -259,6 +259,13 @@ struct Item {
     int span, kv_head, first_row, num_rows;  // rows of the span: query * group + head of the group
 };
 
+// Keys that its last row sees.
+inline int num_keys_of(const Model& model, const Span& span, const Item& item) {
+    const int group = model.num_heads / model.num_kv_heads;
+    const int last_query = (item.first_row + item.num_rows - 1) / group;
+    return span.context_len - span.num_queries + last_query + 1;
+}
+
 inline size_t attention_floats(int dim) {
     return 2 * static_cast<size_t>(kKeys) * dim + 2 * static_cast<size_t>(kRowsMax) * dim +
            kRowsMax * (kKeys + 2) + dim;
@@ -277,12 +284,9 @@ struct HeadKv {
           table(step.block_tables + step.spans[item.span].first_table_entry),
           block_size(step.block_size),
           dim(model.head_dim),
+          num_keys(num_keys_of(model, step.spans[item.span], item)),
           heads_of_block(static_cast<size_t>(model.num_kv_heads) * model.num_layers * 2),
-          head((static_cast<size_t>(item.kv_head) * model.num_layers + layer) * 2) {
-        const Span& span = step.spans[item.span];
-        const int last_query = (item.first_row + item.num_rows - 1) * model.num_kv_heads / model.num_heads;
-        num_keys = span.context_len - span.num_queries + last_query + 1;
-    }
+          head((static_cast<size_t>(item.kv_head) * model.num_layers + layer) * 2) {}
 
     size_t run() const { return static_cast<size_t>(block_size) * dim; }
 

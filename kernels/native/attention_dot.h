@@ -15,6 +15,14 @@ constexpr int kDotRowsMax = 384; // of an item
 constexpr int kDotRows = 32;     // whose scores are computed at once
 constexpr int kStep = kStepInputs;
 
+// Of an item at least, where there are as many; and so few that fetching keys and values is most of
+// their work. Beside AMX's products packing is, so what is packed has to serve more rows.
+#ifdef TANDEM_AMX
+constexpr int kDotRowsMin = 64, kDotFewRows = 32;
+#else
+constexpr int kDotRowsMin = 32, kDotFewRows = 12;
+#endif
+
 // A right factor [depth][columns] in panels of 16 columns: of each panel [depth / 2][16] words of
 // two numbers, one below the other in the factor.
 struct Panels {
@@ -359,7 +367,7 @@ inline size_t attention_dot_floats(int dim) {
 inline int dot_rows_of_item(const Model& model, const Step& step) {
     const int64_t all = static_cast<int64_t>(step.num_rows) * model.num_heads;
     const int64_t each = all / (8 * model.num_threads) / kDotRows * kDotRows;
-    return each < 2 * kDotRows ? 2 * kDotRows : (each < kDotRowsMax ? each : kDotRowsMax);
+    return each < kDotRowsMin ? kDotRowsMin : (each < kDotRowsMax ? each : kDotRowsMax);
 }
 
 // Up to kDotRows rows of an item.
@@ -397,8 +405,8 @@ struct DotRows {
 inline void attend_tile(const DotTile& tile, int head_dim, const DotBuffer& at, const int* sees,
                         int num_rows) {
     const int dim = whole_steps(head_dim), num_keys = whole_steps(tile.num_keys);
-    if (num_rows <= kDotRows) {
-        // What is fetched for few rows is most of their work: so products take turns with it.
+    if (num_rows <= kDotFewRows) {
+        // Products take turns with what is fetched.
         const DotRows rows{at, sees, dim, 0, num_rows};
         for (int key = 0; key < num_keys; key += kStep) {
             pack_keys(tile, key, kStep, head_dim, at.keys);

@@ -55,6 +55,34 @@ inline void norm_head(float* head, const float* weight, int dim, float eps) {
     for (int i = 0; i < dim; ++i) head[i] = head[i] * scale * weight[i];
 }
 
+inline size_t run_of(const Model& model, const Step& step) {
+    return static_cast<size_t>(step.block_size) * model.head_dim;
+}
+
+// Where a row's key of a head goes; its value goes a run after it.
+template <class T>
+T* place_of(const Model& model, const Step& step, int index, int row, int head) {
+    const size_t block = step.slots[row] / step.block_size;
+    const size_t offset = static_cast<size_t>(step.slots[row] % step.block_size) * model.head_dim;
+    const size_t runs = ((block * model.num_kv_heads + head) * model.num_layers + index) * 2;
+    return static_cast<T*>(step.kv) + runs * run_of(model, step) + offset;
+}
+
+constexpr int kRowsToFetch = 64;
+
+// So that place_row() need not wait: a few rows lie each in a block of its own.
+template <class T>
+void fetch_place(const Model& model, const Step& step, int index, int row) {
+    constexpr int kLine = 64 / sizeof(T);
+    for (int h = 0; h < model.num_kv_heads; ++h) {
+        const T* to = place_of<T>(model, step, index, row, h);
+        for (int i = 0; i < model.head_dim; i += kLine) {
+            __builtin_prefetch(to + i, 1, 2);
+            __builtin_prefetch(to + run_of(model, step) + i, 1, 2);
+        }
+    }
+}
+
 // Normalizes and rotates a row's heads; its K and V go into the pool.
 template <class T>
 void place_row(const Model& model, const Layer& layer, const Step& step, int index, int row,
@@ -68,17 +96,14 @@ void place_row(const Model& model, const Layer& layer, const Step& step, int ind
         if (layer.q_norm) norm_head(head, layer.q_norm, dim, model.norm_eps);
         rotate(head, cosines, sines, dim, scale, head);
     }
-    const size_t run = static_cast<size_t>(step.block_size) * dim;
-    const size_t block = step.slots[row] / step.block_size;
-    const size_t offset = static_cast<size_t>(step.slots[row] % step.block_size) * dim;
     for (int h = 0; h < model.num_kv_heads; ++h) {
-        const size_t head_run = ((block * model.num_kv_heads + h) * model.num_layers + index) * 2;
-        T* to = static_cast<T*>(step.kv) + head_run * run + offset;
+        T* to = place_of<T>(model, step, index, row, h);
         float* key = heads + (model.num_heads + h) * dim;
         if (layer.k_norm) norm_head(key, layer.k_norm, dim, model.norm_eps);
         rotate(key, cosines, sines, dim, 1.0f, to);
         const float* value = key + model.num_kv_heads * dim;
-        for (int i = 0; i < dim; i += kLanes) store_some(to + run + i, load(value + i), kLanes);
+        T* const beside = to + run_of(model, step);
+        for (int i = 0; i < dim; i += kLanes) store_some(beside + i, load(value + i), kLanes);
     }
 }
 
@@ -102,17 +127,26 @@ inline void embed(const Model& model, int token, float* to) {
     }
 }
 
-// Work items, the longest first where one thread would be last with them.
+// Work items, the longest first: one thread would be last with them.
 inline std::vector<Item> items_of(const Model& model, const Step& step) {
     const int group = model.num_heads / model.num_kv_heads;
     const int most = rows_of_item(model, step);
     std::vector<Item> items;
     for (int s = 0; s < step.num_spans; ++s) {
-        const int rows = step.spans[s].num_queries * group;
-        for (int first = (rows - 1) / most * most; first >= 0; first -= most)
-            for (int h = 0; h < model.num_kv_heads; ++h)
-                items.push_back({s, h, first, rows - first < most ? rows - first : most});
+        const int rows = step.spans[s].num_queries * group, num = (rows + most - 1) / most;
+        for (int i = num - 1; i >= 0; --i) {
+            const int first = static_cast<int64_t>(rows) * i / num;
+            const int end = static_cast<int64_t>(rows) * (i + 1) / num;
+            for (int h = 0; h < model.num_kv_heads; ++h) items.push_back({s, h, first, end - first});
+        }
     }
+    constexpr int kFetching = 4;  // a key once takes as long as this many rows' products with it
+    const auto work = [&](const Item& item) {
+        return (item.num_rows + kFetching) *
+               static_cast<int64_t>(num_keys_of(model, step.spans[item.span], item));
+    };
+    std::stable_sort(items.begin(), items.end(),
+                     [&](const Item& a, const Item& b) { return work(a) > work(b); });
     return items;
 }
 
@@ -128,9 +162,16 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
     const int width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
     const Inputs normed = inputs_of(layer.qkv, rows.input, step.num_rows);
 #pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row)
+    for (int row = 0; row < step.num_rows; ++row) {
+        if (step.num_rows <= kRowsToFetch) {
+            if (step.kv_kind == BF16)
+                fetch_place<Bf16>(model, step, index, row);
+            else
+                fetch_place<float>(model, step, index, row);
+        }
         norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.attention_norm,
                  model.norm_eps, normed.row(row));
+    }
     rows.laps->end(NORM, thread);
     linear(layer.qkv, normed, {rows.projected, static_cast<size_t>(width), Into::kSet}, thread,
            threads);

@@ -67,6 +67,19 @@ struct InputRow {
     }
 #endif
 
+    // One of the same tile, so many rows below.
+    InputRow below(int rows) const {
+        InputRow row = *this;
+#ifdef TANDEM_PAIRS
+        if (steps.first != nullptr) {
+            row.steps.first += static_cast<size_t>(rows) * kStepInputs;
+            return row;
+        }
+#endif
+        row.numbers.first += rows;
+        return row;
+    }
+
     void put(int at, Floats run, int num = kLanes) const {
 #ifdef TANDEM_PAIRS
         if (steps.first != nullptr) return put_pairs(at, run, num);

@@ -219,7 +219,7 @@ inline void linear_of_pairs(const Matrix& matrix, const Inputs& inputs, int firs
 inline void gate_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_panel,
                           int end_panel, const Inputs& gated);
 
-// Gates of a panel and the ups of the next one, of some rows, into the product after the gate.
+// Gates of a panel and the ups of the next one, of rows of one tile, into the product after the gate.
 inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int first_row,
                       int num_rows, const Floats* gates, const Floats* ups) {
     const int at = panel / 2 * kPanel;
@@ -229,9 +229,9 @@ inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int 
         gate_bias = load(matrix.bias + panel * kPanel);
         up_bias = load(matrix.bias + (panel + 1) * kPanel);
     }
+    const InputRow first = gated.row(first_row);
     for (int m = 0; m < num_rows; ++m)
-        gated.row(first_row + m)
-            .put(at, gated_for_bf16(gates[m] + gate_bias, ups[m] + up_bias), num);
+        first.below(m).put(at, gated_for_bf16(gates[m] + gate_bias, ups[m] + up_bias), num);
 }
 
 // This thread's share of silu(gate) * up: panels of gates and of ups take turns.

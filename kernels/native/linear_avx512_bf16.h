@@ -69,6 +69,15 @@ inline __attribute__((always_inline)) void put_pairs(const Matrix& matrix, int p
             put_gated(matrix, gated, panel + p, first_row, MR, sums[p], sums[p + 1]);
 }
 
+// A tile's results are fetched while it is computed: of many rows they left the caches since.
+inline void fetch_results(const Output& out, int panel, int num_panels, int first_row, int num_rows) {
+    const float* to = out.rows + first_row * out.stride + panel * kPanel;
+    for (int m = 0; m < num_rows; ++m, to += out.stride)
+        for (int p = 0; p < num_panels; ++p) __builtin_prefetch(to + p * kPanel, 1, 3);
+}
+
+inline void fetch_results(const Inputs&, int, int, int, int) {}
+
 template <int MR, int NP, class To>
 void tile_of_pairs(const Matrix& matrix, const Bf16* x, int panel, int first_row, Turn turn,
                    const To& to) {
@@ -77,6 +86,7 @@ void tile_of_pairs(const Matrix& matrix, const Bf16* x, int panel, int first_row
     const Bf16* w = static_cast<const Bf16*>(matrix.panels) + panel * panel_size;
     const Bf16* ahead = turn.tiles == 1 ? nullptr
                                         : w + NP * panel_size + NP * panel_size * turn.tile / turn.tiles;
+    if (turn.tiles > 1) fetch_results(to, panel, NP, first_row, MR);
     Floats sums[NP][MR];
     multiply_pairs<MR, NP>(x, w, in, reinterpret_cast<const char*>(ahead),
                            NP * 2 * kPanel * sizeof(Bf16) / turn.tiles, sums);

@@ -72,6 +72,7 @@ class NativeDecoder:
         self._angle_scale = scaling.attention_factor if scaling else 1.0
         self._panels = np.frombuffer(own_pages(self._packed_bytes(weights)), np.uint8)
         self._num_packed = 0
+        self._logits = torch.empty(0, config.vocab_size)
         layers = (Layer * config.num_layers)(*map(self._layer, weights.layers))
         embedding = weights.embedding.contiguous()
         self._kept += [layers, embedding]
@@ -110,14 +111,15 @@ class NativeDecoder:
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Writes the tokens' KV into the pool `kv`, of BlockLayout's shape; fp32 logits [slices
-        that want them, vocab]. `on_kv_written` is called when all KV is in the pool."""
+        that want them, vocab], good until the next call. `on_kv_written` is called when all KV is
+        in the pool."""
         inputs = _Inputs(batch, kv.shape[4])
         positions = torch.from_numpy(inputs.positions)
         cosines, sines = (
             angles.squeeze(1).contiguous()
             for angles in rotary_angles(positions, self._frequencies, self._angle_scale)
         )
-        logits = torch.empty(len(inputs.logit_rows), self._config.vocab_size)
+        logits = self._logits_of(len(inputs.logit_rows))
         step = Step(
             token_ids=address(inputs.token_ids),
             slots=address(inputs.slots),
@@ -139,6 +141,14 @@ class NativeDecoder:
             on_kv_written()
         self._library.to_logits(self._decoder, step)
         return logits
+
+    def _logits_of(self, num_rows: int) -> torch.Tensor:
+        """Megabytes, which the system would find and zero again for every step."""
+        if num_rows > len(self._logits):
+            vocab = self._config.vocab_size
+            pages = own_pages(num_rows * vocab * self._logits.itemsize)
+            self._logits = torch.frombuffer(pages, dtype=torch.float32).view(num_rows, vocab)
+        return self._logits[:num_rows]
 
     def take_stages(self) -> dict[Stage, float]:
         """Seconds spent in each stage since the last time."""

@@ -27,6 +27,7 @@ import zmq
 
 from services.engine.engine import Engine
 from services.engine.pool_bytes import pool_bytes
+from services.engine.pool_memory import populate
 from services.engine.runner import ModelRunner
 from services.engine.types import Failed, FinalBlocks, StepReport
 from services.errors import TandemError
@@ -77,6 +78,8 @@ class EngineProcess:
         self._failed: list[Failed] = []
         self._stopping = False
         self._send(self._ready(fingerprint, load_ms))
+        if on_cpu:
+            populate(self._runner.kv.data_ptr(), self._runner.kv.nbytes)
 
     def _load(
         self, settings: EngineSettings, load_ms: dict[str, float]

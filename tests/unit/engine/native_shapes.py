@@ -195,7 +195,7 @@ def outputs(shape: Shape, instructions: str | None) -> list[torch.Tensor]:
         instructions=instructions,
     )
     kv = pool(shape)
-    return [*(decoder.forward(batch, kv) for batch in batches(shape)), kv]
+    return [*(decoder.forward(batch, kv).clone() for batch in batches(shape)), kv]
 
 
 def rounds_inputs(shape: Shape, instructions: str | None) -> bool:

@@ -71,7 +71,7 @@ def _run(
     done = 0
     for num in cut:
         piece = SequenceSlice(token_ids[done : done + num], done + num, table, True)
-        logits = decoder.forward(StepBatch([piece]), kv)
+        logits = decoder.forward(StepBatch([piece]), kv).clone()
         done += num
     in_order = kv[table].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
     return logits, in_order[..., :done, :]

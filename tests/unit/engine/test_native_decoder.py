@@ -75,7 +75,7 @@ def test_a_token_does_not_depend_on_its_company_or_its_chunk(
         for step in steps:
             decoder.forward(step, kv)
         last = StepBatch([SequenceSlice([7], 10, table, True)])
-        seen.append((decoder.forward(last, kv), kv[table].transpose(0, 1).clone()))
+        seen.append((decoder.forward(last, kv).clone(), kv[table].transpose(0, 1).clone()))
     for logits, blocks in seen[1:]:
         assert torch.equal(logits, seen[0][0])
         assert torch.equal(blocks, seen[0][1])
