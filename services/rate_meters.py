@@ -32,6 +32,8 @@ _KEEP = 0.98
 _INERTIA = 0.01  # the pull to the fit before, of what the observations say in that direction
 _OUTLIER = 3.0  # expected errors from which an observation counts less
 _CHANGE_AFTER = 8
+_SOLVED_ALWAYS = 64  # observations; after them a fit is solved for anew every so many
+_SOLVED_EVERY = 4
 _ERROR_FIRST = 0.2
 _ERROR_KEEP = 0.9
 _ERROR_MIN = 0.02  # relative; what a quiet machine has at least
@@ -65,7 +67,8 @@ class LinearMeter:
             weight = 1.0
         self._add([f / seconds for f in features], weight)
         self.num_observations += 1
-        self.coefficients = self._solve()
+        if self.num_observations < _SOLVED_ALWAYS or self.num_observations % _SOLVED_EVERY == 0:
+            self.coefficients = self._solve()
 
     def _start(self, scale: float) -> None:
         """Knows the guess only, and that it is off by this factor as a whole."""

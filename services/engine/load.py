@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 
 from services.engine.block_pool import BlockPool
@@ -23,26 +22,36 @@ def measure_load(
 
     A held chain is for a peer, an adopted one awaits KV.
     """
-    statuses = Counter(s.status for s in sequences)
-    num_computing_for_peer = sum(
-        s.mode is Mode.FOR_PEER and s.status is Status.RUNNING for s in sequences
-    )
+    running = waiting = awaiting_kv = computing_for_peer = held = queued_tokens = wasted = 0
+    for sequence in sequences:  # once: this is part of every step
+        status = sequence.status
+        if status is Status.RUNNING:
+            if sequence.mode is Mode.FOR_PEER:
+                computing_for_peer += 1
+            else:
+                running += 1
+        elif status is Status.WAITING:
+            waiting += 1
+        elif status is Status.AWAITING_KV:
+            awaiting_kv += 1
+        elif status is Status.HELD:
+            held += 1
+        queued_tokens += sequence.num_queued_tokens
+        if sequence.block_table:
+            room = len(sequence.block_table) * sequence.block_size
+            wasted += max(0, room - sequence.num_tokens)
     return EngineLoad(
-        num_running=statuses[Status.RUNNING] - num_computing_for_peer,
-        num_waiting=statuses[Status.WAITING],
-        num_awaiting_kv=statuses[Status.AWAITING_KV] + chains.num_adopted,
+        num_running=running,
+        num_waiting=waiting,
+        num_awaiting_kv=awaiting_kv + chains.num_adopted,
         num_seats=num_seats,
         chunk_tokens=chunk_tokens,
-        num_for_peer=num_computing_for_peer + statuses[Status.HELD] + chains.num_held,
-        queued_tokens=sum(s.num_queued_tokens for s in sequences),
+        num_for_peer=computing_for_peer + held + chains.num_held,
+        queued_tokens=queued_tokens,
         blocks_total=pool.num_blocks,
         blocks_free=pool.num_free,
         blocks_used=pool.num_used,
         blocks_cached=pool.num_cached,
         blocks_quarantined=pool.num_quarantined,
-        tokens_wasted=sum(
-            max(0, len(s.block_table) * s.block_size - s.num_tokens)
-            for s in sequences
-            if s.block_table
-        ),
+        tokens_wasted=wasted,
     )

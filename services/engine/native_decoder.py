@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.native.library import (
@@ -35,7 +36,7 @@ from services.engine.weights import LayerWeights, Linear, ModelWeights
 from services.models.config import ModelConfig
 
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
-_INT32_MAX = 2**31 - 1
+_ANGLES_MIN = 2048
 
 
 def why_not_native(config: ModelConfig) -> str:
@@ -67,12 +68,11 @@ class NativeDecoder:
         self._int8 = int8
         self._instructions = instructions
         self._kept: list[Any] = []  # what the structs point to
-        self._frequencies = rope_frequencies(config)
-        scaling = config.rope_scaling
-        self._angle_scale = scaling.attention_factor if scaling else 1.0
+        self._angles = _AngleTable(config)
         self._panels = np.frombuffer(own_pages(self._packed_bytes(weights)), np.uint8)
         self._num_packed = 0
-        self._logits = torch.empty(0, config.vocab_size)
+        self._logits_room = torch.empty(0)
+        self._logits = self._logits_room.view(0, config.vocab_size)
         layers = (Layer * config.num_layers)(*map(self._layer, weights.layers))
         embedding = weights.embedding.contiguous()
         self._kept += [layers, embedding]
@@ -114,17 +114,13 @@ class NativeDecoder:
         that want them, vocab], good until the next call. `on_kv_written` is called when all KV is
         in the pool."""
         inputs = _Inputs(batch, kv.shape[4])
-        positions = torch.from_numpy(inputs.positions)
-        cosines, sines = (
-            angles.squeeze(1).contiguous()
-            for angles in rotary_angles(positions, self._frequencies, self._angle_scale)
-        )
+        cosines, sines = self._angles.of(inputs.positions)
         logits = self._logits_of(len(inputs.logit_rows))
         step = Step(
             token_ids=address(inputs.token_ids),
             slots=address(inputs.slots),
-            cosines=cosines.data_ptr(),
-            sines=sines.data_ptr(),
+            cosines=address(cosines),
+            sines=address(sines),
             spans=address(inputs.spans),
             block_tables=address(inputs.block_tables),
             logit_rows=address(inputs.logit_rows),
@@ -144,11 +140,14 @@ class NativeDecoder:
 
     def _logits_of(self, num_rows: int) -> torch.Tensor:
         """Megabytes, which the system would find and zero again for every step."""
-        if num_rows > len(self._logits):
-            vocab = self._config.vocab_size
-            pages = own_pages(num_rows * vocab * self._logits.itemsize)
-            self._logits = torch.frombuffer(pages, dtype=torch.float32).view(num_rows, vocab)
-        return self._logits[:num_rows]
+        if num_rows == len(self._logits):
+            return self._logits
+        if num_rows * self._config.vocab_size > self._logits_room.numel():
+            pages = own_pages(num_rows * self._config.vocab_size * 4)
+            self._logits_room = torch.frombuffer(pages, dtype=torch.float32)
+        size = num_rows * self._config.vocab_size
+        self._logits = self._logits_room[:size].view(num_rows, -1)
+        return self._logits
 
     def take_stages(self) -> dict[Stage, float]:
         """Seconds spent in each stage since the last time."""
@@ -245,30 +244,53 @@ def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(panels, 1).flatten(0, 2)
 
 
+class _AngleTable:
+    """Of all positions up to twice the furthest one seen: computing them anew takes longer than
+    looking them up, and a position's bits would depend on those beside it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._frequencies = rope_frequencies(config)
+        scaling = config.rope_scaling
+        self._scale = scaling.attention_factor if scaling else 1.0
+        self._grow(_ANGLES_MIN)
+
+    def of(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], ...]:
+        """Cosines and sines, each [positions, head_dim / 2]."""
+        if (furthest := int(positions.max())) >= len(self._tables[0]):
+            self._grow(1 << (furthest + 1).bit_length())
+        return tuple(table.take(positions, axis=0) for table in self._tables)
+
+    def _grow(self, size: int) -> None:
+        angles = rotary_angles(torch.arange(size), self._frequencies, self._scale)
+        self._tables = [each.squeeze(1).contiguous().numpy() for each in angles]
+
+
 class _Inputs:
-    """A step's batch as arrays: rows are its tokens, sequence after sequence."""
+    """A step's batch as arrays: rows are its tokens, sequence after sequence.
+
+    Made from lists: a step of one token, which all other costs are seen beside, has them sooner.
+    """
 
     def __init__(self, batch: StepBatch, block_size: int) -> None:
         token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
         spans: list[tuple[int, int, int, int]] = []
         tables: list[int] = []
-        places: list[range] = []
         logit_rows: list[int] = []
         for piece in batch.slices:
-            num_blocks = -(-piece.context_len // block_size)
+            table = piece.block_table
+            places = range(piece.context_len - piece.num_tokens, piece.context_len)
             spans.append((len(token_ids), piece.num_tokens, piece.context_len, len(tables)))
             token_ids += piece.token_ids
-            tables += piece.block_table[:num_blocks]
-            places.append(range(piece.context_len - piece.num_tokens, piece.context_len))
+            positions += places
+            slots += [table[at // block_size] * block_size + at % block_size for at in places]
+            tables += table[: -(-piece.context_len // block_size)]
             if piece.wants_logits:
                 logit_rows.append(len(token_ids) - 1)
         self.token_ids = np.array(token_ids, np.int32)
-        self.spans = np.array(spans, np.int32).reshape(-1, 4)
+        self.positions = np.array(positions)
+        self.slots = np.array(slots, np.int32)  # OverflowError beyond what an int32 holds
+        self.spans = np.array(spans, np.int32)
         self.block_tables = np.array(tables, np.int32)
         self.logit_rows = np.array(logit_rows, np.int32)
-        self.positions = np.concatenate([np.arange(p.start, p.stop) for p in places])
-        first_entry = np.repeat(self.spans[:, 3], self.spans[:, 1])
-        blocks = self.block_tables[first_entry + self.positions // block_size]
-        slots = blocks.astype(np.int64) * block_size + self.positions % block_size
-        assert slots.max() <= _INT32_MAX
-        self.slots = slots.astype(np.int32)

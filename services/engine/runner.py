@@ -125,7 +125,6 @@ class ModelRunner:
         if self._triton is not None:
             self._triton.prepare(self.kv)
 
-    @torch.inference_mode()
     def forward(
         self, batch: StepBatch, on_kv_written: Callable[[], object] | None = None
     ) -> torch.Tensor:

@@ -21,6 +21,7 @@ class TorchSteps:
         self._decoder = Decoder(config, weights, self._kernels)
         self._kv: torch.Tensor | None = None
 
+    @torch.inference_mode()
     def forward(
         self,
         batch: StepBatch,

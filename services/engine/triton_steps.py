@@ -52,6 +52,7 @@ class TritonSteps:
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         return sample(logits, draws)
 
+    @torch.inference_mode()
     def forward(
         self,
         batch: StepBatch,
