@@ -140,13 +140,12 @@ class NativeDecoder:
 
     def _logits_of(self, num_rows: int) -> torch.Tensor:
         """Megabytes, which the system would find and zero again for every step."""
-        if num_rows == len(self._logits):
-            return self._logits
-        if num_rows * self._config.vocab_size > self._logits_room.numel():
-            pages = own_pages(num_rows * self._config.vocab_size * 4)
-            self._logits_room = torch.frombuffer(pages, dtype=torch.float32)
-        size = num_rows * self._config.vocab_size
-        self._logits = self._logits_room[:size].view(num_rows, -1)
+        if num_rows != len(self._logits):
+            vocab = self._config.vocab_size
+            if num_rows * vocab > len(self._logits_room):
+                pages = own_pages(num_rows * vocab * self._logits_room.itemsize)
+                self._logits_room = torch.frombuffer(pages, dtype=torch.float32)
+            self._logits = self._logits_room[: num_rows * vocab].view(num_rows, vocab)
         return self._logits
 
     def take_stages(self) -> dict[Stage, float]:

@@ -9,11 +9,11 @@ step's seconds are predicted from steps measured here:
 
     step_s + token_s * tokens + token_context_s * (tokens before each)        one that only prefills
     step_s + sequence_s * sequences + context_s * (tokens before each)        one that only decodes
-    a * (the first, without its step_s) + b * (the second)                    a mixed one
+    (the second, with the chunk's context) + a * (the first, without step_s)  a mixed one
 
-`a` says how much dearer tokens are in small chunks, `b` how much of decoding the chunk's own pass
-over the weights saves; both are 1 until a mixed step was measured. Steps without decode are not
-limited here: they take the scheduler's whole budget.
+`a` says what tokens cost beside decoding, of what they cost in large chunks: less while their
+products wait for the same weights. It is that of the last mixed steps, and 1 before there was one.
+Steps without decode are not limited here: they take the scheduler's whole budget.
 
 So a role needs no setting: what a worker computes says it. Which tokens come out never depends on a
 chunk's size with `--numerics invariant`.
@@ -33,7 +33,9 @@ _DECODE_SHARE = 1.5  # of what decode alone takes, that a step may always take
 _ROWS = 16  # of a step, that it has a multiple of: few shapes, and the kernels' tiles are full
 _TOKENS_MIN = 4  # of prefill in a step, whatever it takes
 _GROWTH = 2  # times the chunk before: a fit that went astray is found out before it hurts
-_PREFILL_MIN = 0.5  # of what a token costs in large chunks: no small one makes it cheaper
+_COST_MIN = 0.1  # of what a token costs in large chunks: nothing is for nothing
+_COST_KEEP = 0.8  # of what mixed steps say, for each that follows: the last 5 count
+_OUTLIER = 3.0  # times what was expected: what a step took beyond that is the machine's doing
 _DECODE_CONTEXT_S = DEFAULT_PREFILL.token_context_s
 
 
@@ -57,7 +59,7 @@ class Pace:
         self._decode = LinearMeter(
             (DEFAULT_DECODE.step_s, DEFAULT_DECODE.sequence_s, _DECODE_CONTEXT_S)
         )
-        self._mixed = LinearMeter((1.0, 1.0))
+        self._beside_decode = _CostBesideDecode()
         self._last_tokens: int | None = None  # of prefill in the last mixed step
         self._mean_context = 0.0  # of a sequence in the last step that only decoded
 
@@ -80,7 +82,8 @@ class Pace:
         prefill = (report.num_prefill_tokens, report.num_prefill_context_tokens)
         decode = (report.num_decode_tokens, report.num_decode_context_tokens)
         if prefill[0] and decode[0]:
-            self._mixed.observe((self._prefill_s(*prefill), self._decode_s(*decode)), seconds)
+            around_s = self._decode_s(decode[0], decode[1] + prefill[1] // prefill[0])
+            self._beside_decode.observe(seconds - around_s, self._prefill_s(*prefill))
             self._last_tokens = prefill[0]
         elif prefill[0]:
             self._prefill.observe(*prefill, seconds)
@@ -93,14 +96,14 @@ class Pace:
         already. None: as many as its budget has room for."""
         if not self._target_s or not work.decode_tokens:
             return None
-        per_prefill, per_decode = self._mixed.coefficients
-        per_prefill = max(per_prefill, _PREFILL_MIN)
         alone_s = self._decode_s(work.decode_tokens, work.decode_contexts)
-        left_s = max(_MARGIN * self._target_s, _DECODE_SHARE * alone_s) - per_decode * alone_s
-        left_s -= per_prefill * self._prefill_s(work.prefill_tokens, work.prefill_contexts)
+        left_s = max(_MARGIN * self._target_s, _DECODE_SHARE * alone_s)
+        left_s -= self._decode_s(work.decode_tokens, work.decode_contexts + context)
+        left_s /= self._beside_decode.cost
+        left_s -= self._prefill_s(work.prefill_tokens, work.prefill_contexts)
         rate = self._prefill.rate
         context_s = rate.token_context_s
-        fits = _tokens_in(left_s / per_prefill, rate.token_s + context * context_s, context_s / 2)
+        fits = _tokens_in(left_s, rate.token_s + context * context_s, context_s / 2)
         if fits is None:
             return None
         if self._last_tokens is not None:
@@ -121,6 +124,25 @@ class Pace:
     def _decode_s(self, num_sequences: int, contexts: int) -> float:
         step_s, sequence_s, context_s = self._decode.coefficients
         return step_s + num_sequences * sequence_s + contexts * context_s
+
+
+class _CostBesideDecode:
+    """What prefill takes of mixed steps, of what it takes alone in large chunks.
+
+    A ratio of sums: a step may well take less than was predicted for its decoding alone, and that
+    counts as much as what another one takes too long.
+    """
+
+    def __init__(self) -> None:
+        self._spent_s = 0.0
+        self._alone_s = 0.0
+        self.cost = 1.0
+
+    def observe(self, spent_s: float, alone_s: float) -> None:
+        self._spent_s = _COST_KEEP * self._spent_s + min(spent_s, _OUTLIER * self.cost * alone_s)
+        self._alone_s = _COST_KEEP * self._alone_s + alone_s
+        if self._alone_s > 0:
+            self.cost = max(_COST_MIN, self._spent_s / self._alone_s)
 
 
 def _tokens_in(seconds: float, first_s: float, growth_s: float) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 from torch import Tensor
@@ -56,6 +57,7 @@ class Bench:
             bytes_per_token=1024.0,
         )
         self.num_added = 0
+        self.clock = self.machine.seconds
 
     def add(self, num_tokens: int, *, max_tokens: int = 10_000, mode: Mode = Mode.HERE) -> Sequence:
         self.num_added += 1
@@ -70,7 +72,7 @@ class Bench:
     def step(self) -> tuple[Schedule, float]:
         """What it had, and the seconds that it took."""
         schedule = self.scheduler.schedule()
-        work, seconds = schedule.work, self.machine.seconds(schedule.work)
+        work, seconds = schedule.work, self.clock(schedule.work)
         for chunk in schedule.chunks:
             chunk.sequence.num_computed_tokens += chunk.num_tokens
             if chunk.samples:
@@ -115,7 +117,7 @@ def test_a_chunk_lets_the_next_token_come_in_time(scale: float, num_decoding: in
         work = schedule.work
         assert work.decode_tokens == num_decoding  # nobody misses a step
         allowed_s = bench.allowed_s(work)
-        assert seconds <= 1.02 * allowed_s
+        assert seconds <= 1.03 * allowed_s
         # And it takes of that time what there is of it: another tile would be too much.
         more = replace(work, prefill_tokens=work.prefill_tokens + 16)
         no_room = schedule.num_tokens > BUDGET - 16
@@ -169,6 +171,45 @@ def test_chunks_are_smaller_after_more_context_and_when_the_machine_slows_down()
     bench.machine.scale = 3.0
     steps = bench.beside_prompt()
     assert all(seconds < 1.02 * bench.allowed_s(s.work) for s, seconds in steps[20:])
+
+
+@dataclass
+class CpuMachine(Machine):
+    """What a CPU does: up to 16 rows read the same weights, a chunk reads the KV before it once
+    more, and a neighbour takes a part of every step, a large one now and then."""
+
+    rng: Random = field(default_factory=lambda: Random(3))
+
+    def seconds(self, work: StepWork) -> float:
+        decode = 0.011 + 4e-4 * work.decode_tokens + 7e-7 * work.decode_contexts
+        rows = work.decode_tokens + work.prefill_tokens
+        tokens, contexts = work.prefill_tokens, work.prefill_contexts
+        prefill = 5e-4 * max(0, rows - 16) + 2.5e-7 * contexts
+        prefill += 1e-6 * contexts / max(1, tokens)
+        return decode + prefill
+
+    def disturbed(self, work: StepWork) -> float:
+        often = self.seconds(work) * self.rng.uniform(0.85, 1.3)
+        return often * (3 if self.rng.random() < 0.02 else 1)
+
+
+def test_a_chunk_finds_back_to_what_there_is_room_for_on_a_machine_with_neighbours() -> None:
+    """However the steps before it went: neither what cannot be told apart nor noise traps it."""
+    machine = CpuMachine()
+    bench = Bench(1e-6, machine)
+    bench.clock = machine.disturbed
+    bench.decoding(4)
+    steps: list[tuple[Schedule, float]] = []
+    work = []
+    for _ in range(6):
+        steps = bench.beside_prompt()
+        work += [schedule.work for schedule, _ in steps[20:-1]]
+        for _ in range(50):
+            bench.step()
+    over = [w for w in work if machine.seconds(w) > 1.25 * bench.allowed_s(w)]
+    assert sum(w.prefill_tokens > 4 for w in over) <= 0.02 * len(work)
+    used = sum(machine.seconds(schedule.work) for schedule, _ in steps)
+    assert 0.78 < used / sum(bench.allowed_s(schedule.work) for schedule, _ in steps) < 1.0
 
 
 def test_whole_tiles_of_rows() -> None:

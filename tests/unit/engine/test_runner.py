@@ -133,6 +133,9 @@ class TestForward:
         piece = Progress([1, 2, 3], [0]).take(3)
         silent = type(piece)(piece.token_ids, 3, [0], False)
         assert runner.forward(StepBatch([silent])).shape == (0, 203)
+        expected = runner.forward(StepBatch([piece])).clone()
+        assert runner.forward(StepBatch([silent])).shape == (0, 203)
+        torch.testing.assert_close(runner.forward(StepBatch([piece])), expected)
 
     def test_only_the_tokens_own_slots_are_written(self, runner: ModelRunner) -> None:
         runner.allocate(6)
