@@ -99,7 +99,10 @@ class Pace:
         alone_s = self._decode_s(work.decode_tokens, work.decode_contexts)
         left_s = max(_MARGIN * self._target_s, _DECODE_SHARE * alone_s)
         left_s -= self._decode_s(work.decode_tokens, work.decode_contexts + context)
-        left_s /= self._beside_decode.cost
+        cost = self._beside_decode.cost
+        if (self._last_tokens or 0) > _ROWS:  # larger ones wait for no weights: nothing is cheaper
+            cost = max(cost, 1.0)
+        left_s /= cost
         left_s -= self._prefill_s(work.prefill_tokens, work.prefill_contexts)
         rate = self._prefill.rate
         context_s = rate.token_context_s

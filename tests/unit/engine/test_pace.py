@@ -117,7 +117,7 @@ def test_a_chunk_lets_the_next_token_come_in_time(scale: float, num_decoding: in
         work = schedule.work
         assert work.decode_tokens == num_decoding  # nobody misses a step
         allowed_s = bench.allowed_s(work)
-        assert seconds <= 1.03 * allowed_s
+        assert seconds <= 1.02 * allowed_s
         # And it takes of that time what there is of it: another tile would be too much.
         more = replace(work, prefill_tokens=work.prefill_tokens + 16)
         no_room = schedule.num_tokens > BUDGET - 16
