@@ -233,14 +233,14 @@ def generate(bench: Bench, steps: TritonSteps, pool: torch.Tensor) -> None:
     for first in range(0, size.batch, per_step):
         rows = range(first, min(first + per_step, size.batch))
         prompts = [SequenceSlice([7] * size.prompt, size.prompt, tables[i], True) for i in rows]
-        tokens = steps.sample(steps.forward(StepBatch(prompts), pool), [GREEDY] * len(rows))
-        last[rows.start : rows.stop] = tokens.tolist()
+        logits = steps.forward(StepBatch(prompts), pool)
+        last[rows.start : rows.stop] = steps.sample(logits, [GREEDY] * len(rows))
     for made in range(1, size.made):
         slices = [
             SequenceSlice([token], size.prompt + made, table, True)
             for token, table in zip(last, tables, strict=True)
         ]
-        last = steps.sample(steps.forward(StepBatch(slices), pool), [GREEDY] * size.batch).tolist()
+        last = steps.sample(steps.forward(StepBatch(slices), pool), [GREEDY] * size.batch)
 
 
 def run(size: Size, device: torch.device, *, with_peer: bool) -> list[dict[str, Any]]:

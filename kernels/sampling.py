@@ -41,13 +41,18 @@ class Draw:
     position: int  # index of the drawn token in its whole sequence
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Token ids [n], int64, on the host, from fp32 logits [n, vocab] on any device."""
-    assert logits.shape[0] == len(draws)
-    if logits.device.type == "cpu":  # numpy's is vectorized, torch's takes twelve times as long
-        tokens = torch.from_numpy(logits.numpy().argmax(-1))
-    else:
-        tokens = logits.argmax(dim=-1).cpu()
+def sample(
+    logits: torch.Tensor, draws: Sequence[Draw], most_likely: list[int] | None = None
+) -> list[int]:
+    """A token id for each row of fp32 logits [n, vocab] on any device; `most_likely` of each row,
+    of equals the first, where that is known already."""
+    if most_likely is None:
+        if logits.device.type == "cpu":  # numpy's is vectorized, torch's takes twelve times as long
+            most_likely = logits.numpy().argmax(-1).tolist()
+        else:
+            most_likely = logits.argmax(dim=-1).tolist()
+    assert len(most_likely) == len(draws)
+    tokens = list(most_likely)
     sampled = [i for i, draw in enumerate(draws) if draw.temperature > 0]
     if sampled:
         rows = logits[sampled].cpu().numpy()

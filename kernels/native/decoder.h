@@ -73,13 +73,15 @@ struct Span {  // a sequence's query rows, the last `num_queries` tokens of its 
 struct Step {
     const int32_t* token_ids;  // [rows]
     const int32_t* slots;      // [rows]: block id * block size + offset
-    const float* cosines;      // [rows, head_dim / 2]
+    const int32_t* positions;  // [rows]
+    const float* cosines;      // [more than any position, head_dim / 2]
     const float* sines;
     const Span* spans;
     const int32_t* block_tables;  // of all spans, one after another
     const int32_t* logit_rows;
     void* kv;  // [num_blocks, kv heads, layers, 2, block size, head_dim], F32 or BF16
-    float* logits;  // [num_logit_rows, vocab]
+    float* logits;         // [num_logit_rows, vocab]
+    int32_t* most_likely;  // [num_logit_rows]: tokens, of equals the first
     int32_t num_rows, num_spans, num_logit_rows, block_size, kv_kind;
 };
 

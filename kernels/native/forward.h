@@ -88,8 +88,8 @@ template <class T>
 void place_row(const Model& model, const Layer& layer, const Step& step, int index, int row,
                float* heads) {
     const int dim = model.head_dim, half = dim / 2;
-    const float* cosines = step.cosines + static_cast<size_t>(row) * half;
-    const float* sines = step.sines + static_cast<size_t>(row) * half;
+    const size_t first_angle = static_cast<size_t>(step.positions[row]) * half;
+    const float *cosines = step.cosines + first_angle, *sines = step.sines + first_angle;
     const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
     for (int h = 0; h < model.num_heads; ++h) {
         float* head = heads + h * dim;
@@ -272,12 +272,44 @@ inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
     }
 }
 
+// Of some logits: the largest of each few vectors, then the first of those that were largest.
+inline Largest largest_of(const float* logits, int first, int end) {
+    constexpr int kAtOnce = 32 * kPanel;
+    Largest best{-INFINITY, first};
+    for (int at = first; at < end; at += kAtOnce) {
+        const int num = std::min(end - at, kAtOnce);
+        Floats parts[kVectors];
+        for (Floats& part : parts) part = all(-INFINITY);
+        int i = 0;
+        for (; i + kPanel <= num; i += kPanel)
+            for (int v = 0; v < kVectors; ++v)
+                parts[v] = max(parts[v], load(logits + at + i + v * kLanes));
+        float here = largest(parts);
+        for (; i < num; ++i) here = std::max(here, logits[at + i]);
+        if (here > best.logit) best = {here, at};
+    }
+    const float* found = std::find(logits + best.token, logits + end, best.logit);
+    return {best.logit, found < logits + end ? static_cast<int32_t>(found - logits) : first};
+}
+
+// Of each row, from what the threads found in their shares.
+inline void find_most_likely(const Step& step, const std::vector<Largest>& of_threads) {
+    for (int row = 0; row < step.num_logit_rows; ++row) {
+        Largest best = of_threads[row];
+        for (size_t at = row; at < of_threads.size(); at += step.num_logit_rows)
+            if (of_threads[at].logit > best.logit) best = of_threads[at];
+        step.most_likely[row] = best.token;
+    }
+}
+
 inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
     const Rows rows = rows_of(model, step, scratch);
     const std::vector<Item> items = items_of(model, step);
     const Inputs last = inputs_of(
         model.output, scratch.last.of(input_floats(step.num_logit_rows, model.hidden)),
         step.num_logit_rows);
+    scratch.largest.assign(static_cast<size_t>(model.num_threads) * step.num_logit_rows,
+                           {-INFINITY, 0});
     scratch.laps.start();
 #pragma omp parallel num_threads(model.num_threads)
     {
@@ -292,7 +324,13 @@ inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
         rows.laps->end(NORM, thread);
         linear(model.output, last, {step.logits, static_cast<size_t>(model.vocab), Into::kSet},
                thread, threads);
+        const auto [first, end] = share_of(model.output, thread, threads);
+        for (int i = 0; i < step.num_logit_rows; ++i)
+            scratch.largest[static_cast<size_t>(thread) * step.num_logit_rows + i] =
+                largest_of(step.logits + static_cast<size_t>(i) * model.vocab, first * kPanel,
+                           std::min(end * kPanel, model.vocab));
     }
+    find_most_likely(step, scratch.largest);
     rows.laps->end(OUTPUT, 0);
 }
 

@@ -113,6 +113,7 @@ class Step(Structure):
             for name in (
                 "token_ids",
                 "slots",
+                "positions",
                 "cosines",
                 "sines",
                 "spans",
@@ -120,6 +121,7 @@ class Step(Structure):
                 "logit_rows",
                 "kv",
                 "logits",
+                "most_likely",
             )
         ),
         *(

@@ -243,14 +243,23 @@ inline void gate(const Matrix& gate_up, const Inputs& inputs, const Inputs& gate
 }
 #endif
 
+struct Range {
+    int first, end;
+};
+
+// Panels of outputs: a thread's share of a product.
+inline Range share_of(const Matrix& matrix, int thread, int num_threads) {
+    const int num_panels = (matrix.out + kPanel - 1) / kPanel;
+    return {static_cast<int>(static_cast<int64_t>(num_panels) * thread / num_threads),
+            static_cast<int>(static_cast<int64_t>(num_panels) * (thread + 1) / num_threads)};
+}
+
 // This thread's share of a product.
 inline void linear(const Matrix& matrix, const Inputs& inputs, const Output& out, int thread,
                    int num_threads) {
     const float* x = inputs.buffer;
     const int num_rows = inputs.num_rows;
-    const int num_panels = (matrix.out + kPanel - 1) / kPanel;
-    const int first = static_cast<int64_t>(num_panels) * thread / num_threads;
-    const int end = static_cast<int64_t>(num_panels) * (thread + 1) / num_threads;
+    const auto [first, end] = share_of(matrix, thread, num_threads);
 #ifdef TANDEM_PAIRS
     if (matrix.kind == BF16_PAIRS) return linear_of_pairs(matrix, inputs, first, end, out);
 #endif

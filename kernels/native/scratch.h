@@ -53,6 +53,11 @@ private:
     std::size_t size_ = 0;
 };
 
+struct Largest {  // of some logits, the first one
+    float logit;
+    int32_t token;
+};
+
 struct Scratch {
     Buffer hidden;    // [rows, hidden]: the residual stream
     Buffer input;     // rows in tiles, as a product reads them
@@ -60,6 +65,7 @@ struct Scratch {
     Buffer attended;  // [rows, heads * head_dim], in tiles
     Buffer last;      // [logit rows, hidden]
     std::vector<Buffer> of_thread;  // attention's tiles
+    std::vector<Largest> largest;   // [threads, logit rows]
     Laps laps;
 };
 

@@ -8,11 +8,11 @@ step, so a sequence's tokens depend on itself alone: this is both the fast and t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kernels.native.library import (
@@ -29,6 +29,7 @@ from kernels.native.library import (
     packed_bytes,
 )
 from kernels.rope import rotary_angles
+from kernels.sampling import Draw, sample
 from services.engine.batch import StepBatch
 from services.engine.model import rope_frequencies
 from services.engine.pool_memory import own_pages
@@ -37,6 +38,7 @@ from services.models.config import ModelConfig
 
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 _ANGLES_MIN = 2048
+_INPUTS = ("token_ids", "slots", "positions", "spans", "block_tables", "logit_rows")
 
 
 def why_not_native(config: ModelConfig) -> str:
@@ -71,8 +73,8 @@ class NativeDecoder:
         self._angles = _AngleTable(config)
         self._panels = np.frombuffer(own_pages(self._packed_bytes(weights)), np.uint8)
         self._num_packed = 0
-        self._logits_room = torch.empty(0)
-        self._logits = self._logits_room.view(0, config.vocab_size)
+        self._results = _Results(0, config.vocab_size)
+        self._kv: torch.Tensor | None = None
         layers = (Layer * config.num_layers)(*map(self._layer, weights.layers))
         embedding = weights.embedding.contiguous()
         self._kept += [layers, embedding]
@@ -113,40 +115,35 @@ class NativeDecoder:
         """Writes the tokens' KV into the pool `kv`, of BlockLayout's shape; fp32 logits [slices
         that want them, vocab], good until the next call. `on_kv_written` is called when all KV is
         in the pool."""
-        inputs = _Inputs(batch, kv.shape[4])
-        cosines, sines = self._angles.of(inputs.positions)
-        logits = self._logits_of(len(inputs.logit_rows))
+        if self._kv is not kv:  # the same in every step: asking a tensor takes long
+            self._kv = kv
+            self._pool = (kv.data_ptr(), kv.shape[4], _KINDS[kv.dtype])
+        pool, block_size, kv_kind = self._pool
+        inputs = _Inputs(batch, block_size)
+        self._angles.reach(inputs.positions_end)
+        results = self._results = self._results.of(inputs.num_logit_rows)
         step = Step(
-            token_ids=address(inputs.token_ids),
-            slots=address(inputs.slots),
-            cosines=address(cosines),
-            sines=address(sines),
-            spans=address(inputs.spans),
-            block_tables=address(inputs.block_tables),
-            logit_rows=address(inputs.logit_rows),
-            kv=kv.data_ptr(),
-            logits=logits.data_ptr(),
-            num_rows=len(inputs.token_ids),
-            num_spans=len(inputs.spans),
-            num_logit_rows=len(inputs.logit_rows),
-            block_size=kv.shape[4],
-            kv_kind=_KINDS[kv.dtype],
+            **inputs.addresses,
+            cosines=self._angles.cosines,
+            sines=self._angles.sines,
+            kv=pool,
+            logits=results.logits_address,
+            most_likely=results.most_likely.buffer_info()[0],
+            num_rows=inputs.num_rows,
+            num_spans=len(batch.slices),
+            num_logit_rows=inputs.num_logit_rows,
+            block_size=block_size,
+            kv_kind=kv_kind,
         )
         self._library.to_last_kv(self._decoder, step)
         if on_kv_written is not None:
             on_kv_written()
         self._library.to_logits(self._decoder, step)
-        return logits
+        return results.logits
 
-    def _logits_of(self, num_rows: int) -> torch.Tensor:
-        """Megabytes, which the system would find and zero again for every step."""
-        if num_rows != len(self._logits):
-            vocab = self._config.vocab_size
-            if num_rows * vocab > len(self._logits_room):
-                pages = own_pages(num_rows * vocab * self._logits_room.itemsize)
-                self._logits_room = torch.frombuffer(pages, dtype=torch.float32)
-            self._logits = self._logits_room[: num_rows * vocab].view(num_rows, vocab)
-        return self._logits
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """A token id for each row of the last step's logits."""
+        return sample(logits, draws, self._results.most_likely.tolist())
 
     def take_stages(self) -> dict[Stage, float]:
         """Seconds spent in each stage since the last time."""
@@ -251,45 +248,73 @@ class _AngleTable:
         self._frequencies = rope_frequencies(config)
         scaling = config.rope_scaling
         self._scale = scaling.attention_factor if scaling else 1.0
-        self._grow(_ANGLES_MIN)
+        self._size = 0
+        self.reach(_ANGLES_MIN)
 
-    def of(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], ...]:
-        """Cosines and sines, each [positions, head_dim / 2]."""
-        if (furthest := int(positions.max())) >= len(self._tables[0]):
-            self._grow(1 << (furthest + 1).bit_length())
-        return tuple(table.take(positions, axis=0) for table in self._tables)
+    def reach(self, positions_end: int) -> None:
+        """Lets `cosines` and `sines`, addresses of [positions, head_dim / 2] each, have those
+        before `positions_end`."""
+        if positions_end <= self._size:
+            return
+        self._size = 1 << (positions_end - 1).bit_length()
+        angles = rotary_angles(torch.arange(self._size), self._frequencies, self._scale)
+        self._tables = [each.squeeze(1).contiguous() for each in angles]
+        self.cosines, self.sines = (table.data_ptr() for table in self._tables)
 
-    def _grow(self, size: int) -> None:
-        angles = rotary_angles(torch.arange(size), self._frequencies, self._scale)
-        self._tables = [each.squeeze(1).contiguous().numpy() for each in angles]
+
+class _Results:
+    """Of a step: megabytes, which the system would find and zero again for every step."""
+
+    def __init__(self, num_rows: int, vocab: int, room: torch.Tensor | None = None) -> None:
+        """`room` of one before, used again if it is large enough."""
+        if room is None or len(room) < num_rows * vocab:
+            room = torch.frombuffer(own_pages(max(1, num_rows) * vocab * 4), dtype=torch.float32)
+        self._room = room
+        self._vocab = vocab
+        self.logits = room[: num_rows * vocab].view(num_rows, vocab)
+        self.logits_address = self.logits.data_ptr()
+        self.most_likely = array("i", bytes(4 * num_rows))
+
+    def of(self, num_rows: int) -> _Results:
+        """In the same memory."""
+        if num_rows == len(self.most_likely):
+            return self
+        return _Results(num_rows, self._vocab, self._room)
 
 
 class _Inputs:
-    """A step's batch as arrays: rows are its tokens, sequence after sequence.
+    """A step's batch as arrays of int32: rows are its tokens, sequence after sequence.
 
-    Made from lists: a step of one token, which all other costs are seen beside, has them sooner.
+    Made from lists, and all in one: a step of one token, which all other costs are seen beside, has
+    them sooner.
     """
 
     def __init__(self, batch: StepBatch, block_size: int) -> None:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        spans: list[tuple[int, int, int, int]] = []
+        spans: list[int] = []
         tables: list[int] = []
         logit_rows: list[int] = []
         for piece in batch.slices:
             table = piece.block_table
             places = range(piece.context_len - piece.num_tokens, piece.context_len)
-            spans.append((len(token_ids), piece.num_tokens, piece.context_len, len(tables)))
+            spans += (len(token_ids), piece.num_tokens, piece.context_len, len(tables))
             token_ids += piece.token_ids
             positions += places
             slots += [table[at // block_size] * block_size + at % block_size for at in places]
             tables += table[: -(-piece.context_len // block_size)]
             if piece.wants_logits:
                 logit_rows.append(len(token_ids) - 1)
-        self.token_ids = np.array(token_ids, np.int32)
-        self.positions = np.array(positions)
-        self.slots = np.array(slots, np.int32)  # OverflowError beyond what an int32 holds
-        self.spans = np.array(spans, np.int32)
-        self.block_tables = np.array(tables, np.int32)
-        self.logit_rows = np.array(logit_rows, np.int32)
+        self.num_rows = len(token_ids)
+        self.num_logit_rows = len(logit_rows)
+        self.positions_end = max(piece.context_len for piece in batch.slices)
+        self._numbers = array("i")  # OverflowError beyond what an int32 holds
+        first = []
+        for part in (token_ids, slots, positions, spans, tables, logit_rows):
+            first.append(len(self._numbers))
+            self._numbers.extend(part)
+        start = self._numbers.buffer_info()[0]
+        self.addresses = dict(
+            zip(_INPUTS, [start + at * self._numbers.itemsize for at in first], strict=True)
+        )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.sampling import Draw, sample
+from kernels.sampling import Draw
 from services.config import EngineConfig
 from services.engine.batch import StepBatch
 from services.engine.kernel_choice import choose_kernels
@@ -134,12 +134,12 @@ class ModelRunner:
         Answers fp32 logits [slices that want them, vocab], in the order of the slices; they are
         good until the next step.
         """
-        steps = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
-        return steps.forward(batch, self.kv, on_kv_written)
+        self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
+        return self._last.forward(batch, self.kv, on_kv_written)
 
-    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-        """One token id for each row of the last step's logits, int64, on the host."""
-        return (self._triton.sample if self._triton else sample)(logits, draws)
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """One token id for each row of the last step's logits."""
+        return self._last.sample(logits, draws)
 
 
 def _choose_device(wanted: str) -> torch.device:

@@ -45,6 +45,5 @@ class Runner(Protocol):
         `on_kv_written` is called once, as soon as all of it is in the pool. None: nobody waits for
         it, and the device may still be at work when this returns."""
 
-    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-        """Token ids [n], int64, on the host, one for each row of logits [n, vocab]; waits for the
-        device."""
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """A token id for each row of the last step's logits [n, vocab]; waits for the device."""

@@ -14,15 +14,14 @@ import torch
 from kernels.sampling import Draw, sample
 from services.engine.sequence import Sequence
 
-Sample = Callable[[torch.Tensor, Many[Draw]], torch.Tensor]
+Sample = Callable[[torch.Tensor, Many[Draw]], list[int]]
 
 
 def sample_next(
     logits: torch.Tensor, sequences: Many[Sequence], sample: Sample = sample
 ) -> list[int]:
     """The token that follows each sequence; logits are fp32 [len(sequences), vocab]."""
-    token_ids: list[int] = sample(logits, [_draw(sequence) for sequence in sequences]).tolist()
-    return token_ids
+    return sample(logits, [_draw(sequence) for sequence in sequences])
 
 
 def _draw(sequence: Sequence) -> Draw:

@@ -8,6 +8,7 @@ import torch
 
 from kernels.dispatch import kernels_for
 from kernels.kv_cache import KvPool
+from kernels.sampling import sample
 from services.engine.batch import StepBatch
 from services.engine.model import Decoder
 from services.engine.step_inputs import make_step_inputs
@@ -20,6 +21,8 @@ class TorchSteps:
         self._kernels = kernels_for(weights.embedding.device.type, numerics)
         self._decoder = Decoder(config, weights, self._kernels)
         self._kv: torch.Tensor | None = None
+
+    sample = staticmethod(sample)
 
     @torch.inference_mode()
     def forward(

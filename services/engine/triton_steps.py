@@ -49,8 +49,9 @@ class TritonSteps:
                 logits, _ = self._run_mixed(StepBatch([piece]), kv, wants_event=False)
             sample(logits, [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)])
 
-    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-        return sample(logits, draws)
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        token_ids: list[int] = sample(logits, draws).tolist()
+        return token_ids
 
     @torch.inference_mode()
     def forward(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kernels.native import library
+from kernels.sampling import Draw
 from services.config import EngineConfig
 from services.engine.batch import SequenceSlice, StepBatch
 from services.engine.native_decoder import NativeDecoder
@@ -103,6 +104,26 @@ def test_rows_of_any_number_are_computed_alike(instructions: str) -> None:
             decoder.forward(StepBatch([SequenceSlice(part, first + len(part), table, True)]), kv)
         pools.append(kv)
     assert all(torch.equal(kv, pools[0]) for kv in pools)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_the_most_likely_token_is_the_first_of_equals(num_threads: int, instructions: str) -> None:
+    """Every output twice, far apart: in another thread's share, too."""
+    shape = replace(ROUNDED, vocab=2 * 907)
+    weights = native_shapes.random_weights(shape)
+    weights = replace(weights, output=weights.output[:907].repeat(2, 1))
+    decoder = NativeDecoder(
+        native_shapes.config_of(shape), weights, num_threads=num_threads, instructions=instructions
+    )
+    kv = native_shapes.pool(shape)
+    for batch in native_shapes.batches(shape):
+        logits = decoder.forward(batch, kv)
+        greedy = Draw(temperature=0, top_k=0, top_p=1, min_p=0, seed=0, position=0)
+        chosen = decoder.sample(logits, [greedy] * len(logits))
+        assert chosen == logits.numpy().argmax(-1).tolist()
+        assert torch.equal(logits[:, :907], logits[:, 907:])
+        assert not chosen or max(chosen) < 907
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
