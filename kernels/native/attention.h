@@ -297,7 +297,9 @@ struct HeadKv {
         for (const int32_t* block = table + first / block_size; i < num; ++block, offset = 0) {
             const T* row = pool + (*block * heads_of_block + head) * run() +
                            static_cast<size_t>(offset) * dim;
-            for (; offset < block_size && i < num; ++offset, row += dim) rows[i++] = row;
+            const int here = std::min(block_size - offset, num - i);
+            for (int j = 0; j < here; ++j) rows[i + j] = row + static_cast<size_t>(j) * dim;
+            i += here;
         }
         for (; i < most; ++i) rows[i] = nothing;
     }

@@ -237,17 +237,20 @@ inline void pack_keys(const DotTile& tile, int first, int num_keys, int dim, Pan
 // side, zeros after the last token. A panel is not of 16 numbers in a row, but as the cheapest
 // shuffle has them (unshuffled()).
 inline void pack_values(const DotTile& tile, int first, int num_keys, int dim, Panels to) {
-    const auto value = [&](int key, int d) {
-        return load_step(tile.rows[key] + tile.run + d, key < tile.num_keys ? dim - d : 0);
-    };
-    for (int key = first; key < first + num_keys; key += 2) {
-        prefetch(tile.ahead[key] + tile.run, dim);
-        prefetch(tile.ahead[key + 1] + tile.run, dim);
-        for (int d = 0; d < dim; d += kStep) {
-            const __m512i one = value(key, d), other = value(key + 1, d);
-            const size_t at = static_cast<size_t>(key) / 2 * kPanel;
-            _mm512_storeu_si512(to.of(d / kPanel) + at, _mm512_unpacklo_epi16(one, other));
-            _mm512_storeu_si512(to.of(d / kPanel + 1) + at, _mm512_unpackhi_epi16(one, other));
+    const Bf16 *const *rows = tile.rows, *const *ahead = tile.ahead;
+    const size_t run = tile.run, beside = to.of(1) - to.of(0);
+    const int end = tile.num_keys;
+    uint32_t* pair = to.of(0) + static_cast<size_t>(first) / 2 * kPanel;
+    for (int key = first; key < first + num_keys; key += 2, pair += kPanel) {
+        const Bf16 *one = rows[key] + run, *other = rows[key + 1] + run;
+        prefetch(ahead[key] + run, dim);
+        prefetch(ahead[key + 1] + run, dim);
+        uint32_t* words = pair;
+        for (int d = 0; d < dim; d += kStep, words += 2 * beside) {
+            const __m512i a = load_step(one + d, key < end ? dim - d : 0);
+            const __m512i b = load_step(other + d, key + 1 < end ? dim - d : 0);
+            _mm512_storeu_si512(words, _mm512_unpacklo_epi16(a, b));
+            _mm512_storeu_si512(words + beside, _mm512_unpackhi_epi16(a, b));
         }
     }
 }

@@ -20,13 +20,14 @@ inline __attribute__((always_inline)) __m512bh all_pairs(const Bf16* pair) {
 }
 
 // NP panels times MR rows. Meanwhile `ahead` is fetched, `step` bytes every pair of inputs; or (null)
-// the next NP panels whole, a line for each that is read: what is read once from memory comes in too
-// few lines at a time for a processor to see so many streams coming.
+// the next NP panels whole, as many lines as are read, in the order in which they lie: what is read
+// once from memory comes in too few lines at a time for a processor to see so many streams coming.
 template <int MR, int NP>
 inline __attribute__((always_inline)) void multiply_pairs(const Bf16* x, const Bf16* w, int in,
                                                           const char* ahead, int step,
                                                           Floats (&sums)[NP][MR]) {
     const size_t panel = static_cast<size_t>(in) * kPanel;
+    const Bf16* next = w + NP * panel;
 #pragma GCC unroll 16
     for (int p = 0; p < NP; ++p)
 #pragma GCC unroll 16
@@ -37,7 +38,7 @@ inline __attribute__((always_inline)) void multiply_pairs(const Bf16* x, const B
                 __builtin_prefetch(ahead, 0, 2);
                 ahead += step;
             } else {
-                for (int p = 0; p < NP; ++p) __builtin_prefetch(w + (NP + p) * panel, 0, 2);
+                for (int p = 0; p < NP; ++p, next += 2 * kPanel) __builtin_prefetch(next, 0, 2);
             }
             __m512bh weights[NP];
 #pragma GCC unroll 16
