@@ -6,9 +6,11 @@ namespace tandem::TANDEM_ISA {
 
 constexpr int kPairSums = 24;  // of 32 registers
 constexpr int kPairPanels = 4; // at most at once
+constexpr int kStreamRows = 3; // of a tile, for which panels are read one after another
 constexpr int kInputsBytesAtOnce = 256 << 10;  // in the second-level cache
 
 constexpr int pair_panels_at_once(int rows) {
+    if (rows <= kStreamRows) return 2;
     const int most = kPairSums / rows / 2 * 2;  // gates beside their ups
     return most < kPairPanels ? most : kPairPanels;
 }
@@ -54,6 +56,24 @@ inline __attribute__((always_inline)) void multiply_pairs(const Bf16* x, const B
         }
 }
 
+// One panel times MR rows. So few products take no time beside reading, and of one stream a processor
+// fetches more ahead by itself than it can be told to. Not inlined: a compiler would take two panels
+// at once.
+template <int MR>
+__attribute__((noinline)) void multiply_stream(const Bf16* x, const Bf16* w, int in,
+                                               Floats (&sums)[MR]) {
+#pragma GCC unroll 4
+    for (int m = 0; m < MR; ++m) sums[m] = Floats{};
+    for (int k = 0; k < in; k += kStepInputs, x += MR * kStepInputs)
+        for (int i = 0; i < kStepInputs; i += 2, w += 2 * kPanel) {
+            const __m512bh weights = (__m512bh)_mm512_loadu_si512(w);
+#pragma GCC unroll 4
+            for (int m = 0; m < MR; ++m)
+                sums[m] = (Floats)_mm512_dpbf16_ps((__m512)sums[m],
+                                                   all_pairs(x + m * kStepInputs + i), weights);
+        }
+}
+
 template <int MR, int NP>
 inline __attribute__((always_inline)) void put_pairs(const Matrix& matrix, int panel,
                                                      int first_row, const Output& out,
@@ -85,12 +105,18 @@ void tile_of_pairs(const Matrix& matrix, const Bf16* x, int panel, int first_row
     const int in = whole_steps(matrix.in);
     const size_t panel_size = static_cast<size_t>(in) * kPanel;
     const Bf16* w = static_cast<const Bf16*>(matrix.panels) + panel * panel_size;
-    const Bf16* ahead = turn.tiles == 1 ? nullptr
-                                        : w + NP * panel_size + NP * panel_size * turn.tile / turn.tiles;
-    if (turn.tiles > 1) fetch_results(to, panel, NP, first_row, MR);
     Floats sums[NP][MR];
-    multiply_pairs<MR, NP>(x, w, in, reinterpret_cast<const char*>(ahead),
-                           NP * 2 * kPanel * sizeof(Bf16) / turn.tiles, sums);
+    if constexpr (MR <= kStreamRows) {
+        for (int p = 0; p < NP; ++p) multiply_stream<MR>(x, w + p * panel_size, in, sums[p]);
+    } else {
+        const Bf16* ahead = nullptr;
+        if (turn.tiles > 1) {
+            ahead = w + NP * panel_size + NP * panel_size * turn.tile / turn.tiles;
+            fetch_results(to, panel, NP, first_row, MR);
+        }
+        multiply_pairs<MR, NP>(x, w, in, reinterpret_cast<const char*>(ahead),
+                               NP * 2 * kPanel * sizeof(Bf16) / turn.tiles, sums);
+    }
     put_pairs<MR, NP>(matrix, panel, first_row, to, sums);
 }
 

@@ -30,6 +30,7 @@ from services.bench.engine import MODES, idle_percent, limits
 from services.bench.engine_steps import blocks_needed, decode_step, prefill_steps
 from services.config import EngineConfig
 from services.engine.batch import SequenceSlice, StepBatch
+from services.engine.pool_memory import own_pages
 from services.engine.runner import ModelRunner
 from services.errors import TandemError
 from services.models.config import ModelConfig
@@ -122,7 +123,8 @@ def _machine(threads: int, weights: Kind) -> dict[str, float]:
     library = load()
     assert library is not None
     kind = library.packed_kind(weights)
-    memory = np.ones(_READ_BYTES // 4, np.float32)
+    memory = np.frombuffer(own_pages(_READ_BYTES), np.float32)  # in huge pages, as weights are
+    memory[:] = 1.0
     return {
         "tile_gflops": max(library.product_gflops(threads, kind) for _ in range(5)),
         "torch_gflops": limits(threads)["gflops"],
