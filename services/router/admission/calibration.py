@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 from services.router.admission.predict import MARGIN
 
-NEAR = 0.3  # of what is allowed; predictions from there on count
+# Of the limit: predictions from there on count. Not of what is allowed: with a smaller margin
+# shorter waits would count, whose spread is larger, and the margin would never grow again.
+NEAR = 0.3
 _LATE = 0.1  # the weight of the newest
 _FACTORS = (0.5, 8.0)  # one that is off by more has another cause
 _SPREADS = 2.33  # standard deviations that 99% are below
@@ -49,9 +51,9 @@ class Calibration:
         """What a prediction is to be multiplied with."""
         return math.exp(self._log_factor)
 
-    def promise(self, predicted_s: float, allowed_s: float, now: float) -> Promise | None:
+    def promise(self, predicted_s: float, limit_s: float, now: float) -> Promise | None:
         """To be kept with a request that is taken; None: it will say nothing."""
-        if self.factor * predicted_s < NEAR * allowed_s:
+        if self.factor * predicted_s < NEAR * limit_s:
             return None
         return Promise(predicted_s, now)
 

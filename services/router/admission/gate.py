@@ -62,10 +62,12 @@ class Gate:
         margin = self._calibration.margin
         most_s = allowed_s(work, placement, self._limit, slower=slower, margin=margin)
         late_s = slower * predicted_s - most_s
-        if late_s <= 0:
-            return self._calibration.promise(predicted_s, most_s, time.monotonic())
-        log.info("refused: %d s late by %s", math.ceil(late_s), placement.reason)
         limit_s = self._limit.seconds(work.num_tokens)
+        if most_s == math.inf:  # nobody measured anything: nothing to learn from
+            return None
+        if late_s <= 0:
+            return self._calibration.promise(predicted_s, limit_s, time.monotonic())
+        log.info("refused: %d s late by %s", math.ceil(late_s), placement.reason)
         raise Overloaded(
             f"all workers are busy: the first token is not to be expected within {limit_s:g} s; "
             f"try again in {math.ceil(late_s)} s",
