@@ -51,6 +51,8 @@ class LinearMeter:
         self._size = len(self._guess)
         self.coefficients = self._guess
         self.num_observations = 0
+        self._a: list[list[float]]
+        self._b: list[float]
         self._start(1.0)
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
@@ -69,6 +71,12 @@ class LinearMeter:
         self.num_observations += 1
         if self.num_observations < _SOLVED_ALWAYS or self.num_observations % _SOLVED_EVERY == 0:
             self.coefficients = self._solve()
+
+    def stretch(self, times: float) -> None:
+        """All that was seen takes so many times as long from now on."""
+        self.coefficients = tuple(times * c for c in self.coefficients)
+        self._a = [[x / times**2 for x in line] for line in self._a]
+        self._b = [x / times for x in self._b]
 
     def _start(self, scale: float) -> None:
         """Knows the guess only, and that it is off by this factor as a whole."""
@@ -134,6 +142,10 @@ class PrefillMeter:
     def observe(self, num_tokens: int, token_contexts: int, seconds: float) -> None:
         if num_tokens > 0:
             self._fit.observe((1.0, num_tokens, token_contexts), seconds)
+
+    def stretch(self, times: float) -> None:
+        """As LinearMeter.stretch."""
+        self._fit.stretch(times)
 
     @property
     def num_observations(self) -> int:

@@ -13,7 +13,10 @@ step's seconds are predicted from steps measured here:
 
 `a` says what tokens cost beside decoding, of what they cost in large chunks: less while their
 products wait for the same weights. It is that of the last mixed steps, and 1 before there was one.
-Steps without decode are not limited here: they take the scheduler's whole budget.
+Several mixed steps in a row that take longer than any such cost explains say that the whole machine
+became slower: where prompts always wait, no step that only decodes or only prefills would tell, and
+chunks would shrink until prompts starve. Steps without decode are not limited here: they take the
+scheduler's whole budget.
 
 So a role needs no setting: what a worker computes says it. Which tokens come out never depends on a
 chunk's size with `--numerics invariant`.
@@ -34,6 +37,9 @@ _ROWS = 16  # of a step, that it has a multiple of: few shapes, and the kernels'
 _TOKENS_MIN = 4  # of prefill in a step, whatever it takes
 _GROWTH = 2  # times the chunk before: a fit that went astray is found out before it hurts
 _COST_MIN = 0.1  # of what a token costs in large chunks: nothing is for nothing
+_COST_MAX = 4.0  # a few tokens after many: a chunk reads all KV before it once more
+_SLOWER = 1.5  # times what decoding alone was expected to take: noise is less
+_CHANGE_AFTER = 4  # mixed steps in a row
 _COST_KEEP = 0.8  # of what mixed steps say, for each that follows: the last 5 count
 _OUTLIER = 3.0  # times what was expected: what a step took beyond that is the machine's doing
 _DECODE_CONTEXT_S = DEFAULT_PREFILL.token_context_s
@@ -60,6 +66,7 @@ class Pace:
             (DEFAULT_DECODE.step_s, DEFAULT_DECODE.sequence_s, _DECODE_CONTEXT_S)
         )
         self._beside_decode = _CostBesideDecode()
+        self._num_slower = 0  # mixed steps in a row
         self._last_tokens: int | None = None  # of prefill in the last mixed step
         self._mean_context = 0.0  # of a sequence in the last step that only decoded
 
@@ -83,7 +90,7 @@ class Pace:
         decode = (report.num_decode_tokens, report.num_decode_context_tokens)
         if prefill[0] and decode[0]:
             around_s = self._decode_s(decode[0], decode[1] + prefill[1] // prefill[0])
-            self._beside_decode.observe(seconds - around_s, self._prefill_s(*prefill))
+            self._observe_mixed(seconds, around_s, self._prefill_s(*prefill))
             self._last_tokens = prefill[0]
         elif prefill[0]:
             self._prefill.observe(*prefill, seconds)
@@ -118,6 +125,19 @@ class Pace:
         if work.prefill_tokens >= _TOKENS_MIN:
             return 0
         return max(fits, _TOKENS_MIN - work.prefill_tokens)
+
+    def _observe_mixed(self, seconds: float, around_s: float, alone_s: float) -> None:
+        """One that was expected to take `around_s` without its chunk, the chunk `alone_s`."""
+        is_slower = seconds > _SLOWER * around_s + _COST_MAX * alone_s
+        self._num_slower = self._num_slower + 1 if is_slower else 0
+        if self._num_slower < _CHANGE_AFTER:
+            self._beside_decode.observe(seconds - around_s, alone_s)
+            return
+        times = seconds / (around_s + alone_s)
+        self._decode.stretch(times)
+        self._prefill.stretch(times)
+        self._beside_decode = _CostBesideDecode()
+        self._num_slower = 0
 
     def _prefill_s(self, num_tokens: int, contexts: int) -> float:
         """In large chunks, without what a step costs whatever is in it."""

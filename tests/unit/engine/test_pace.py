@@ -212,6 +212,18 @@ def test_a_chunk_finds_back_to_what_there_is_room_for_on_a_machine_with_neighbou
     assert 0.78 < used / sum(bench.allowed_s(schedule.work) for schedule, _ in steps) < 1.0
 
 
+def test_prompts_do_not_starve_where_they_always_wait_and_the_machine_became_slow() -> None:
+    """No step only decodes then, and none only prefills: a chunk must not be blamed for all."""
+    bench = Bench(TARGET_S).decoding(36)
+    bench.machine.scale = 8.0  # decoding takes half a second, and was known to take 60 ms
+    for _ in range(20):
+        bench.add(PROMPT)
+    steps = [bench.step() for _ in range(100)][40:]
+    assert all(schedule.work.decode_tokens == 36 for schedule, _ in steps)
+    for schedule, seconds in steps:
+        assert 0.85 < seconds / bench.allowed_s(schedule.work) < 1.03
+
+
 def test_whole_tiles_of_rows() -> None:
     bench = Bench(0.1).decoding(5)
     for schedule, _ in bench.beside_prompt()[:-1]:
