@@ -164,6 +164,8 @@ def _of_step(
     hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_layers
 
     def product(num_in: int, num_out: int, rows: int, times: int = layers) -> Needs:
+        if not rows:  # of a chunk that wants no logits
+            return Needs()
         weights = times * num_in * num_out
         return Needs(2.0 * rows * weights, float(weights * weight_bytes))
 
