@@ -135,8 +135,11 @@ def main() -> None:
     parser.add_argument("--work", default="", help="such as 'prefill 512,decode 1'; default: all")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
+    names = args.work.split(",") if args.work else list(map(label, WORK))
+    if unknown := set(names) - set(map(label, WORK)):
+        parser.error(f"no such work: {', '.join(unknown)}; there is {', '.join(map(label, WORK))}")
+    works = [work for work in WORK if label(work) in names]
     idle = idle_percent(2.0)
-    works = [work for work in WORK if not args.work or label(work) in args.work.split(",")]
     rows: list[dict[str, Any]] = []
     for threads in (int(word) for word in args.threads.split(",")):
         known = commands(args.model, threads)

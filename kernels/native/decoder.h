@@ -1,4 +1,4 @@
-// What Python hands over (kernels/native.py mirrors these structs with ctypes) and the entry points.
+// What Python hands over (library.py mirrors these structs with ctypes) and the entry points.
 //
 // Activations are fp32 row by row; weights are packed once (pack.cpp), for each block of inputs in
 // panels of 16 outputs, in the order in which a product reads them:
