@@ -164,6 +164,7 @@ def running(shape: Shape, transport: str) -> Iterator[LocalCluster]:
         EmbeddedRedis(host=network.home.address) as redis,
     ):
         options = ("--transport", transport, "--kv-memory", str(512 << 20))
+        options += ("--nixl-tcp", "insecure" if transport == "nixl" else "off")
         cluster = LocalCluster(redis, Path(folder), options=(*options, "--pull-deadline", "300"))
         try:
             cluster.start_router()  # asks no one: requests go to the workers, but it sees readiness

@@ -36,6 +36,9 @@ def up(
     port: Annotated[int, typer.Option(help="HTTP")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC")] = 8001,
     transport: Annotated[str, typer.Option(help="auto, nixl or grpc")] = "auto",
+    nixl_tcp: Annotated[
+        str, typer.Option(help="off or insecure: NIXL may use TCP, open to all who reach its port")
+    ] = "off",
     verify_blocks: Annotated[
         str, typer.Option(help="off, sample or all: compare checksums of pulled blocks")
     ] = "off",
@@ -108,8 +111,9 @@ def up(
         "itl-limit": itl_limit,
         "threads": threads,
     }
+    transfer = {"transport": transport, "nixl-tcp": nixl_tcp, "verify-blocks": verify_blocks}
     try:
-        check_worker_options(engine, transport, verify_blocks)
+        check_worker_options(engine, transfer)
         options = LaunchOptions(
             model=model,
             num_prefill=prefill,
@@ -119,10 +123,9 @@ def up(
             grpc_port=grpc_port,
             redis_url=redis,
             parent_pid=die_with_parent or None,
-            transport=transport,
-            verify_blocks=verify_blocks,
             warm_blocks=warm_blocks,
             engine=tuple(part for k, v in engine.items() for part in (f"--{k}", str(v))),
+            transfer=tuple(part for k, v in transfer.items() for part in (f"--{k}", v)),
             router=(
                 *("--ttft-limit", str(ttft_limit)),
                 *(["--trust-tenant-header"] if trust_tenant_header else []),

@@ -23,6 +23,7 @@ Numerics = Literal["fast", "invariant"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 WeightFormat = Literal["auto", "int8"]
 Transport = Literal["auto", "nixl", "grpc"]
+NixlTcp = Literal["off", "insecure"]
 PrefillAt = Literal["auto", "remote", "local"]
 VerifyBlocks = Literal["off", "sample", "all"]
 Autoscale = Literal["off", "dry-run", "on"]
@@ -119,6 +120,8 @@ class TransferConfig:
     """How KV blocks travel to this worker, and what is done when they do not."""
 
     transport: Transport = "auto"
+    # insecure: NIXL may use plain TCP, and anyone who reaches its port writes the engine's memory
+    nixl_tcp: NixlTcp = "off"
     prefill_at: PrefillAt = "auto"  # where prompts are computed; auto: by predicted time
     local_prefill_max_tokens: int = 64  # at most this much missing: prefill where it decodes
     connect_deadline_s: float = 5.0
@@ -137,6 +140,7 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         _check_choice("transport", self.transport, get_args(Transport))
+        _check_choice("nixl-tcp", self.nixl_tcp, get_args(NixlTcp))
         _check_choice("prefill-at", self.prefill_at, get_args(PrefillAt))
         _check_choice("verify-blocks", self.verify_blocks, get_args(VerifyBlocks))
         _check_positive("pull_bytes_in_flight_max", self.pull_bytes_in_flight_max)

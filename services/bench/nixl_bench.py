@@ -32,6 +32,7 @@ from services.config import TransferConfig
 from services.errors import InternalError
 from services.transfer.nixl_agent import NixlAgent, ReadState
 from services.transfer.protocol import LocalPool, Pull, RemotePool, layout_fields
+from services.transfer.reach import host_identity
 from services.transfer.thread import PeerConnected, Settled, TransferEvent, TransferThread
 
 _DEADLINE_S = 30.0
@@ -69,7 +70,7 @@ class NixlBench:
         except BaseException:
             self._end()
             raise
-        self._raw = NixlAgent("bench-raw", progress_delay_us=None)
+        self._raw = NixlAgent("bench-raw", mode=host_identity().mode, progress_delay_us=None)
         self._raw.register(
             address=memory.ctypes.data, num_bytes=memory.nbytes, device_id=0, memory="DRAM"
         )

@@ -28,10 +28,9 @@ class LaunchOptions:
     grpc_port: int = 8001
     redis_url: str = ""  # empty: an embedded server
     parent_pid: int | None = None  # its end is ours, too
-    transport: str = "auto"
-    verify_blocks: str = "off"
     warm_blocks: int = 0  # that a new worker adopts from its peers
     engine: tuple[str, ...] = ()  # options of every worker, such as --dtype float32
+    transfer: tuple[str, ...] = ()  # the same, such as --transport grpc
     router: tuple[str, ...] = ()  # options of every router, such as --ttft-limit 10
 
     def __post_init__(self) -> None:
@@ -54,10 +53,10 @@ class LaunchOptions:
 
 
 def check_worker_options(
-    engine: Mapping[str, str | int | float], transport: str, verify_blocks: str
+    engine: Mapping[str, str | int | float], transfer: Mapping[str, str]
 ) -> None:
     """Raises ConfigError as a worker would, before anything is started."""
-    TransferConfig(transport=transport, verify_blocks=verify_blocks)  # type: ignore[arg-type]
+    TransferConfig(**{k.replace("-", "_"): v for k, v in transfer.items()})  # type: ignore[arg-type]
     names = {
         "kv-memory": "kv_bytes_max",
         "threads": "num_threads",
@@ -118,7 +117,5 @@ def _router(options: LaunchOptions, model: Path) -> PoolCommand:
 def _worker(role: Pool, options: LaunchOptions, model: Path) -> PoolCommand:
     command = [sys.executable, "-m", "services.worker", "--role", role, "--worker-id", "{id}"]
     command += ["--model", str(model), "--cores", "{core}"]
-    command += ["--transport", options.transport, "--warm-blocks", str(options.warm_blocks)]
-    command += ["--verify-blocks", options.verify_blocks]
-    command += options.engine
+    command += ["--warm-blocks", str(options.warm_blocks), *options.transfer, *options.engine]
     return PoolCommand(command, pinned=True)

@@ -36,6 +36,7 @@ from services.transfer.nixl_generation import Generation, logged
 from services.transfer.nixl_pull import NixlPull, Read, is_done
 from services.transfer.piece_size import PIECE_S, PieceSize
 from services.transfer.protocol import PROBE_BYTES, LocalPool, Pull, PullResult, RemotePool
+from services.transfer.ucx_mode import UcxMode
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class NixlReader:
         pool: LocalPool,
         agent_name: str,
         *,
+        mode: UcxMode | None,
         quarantine_blocks_max: int,
         delay_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -72,6 +74,7 @@ class NixlReader:
         self._scratch_blocks = max(1, PROBE_BYTES // self._block_bytes)
         self._scratch = ctypes.create_string_buffer(self._scratch_blocks * self._block_bytes)
         self._agent_name = agent_name
+        self._mode = mode
         self._delay_s = delay_s
         self._clock = clock
         self._generation: Generation | None = None
@@ -319,7 +322,7 @@ class NixlReader:
         if self._generation is None:
             name = f"{self._agent_name}-{self._fence.generation}"
             try:
-                self._generation = Generation(name, self._pool, self._scratch)
+                self._generation = Generation(name, self._mode, self._pool, self._scratch)
             except TandemError as error:
                 since = self._clock() if self._unmade is None else self._unmade[0]
                 self._unmade = since, error.message

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from services.errors import Incompatible, InternalError, TandemError, WorkerLost
 from services.transfer.descriptors import Span
+from services.transfer.ucx_mode import UcxMode, backend_options, transports, ucx_tls
 
 BlockIds = NDArray[np.int32]
 
@@ -53,8 +54,24 @@ def load_nixl() -> ModuleType:
 class NixlAgent:
     """An agent, made at once. Methods raise TandemError; `Incompatible` when UCX is missing."""
 
-    def __init__(self, name: str, *, progress_delay_us: int | None) -> None:
-        """`progress_delay_us` None: no progress thread, progress is made by `state` alone."""
+    def __init__(
+        self,
+        name: str,
+        *,
+        mode: UcxMode | None,
+        progress_delay_us: int | None,
+        memory: str = "DRAM",
+    ) -> None:
+        """`progress_delay_us` None: no progress thread, progress is made by `state` alone.
+
+        `mode` None: raises Incompatible, as UCX would reach nobody. `memory`: where the blocks lie
+        that it moves, "DRAM" or "VRAM".
+        """
+        if mode is None:
+            raise Incompatible(
+                "NIXL reaches nobody from here: the kernel or UCX_TLS forbids CMA, and there is no "
+                "active RDMA port"
+            )
         bindings = load_nixl().nixlBind
         self.name = name
         self._bindings: Any = bindings
@@ -72,7 +89,8 @@ class NixlAgent:
         config.captureTelemetry = False
         try:
             self._agent: Any = bindings.nixlAgent(name, config)
-            self._backend: int = self._agent.createBackend("UCX", {})
+            with ucx_tls(transports(mode, memory)):
+                self._backend: int = self._agent.createBackend("UCX", backend_options(mode))
         except self._errors as error:
             raise Incompatible(f"NIXL has no working UCX backend here: {error}") from error
 

@@ -18,6 +18,7 @@ from services.engine.layout import BlockLayout
 from services.errors import TandemError
 from services.transfer.nixl_agent import NixlAgent
 from services.transfer.protocol import LocalPool, RemotePool
+from services.transfer.ucx_mode import UcxMode
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +33,14 @@ class Generation:
     """Methods raise TandemError; `logged` is for calls that clean up."""
 
     def __init__(
-        self, agent_name: str, pool: LocalPool, scratch: ctypes.Array[ctypes.c_char]
+        self,
+        agent_name: str,
+        mode: UcxMode | None,
+        pool: LocalPool,
+        scratch: ctypes.Array[ctypes.c_char],
     ) -> None:
         """`scratch`: memory of some blocks, where probes read to."""
-        self.agent = NixlAgent(agent_name, progress_delay_us=None)
+        self.agent = NixlAgent(agent_name, mode=mode, progress_delay_us=None, memory=pool.memory)
         self._peers: dict[bytes, LoadedPeer] = {}  # by metadata
         self._ended: list[int] = []  # handles of reads that are DONE
         layout = BlockLayout(*pool.layout)

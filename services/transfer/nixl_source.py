@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.engine.layout import BlockLayout
 from services.transfer.nixl_agent import NixlAgent
 from services.transfer.protocol import LocalPool, RemotePool
+from services.transfer.ucx_mode import UcxMode
 
 
 class NixlSource:
@@ -30,9 +31,11 @@ class NixlSource:
 
     PROGRESS_DELAY_US = 100_000
 
-    def __init__(self, pool: LocalPool, agent_name: str) -> None:
+    def __init__(self, pool: LocalPool, agent_name: str, mode: UcxMode | None) -> None:
         """Raises Incompatible when NIXL is missing."""
-        self._agent = NixlAgent(agent_name, progress_delay_us=self.PROGRESS_DELAY_US)
+        self._agent = NixlAgent(
+            agent_name, mode=mode, progress_delay_us=self.PROGRESS_DELAY_US, memory=pool.memory
+        )
         self._agent.register(
             address=pool.address,
             num_bytes=pool.num_bytes,

@@ -1,11 +1,15 @@
-"""How the NIXL agents of two workers would reach each other: by memory, by RDMA or only by TCP.
+"""How the NIXL agents of two workers reach each other, if they do.
 
-    same machine and PID namespace, same user, CMA allowed on both --> MEMORY
-    both have an active RDMA port                                  --> RDMA
-    else                                                           --> TCP
+    mode of both (ucx_mode.py)          the two reach each other by
+    MEMORY on the same host             MEMORY
+    RDMA                                RDMA
+    TCP on the same host, CMA allowed   MEMORY
+    TCP, RDMA ports on both             RDMA
+    TCP, else                           TCP
+    anything else                       NOTHING: their blocks travel by gRPC
 
-UCX decides by itself and says nothing of it; this is what it decides by. It matters because over
-TCP a source that its reader leaves in mid-read can abort (nixl_source.py), and gRPC was faster.
+The same host is one machine, PID namespace, IPC namespace and user. UCX decides by itself and does
+not say how; this module knows the facts that it decides by.
 """
 
 from __future__ import annotations
@@ -18,7 +22,11 @@ from pathlib import Path
 
 import msgspec
 
+from services.config import NixlTcp
+from services.transfer.ucx_mode import UcxMode
+
 _MEMORY_TRANSPORTS = {"all", "sm", "shm", "cma"}  # UCX's names
+_TCP_TRANSPORTS = {"all", "tcp"}
 _RDMA_TRANSPORTS = {"all", "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "ud"}
 _CAP_SYS_PTRACE = 19
 
@@ -26,41 +34,69 @@ _CAP_SYS_PTRACE = 19
 class Reach(Enum):
     """The value is the sentence for people."""
 
-    MEMORY = "the two read each other's memory: one machine, one PID namespace, one user"
+    MEMORY = "one machine, PID namespace, IPC namespace and user: each reads the other's memory"
     RDMA = "both have an active RDMA port"
-    TCP = "only TCP: no shared machine, PID namespace and user, and no RDMA port on both sides"
+    TCP = "plain TCP: anyone who reaches a worker's UCX port can write the engine's memory"
+    NOTHING = (
+        "no common path but plain TCP: the two do not share a machine, PID namespace, IPC"
+        " namespace and user, and do not both have an RDMA port"
+    )
 
 
 class HostIdentity(msgspec.Struct, frozen=True):
-    """What a process says of itself, so that a peer can tell how the two reach each other."""
+    """Facts that a process tells its peers, so that they know how the two reach each other."""
 
     boot_id: str  # of the machine's kernel, new at each boot
     pid_namespace: str
     uid: int
     cma: bool  # the kernel and UCX_TLS allow that another process of the same user reads here
     rdma: bool  # an RDMA device with an active port, and UCX_TLS allows it
+    ipc_namespace: str = ""  # empty: the process is of an older version
+    tcp: bool = False  # --nixl-tcp insecure, and UCX_TLS allows TCP
+
+    @property
+    def mode(self) -> UcxMode | None:
+        """The mode of the process's NIXL agents; None if NIXL reaches nobody from there."""
+        if self.tcp:
+            return UcxMode.TCP
+        if self.rdma:
+            return UcxMode.RDMA
+        return UcxMode.MEMORY if self.cma else None
 
 
 def reach(ours: HostIdentity, theirs: HostIdentity) -> Reach:
-    """By what UCX would move bytes between the two."""
+    """How UCX moves bytes between the two, in either direction."""
+    if ours.mode is None or ours.mode is not theirs.mode:
+        return Reach.NOTHING
+    if ours.mode is not UcxMode.RDMA and _share_memory(ours, theirs):
+        return Reach.MEMORY
+    if ours.rdma and theirs.rdma:
+        return Reach.RDMA
+    return Reach.TCP if ours.tcp else Reach.NOTHING
+
+
+def _share_memory(ours: HostIdentity, theirs: HostIdentity) -> bool:
     here = (ours.boot_id, ours.pid_namespace, ours.uid)
     there = (theirs.boot_id, theirs.pid_namespace, theirs.uid)
-    if ours.boot_id and here == there and ours.cma and theirs.cma:
-        return Reach.MEMORY
-    return Reach.RDMA if ours.rdma and theirs.rdma else Reach.TCP
+    one_ipc = "" in (known := {ours.ipc_namespace, theirs.ipc_namespace}) or len(known) == 1
+    return bool(ours.boot_id) and here == there and one_ipc and ours.cma and theirs.cma
 
 
 def host_identity(
-    root: Path = Path("/"), environment: Mapping[str, str] = os.environ
+    nixl_tcp: NixlTcp = "off",
+    root: Path = Path("/"),
+    environment: Mapping[str, str] = os.environ,
 ) -> HostIdentity:
-    """Of this process, and of the ones it starts. `root` is where proc and sys are mounted."""
+    """The identity of this process and of those it starts. `root` holds proc and sys."""
     allowed = environment.get("UCX_TLS", "all")
     return HostIdentity(
         boot_id=_text(root / "proc/sys/kernel/random/boot_id"),
         pid_namespace=_link(root / "proc/self/ns/pid"),
         uid=os.getuid(),
         cma=_allows(allowed, _MEMORY_TRANSPORTS) and _kernel_allows_cma(root / "proc"),
-        rdma=_allows(allowed, _RDMA_TRANSPORTS) and _has_rdma_port(root / "sys/class/infiniband"),
+        rdma=_allows(allowed, _RDMA_TRANSPORTS) and _has_rdma_port(root),
+        ipc_namespace=_link(root / "proc/self/ns/ipc"),
+        tcp=nixl_tcp == "insecure" and _allows(allowed, _TCP_TRANSPORTS),
     )
 
 
@@ -81,8 +117,12 @@ def _kernel_allows_cma(proc: Path) -> bool:
     return scope in ("0", "1")
 
 
-def _has_rdma_port(devices: Path) -> bool:
-    return any("ACTIVE" in _text(state) for state in devices.glob("*/ports/*/state"))
+def _has_rdma_port(root: Path) -> bool:
+    """A container sees the node's ports in /sys even if it was given none of the devices."""
+    if not any(root.glob("dev/infiniband/uverbs*")):
+        return False
+    ports = root.glob("sys/class/infiniband/*/ports/*/state")
+    return any("ACTIVE" in _text(state) for state in ports)
 
 
 def _text(path: Path) -> str:

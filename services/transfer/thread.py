@@ -36,6 +36,7 @@ from services.transfer.events import (
 from services.transfer.nixl import NixlReader
 from services.transfer.nixl_source import NixlSource, remote_pool
 from services.transfer.protocol import LocalPool, Pull, PullResult, RemotePool, Transport
+from services.transfer.reach import host_identity
 
 __all__ = [
     "Broken",
@@ -88,9 +89,11 @@ class TransferThread:
         self._on_event = on_event
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+        self._mode = host_identity(config.nixl_tcp).mode
         self._transport: Transport = NixlReader(
             pool,
             f"{agent_name}-reader",
+            mode=self._mode,
             quarantine_blocks_max=config.quarantine_blocks_max,
             delay_s=config.delay_s,
         )
@@ -217,7 +220,7 @@ class TransferThread:
         pool = remote_pool(self._pool)
         try:
             if self._source is None:
-                self._source = NixlSource(self._pool, f"{self._agent_name}-source")
+                self._source = NixlSource(self._pool, f"{self._agent_name}-source", self._mode)
             metadata = self._source.metadata()
         except TandemError as error:
             self._on_event(SourceReady(request_id, b"", pool, error.message))

@@ -58,6 +58,9 @@ def main(
     threads: int = 1,
     cores: Annotated[str, typer.Option(help="cores to pin the engine to, such as 0 or 0,1")] = "",
     transport: str = "auto",
+    nixl_tcp: Annotated[
+        str, typer.Option(help="off or insecure: NIXL may use TCP, open to all who reach its port")
+    ] = "off",
     prefill_at: Annotated[
         str, typer.Option(help="auto, remote or local: where longer prompts are computed")
     ] = "auto",
@@ -116,6 +119,7 @@ def main(
             ),
             transfer=TransferConfig(
                 transport=transport,  # type: ignore[arg-type]
+                nixl_tcp=nixl_tcp,  # type: ignore[arg-type]
                 prefill_at=prefill_at,  # type: ignore[arg-type]
                 local_prefill_max_tokens=local_prefill_max_tokens,
                 heartbeat_timeout_s=heartbeat_timeout,

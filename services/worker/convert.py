@@ -82,6 +82,8 @@ def host_from(message: pb.HostIdentity) -> HostIdentity:
         uid=message.uid,
         cma=message.cma,
         rdma=message.rdma,
+        ipc_namespace=message.ipc_namespace,
+        tcp=message.tcp,
     )
 
 

@@ -48,7 +48,7 @@ class Pairing:
         self._link = link
         self._rates = rates
         self._contract = contract
-        self._host = host_identity()
+        self._host = host_identity(config.transfer.nixl_tcp)
 
     async def make(self, worker_id: str, epoch: str, address: str) -> Peer:
         """Raises TandemError when no transport reaches it."""
@@ -79,7 +79,9 @@ class Pairing:
         by_nixl = Way()
         if "nixl" not in offered:
             by_nixl = Way(error="the source has none, or may not use it")
-        elif wanted == "nixl" or (wanted == "auto" and how is not Reach.TCP):
+        elif how is Reach.NOTHING:
+            by_nixl = Way(error=how.value)
+        elif wanted != "grpc":
             by_nixl = await self._probe_nixl(peer, response)
         if wanted == "nixl" and by_nixl.error:
             raise WorkerLost(by_nixl.error)

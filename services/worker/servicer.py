@@ -116,7 +116,7 @@ class Servicer(WorkerServicer):
             epoch=self._worker.epoch,
             contract=contract_message(contract),
             transports=["grpc"],
-            host=host_message(host_identity()),
+            host=host_message(host_identity(self._worker.config.transfer.nixl_tcp)),
         )
         if "nixl" in request.transports and self._worker.config.transfer.transport != "grpc":
             source = await self._worker.link.describe_source()

@@ -1,8 +1,8 @@
 """Which transport a pair uses, and what people are told of it. Pure.
 
 wanted nixl or grpc   that one
-auto                  NIXL, if its reads work, do not go by mere TCP, and are not slower than
-                      gRPC; else gRPC, with a warning that says what would lift it
+auto                  NIXL, if its reads work and are not slower than gRPC; else gRPC, with a
+                      warning that says what would lift it
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from services.transfer.reach import Reach
 
 PULL_BYTES = 4 << 20  # the pull that transports are compared by
 SLOWER = 1.25  # how much slower a measurement must be to mean it
-_LIFT_TCP = (
-    "Let the two share a machine, PID namespace and user (in Kubernetes hostPID, or one pod with"
-    " shareProcessNamespace), or give both an RDMA port"
+_LIFT_NOTHING = (
+    "Let the two share a machine, its namespaces and a user (in Kubernetes hostPID and hostIPC), or"
+    " give both an RDMA port"
 )
 _LIFT_SLOW = (
     "NIXL is measured again now and then; look at UCX_TLS and at what else the machine does"
@@ -43,19 +43,17 @@ def choose_transport(wanted: Transport, nixl: Way, grpc: Way, reach: Reach | Non
     """`reach` is None when the peer did not tell where it runs. gRPC is always to be had."""
     if wanted == "grpc":
         return Choice("grpc")
-    if wanted == "nixl":
-        if reach is Reach.TCP:
-            return Choice("nixl", "tcp", f"NIXL has {reach.value}. {_LIFT_TCP}")
-        return Choice("nixl")
-    if nixl.error:
+    if reach is Reach.NOTHING:
+        why = f"NIXL has {reach.value}. gRPC: {figures(grpc)}. {_LIFT_NOTHING}"
+        return Choice("grpc", "unreachable", why)
+    if wanted != "nixl" and nixl.error:
         why = f"NIXL does not work: {nixl.error}. gRPC: {figures(grpc)}"
         return Choice("grpc", "broken", why)
-    if reach is Reach.TCP:
-        why = f"NIXL would have {reach.value}. gRPC: {figures(grpc)}. {_LIFT_TCP}"
-        return Choice("grpc", "tcp", why)
-    if is_slower(nixl.rate, grpc.rate):
+    if wanted != "nixl" and is_slower(nixl.rate, grpc.rate):
         why = f"NIXL is slower: {figures(nixl)}. gRPC: {figures(grpc)}. {_LIFT_SLOW}"
         return Choice("grpc", "slow", why)
+    if reach is Reach.TCP:
+        return Choice("nixl", "tcp", f"NIXL uses {reach.value}")
     return Choice("nixl")
 
 

@@ -106,6 +106,11 @@ class Worker:
     async def run(self) -> None:
         """Serves until `stop`. Raises WorkerLost when the engine ends, or cannot pull any more."""
         self.link = EngineLink(self.config, self.epoch)
+        if self.config.transfer.nixl_tcp == "insecure":
+            log.warning(
+                "--nixl-tcp insecure: anyone who reaches this worker's UCX port can write into the "
+                "engine's memory; use it on a network of your own"
+            )
         try:
             if (ready := await self._start_engine()) is not None:
                 await self._serve(ready)

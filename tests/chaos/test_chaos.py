@@ -10,9 +10,10 @@ exactly its tokens, and nothing is held anywhere.
 
 The seed is printed and fixes prompts, requests and the order of faults, not the moments.
 CHAOS_SEED and CHAOS_REQUESTS choose others: CHAOS_REQUESTS=5000 pytest -s -m slow tests/chaos
-CHAOS_TRANSPORT=nixl makes the first decode worker read over NIXL and TCP, too. Not by default:
-UCX's TCP ends a source's process (SIGABRT) when a reader goes in the midst of a read; Tandem then
-starts that worker again and no token is wrong, but the test takes no worker that ends unasked.
+CHAOS_TRANSPORT=nixl makes the first decode worker read over NIXL and TCP, too, with
+`--nixl-tcp insecure` for all. Not by default: UCX's TCP ends a source's process (SIGABRT) when a
+reader goes in the midst of a read; Tandem then starts that worker again and no token is wrong, but
+the test takes no worker that ends unasked.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ OPTIONS = (
     *("--prefill-at", "remote", "--local-prefill-max-tokens", "0"),
 )
 NO_NETWORK = why_not()
+TRANSPORT = os.environ.get("CHAOS_TRANSPORT", "auto")
 SHARE_OF_LONG = 0.2  # of the answers
 
 
@@ -131,6 +133,8 @@ async def run(chaos: Chaos, folder: Path) -> None:
         home = network.home.address if network else "127.0.0.1"
         cluster = LocalCluster(stack.enter_context(EmbeddedRedis(host=home)), folder)
         cluster.options = [*cluster.options, *OPTIONS, "--num-blocks", str(chaos.num_blocks)]
+        if TRANSPORT == "nixl":
+            cluster.options += ["--nixl-tcp", "insecure"]
         stack.callback(cluster.close)
         keeper = Keeper(cluster)
         prompts = await start(cluster, keeper, network, chaos, rng)
@@ -156,8 +160,7 @@ async def start(
     """One worker, which computes what is not in a file; then the others."""
     host = ("--host", network.home.address if network else "127.0.0.1")
     cluster.start_router()
-    transport = os.environ.get("CHAOS_TRANSPORT", "auto")
-    keeper.start("decode-0", "decode", "--transport", transport, *host)
+    keeper.start("decode-0", "decode", "--transport", TRANSPORT, *host)
     await asyncio.to_thread(cluster.wait_ready)
     prompts = golden_prompts(rng, chaos.golden)
     prompts += await computed_prompts(cluster, rng, chaos.computed_lengths)

@@ -53,7 +53,7 @@ async def test_all_is_prefilled_far_away(
     tmp_path: Path, transport: str, shape: Shape, numbers: tuple[int, ...]
 ) -> None:
     prompts, expected = golden(*numbers)
-    options = ("--transport", transport, "--prefill-at", "remote")
+    options = ("--transport", transport, "--nixl-tcp", "insecure", "--prefill-at", "remote")
     options += ("--local-prefill-max-tokens", "0")
     with far_cluster(tmp_path, shape, *options) as (cluster, network):
         before = network.num_bytes_home

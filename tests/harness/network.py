@@ -6,7 +6,8 @@
 
 Each namespace's cable has a delay, a rate and a loss, and can be cut; this machine's own is
 perfect. Processes share everything else, process ids too: so NIXL would copy from memory to
-memory, and `Place.environment` makes UCX use TCP on the hub's device.
+memory. `Place.environment` leaves UCX only TCP on the hub's device, for workers started with
+`--nixl-tcp insecure`; others use gRPC.
 
 Needs root and /dev/net/tun: `why_not()` says what is missing.
 """

@@ -26,6 +26,7 @@ from services.rpc.tandem.v1 import worker_pb2 as pb
 from services.transfer.nixl import NixlReader
 from services.transfer.nixl_source import remote_pool
 from services.transfer.thread import TransferThread
+from services.transfer.ucx_mode import UcxMode
 from services.worker import messages
 from services.worker.decode_service import DecodeService
 from services.worker.engine_link import EngineLink, _replies
@@ -160,6 +161,7 @@ class Node:
         self.reader = self.thread._transport = NixlReader(
             pool,
             f"{self.peer_id}-reader",
+            mode=UcxMode.MEMORY,
             quarantine_blocks_max=config.transfer.quarantine_blocks_max,
             clock=loop.time,
         )

@@ -176,7 +176,7 @@ class TransferCluster(TransferChecks):
         self.loop.advance(seconds)
         self.check_cluster()
 
-    def _new_agent(self, name: str, *, progress_delay_us: int | None) -> SimulatedAgent:
+    def _new_agent(self, name: str, **_: object) -> SimulatedAgent:
         self.agents = [agent for agent in self.agents if not agent.is_closed]
         agent = SimulatedAgent(self.fabric, name)
         self.agents.append(agent)

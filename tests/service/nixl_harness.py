@@ -29,6 +29,12 @@ _ROOT = Path(__file__).parents[2]
 _Event = TypeVar("_Event", bound=transfer.TransferEvent)
 
 
+def transfer_config(**fields: object) -> TransferConfig:
+    """The settings of both sides: with UCX_TLS=tcp NIXL may use TCP, else it may not."""
+    nixl_tcp = "insecure" if os.environ.get("UCX_TLS") == "tcp" else "off"
+    return TransferConfig(**{"nixl_tcp": nixl_tcp, **fields})  # type: ignore[arg-type]
+
+
 def local_pool(memory: NDArray[np.uint8]) -> LocalPool:
     return LocalPool(memory.ctypes.data, memory.nbytes, 0, "DRAM", layout_fields(LAYOUT))
 

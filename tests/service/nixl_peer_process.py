@@ -12,16 +12,15 @@ from queue import SimpleQueue
 
 import msgspec
 
-from services.config import TransferConfig
 from services.transfer import thread as transfer
-from tests.service.nixl_harness import DEADLINE_S, contents, local_pool
+from tests.service.nixl_harness import DEADLINE_S, contents, local_pool, transfer_config
 
 
 def main() -> None:
     name, seed = sys.argv[1], int(sys.argv[2])
     memory = contents(seed)
     answers: SimpleQueue[transfer.TransferEvent] = SimpleQueue()
-    thread = transfer.TransferThread(local_pool(memory), TransferConfig(), name, answers.put)
+    thread = transfer.TransferThread(local_pool(memory), transfer_config(), name, answers.put)
     thread.start()
     thread.source(1)
     ready = answers.get(timeout=DEADLINE_S)

@@ -1,19 +1,23 @@
-"""Pulls between two real processes over NIXL, by shared memory and by TCP."""
+"""Pulls between two real processes over NIXL, by shared memory and by TCP.
+
+A source is killed or stopped before, during and after a read in both modes.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import psutil
 import pytest
 
-from services.config import TransferConfig
 from services.errors import TandemError
 from services.transfer import thread as transfer
 from services.transfer.nixl_agent import load_nixl
-from tests.service.nixl_harness import LAYOUT, Peer, Reader, holds
+from tests.service.nixl_harness import LAYOUT, Peer, Reader, holds, transfer_config
 
 pytestmark = pytest.mark.service
 
@@ -27,9 +31,9 @@ MakeReader = Callable[..., Reader]
 PATTERN = 7
 
 
-@pytest.fixture(params=["default", "tcp"])
+@pytest.fixture(params=["memory", "tcp"])
 def ucx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """UCX's choice (shared memory here), or TCP, where the source has to take part."""
+    """The mode of both agents: shared memory, or TCP, where the source has to take part."""
     if request.param == "tcp":
         monkeypatch.setenv("UCX_TLS", "tcp")
     return str(request.param)
@@ -59,7 +63,7 @@ def make_reader() -> Iterator[MakeReader]:
     readers: list[Reader] = []
 
     def make(**config: object) -> Reader:
-        readers.append(Reader(TransferConfig(**config)))
+        readers.append(Reader(transfer_config(**config)))
         return readers[-1]
 
     yield make
@@ -138,6 +142,70 @@ def test_a_source_killed_fails_the_pull_and_leaves_other_peers_usable(
     assert not reader.result("again").done
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 1e-3, 4e-3, 8e-3])
+def test_a_source_killed_during_a_read_leaves_exact_blocks_or_a_failure(
+    delay_s: float, make_peer: MakePeer, make_reader: MakeReader
+) -> None:
+    doomed, other, reader = make_peer("doomed", 1), make_peer("other", 2), make_reader()
+    assert reader.connect(doomed) == ""
+    assert reader.connect(other) == ""
+    blocks = list(range(LAYOUT.num_blocks))  # several pieces, about 7 ms
+    reader.submit("cut off", doomed, blocks, blocks, deadline_s=5.0)
+    time.sleep(delay_s)  # the moment of the strike, not a wait
+    doomed.process.kill()  # and not reaped yet
+    result = reader.result("cut off")
+    if result.done:
+        assert np.array_equal(reader.blocks, doomed.contents)
+    else:
+        reader.wait_unfenced(blocks)
+    reader.submit("gone", doomed, blocks[:8], blocks[:8], deadline_s=5.0)
+    assert not reader.result("gone").done
+    reader.wait(lambda: set(blocks[:8]) <= set(reader.unfenced()), "blocks unfenced")
+    reader.submit("other", other, blocks, blocks)
+    assert reader.result("other").done
+    assert np.array_equal(reader.blocks, other.contents)
+
+
+def test_shared_memory_reads_a_stopped_source_before_during_and_after(
+    make_peer: MakePeer, make_reader: MakeReader
+) -> None:
+    peer, reader = make_peer("peer", 1), make_reader()
+    blocks = list(range(LAYOUT.num_blocks))
+    peer.pause()
+    assert reader.connect(peer) == ""
+    reader.submit("before", peer, blocks, blocks)
+    assert reader.result("before").done
+    peer.resume()
+    for number in range(5):
+        reader.blocks[:] = 0
+        reader.submit(f"during-{number}", peer, blocks, blocks)
+        peer.pause()
+        assert reader.result(f"during-{number}").done
+        assert np.array_equal(reader.blocks, peer.contents)
+        peer.resume()
+    reader.submit("after", peer, blocks, blocks)
+    assert reader.result("after").done
+    assert reader.unfenced() == []
+
+
+def test_no_port_is_opened_by_either_side(make_peer: MakePeer, make_reader: MakeReader) -> None:
+    before = set(listeners(os.getpid()))
+    peer, reader = make_peer("peer", 1), make_reader()
+    assert reader.connect(peer) == ""
+    reader.thread.source(1)
+    reader.wait(lambda: bool(reader.of_kind(transfer.SourceReady)), "the source")
+    reader.submit("read", peer, [1], [1])
+    assert reader.result("read").done
+    assert listeners(peer.process.pid) == []
+    assert set(listeners(os.getpid())) <= before
+
+
+def listeners(pid: int) -> list[str]:
+    """Addresses that a process accepts TCP connections at."""
+    found = psutil.Process(pid).net_connections(kind="tcp")
+    return [f"{c.laddr.ip}:{c.laddr.port}" for c in found if c.status == psutil.CONN_LISTEN]
+
+
 def test_connecting_to_a_dead_peer_is_an_error(
     ucx: str, make_peer: MakePeer, make_reader: MakeReader
 ) -> None:
@@ -149,7 +217,7 @@ def test_connecting_to_a_dead_peer_is_an_error(
 
 
 def test_connecting_to_a_stopped_peer_is_an_error_in_time(
-    ucx: str, make_peer: MakePeer, make_reader: MakeReader
+    tcp: None, make_peer: MakePeer, make_reader: MakeReader
 ) -> None:
     peer, other, reader = make_peer("peer", 1), make_peer("b", 2), make_reader(connect_deadline_s=3)
     peer.pause()

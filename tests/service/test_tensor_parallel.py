@@ -13,6 +13,7 @@ from services.errors import TandemError
 from services.transfer.descriptors import BlockPairs
 from services.transfer.nixl_agent import NixlAgent, ReadState, load_nixl
 from services.transfer.tensor_parallel import ParallelLayout, descriptors
+from services.transfer.ucx_mode import UcxMode
 from tests.harness.tensor_parallel_ranks import Bytes, expected_pools, rank_pools, whole_model
 
 pytestmark = pytest.mark.service
@@ -32,7 +33,9 @@ class Rank:
     def __init__(self, name: str, pool: Bytes) -> None:
         self.pool = pool.copy()
         # A source makes progress by itself; a reader when it is asked for its reads.
-        self.agent = NixlAgent(name, progress_delay_us=10_000 if "source" in name else None)
+        self.agent = NixlAgent(
+            name, mode=UcxMode.MEMORY, progress_delay_us=10_000 if "source" in name else None
+        )
         self.agent.register(
             address=self.pool.ctypes.data, num_bytes=pool.nbytes, device_id=0, memory="DRAM"
         )

@@ -11,6 +11,7 @@ from services.engine.layout import BlockLayout
 from services.transfer import nixl, nixl_generation
 from services.transfer.nixl import NixlReader
 from services.transfer.protocol import LocalPool, Pull, RemotePool, layout_fields
+from services.transfer.ucx_mode import UcxMode
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
 
 LAYOUT = BlockLayout(8, 1, 1, 4, 8, "float32")
@@ -31,9 +32,11 @@ class Bench:
         self.remote = RemotePool(self.theirs.ctypes.data, 8, LAYOUT.block_bytes, 0, "DRAM")
         address, num_bytes = self.blocks.ctypes.data, self.blocks.nbytes
         pool = LocalPool(address, num_bytes, 0, "DRAM", layout_fields(LAYOUT))
-        self.reader = NixlReader(pool, "reader", quarantine_blocks_max=4, clock=lambda: self.now)
+        self.reader = NixlReader(
+            pool, "reader", mode=UcxMode.MEMORY, quarantine_blocks_max=4, clock=lambda: self.now
+        )
 
-    def _new_agent(self, name: str, *, progress_delay_us: int | None) -> SimulatedAgent:
+    def _new_agent(self, name: str, **_: object) -> SimulatedAgent:
         self.agents.append(SimulatedAgent(SimulatedFabric(LAYOUT.block_bytes), name))
         return self.agents[-1]
 

@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from services.transfer.reach import HostIdentity, Reach, host_identity, reach
+from services.transfer.ucx_mode import UcxMode
 
-HERE = HostIdentity(boot_id="a", pid_namespace="pid:[1]", uid=0, cma=True, rdma=False)
+HERE = HostIdentity("a", "pid:[1]", uid=0, cma=True, rdma=False, ipc_namespace="ipc:[1]")
 
 
 def test_one_machine_one_namespace_and_one_user_read_each_others_memory() -> None:
@@ -21,28 +22,50 @@ def test_one_machine_one_namespace_and_one_user_read_each_others_memory() -> Non
     [
         replace(HERE, boot_id="b"),
         replace(HERE, pid_namespace="pid:[2]"),
+        replace(HERE, ipc_namespace="ipc:[2]"),
         replace(HERE, uid=1000),
         replace(HERE, cma=False),
     ],
 )
-def test_a_single_difference_leaves_tcp_or_rdma(other: HostIdentity) -> None:
-    assert reach(HERE, other) is reach(other, HERE) is Reach.TCP
+def test_a_single_difference_leaves_grpc_or_rdma(other: HostIdentity) -> None:
+    assert reach(HERE, other) is reach(other, HERE) is Reach.NOTHING
     with_rdma = replace(HERE, rdma=True)
-    assert reach(with_rdma, other) is Reach.TCP, "RDMA needs a port on both sides"
+    assert reach(with_rdma, other) is Reach.NOTHING, "RDMA needs a port on both sides"
     assert reach(with_rdma, replace(other, rdma=True)) is Reach.RDMA
 
 
-def test_who_does_not_know_its_machine_is_nobodys_neighbour() -> None:
+def test_plain_tcp_is_used_where_both_sides_allow_it_and_nothing_else_is_there() -> None:
+    ours, theirs = replace(HERE, tcp=True), replace(HERE, tcp=True, boot_id="b")
+    assert reach(ours, theirs) is Reach.TCP
+    assert reach(ours, replace(theirs, boot_id="a")) is Reach.MEMORY
+    assert reach(replace(ours, rdma=True), replace(theirs, rdma=True)) is Reach.RDMA
+    assert reach(ours, replace(theirs, tcp=False)) is Reach.NOTHING
+
+
+def test_a_mode_belongs_to_an_agent_so_two_modes_never_meet() -> None:
+    assert reach(HERE, replace(HERE, rdma=True)) is Reach.NOTHING
+    assert reach(replace(HERE, rdma=True), replace(HERE, rdma=True)) is Reach.RDMA
+
+
+def test_an_older_version_does_not_tell_its_ipc_namespace() -> None:
+    assert reach(HERE, replace(HERE, ipc_namespace="")) is Reach.MEMORY
+
+
+def test_a_process_that_does_not_know_its_machine_shares_it_with_nobody() -> None:
     unknown = replace(HERE, boot_id="")
-    assert reach(unknown, unknown) is Reach.TCP
+    assert reach(unknown, unknown) is Reach.NOTHING
 
 
 def test_this_process_knows_its_machine() -> None:
     identity = host_identity(environment={})
+    assert identity.ipc_namespace.startswith("ipc:[")
     assert len(identity.boot_id) == 36
     assert identity.pid_namespace.startswith("pid:[")
     assert identity.uid == os.getuid()
-    assert reach(identity, host_identity(environment={})) in (Reach.MEMORY, Reach.TCP)
+    assert reach(identity, host_identity(environment={})) in (Reach.MEMORY, Reach.NOTHING)
+    assert not identity.tcp
+    assert host_identity("insecure", environment={}).mode is UcxMode.TCP
+    assert not host_identity("insecure", environment={"UCX_TLS": "rc,sm"}).tcp
 
 
 @dataclass(frozen=True)
@@ -57,7 +80,7 @@ class Machine:
         file.write_text(text)
 
     def identity(self, **environment: str) -> HostIdentity:
-        return host_identity(self.root, environment)
+        return host_identity(root=self.root, environment=environment)
 
 
 @pytest.fixture
@@ -88,7 +111,10 @@ def test_an_rdma_port_counts_when_it_is_active(machine: Machine) -> None:
     machine.write("sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
     assert not machine.identity().rdma
     machine.write("sys/class/infiniband/mlx5_1/ports/1/state", "4: ACTIVE\n")
+    assert not machine.identity().rdma, "the node has a port, this container has no device"
+    machine.write("dev/infiniband/uverbs0", "")
     assert machine.identity().rdma
+    assert machine.identity().mode is UcxMode.RDMA
 
 
 @pytest.mark.parametrize(
@@ -106,5 +132,6 @@ def test_what_ucx_is_told_to_use_counts(
     machine: Machine, ucx_tls: str, cma: bool, rdma: bool
 ) -> None:
     machine.write("sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n")
+    machine.write("dev/infiniband/uverbs0", "")
     identity = machine.identity(UCX_TLS=ucx_tls)
     assert (identity.cma, identity.rdma) == (cma, rdma)

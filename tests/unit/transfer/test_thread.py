@@ -15,6 +15,7 @@ from services.errors import Incompatible, InternalError
 from services.transfer import nixl, nixl_agent, thread
 from services.transfer.nixl import NixlReader
 from services.transfer.protocol import LocalPool, Pull, PullResult, RemotePool, layout_fields
+from services.transfer.ucx_mode import UcxMode
 
 LAYOUT = BlockLayout(8, 1, 1, 4, 8, "float32")
 DEADLINE_S = 10.0
@@ -150,7 +151,9 @@ def test_a_reader_that_cannot_be_made_anew_is_told_once_and_not_before_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    reader = NixlReader(POOL, "alone", quarantine_blocks_max=4, clock=lambda: now)
+    reader = NixlReader(
+        POOL, "alone", mode=UcxMode.MEMORY, quarantine_blocks_max=4, clock=lambda: now
+    )
 
     def fails(*args: object) -> None:
         raise Incompatible("no memory to register")

@@ -18,7 +18,9 @@ BROKEN = Way(error="no CMA here")
         (FAST, GRPC, Reach.MEMORY, "nixl", ""),
         (FAST, GRPC, Reach.RDMA, "nixl", ""),
         (FAST, GRPC, None, "nixl", ""),
-        (FAST, GRPC, Reach.TCP, "grpc", "tcp"),
+        (FAST, GRPC, Reach.TCP, "nixl", "tcp"),
+        (SLOW, GRPC, Reach.TCP, "grpc", "slow"),
+        (BROKEN, GRPC, Reach.NOTHING, "grpc", "unreachable"),
         (SLOW, GRPC, Reach.MEMORY, "grpc", "slow"),
         (SLOW, Way(), Reach.MEMORY, "nixl", ""),  # nothing to compare with
         (Way(), GRPC, Reach.MEMORY, "nixl", ""),
@@ -36,16 +38,17 @@ def test_the_warning_has_figures_and_what_would_lift_it() -> None:
     slow = choose_transport("auto", SLOW, GRPC, Reach.MEMORY).warning
     assert "NIXL is slower: 0.20 GB/s after 2.00 ms. gRPC: 1.00 GB/s after 2.00 ms" in slow
     assert "no CMA here" in choose_transport("auto", BROKEN, Way(), None).warning
-    tcp = choose_transport("auto", FAST, GRPC, Reach.TCP).warning
-    assert "only TCP" in tcp
-    assert "PID namespace" in tcp
+    unreachable = choose_transport("auto", BROKEN, GRPC, Reach.NOTHING).warning
+    assert "no common path but plain TCP" in unreachable
+    assert "hostPID and hostIPC" in unreachable
+    assert "can write" in choose_transport("auto", FAST, GRPC, Reach.TCP).warning
 
 
 def test_what_was_asked_for_is_used() -> None:
     assert choose_transport("grpc", FAST, GRPC, Reach.MEMORY).transport == "grpc"
     forced = choose_transport("nixl", SLOW, GRPC, Reach.TCP)
     assert forced.transport == "nixl"
-    assert "only TCP" in forced.warning
+    assert "can write" in forced.warning
 
 
 def test_a_little_slower_is_not_slower() -> None:

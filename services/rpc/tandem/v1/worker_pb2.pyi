@@ -435,18 +435,22 @@ class ConnectRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ...) -> None: ...
 
 class HostIdentity(_message.Message):
-    __slots__ = ("boot_id", "pid_namespace", "uid", "cma", "rdma")
+    __slots__ = ("boot_id", "pid_namespace", "uid", "cma", "rdma", "ipc_namespace", "tcp")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     CMA_FIELD_NUMBER: _ClassVar[int]
     RDMA_FIELD_NUMBER: _ClassVar[int]
+    IPC_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TCP_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     pid_namespace: str
     uid: int
     cma: bool
     rdma: bool
-    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., uid: _Optional[int] = ..., cma: bool = ..., rdma: bool = ...) -> None: ...
+    ipc_namespace: str
+    tcp: bool
+    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., uid: _Optional[int] = ..., cma: bool = ..., rdma: bool = ..., ipc_namespace: _Optional[str] = ..., tcp: bool = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("worker_id", "epoch", "contract", "transports", "nixl_metadata", "pool", "host")
