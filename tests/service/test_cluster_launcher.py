@@ -155,6 +155,18 @@ def test_secrets_are_in_no_command_line_and_no_file(up: Up) -> None:
     assert not [secret for secret in secrets if secret in up.screen.read_text()]
 
 
+def test_every_port_is_on_loopback(up: Up) -> None:
+    up.complete()
+    listeners = {
+        (psutil.Process(pid).name(), c.laddr.ip.removeprefix("::ffff:"), c.laddr.port)
+        for pid in guardian.cluster_processes(up.cluster_id)
+        for c in psutil.Process(pid).net_connections(kind="tcp")
+        if c.status == psutil.CONN_LISTEN
+    }
+    assert up.http_port in {port for _, _, port in listeners}
+    assert {address for _, address, _ in listeners} <= {"127.0.0.1", "::1"}, listeners
+
+
 def test_a_second_one_on_a_taken_port_says_which_and_what_to_do(up: Up) -> None:
     free, _ = free_ports()
     for ports, option in (((up.http_port, free), "--port"), ((free, up.grpc_port), "--grpc-port")):
