@@ -48,6 +48,31 @@ def test_containers_are_confined(values: dict[str, Any]) -> None:
 
 
 @by_example
+def test_probes_start_no_program_and_are_patient(values: dict[str, Any]) -> None:
+    """A program takes seconds to start on a busy node, and a failed probe then ends a container
+    that is well. Containers that Ray runs in need probes, or KubeRay adds its own."""
+    for component, _, made in containers(render(values)):
+        probes = {k: made[k] for k in made if k.endswith("Probe")}
+        for name, probe in probes.items():
+            assert len({"httpGet", "tcpSocket", "grpc"} & probe.keys()) == 1, (component, name)
+            assert "exec" not in probe
+            assert probe["timeoutSeconds"] >= 5, (component, name)
+            assert probe["failureThreshold"] >= 3
+            if name == "livenessProbe":
+                assert probe["periodSeconds"] * probe["failureThreshold"] >= 60
+        if component != "test" and made["name"] != "model":
+            assert "livenessProbe" in probes, (component, made["name"])
+
+
+@by_example
+def test_rays_memory_monitor_is_off(values: dict[str, Any]) -> None:
+    """It ends processes that Ray started, which are small here, until memory is free."""
+    for _, _, made in containers(render(values)):
+        if made["name"] in ("ray", "ray-head"):
+            assert {"name": "RAY_memory_monitor_refresh_ms", "value": "0"} in made["env"]
+
+
+@by_example
 def test_what_is_mounted_is_there(values: dict[str, Any]) -> None:
     for component, pod, made in containers(render(values)):
         volumes = {v["name"] for v in pod.get("volumes", [])}

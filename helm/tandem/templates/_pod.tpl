@@ -44,6 +44,19 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
+{{/* Six failures, one every 10 s, end a container. A busy node answers late, and a restart helps no
+busy node. */}}
+{{- define "tandem.livenessPatience" -}}
+periodSeconds: 10
+timeoutSeconds: 10
+failureThreshold: 6
+{{- end -}}
+
+{{- define "tandem.readinessPatience" -}}
+timeoutSeconds: 5
+failureThreshold: 3
+{{- end -}}
+
 {{/* The variables that services/config.py reads, for routers and workers. */}}
 {{- define "tandem.env" -}}
 - name: POD_NAME
@@ -108,7 +121,10 @@ secretKeyRef:
 {{- end -}}
 {{- end -}}
 
-{{- define "tandem.rayToken" -}}
+{{/* The memory monitor would end what Ray started, which is small, for what it did not start. */}}
+{{- define "tandem.rayEnv" -}}
+- name: RAY_memory_monitor_refresh_ms
+  value: "0"
 - name: RAY_AUTH_MODE
   value: token
 - name: RAY_AUTH_TOKEN

@@ -74,19 +74,17 @@ ports:
 startupProbe:
   httpGet: {path: /health, port: metrics}
   periodSeconds: 5
+  timeoutSeconds: 5
   failureThreshold: {{ add (div $values.startDeadline 5) 6 }}
 # The worker itself ends an engine that makes no turn for engineHangTimeout; the probe is for a
 # worker that cannot, because its event loop hangs.
 livenessProbe:
   httpGet: {path: /health, port: metrics}
-  periodSeconds: 10
-  timeoutSeconds: 5
-  failureThreshold: 3
+  {{- include "tandem.livenessPatience" . | nindent 2 }}
 readinessProbe:
   httpGet: {path: /ready, port: metrics}
   periodSeconds: 2
-  timeoutSeconds: 2
-  failureThreshold: 3
+  {{- include "tandem.readinessPatience" . | nindent 2 }}
 resources:
   {{- include "tandem.workerResources" $values | nindent 2 }}
 securityContext:
