@@ -9,6 +9,8 @@ import json
 import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +54,31 @@ def test_dockerfile_agrees_with_the_rest() -> None:
     assert all((ROOT / source).exists() for source in copied)
 
 
+def stages() -> dict[str, str]:
+    """The Dockerfile's stages by name."""
+    text = DOCKERFILE.read_text()
+    return dict(re.findall(r"^FROM \S+ AS (\w+)\n(.*?)(?=^FROM |\Z)", text, re.M | re.S))
+
+
+def test_python_finds_everything_compiled() -> None:
+    """The root is read-only: what the build does not compile, every start compiles again. The base
+    image has no .pyc of the standard library, and layers may change a file's time."""
+    compiled = r"python -m compileall .*--invalidation-mode unchecked-hash .*?(/\S+)"
+    text = stages()
+    assert re.findall(compiled, text["packages"]) == ["/opt/tandem/lib/python3.11/site-packages"]
+    assert text["packages"].rindex("compileall") > text["packages"].rindex("pip install")
+    assert re.findall(compiled, text["runtime"]) == ["/usr/local/lib/python3.11"]
+    assert text["runtime"].index("compileall") < text["runtime"].index("USER 10001")
+    assert "--check-hash-based-pycs" not in DOCKERFILE.read_text()  # it would read sources again
+
+
 def test_cuda_has_the_compiler_that_triton_needs() -> None:
     """And what is left at the end of the stage is not root's."""
-    stages = dict(
-        re.findall(r"^FROM \S+ AS (\w+)\n(.*?)(?=^FROM |\Z)", DOCKERFILE.read_text(), re.M | re.S)
-    )
-    (packages,) = re.findall(r"apt-get install .* --no-install-recommends (.+) \\", stages["cuda"])
+    text = stages()
+    (packages,) = re.findall(r"apt-get install .* --no-install-recommends (.+) \\", text["cuda"])
     assert {"gcc", "libc6-dev"} <= set(packages.split())
-    assert re.findall(r"^USER (\S+)", stages["cuda"], re.M)[-1] == "10001:10001"
-    assert "apt-get" not in stages["cpu"] + stages["runtime"]
+    assert re.findall(r"^USER (\S+)", text["cuda"], re.M)[-1] == "10001:10001"
+    assert "apt-get" not in text["cpu"] + text["runtime"]
 
 
 @pytest.fixture
@@ -99,9 +117,8 @@ def test_compose_runs_the_programs(programs: Path) -> None:
         assert given["role"] == role
         assert given["worker_id"].startswith(f"{role}-")
         assert given["model"] == "smollm2"
-        assert (
-            f":{given['metrics_port']}/health" in COMPOSE["services"][role]["healthcheck"]["test"]
-        )
+        probed = " ".join(COMPOSE["services"][role]["healthcheck"]["test"])
+        assert f"/{given['metrics_port']} " in probed
     command, _ = called("router", programs)
     router = parse_router(command)
     assert (router.host, router.http_port, router.grpc_port) == ("0.0.0.0", 8000, 8001)
@@ -111,6 +128,42 @@ def test_compose_runs_the_programs(programs: Path) -> None:
     assert stdin == "requirepass s3cret\n"
     assert options(command)["maxmemory-policy"] == "noeviction"
     assert options(command)["save"] == ""
+
+
+@pytest.mark.parametrize("service", ["decode", "router"])
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (None, False)])
+def test_compose_asks_for_health_without_python(
+    service: str, status: int | None, healthy: bool, tmp_path: Path
+) -> None:
+    """Docker can only start a program for it: bash, which starts in milliseconds."""
+    asked: list[str] = []
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status or 0)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Health)
+    answering = threading.Thread(target=server.handle_request, daemon=True)
+    if status is None:
+        server.server_close()
+    else:
+        answering.start()
+    (tmp_path / "hostname").write_text("#!/bin/sh\necho 127.0.0.1\n")
+    (tmp_path / "hostname").chmod(0o755)
+    kind, *command = COMPOSE["services"][service]["healthcheck"]["test"]
+    words = [re.sub(r"/(7001|8000) ", f"/{server.server_port} ", w) for w in command]
+    words = [w.replace("$$", "$") for w in words]
+    done = subprocess.run(words, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=False)
+    assert (kind, command[0]) == ("CMD", "bash")
+    assert (done.returncode == 0) is healthy
+    if status is not None:
+        answering.join(5)
+        server.server_close()
+        assert asked == ["/health"]
 
 
 def test_compose_confines_and_drains() -> None:
