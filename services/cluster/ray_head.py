@@ -44,6 +44,13 @@ _QUIET = {
     "RAY_task_events_report_interval_ms": "0",
 }
 
+# Ray's memory monitor and, by a score of 1000, Linux's OOM killer would end Tandem's agents first
+# when memory is short. An agent has 40 MB: its end frees nothing, and it is started again at once.
+_SPARE_AGENTS = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_oom_score_adjustment": "0",
+}
+
 
 class HeadStarted(msgspec.Struct, frozen=True):
     address: str
@@ -60,6 +67,7 @@ def head_environment(environment: Mapping[str, str], run_folder: Path) -> dict[s
     return {
         **{k: v for k, v in environment.items() if not k.startswith("RAY_")},
         **_QUIET,
+        **_SPARE_AGENTS,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_usage_stats_enabled": "0",

@@ -125,6 +125,8 @@ secretKeyRef:
 {{- define "tandem.rayEnv" -}}
 - name: RAY_memory_monitor_refresh_ms
   value: "0"
+- name: RAY_worker_oom_score_adjustment
+  value: "0"
 - name: RAY_AUTH_MODE
   value: token
 - name: RAY_AUTH_TOKEN
