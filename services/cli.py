@@ -113,7 +113,7 @@ def up(
     }
     transfer = {"transport": transport, "nixl-tcp": nixl_tcp, "verify-blocks": verify_blocks}
     try:
-        check_worker_options(engine, transfer)
+        engine_config = check_worker_options(engine, transfer)
         options = LaunchOptions(
             model=model,
             num_prefill=prefill,
@@ -124,6 +124,7 @@ def up(
             redis_url=redis,
             parent_pid=die_with_parent or None,
             warm_blocks=warm_blocks,
+            engine_config=engine_config,
             engine=tuple(part for k, v in engine.items() for part in (f"--{k}", str(v))),
             transfer=tuple(part for k, v in transfer.items() for part in (f"--{k}", v)),
             router=(

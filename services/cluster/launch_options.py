@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.cluster.pools import ClusterSpec, PoolCommand
@@ -30,7 +30,9 @@ class LaunchOptions:
     parent_pid: int | None = None  # its end is ours, too
     warm_blocks: int = 0  # that a new worker adopts from its peers
     engine: tuple[str, ...] = ()  # options of every worker, such as --dtype float32
-    transfer: tuple[str, ...] = ()  # the same, such as --transport grpc
+    # what a worker makes of them
+    engine_config: EngineConfig = field(default_factory=lambda: EngineConfig(model=""))
+    transfer: tuple[str, ...] = ()  # more of them, such as --transport grpc
     router: tuple[str, ...] = ()  # options of every router, such as --ttft-limit 10
 
     def __post_init__(self) -> None:
@@ -54,8 +56,8 @@ class LaunchOptions:
 
 def check_worker_options(
     engine: Mapping[str, str | int | float], transfer: Mapping[str, str]
-) -> None:
-    """Raises ConfigError as a worker would, before anything is started."""
+) -> EngineConfig:
+    """A worker's settings. Raises ConfigError as a worker would, before anything is started."""
     TransferConfig(**{k.replace("-", "_"): v for k, v in transfer.items()})  # type: ignore[arg-type]
     names = {
         "kv-memory": "kv_bytes_max",
@@ -66,7 +68,7 @@ def check_worker_options(
     fields = {names.get(k, k.replace("-", "_")): v for k, v in engine.items()}
     for name in ("num_blocks", "max_tokens_per_step"):
         fields[name] = fields[name] or None  # type: ignore[assignment]
-    EngineConfig(model="", **fields)  # type: ignore[arg-type]
+    return EngineConfig(model="", **fields)  # type: ignore[arg-type]
 
 
 def autoscale_options(mode: str, size_max: int) -> list[str]:

@@ -32,10 +32,13 @@ from services.cluster.readiness import Readiness
 from services.cluster.signals import Interrupted, StopSignals
 from services.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
 from services.errors import ConfigError
+from services.memory import read_memory, why_too_much, worker_need
+from services.models.source import BUILT_IN, ModelFolder, resolve
 from services.redis_client import wait_until_answers
 
 _DRAIN_S = 2.5  # of routers and workers at the end; all must be gone in 5 s
 _REDIS_STOP_S = 0.5
+_GPU = Path("/dev/nvidiactl")  # is there when NVIDIA's driver is
 _RETRY_S = 2.0  # of Redis, and of a Ray head that could not be started
 
 
@@ -43,6 +46,7 @@ def up(options: LaunchOptions) -> int:
     """Runs until it is told to stop. Returns the exit status; raises ConfigError if it cannot."""
     for option, port in (("--port", options.http_port), ("--grpc-port", options.grpc_port)):
         _check_port(options.host, option, port)
+    _check_memory(options, None)
     screen = LaunchScreen(options)
     try:
         with StopSignals(parent_pid=options.parent_pid), _Launch(options, screen) as launch:
@@ -94,10 +98,14 @@ class _Launch:
         self._screen.done("redis", time.monotonic() - began)
         self._ray_head.start()
         began = time.monotonic()
-        model, model_name = self._resolve_model()
-        self._screen.done(f"model {model_name}", time.monotonic() - began)
+        model = self._resolve_model()
+        _check_memory(self._options, model)
+        self._screen.done(f"model {model.name}", time.monotonic() - began)
         spec = make_spec(
-            self._options, cluster_id=self._cluster_id, run_folder=self._run_folder, model=model
+            self._options,
+            cluster_id=self._cluster_id,
+            run_folder=self._run_folder,
+            model=model.path,
         )
         members, _ = plan(spec, spec.wanted, [])
         readiness = Readiness(
@@ -108,7 +116,7 @@ class _Launch:
         self._spec = spec
         self._ray_pids = readiness.wait(self._ray_head).pids
         logs = str(self._run_folder / "logs")
-        self._screen.show_ready(model_name, members, readiness.transports, logs)
+        self._screen.show_ready(model.name, members, readiness.transports, logs)
 
     def watch(self) -> None:
         """Until told to stop: whatever ended of Redis, Ray and the guardian is started again."""
@@ -198,13 +206,9 @@ class _Launch:
             else:
                 return
 
-    def _resolve_model(self) -> tuple[Path, str]:
-        # Slow to import; the ports are checked and Redis and Ray are started by now.
-        from services.models.source import resolve
-
+    def _resolve_model(self) -> ModelFolder:
         self._screen.say("looking for the model")
-        found = resolve(self._options.model)
-        return found.path, found.name
+        return resolve(self._options.model)
 
     def _start_processes(
         self, spec: ClusterSpec, members: list[Member], readiness: Readiness
@@ -215,6 +219,20 @@ class _Launch:
                 member,
                 process.start(member.member_id, command, self._run_folder, self._environment),
             )
+
+
+def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
+    """Raises ConfigError when the workers' memory is not free. Without a model, which may have to
+    be downloaded first, only the KV pools count. A GPU's memory is checked by its worker."""
+    config = options.engine_config
+    if config.device == "cuda" or (config.device == "auto" and _GPU.exists()):
+        return
+    num_workers, memory = options.num_prefill + options.num_decode, read_memory()
+    if not why_too_much(worker_need(config, model), num_workers, memory):
+        return
+    if model is None and (options.model == BUILT_IN or Path(options.model).is_dir()):
+        model = resolve(options.model)  # it takes no time, and the message is whole
+    raise ConfigError(why_too_much(worker_need(config, model), num_workers, memory))
 
 
 def _check_port(host: str, option: str, port: int) -> None:

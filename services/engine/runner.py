@@ -15,6 +15,7 @@ import torch
 
 from kernels.sampling import Draw
 from services.config import EngineConfig
+from services.dtypes import compute_dtype, cpu_has_bfloat16
 from services.engine.batch import StepBatch
 from services.engine.kernel_choice import choose_kernels
 from services.engine.layout import BlockLayout
@@ -23,6 +24,7 @@ from services.engine.pool_memory import own_pages, size_shared
 from services.engine.torch_steps import TorchSteps
 from services.engine.weights import load_weights
 from services.errors import ConfigError
+from services.memory import Memory, read_memory, why_too_much, worker_need
 from services.models.source import ModelFolder
 
 if TYPE_CHECKING:
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's two, arm64's one
 # Up to so many tokens a step waits for the weights, and the native kernels read them faster; beyond
 # it hardware that multiplies bfloat16 (arm64's; of x86's they do themselves) does so several times
 # faster than they multiply fp32.
@@ -54,7 +55,7 @@ class ModelRunner:
         UnsupportedModel for a checkpoint that does not fit its config."""
         torch.set_num_threads(config.num_threads)
         self.device = _choose_device(config.device)
-        dtype_name = _choose_dtype(config, self.device)
+        dtype_name = compute_dtype(config, has_bfloat16=has_bfloat16(self.device))
         self.kv_dtype_name = dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.max_model_len = _choose_max_model_len(config, folder.config.max_model_len)
         self.vocab_size = folder.config.vocab_size
@@ -66,6 +67,9 @@ class ModelRunner:
         self.dtype_name = f"{dtype_name}+int8" if int8 else dtype_name
         self.numerics_name: str = config.numerics
         self.tokens_per_step = _tokens_per_step(self.device)
+        need = worker_need(config, folder, dtype=dtype_name, kernels=kernels)
+        if too_much := why_too_much(need, 1, _free_memory(self.device)):
+            raise ConfigError(too_much)
         weights = load_weights(
             folder.weight_files, folder.config, dtype=_DTYPES[dtype_name], device=self.device
         )
@@ -159,26 +163,17 @@ def _tokens_per_step(device: torch.device) -> int:
     return max(512, 1 << (int(wanted).bit_length() - 1))
 
 
-def _choose_dtype(config: EngineConfig, device: torch.device) -> str:
-    if config.numerics == "invariant":
-        return "float32"
-    if config.dtype != "auto":
-        return config.dtype
-    return "bfloat16" if has_bfloat16(device) else "float32"
-
-
 def has_bfloat16(device: torch.device) -> bool:
     """Whether the hardware multiplies bfloat16; elsewhere it is emulated, slower than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
-            flags = next(
-                (line for line in cpuinfo if line.lower().startswith(("flags", "features"))), ""
-            )
-    except FileNotFoundError:
-        return False
-    return not _BF16_CPU_FLAGS.isdisjoint(flags.split())
+    return cpu_has_bfloat16()
+
+
+def _free_memory(device: torch.device) -> Memory:
+    if device.type != "cuda":
+        return read_memory()
+    return Memory("the GPU", *torch.cuda.mem_get_info(device))
 
 
 def _choose_max_model_len(config: EngineConfig, trained_for: int) -> int:

@@ -24,7 +24,7 @@ import zmq.asyncio
 from services.config import WorkerConfig
 from services.engine.pool_memory import create_shared, map_shared
 from services.engine.types import FinalBlocks
-from services.errors import Incompatible, InternalError, WorkerLost
+from services.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
 from services.transfer.protocol import PullResult, RemotePool
 from services.worker import messages
 from services.worker.pool_view import MappedPool, PoolThroughEngine, PoolView, Reservations
@@ -75,7 +75,7 @@ class EngineLink:
 
     async def start(self) -> messages.Ready:
         """Starts the process and waits until its model is loaded, for `start_deadline_s` at most.
-        Raises WorkerLost then, and if the process ends."""
+        Raises WorkerLost then, and if the process ends; ConfigError if it refuses its settings."""
         commands, transfers = (f"ipc://{self._folder}/{n}" for n in ("commands", "transfers"))
         self._commands.bind(commands)
         self._transfers.bind(transfers)
@@ -261,8 +261,9 @@ class EngineLink:
                 self._answer(reply.request_id, reply)
             case messages.BlockData(request_id, error):
                 self._answer(request_id, InternalError(error) if error else frames[1].buffer)
-            case messages.Fatal(message):
-                self._end(message)
+            case messages.Fatal(message, code):
+                fatal = from_code(code, message)
+                self._end(message, fatal if isinstance(fatal, ConfigError) else None)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -274,11 +275,11 @@ class EngineLink:
         await asyncio.sleep(0)  # a last word may still be in the socket
         self._end(f"the engine process ended with status {status}")
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, error: ConfigError | None = None) -> None:
         if not self._ended.done():
             self._ended.set_result(reason)
         for future in [*self._answers.values(), *self._pulls.values()]:
             if not future.done():
-                future.set_exception(WorkerLost(reason))
+                future.set_exception(error or WorkerLost(reason))
         self._answers.clear()
         self._pulls.clear()

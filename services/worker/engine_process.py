@@ -30,7 +30,7 @@ from services.engine.pool_bytes import pool_bytes
 from services.engine.pool_memory import populate
 from services.engine.runner import ModelRunner
 from services.engine.types import Failed, FinalBlocks, StepReport
-from services.errors import TandemError
+from services.errors import ConfigError, TandemError
 from services.models.source import resolve
 from services.telemetry import about, configure_logging
 from services.transfer import thread as transfer
@@ -334,9 +334,13 @@ def main(kind: type[EngineProcess] = EngineProcess) -> None:
     try:
         kind(settings).run()
     except BaseException as error:
-        log.exception("the engine ends")
-        message = error.message if isinstance(error, TandemError) else repr(error)
-        _report_fatal(context, settings.transfers_address, message)
+        if not isinstance(error, ConfigError):  # one line, which the I/O process writes
+            log.exception("the engine ends")
+        if isinstance(error, TandemError):
+            fatal = messages.Fatal(error.message, error.code)
+        else:
+            fatal = messages.Fatal(repr(error))
+        _report_fatal(context, settings.transfers_address, fatal)
         raise SystemExit(1) from None
 
 
@@ -349,10 +353,10 @@ def _tie_to_parent(parent_pid: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _report_fatal(context: zmq.Context[Any], address: str, message: str) -> None:
+def _report_fatal(context: zmq.Context[Any], address: str, fatal: messages.Fatal) -> None:
     socket = context.socket(zmq.PUSH)
     socket.connect(address)
-    socket.send(msgspec.msgpack.encode(messages.Fatal(message)))
+    socket.send(msgspec.msgpack.encode(fatal))
     socket.close(linger=1000)
 
 

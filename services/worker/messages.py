@@ -260,6 +260,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot go on; the worker exits with this message."""
 
     message: str
+    code: str = ""  # of services/errors.py, where it is one of its errors
 
 
 TransferReply = PullsSettled | ReaderRenewed | TransferBroken

@@ -1,8 +1,11 @@
-"""A worker that is told to leave before it has joined."""
+"""A worker that ends before it has joined."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -49,3 +52,22 @@ async def test_one_that_is_stopped_while_its_model_loads_ends_at_once(
     assert time.monotonic() - stopped_at < 4, "it asked an engine that does not listen"
     assert worker.state == "starting"
     assert engines() == []
+
+
+def test_one_whose_pool_does_not_fit_says_so_in_one_line() -> None:
+    """It has not looked for Redis by then: nothing listens there."""
+    settings = {"CLUSTER_ID": "c", "REDIS_URL": "redis://127.0.0.1:1", "CLUSTER_TOKEN": "t"}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "services.worker", "--role", "decode", "--model", "smollm2"),
+            *("--device", "cpu", "--kv-memory", "900000000000"),
+        ],
+        env={**os.environ, **{f"TANDEM_{name}": value for name, value in settings.items()}},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    (line,) = done.stderr.splitlines()
+    assert "--kv-memory 900000000000: a worker needs 900.0 GB pool + " in line
+    assert done.returncode == 2

@@ -1,0 +1,95 @@
+"""What is said when workers need more memory than is free, and what counts as free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.config import EngineConfig
+from services.engine.layout import BlockLayout
+from services.memory import Memory, Need, read_memory, why_too_much, worker_need
+from services.models.source import BUILT_IN, ModelFolder, resolve
+
+GB = 10**9
+NEED = Need("--kv-memory 900000000000", 900 * GB, GB // 2)
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelFolder:
+    return resolve(BUILT_IN)
+
+
+def test_what_does_not_fit_is_told_with_the_sum_and_what_is_free() -> None:
+    machine = Memory("this machine", int(21.3 * GB), 24 * GB)
+    assert why_too_much(NEED, 2, machine) == (
+        "--kv-memory 900000000000: 2 workers need 2 x (900.0 GB pool + 0.5 GB weights) = "
+        "1,801.0 GB; this machine has 21.3 GB free. Lower --kv-memory or start fewer workers"
+    )
+    container = Memory("this container", 3 * GB, 3 * GB)
+    assert why_too_much(replace(NEED, weights_bytes=0), 1, container) == (
+        "--kv-memory 900000000000: a worker needs 900.0 GB pool = 900.0 GB; this container has "
+        "3.0 GB free. Lower --kv-memory"
+    )
+
+
+def test_what_fits_is_not_told() -> None:
+    need = Need("--kv-memory 1", 2 * GB, GB)
+    assert why_too_much(need, 2, Memory("this machine", 6 * GB, 8 * GB)) == ""
+    assert why_too_much(need, 2, Memory("this machine", 6 * GB - 1, 8 * GB))
+    assert why_too_much(need, 0, Memory("this machine", 0, 8 * GB)) == ""
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_blocks_are_counted_as_the_layout_does(model: ModelFolder, kv_dtype: str) -> None:
+    config = EngineConfig(model="", num_blocks=7, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+    shape = model.config
+    layout = BlockLayout(
+        7, shape.num_kv_heads, shape.num_layers, config.block_size, shape.head_dim, kv_dtype
+    )
+    need = worker_need(config, model)
+    assert (need.option, need.pool_bytes) == ("--num-blocks 7", layout.pool_bytes)
+
+
+def test_weights_count_by_their_dtype_and_whether_they_are_converted(model: ModelFolder) -> None:
+    """The built-in model has 134.5 million weights, stored as float32."""
+
+    def weights(dtype: str, **settings: str) -> float:
+        config = EngineConfig(model="", dtype=dtype, **settings)  # type: ignore[arg-type]
+        return worker_need(config, model).weights_bytes / 134.5e6
+
+    assert weights("float32") == pytest.approx(4, rel=0.01)  # mapped, and packed
+    assert weights("bfloat16") == pytest.approx(2 + 2, rel=0.01)  # converted, and packed
+    assert weights("bfloat16", kernels="torch") == pytest.approx(2, rel=0.01)
+    assert weights("float32", weights="int8") == pytest.approx(1, rel=0.01)
+    assert worker_need(EngineConfig(model=""), None).weights_bytes == 0
+
+
+def cgroup(folder: Path, limit: str, current: int, cached: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{current}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\nactive_file 1\n")
+
+
+def test_a_cgroups_limit_is_heeded_and_its_cache_counts_as_free(tmp_path: Path) -> None:
+    membership = tmp_path / "cgroup"
+    membership.write_text("1:cpu:/\n0::/pods/mine\n")
+    cgroup(tmp_path / "fs" / "pods" / "mine", "max", 100, 0)
+    cgroup(tmp_path / "fs" / "pods", "1000000", 700_000, 99_999)
+    found = read_memory(membership, tmp_path / "fs")
+    assert found == Memory("this container", 400_000, 1_000_000)
+    cgroup(tmp_path / "fs" / "pods" / "mine", "1000", 5000, 0)
+    assert read_memory(membership, tmp_path / "fs") == Memory("this container", 0, 1000)
+
+
+@pytest.mark.parametrize("groups", ["", "1:memory:/mine\n", "0::/\n", "0::/../other\n"])
+def test_without_a_limit_the_machine_counts(groups: str, tmp_path: Path) -> None:
+    membership = tmp_path / "cgroup"
+    if groups:
+        membership.write_text(groups)
+    found = read_memory(membership, tmp_path / "fs")
+    assert found.place == "this machine"
+    assert found.total_bytes == psutil.virtual_memory().total
