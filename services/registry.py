@@ -113,6 +113,8 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     started_at: float = 0.0  # seconds since the Unix epoch
     generation: str = ""  # whose contract it agrees with
     pool: str = ""  # that it was started for and counts as: not `role` while it is lent
+    memory_free_bytes: int = 0  # of its machine or container
+    memory_total_bytes: int = 0  # 0: it does not say
 
     @property
     def transports(self) -> dict[str, str]:

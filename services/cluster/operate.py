@@ -17,6 +17,7 @@ from rich.table import Table
 _REPLY_DEADLINE_S = 5.0
 _FLIP_DEADLINE_S = 15.0
 _POLL_INTERVAL_S = 0.25
+_MEMORY_LOW_SHARE = 0.05
 _END_MARGIN_S = 15.0  # from a worker's deadline until its process is gone, and its record
 PIPE_COLUMNS = 200
 
@@ -39,6 +40,8 @@ def show_status(url: str) -> None:
         console.print(f"autoscale {autoscale['mode']}: {decision['why']}")
     console.print()
     console.print(_workers_table(state["workers"]))
+    for warning in memory_warnings(state["workers"]):
+        console.print(f"[yellow]{warning}[/]")
 
 
 def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
@@ -154,6 +157,19 @@ def _error_message(error: urllib.error.HTTPError) -> str:
         return str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"the router answers {error.code} {error.reason}"
+
+
+def memory_warnings(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each host whose memory is low. A worker of an older version does not tell."""
+    found: dict[str, tuple[int, int]] = {}
+    for worker in workers:
+        free, total = worker.get("memory_free_bytes", 0), worker.get("memory_total_bytes", 0)
+        if free < _MEMORY_LOW_SHARE * total:
+            found[worker["host"]] = (free, total)
+    return [
+        f"memory: {free / 1e9:.1f} GB of {total / 1e9:.1f} GB free on host {host}: low"
+        for host, (free, total) in found.items()
+    ]
 
 
 def _pools_table(pools: dict[str, Any]) -> Table:

@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     ProcessCollector,
     make_wsgi_app,
@@ -21,6 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.cost_model import PairRate
+from services.memory import read_memory
 from services.prefix_index.publisher import Publisher
 from services.registry import Load
 from services.worker.index_metrics import IndexMetrics
@@ -74,6 +76,13 @@ class WorkerMetrics:
         self._labels = {"worker": worker_id}
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)  # of the I/O process
+        memory = Gauge(
+            "tandem_memory_free_bytes",
+            "Memory that is free on the worker's machine or in its container",
+            list(self._labels),
+            registry=self._registry,
+        )
+        memory.labels(**self._labels).set_function(lambda: read_memory().free_bytes)
         self.requests = RequestMetrics(self._labels, self._registry)
         self.steps = self._counter("engine_steps", "Steps of the engine that computed something")
         self.step_s = self._histogram("engine_step_seconds", "Of such a step").labels(

@@ -23,6 +23,7 @@ import grpc.aio
 from services.block_hash import HASH_VERSION
 from services.config import Role, WorkerConfig
 from services.errors import ConfigError, WorkerLost
+from services.memory import read_memory
 from services.registry import Contract, Load, State, WorkerRecord
 from services.rpc.auth import TokenInterceptor
 from services.rpc.block_bytes import EncodedByHandler
@@ -328,6 +329,7 @@ class Worker:
             self.stop(self.config.drain_deadline_s)
 
     def _record(self) -> WorkerRecord:
+        memory = read_memory()
         return WorkerRecord(
             worker_id=self.config.worker_id,
             epoch=self.epoch,
@@ -346,6 +348,8 @@ class Worker:
             rates=self.rates.worker,
             pairs=self.rates.pairs,
             started_at=self._started_at,
+            memory_free_bytes=memory.free_bytes,
+            memory_total_bytes=memory.total_bytes,
         )
 
     async def _unless(

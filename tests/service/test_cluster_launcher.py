@@ -167,6 +167,53 @@ def test_every_port_is_on_loopback(up: Up) -> None:
     assert {address for _, address, _ in listeners} <= {"127.0.0.1", "::1"}, listeners
 
 
+def test_ray_spares_its_agents_when_memory_is_short(up: Up) -> None:
+    """Neither Ray's own memory monitor nor Linux ends them first; what the raylet itself says."""
+    (raylet,) = up.pids("raylet/raylet")
+    run_folder = Path(psutil.Process(raylet).environ()["RAY_AUTH_TOKEN_PATH"]).parent
+    logs = run_folder.glob("ray/session_latest/logs/raylet.*")
+    said = "".join(path.read_text() for path in logs)
+    assert "ThresholdMemoryMonitor disabled" in said
+    agents = up.pids("ray::")
+    assert agents
+    assert {Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in agents} == {
+        Path(f"/proc/{up.launcher_pid}/oom_score_adj").read_text()
+    }
+
+
+def test_workers_tell_of_their_hosts_memory(up: Up) -> None:
+    total = psutil.virtual_memory().total
+    for worker in up.get("/v1/cluster")["workers"]:
+        assert 0 < worker["memory_free_bytes"] < worker["memory_total_bytes"] <= total
+        with urllib.request.urlopen(f"http://{worker['metrics_address']}/metrics") as reply:
+            assert b"\ntandem_memory_free_bytes{" in reply.read()
+
+
+@pytest.mark.parametrize(
+    ("options", "at_fault"),
+    [
+        (["--kv-memory", "900000000000"], "--kv-memory 900000000000: 2 workers need 2 x (900.0 GB"),
+        (["--num-blocks", "90000000"], "--num-blocks 90000000: 2 workers need 2 x ("),
+    ],
+)
+def test_more_memory_than_there_is_is_refused_before_workers_start(
+    options: list[str], at_fault: str
+) -> None:
+    done = subprocess.run(
+        command(*free_ports(), *options, "--device", "cpu"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"tandem: {at_fault}" in done.stderr
+    assert "GB weights) = " in done.stderr
+    assert "workers" not in done.stdout  # none was started
+    assert "Traceback" not in done.stderr
+
+
 def test_a_second_one_on_a_taken_port_says_which_and_what_to_do(up: Up) -> None:
     free, _ = free_ports()
     for ports, option in (((up.http_port, free), "--port"), ((free, up.grpc_port), "--grpc-port")):

@@ -103,6 +103,8 @@ def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
         "block_size": record.contract.block_size,
         "kv_use": load.blocks_used / total if total else 0.0,
         "load": {name: getattr(load, name) for name in load.__struct_fields__},
+        "memory_free_bytes": record.memory_free_bytes,
+        "memory_total_bytes": record.memory_total_bytes,
         "requests_here": client.num_inflight if client else 0,
         "transports": record.transports,
         "rates": _rates(record.rates),

@@ -6,7 +6,13 @@ import socket
 
 import pytest
 
-from services.cluster.operate import OperateError, differences, parse_sizes, show_status
+from services.cluster.operate import (
+    OperateError,
+    differences,
+    memory_warnings,
+    parse_sizes,
+    show_status,
+)
 
 
 def pool(wanted: int, running: int, ready: int, num_agents: int | None = None) -> dict[str, object]:
@@ -47,6 +53,14 @@ def test_without_a_controller_workers_that_are_ready_count() -> None:
 
 def test_routers_have_no_records_to_be_ready_by() -> None:
     assert differences({"router": pool(1, 1, 0)}, {"router": 1}) == []
+
+
+def test_a_host_with_little_memory_is_named_once() -> None:
+    def worker(host: str, free_gb: float) -> dict[str, object]:
+        return {"host": host, "memory_free_bytes": free_gb * 1e9, "memory_total_bytes": 24e9}
+
+    workers = [worker("a", 0.9), worker("a", 0.9), worker("b", 1.3), {"host": "of before"}]
+    assert memory_warnings(workers) == ["memory: 0.9 GB of 24.0 GB free on host a: low"]
 
 
 def test_no_router_is_a_clear_error() -> None:
