@@ -24,10 +24,13 @@ def read_tenant(values: Sequence[str], *, trusted: bool) -> str:
     if len(values) > 1:
         # A gateway that adds its own to a client's must not leave the choice to us.
         raise BadRequest(f"{TENANT_HEADER} was sent {len(values)} times; one is allowed")
-    tenant = values[0].strip()
-    if not tenant or len(tenant) > TENANT_CHARACTERS_MAX or not tenant.isprintable():
+    # Only what surrounds a field's value in HTTP (RFC 9110, 5.5) may go: to drop or to fold any
+    # other character would give one tenant's request to another.
+    tenant = values[0].strip(" \t")
+    is_printable = tenant.isascii() and tenant.isprintable()
+    if not is_printable or not 1 <= len(tenant) <= TENANT_CHARACTERS_MAX:
         raise BadRequest(
-            f"{TENANT_HEADER} must be 1 to {TENANT_CHARACTERS_MAX} printable characters"
+            f"{TENANT_HEADER} must be 1 to {TENANT_CHARACTERS_MAX} printable ASCII characters"
         )
     return tenant
 

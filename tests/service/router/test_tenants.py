@@ -48,6 +48,18 @@ async def test_two_names_are_refused(router: RunningRouter) -> None:
     assert not router.submitted
 
 
+@pytest.mark.parametrize("value", [b"acme\xa0", b"acme\x85", b"\xa0acme", b"acm\xe9"])
+async def test_a_name_beyond_printable_ascii_is_refused(
+    router: RunningRouter, value: bytes
+) -> None:
+    """Not stripped to the name of another tenant."""
+    headers = [(b"x-tandem-tenant", value)]
+    answer = await router.http.post("/v1/completions", json=BODY, headers=headers)
+    assert answer.status_code == 400
+    assert "printable ASCII" in answer.json()["error"]["message"]
+    assert not router.submitted
+
+
 async def test_tenants_take_turns_at_busy_workers(router: RunningRouter) -> None:
     order: list[int] = []
     router.script(noting(order))

@@ -16,7 +16,8 @@ def test_a_header_that_is_not_trusted_is_ignored() -> None:
 
 
 def test_a_trusted_one_names_the_tenant() -> None:
-    assert read_tenant([" acme "], trusted=True) == "acme"
+    assert read_tenant([" acme \t"], trusted=True) == "acme"
+    assert read_tenant(["acme & sons"], trusted=True) == "acme & sons"
     assert read_tenant([], trusted=True) == ""
 
 
@@ -24,9 +25,16 @@ def test_a_trusted_one_names_the_tenant() -> None:
     ("values", "message"),
     [
         (["acme", "other"], "was sent 2 times; one is allowed"),
-        ([""], "must be 1 to 128 printable characters"),
-        (["x" * (TENANT_CHARACTERS_MAX + 1)], "must be 1 to 128 printable characters"),
-        (["a\x00b"], "must be 1 to 128 printable characters"),
+        ([""], "must be 1 to 128 printable ASCII characters"),
+        ([" \t"], "must be 1 to 128 printable ASCII characters"),
+        (["x" * (TENANT_CHARACTERS_MAX + 1)], "must be 1 to 128 printable ASCII characters"),
+        (["a\x00b"], "must be 1 to 128 printable ASCII characters"),
+        (["acmé"], "must be 1 to 128 printable ASCII characters"),
+        # str.strip() would remove each of these and leave another tenant's name.
+        *(
+            ([f"acme{space}"], "must be 1 to 128 printable ASCII characters")
+            for space in "\n\v\f\r\x1c\x85\xa0\u2003\u3000"
+        ),
     ],
 )
 def test_what_names_nobody_clearly_is_refused(values: list[str], message: str) -> None:
