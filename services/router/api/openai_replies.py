@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.router.api.openai_requests import ParsedRequest
@@ -85,6 +85,10 @@ class Replies:
         body["choices"] = [choice]
         if self.parsed.include_usage:
             body["usage"] = None
+        if self.parsed.continuous_usage:
+            # As at vLLM: a chat's first chunk comes before any token.
+            usage = replace(delta.usage, completion_tokens=0) if is_head else delta.usage
+            body["usage"] = usage_body(usage)
         return body
 
     def _chunk_head(self) -> dict[str, Any]:

@@ -6,9 +6,10 @@ pydantic checks types here; ranges are checked in one place for HTTP and gRPC, i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from services.errors import BadRequest
 from services.router.api.openai_fields import strip_unused
@@ -33,7 +34,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False  # vLLM's; without include_usage it has no effect
 
 
 class TextPart(BaseModel):
@@ -43,14 +44,30 @@ class TextPart(BaseModel):
     text: str
 
 
+def _refuse_content(value: object) -> None:
+    if value:
+        raise PydanticCustomError("unsupported", "it is not supported; leave it out or send null")
+
+
+# A part of a message that Tandem does not act on. Answers have it too, empty or null, and clients
+# put them back into the conversation.
+_Unsupported = Annotated[None, BeforeValidator(_refuse_content)]
+
+
 class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    """Keys that are not named here are ignored: some clients keep notes of their own in messages."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
 
     role: str
     content: str | list[TextPart]
     name: str | None = None
-    refusal: None = None
-    tool_calls: None = None
+    annotations: _Unsupported = None
+    audio: _Unsupported = None
+    function_call: _Unsupported = None
+    reasoning_content: _Unsupported = None
+    refusal: _Unsupported = None
+    tool_calls: _Unsupported = None
 
     def to_message(self) -> Message:
         text = self.content
@@ -137,6 +154,7 @@ class ParsedRequest:
     request: GenerationRequest
     stream: bool
     include_usage: bool
+    continuous_usage: bool  # in each chunk: its choice's so far
     return_token_ids: bool
 
 
@@ -170,11 +188,12 @@ def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
 
 
 def _told(body: _Body, request: GenerationRequest) -> ParsedRequest:
-    options = body.stream_options
+    options = body.stream_options or StreamOptions()
     return ParsedRequest(
         request=request,
         stream=body.stream,
-        include_usage=options is not None and options.include_usage,
+        include_usage=options.include_usage,
+        continuous_usage=options.include_usage and options.continuous_usage_stats,
         return_token_ids=body.return_token_ids,
     )
 

@@ -41,6 +41,19 @@ def test_usage_comes_last_and_only_when_asked_for(chat: bool) -> None:
     assert {c["id"] for c in chunks} == {"chatcmpl-id" if chat else "cmpl-id"}
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_each_chunk_has_the_usage_so_far_when_that_is_asked_for(chat: bool) -> None:
+    """As at vLLM: with the final usage beside it, and without include_usage not at all."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = streamed(chat=chat, stream_options=options)
+    made = [c["usage"]["completion_tokens"] for c in chunks]
+    assert made == [*([0] if chat else []), 1, 3, 3]
+    assert {c["usage"]["prompt_tokens"] for c in chunks} == {3}
+    assert chunks[-1]["choices"] == []
+    without = streamed(chat=chat, stream_options={"continuous_usage_stats": True})
+    assert all("usage" not in c for c in without)
+
+
 def test_a_chat_begins_with_its_role() -> None:
     deltas = [c["choices"][0]["delta"] for c in streamed(chat=True)]
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "he"}, {"content": "y"}]

@@ -3,10 +3,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletion
 
 from services.errors import BadRequest
 from services.router.api.openai_fields import _NEUTRAL
+from services.router.api.openai_replies import Replies
 from services.router.api.openai_requests import ParsedRequest, parse_chat, parse_completion
+from services.router.generate import Delta, Usage
 from services.router.request import ALLOWED, Conversation, Message
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -68,7 +71,7 @@ def test_chat_messages() -> None:
     messages = [
         {"role": "developer", "content": "be brief", "name": "boss"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": "c", "tool_calls": None, "refusal": None},
+        {"role": "assistant", "content": "c", "tool_calls": [], "refusal": "", "wings": 2},
     ]
     wanted = (Message("system", "be brief"), Message("user", "ab"), Message("assistant", "c"))
     assert chat(messages=messages).request.prompt == Conversation(wanted)
@@ -124,14 +127,53 @@ def test_wrong_types_name_the_field_and_what_is_allowed(name: str, value: Any) -
         [{"role": "user", "content": None}],
         [{"role": "user", "content": 5}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-        [{"role": "user", "content": "x", "wings": 2}],
-        [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
     ],
 )
 def test_bad_messages(messages: Any) -> None:
     error = refused({"messages": messages}, chats=True)
     assert error.param == "messages"
     assert ALLOWED["messages"] in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("annotations", [{"type": "url_citation"}]),
+        ("audio", {"id": "a"}),
+        ("function_call", {"name": "f", "arguments": "{}"}),
+        ("reasoning_content", "hm"),
+        ("refusal", "no"),
+        ("tool_calls", [{}]),
+    ],
+)
+def test_parts_of_messages_pass_while_they_are_empty(name: str, value: Any) -> None:
+    said = {"role": "assistant", "content": "x"}
+    for empty in (None, type(value)()):
+        chat(messages=[*HELLO, {**said, name: empty}])
+    error = refused({"messages": [*HELLO, {**said, name: value}]}, chats=True)
+    assert error.param == "messages"
+    assert f"messages.1.{name}: it is not supported" in error.message
+
+
+def test_an_answer_goes_back_into_the_conversation() -> None:
+    """As the openai package dumps it: with every key that a message may have."""
+    asked = chat()
+    usage = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0)
+    whole = Replies(asked, "m").whole("hi", [5], [1], Delta("hi", [5], usage, "stop"))
+    said = ChatCompletion.model_validate(whole).choices[0].message.model_dump()
+    assert {"annotations", "audio", "function_call", "refusal", "tool_calls"} <= said.keys()
+    prompt = chat(messages=[*HELLO, said]).request.prompt
+    assert prompt == Conversation((Message("user", "hello"), Message("assistant", "hi")))
+
+
+def test_continuous_usage_needs_usage() -> None:
+    def told(**options: bool) -> tuple[bool, bool]:
+        parsed = completion(stream=True, stream_options=options)
+        return parsed.include_usage, parsed.continuous_usage
+
+    assert told(include_usage=True, continuous_usage_stats=True) == (True, True)
+    assert told(include_usage=True, continuous_usage_stats=False) == (True, False)
+    assert told(continuous_usage_stats=True) == (False, False)
 
 
 def test_both_limits_are_ambiguous() -> None:
