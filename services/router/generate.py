@@ -121,12 +121,16 @@ class Generator:
         return "no decode worker is ready"
 
     async def generate(
-        self, request: GenerationRequest, trace: Mapping[str, str] = _NO_TRACE
+        self,
+        request: GenerationRequest,
+        trace: Mapping[str, str] = _NO_TRACE,
+        together: asyncio.Barrier | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Deltas, at least one; closing the generator cancels the request wherever it is.
 
-        `trace`: the client's headers `traceparent` and `tracestate`, if it sent them. Raises errors
-        of services/errors.py only.
+        `trace`: the client's headers `traceparent` and `tracestate`, if it sent them. `together`:
+        it is awaited once the prompt is prepared, so that of the requests that share it none is
+        placed unless all are valid. Raises errors of services/errors.py only.
         """
         record = self._open(request, trace)
         self._num_running += 1
@@ -134,7 +138,7 @@ class Generator:
         try:
             if self._num_running > REQUESTS_MAX:
                 raise QueueFull(f"{REQUESTS_MAX} requests are open already", retry_after_s=1.0)
-            async with aclosing(self._run(request, record)) as deltas:
+            async with aclosing(self._run(request, record, together)) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason:
                         record.outcome = delta.finish_reason
@@ -169,7 +173,7 @@ class Generator:
         return record
 
     async def _run(
-        self, request: GenerationRequest, record: RequestRecord
+        self, request: GenerationRequest, record: RequestRecord, together: asyncio.Barrier | None
     ) -> AsyncGenerator[Delta, None]:
         model = self.model
         if model is None:
@@ -178,6 +182,8 @@ class Generator:
         timeline = record.timeline
         with timeline.stage("tokenize"):
             job = await self._prepare(request, model)
+            if together is not None:
+                await together.wait()
         job.timeline, record.job = timeline, job
         text = TextStream(model.tokenizer, request.stop)
         steps = self._dispatcher.run(job)

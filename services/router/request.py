@@ -55,6 +55,11 @@ def refusal(name: str, given: object = None) -> BadRequest:
     return BadRequest(f"{name} must be {ALLOWED[name]}{shown}", param=name)
 
 
+def name_prompt(error: BadRequest, index: int) -> BadRequest:
+    """The same refusal; its message says which of several prompts it is about."""
+    return type(error)(f"prompt {index} (from 0): {error.message}", param=error.param)
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     role: str

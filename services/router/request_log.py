@@ -118,13 +118,22 @@ class RequestLog:
 
     def find(self, name: str) -> RequestRecord:
         """By the request's id, or that of its reply (`cmpl-...`). Raises RequestNotFound."""
-        record = self._records.get(name.rpartition("-")[2])
+        record = self._records.get(_request_id(name))
         if record is None:
             raise RequestNotFound(
                 f"this router knows no request {name[:80]!r}: it keeps the last "
                 f"{self._requests_max} of its own; another replica may know it"
             )
         return record
+
+    def find_choices(self, name: str) -> list[RequestRecord]:
+        """The requests `ID-0`, `ID-1`, ... of an answer to several prompts; empty: it is none."""
+        request_id = _request_id(name)
+        return [r for i, r in self._records.items() if i.startswith(f"{request_id}-")]
+
+
+def _request_id(name: str) -> str:
+    return name.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -50,6 +50,20 @@ def test_openai_client_streams_a_chat_answer(cluster: LocalCluster) -> None:
     assert whole.choices[0].message.content == text
 
 
+async def test_several_prompts_have_the_tokens_that_each_has_alone(cluster: LocalCluster) -> None:
+    prompts, expected = golden()
+    async with open_client(cluster) as client:
+        streamed: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
+        async for event in stream_completion(client, [], prompt=prompts):
+            for choice in event["choices"]:
+                streamed[choice["index"]] += choice["token_ids"]
+        body = {"prompt": prompts, "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+        whole = await client.post("/v1/completions", json={**body, "return_token_ids": True})
+    assert list(streamed.values()) == expected
+    assert [c["token_ids"] for c in whole.json()["choices"]] == expected
+    await asyncio.to_thread(cluster.wait_idle)
+
+
 def test_grpc_client_made_from_reflection_alone(cluster: LocalCluster) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
         pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from services.config import RouterConfig
 from services.errors import ModelNotFound, NoWorkers
 from services.router.admission.tenants import TENANT_HEADER, read_tenant
+from services.router.api.choices import generate_choices
 from services.router.api.http_body import read_json_object
 from services.router.api.http_cluster import add_cluster_routes
 from services.router.api.http_errors import JsonResponse, error_response, install_handlers
@@ -67,13 +68,12 @@ def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) ->
         replies = Replies(parsed, generator.served_name)
         sent = request.headers.getlist(TENANT_HEADER)
         tenant = read_tenant(sent, trusted=config.trust_tenant_header)
-        asked = replace(parsed.request, tenant=tenant)
-        deltas = generator.generate(asked, trace_headers(request))
+        asked = [replace(r, tenant=tenant) for r in parsed.requests]
+        deltas = generate_choices(generator, asked, trace_headers(request))
         if parsed.stream:
             first = await first_delta(request, deltas)
-            headers = answer_headers(request, request_id, first)
-            timeline = first.timeline if asks_timing(request) else None
-            return EventStream(first, deltas, replies, headers, timeline)
+            headers = answer_headers(request, request_id, first.delta)
+            return EventStream(first, deltas, replies, headers, tells_timing=asks_timing(request))
         answer, last = await whole_answer(request, deltas, replies)
         return JsonResponse(answer, headers=answer_headers(request, request_id, last))
 

@@ -3,6 +3,7 @@
 A request that sends `x-tandem-timing: 1` gets its stages back as `Server-Timing` (W3C), which
 browsers and proxies know. Of a stream the header has what lies before the first token, when it is
 sent; all of it follows as a comment before `[DONE]`, which clients of server-sent events ignore.
+Of several prompts the headers tell of one: the first with a token (a stream), or the last to end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 def add_request_routes(app: FastAPI, generator: Generator) -> None:
     @app.get("/v1/requests/{request_id}")
     async def request(request_id: str) -> Response:
+        if choices := generator.requests.find_choices(request_id):
+            told = {"id": request_id, "object": "list", "data": [r.as_dict() for r in choices]}
+            return JsonResponse(told)
         return JsonResponse(generator.requests.find(request_id).as_dict())
 
 

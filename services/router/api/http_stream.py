@@ -18,10 +18,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.errors import TandemError
+from services.router.api.choices import ChoiceDelta
 from services.router.api.http_errors import error_body
 from services.router.api.openai_replies import Replies
 from services.router.generate import Delta
-from services.router.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +55,14 @@ class EventStream(Response):
 
     def __init__(
         self,
-        first: Delta,
-        rest: AsyncGenerator[Delta, None],
+        first: ChoiceDelta,
+        rest: AsyncGenerator[ChoiceDelta, None],
         replies: Replies,
         headers: Mapping[str, str],
-        timeline: Timeline | None = None,
+        *,
+        tells_timing: bool = False,
     ) -> None:
-        """`timeline`: told in a comment at the end."""
+        """`tells_timing`: a comment at the end has the timeline of the choice that ended last."""
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
             media_type="text/event-stream",
@@ -71,7 +72,7 @@ class EventStream(Response):
         self._first = first
         self._rest = rest
         self._replies = replies
-        self._timeline = timeline
+        self._tells_timing = tells_timing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -83,24 +84,25 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await self._send_delta(send, self._first)
+        last = self._first
+        await self._send_delta(send, last)
         try:
-            async for delta in self._rest:
-                await self._send_delta(send, delta)
+            async for last in self._rest:
+                await self._send_delta(send, last)
             ending = b"data: [DONE]\n\n"
-            if self._timeline is not None:
-                timing = f": server-timing: {self._timeline.server_timing()}\n\n"
+            if self._tells_timing and last.delta.timeline is not None:
+                timing = f": server-timing: {last.delta.timeline.server_timing()}\n\n"
                 ending = timing.encode() + ending
         except TandemError as error:
             ending = b"data: " + _encode(error_body(error)) + b"\n\n"
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
-    async def _send_delta(self, send: Send, delta: Delta) -> None:
-        events = [b"data: " + _encode(c) + b"\n\n" for c in self._replies.chunks(delta)]
+    async def _send_delta(self, send: Send, came: ChoiceDelta) -> None:
+        events = [b"data: " + _encode(c) + b"\n\n" for c in self._replies.chunks(*came)]
         await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
 
 
-async def first_delta(request: Request, deltas: AsyncGenerator[Delta, None]) -> Delta:
+async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
     """Until it came nothing is sent: a refusal still gets a status of its own."""
     try:
         return await until_disconnect(request.receive, anext(deltas))
@@ -110,23 +112,19 @@ async def first_delta(request: Request, deltas: AsyncGenerator[Delta, None]) -> 
 
 
 async def whole_answer(
-    request: Request, deltas: AsyncGenerator[Delta, None], replies: Replies
+    request: Request, deltas: AsyncGenerator[ChoiceDelta, None], replies: Replies
 ) -> tuple[dict[str, Any], Delta]:
     """The body of an answer that is not streamed, and its last delta."""
     return await until_disconnect(request.receive, _collect(deltas, replies))
 
 
 async def _collect(
-    deltas: AsyncGenerator[Delta, None], replies: Replies
+    deltas: AsyncGenerator[ChoiceDelta, None], replies: Replies
 ) -> tuple[dict[str, Any], Delta]:
-    texts: list[str] = []
-    token_ids: list[int] = []
-    prompt_token_ids: list[int] = []
+    made: list[list[Delta]] = [[] for _ in replies.parsed.requests]
     last: Delta | None = None
     async with aclosing(deltas):
-        async for last in deltas:
-            texts.append(last.text)
-            token_ids.extend(last.token_ids)
-            prompt_token_ids = prompt_token_ids or last.prompt_token_ids or []
+        async for index, last in deltas:
+            made[index].append(last)
     assert last is not None
-    return replies.whole("".join(texts), token_ids, prompt_token_ids, last), last
+    return replies.whole(made), last

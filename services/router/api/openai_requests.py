@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's completions and chat completions, and their way into a GenerationRequest.
+"""Bodies of OpenAI's completions and chat completions, and their way into GenerationRequests.
 
 pydantic checks types here; ranges are checked in one place for HTTP and gRPC, in `request`.
 """
@@ -6,9 +6,17 @@ pydantic checks types here; ranges are checked in one place for HTTP and gRPC, i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+)
 from pydantic_core import PydanticCustomError
 
 from services.errors import BadRequest
@@ -20,6 +28,7 @@ from services.router.request import (
     Message,
     Prompt,
     Sampling,
+    name_prompt,
     refusal,
 )
 
@@ -27,6 +36,12 @@ from services.router.request import (
 COMPLETION_MAX_TOKENS = 16
 _ROLE_ALIASES = {"developer": "system"}
 _ALTERNATIVES = ("str", "list[int]", "list[str]")
+# Each prompt is a request of its own for the workers, which queue 256 by default.
+PROMPTS_MAX = 128
+_ALLOWED = {
+    **ALLOWED,
+    "prompt": f"{ALLOWED['prompt']}, or a list of at most {PROMPTS_MAX} such prompts",
+}
 
 
 class StreamOptions(BaseModel):
@@ -55,7 +70,7 @@ _Unsupported = Annotated[None, BeforeValidator(_refuse_content)]
 
 
 class ChatMessage(BaseModel):
-    """Keys that are not named here are ignored: some clients keep notes of their own in messages."""
+    """A message ignores keys that are not named here: some clients keep notes of their own."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -126,16 +141,31 @@ class _Body(BaseModel):
         )
 
 
-class CompletionBody(_Body):
-    prompt: str | list[int] = Field(description=ALLOWED["prompt"])
+def _prompt_kind(prompt: object) -> str | None:
+    if isinstance(prompt, str):
+        return "str"
+    if not isinstance(prompt, list):
+        return None
+    return "list[str]" if prompt and isinstance(prompt[0], str | list) else "list[int]"
 
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _unwrap(cls, prompt: object) -> object:
-        """Some clients send a list of prompts even for one."""
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            return prompt[0]
-        return prompt
+
+# Told apart by a function, so that an error says where the prompt that was meant is wrong.
+_Text = Annotated[str, Tag("str")]
+_TokenIds = Annotated[list[int], Tag("list[int]")]
+_Prompt = Annotated[_Text | _TokenIds, Discriminator(_prompt_kind)]
+_Prompts = Annotated[list[_Prompt], Field(max_length=PROMPTS_MAX), Tag("list[str]")]
+
+
+class CompletionBody(_Body):
+    prompt: Annotated[_Text | _TokenIds | _Prompts, Discriminator(_prompt_kind)] = Field(
+        description=_ALLOWED["prompt"]
+    )
+
+    def prompts(self) -> list[str] | list[str | list[int]]:
+        """At least one."""
+        if _prompt_kind(self.prompt) == "list[str]":
+            return cast("list[str | list[int]]", self.prompt)
+        return [cast("str | list[int]", self.prompt)]
 
 
 class ChatBody(_Body):
@@ -149,9 +179,10 @@ ChatBody.supported = frozenset(ChatBody.model_fields)
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request and how its client wants the answer told."""
+    """The requests of one body, one a choice, and how its client wants the answer told."""
 
-    request: GenerationRequest
+    request_id: str
+    requests: tuple[GenerationRequest, ...]  # not empty, all of one kind
     stream: bool
     include_usage: bool
     continuous_usage: bool  # in each chunk: its choice's so far
@@ -161,14 +192,21 @@ class ParsedRequest:
 def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
     """Raises BadRequest naming the field at fault and what is allowed."""
     parsed = _validate(CompletionBody, body)
-    prompt = parsed.prompt if isinstance(parsed.prompt, str) else tuple(parsed.prompt)
-    request = parsed.to_request(
-        prompt=prompt,
-        request_id=request_id,
-        max_tokens=parsed.max_tokens,
-        default_max_tokens=COMPLETION_MAX_TOKENS,
-    )
-    return _told(parsed, request)
+    prompts = parsed.prompts()
+    requests = []
+    for index, prompt in enumerate(prompts):
+        try:
+            request = parsed.to_request(
+                prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                max_tokens=parsed.max_tokens,
+                default_max_tokens=COMPLETION_MAX_TOKENS,
+            )
+        except BadRequest as error:
+            is_about_one = error.param == "prompt" and len(prompts) > 1
+            raise name_prompt(error, index) if is_about_one else error from None
+        requests.append(request)
+    return _told(parsed, request_id, *requests)
 
 
 def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
@@ -184,13 +222,14 @@ def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
         request_id=request_id,
         max_tokens=parsed.max_tokens if limit is None else limit,
     )
-    return _told(parsed, request)
+    return _told(parsed, request_id, request)
 
 
-def _told(body: _Body, request: GenerationRequest) -> ParsedRequest:
+def _told(body: _Body, request_id: str, *requests: GenerationRequest) -> ParsedRequest:
     options = body.stream_options or StreamOptions()
     return ParsedRequest(
-        request=request,
+        request_id=request_id,
+        requests=requests,
         stream=body.stream,
         include_usage=options.include_usage,
         continuous_usage=options.include_usage and options.continuous_usage_stats,
@@ -219,4 +258,4 @@ def _as_bad_request(error: ValidationError) -> BadRequest:
     inside = [str(part) for part in place[1:4] if part not in _ALTERNATIVES]
     where = ".".join([name, *inside])
     detail = f" ({where}: {first['msg']})" if inside else ""
-    return BadRequest(f"{name} {verb} must be {ALLOWED[name]}{detail}", param=name)
+    return BadRequest(f"{name} {verb} must be {_ALLOWED[name]}{detail}", param=name)

@@ -332,7 +332,7 @@ BAD = [
     ({}, 400, "prompt", "missing"),
     ({"prompt": [1, 49152]}, 400, "prompt", "0 to 49151"),
     ({"prompt": [1, -1]}, 400, "prompt", "0 to 49151"),
-    ({"prompt": ["a", "b"]}, 400, "prompt", "one list of token ids"),
+    ({"prompt": ["a", 5]}, 400, "prompt", "one list of token ids"),
     ({"prompt": [1] * 2048}, 400, "prompt", "at most 2047"),
     ({"prompt": "x " * 4000}, 400, "prompt", "at most 2047"),
     ({"prompt": "x" * 200_000}, 400, "prompt", "at most 131072"),

@@ -27,7 +27,7 @@ def replies(*, chat: bool, **body: Any) -> Replies:
 
 def streamed(*, chat: bool, **body: Any) -> list[dict[str, Any]]:
     made = replies(chat=chat, stream=True, **body)
-    return [chunk for delta in (FIRST, LAST) for chunk in made.chunks(delta)]
+    return [chunk for delta in (FIRST, LAST) for chunk in made.chunks(0, delta)]
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -72,13 +72,47 @@ def test_token_ids_are_where_vllm_has_them() -> None:
 
 
 def test_whole_answers() -> None:
-    body = replies(chat=False, return_token_ids=True).whole("hey", [5, 6, 7], [1, 2, 3], LAST)
+    body = replies(chat=False, return_token_ids=True).whole([[FIRST, LAST]])
     assert body["object"] == "text_completion"
     assert body["usage"] == USAGE
     (choice,) = body["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("hey", "length")
     assert (choice["token_ids"], choice["prompt_token_ids"]) == ([5, 6, 7], [1, 2, 3])
-    body = replies(chat=True).whole("hey", [5, 6, 7], [1, 2, 3], LAST)
+    body = replies(chat=True).whole([[FIRST, LAST]])
     assert body["object"] == "chat.completion"
     assert body["choices"][0]["message"]["content"] == "hey"
     assert "prompt_token_ids" not in body
+
+
+def several(**body: Any) -> Replies:
+    return replies(chat=False, prompt=["x", "y"], **body)
+
+
+OTHER = Delta("z", [9], Usage(4, 1, 0), finish_reason="stop", prompt_token_ids=[1, 2, 3, 4])
+SUMMED = {
+    "prompt_tokens": 7,
+    "completion_tokens": 4,
+    "total_tokens": 11,
+    "prompt_tokens_details": {"cached_tokens": 2},
+}
+
+
+def test_several_prompts_are_choices_with_their_usage_summed() -> None:
+    body = several(return_token_ids=True).whole([[FIRST, LAST], [OTHER]])
+    told = [(c["index"], c["text"], c["finish_reason"], c["token_ids"]) for c in body["choices"]]
+    assert told == [(0, "hey", "length", [5, 6, 7]), (1, "z", "stop", [9])]
+    assert [c["prompt_token_ids"] for c in body["choices"]] == [[1, 2, 3], [1, 2, 3, 4]]
+    assert (body["id"], body["usage"]) == ("cmpl-id", SUMMED)
+
+
+def test_chunks_of_several_prompts_end_with_one_usage() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    made = several(stream=True, stream_options=options, return_token_ids=True)
+    chunks = [c for i, d in ((0, FIRST), (1, OTHER), (0, LAST)) for c in made.chunks(i, d)]
+    assert [[c["index"] for c in chunk["choices"]] for chunk in chunks] == [[0], [1], [0], []]
+    prompts = [chunk["choices"][0].get("prompt_token_ids") for chunk in chunks[:-1]]
+    assert prompts == [[1, 2, 3], [1, 2, 3, 4], None]
+    # A chunk has the usage of its own choice, as at vLLM.
+    assert [c["usage"]["total_tokens"] for c in chunks] == [4, 5, 6, 11]
+    assert chunks[-1]["usage"] == SUMMED
+    assert {chunk["id"] for chunk in chunks} == {"cmpl-id"}

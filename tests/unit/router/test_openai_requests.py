@@ -8,7 +8,12 @@ from openai.types.chat import ChatCompletion
 from services.errors import BadRequest
 from services.router.api.openai_fields import _NEUTRAL
 from services.router.api.openai_replies import Replies
-from services.router.api.openai_requests import ParsedRequest, parse_chat, parse_completion
+from services.router.api.openai_requests import (
+    PROMPTS_MAX,
+    ParsedRequest,
+    parse_chat,
+    parse_completion,
+)
 from services.router.generate import Delta, Usage
 from services.router.request import ALLOWED, Conversation, Message
 
@@ -45,7 +50,7 @@ def test_everything_supported_arrives() -> None:
         stream_options={"include_usage": True},
         return_token_ids=True,
     )
-    request, sampling = parsed.request, parsed.request.sampling
+    request, sampling = parsed.requests[0], parsed.requests[0].sampling
     assert (request.model, request.prompt, request.max_tokens) == ("m", "x", 9)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 3)
     assert (sampling.min_p, sampling.seed) == (0.1, 7)
@@ -54,17 +59,17 @@ def test_everything_supported_arrives() -> None:
 
 
 def test_defaults() -> None:
-    request = completion().request
+    request = completion().requests[0]
     assert (request.max_tokens, request.default_max_tokens) == (None, 16)
     assert request.sampling.temperature == 1
-    assert chat().request.default_max_tokens is None
-    assert completion(stop="one").request.stop == ("one",)
-    assert completion(prompt=[1, 2]).request.prompt == (1, 2)
+    assert chat().requests[0].default_max_tokens is None
+    assert completion(stop="one").requests[0].stop == ("one",)
+    assert completion(prompt=[1, 2]).requests[0].prompt == (1, 2)
 
 
 def test_null_means_missing() -> None:
     names = ("temperature", "seed", "stop", "stream", "stream_options", "max_tokens", "logprobs")
-    assert completion(**dict.fromkeys(names)).request.sampling.temperature == 1
+    assert completion(**dict.fromkeys(names)).requests[0].sampling.temperature == 1
 
 
 def test_chat_messages() -> None:
@@ -74,9 +79,9 @@ def test_chat_messages() -> None:
         {"role": "assistant", "content": "c", "tool_calls": [], "refusal": "", "wings": 2},
     ]
     wanted = (Message("system", "be brief"), Message("user", "ab"), Message("assistant", "c"))
-    assert chat(messages=messages).request.prompt == Conversation(wanted)
-    assert chat(max_completion_tokens=5).request.max_tokens == 5
-    assert chat(max_tokens=5).request.max_tokens == 5
+    assert chat(messages=messages).requests[0].prompt == Conversation(wanted)
+    assert chat(max_completion_tokens=5).requests[0].max_tokens == 5
+    assert chat(max_tokens=5).requests[0].max_tokens == 5
 
 
 BAD_COMPLETIONS: list[tuple[str, Any]] = [
@@ -84,8 +89,8 @@ BAD_COMPLETIONS: list[tuple[str, Any]] = [
     ("prompt", True),
     ("prompt", [True]),
     ("prompt", [1.5]),
-    ("prompt", ["a", "b"]),
-    ("prompt", [[1], [2]]),
+    ("prompt", ["a", 1]),
+    ("prompt", [[1], [True]]),
     ("prompt", {"a": 1}),
     ("model", 5),
     ("temperature", "1"),
@@ -159,10 +164,10 @@ def test_an_answer_goes_back_into_the_conversation() -> None:
     """As the openai package dumps it: with every key that a message may have."""
     asked = chat()
     usage = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0)
-    whole = Replies(asked, "m").whole("hi", [5], [1], Delta("hi", [5], usage, "stop"))
+    whole = Replies(asked, "m").whole([[Delta("hi", [5], usage, "stop")]])
     said = ChatCompletion.model_validate(whole).choices[0].message.model_dump()
     assert {"annotations", "audio", "function_call", "refusal", "tool_calls"} <= said.keys()
-    prompt = chat(messages=[*HELLO, said]).request.prompt
+    prompt = chat(messages=[*HELLO, said]).requests[0].prompt
     assert prompt == Conversation((Message("user", "hello"), Message("assistant", "hi")))
 
 
@@ -207,14 +212,42 @@ def test_bookkeeping_passes_and_unknown_fields_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "prompt"), [(["one string"], "one string"), ([[5, 6]], (5, 6)), ([5], (5,))]
+    ("sent", "prompts"),
+    [
+        (["one string"], ["one string"]),
+        ([[5, 6]], [(5, 6)]),
+        ([5], [(5,)]),
+        (["a", "b", "a"], ["a", "b", "a"]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+        (["x"] * PROMPTS_MAX, ["x"] * PROMPTS_MAX),
+    ],
 )
-def test_a_list_of_one_prompt_is_that_prompt(sent: Any, prompt: Any) -> None:
-    assert parse_completion({"prompt": sent}, "r").request.prompt == prompt
+def test_each_prompt_of_a_list_is_a_request_of_its_own(sent: Any, prompts: Any) -> None:
+    parsed = parse_completion({"prompt": sent, "seed": 3, "max_tokens": 7}, "r")
+    assert [r.prompt for r in parsed.requests] == prompts
+    ids = ["r"] if len(prompts) == 1 else [f"r-{i}" for i in range(len(prompts))]
+    assert [r.request_id for r in parsed.requests] == ids
+    assert parsed.request_id == "r"
+    assert {(r.sampling.seed, r.max_tokens) for r in parsed.requests} == {(3, 7)}
 
 
-def test_two_prompts_are_refused_without_names_of_the_validator() -> None:
-    with pytest.raises(BadRequest) as raised:
-        parse_completion({"prompt": ["a", "b"]}, "r")
-    assert raised.value.param == "prompt"
-    assert "prompt.str" not in raised.value.message
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (["x"] * (PROMPTS_MAX + 1), "a list of at most 128 such prompts"),
+        (["a", 5], "(prompt.1: "),
+        ([[1], [2, "x"]], "(prompt.1: Input should be a valid integer)"),
+        (["a", "b", ""], "prompt 2 (from 0): prompt must be a non-empty string"),
+        ([[1], []], "prompt 1 (from 0): prompt must be"),
+        ([[[1]]], "(prompt.0: "),
+    ],
+)
+def test_one_bad_prompt_is_named(sent: Any, says: str) -> None:
+    error = refused({"prompt": sent})
+    assert error.param == "prompt"
+    assert says in error.message
+    assert "prompt.str" not in error.message  # a name of the validator's
+
+
+def test_what_is_no_prompt_of_several_names_none() -> None:
+    assert refused({"prompt": ["a", "b"], "max_tokens": 0}).message.startswith("max_tokens must be")

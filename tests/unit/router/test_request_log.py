@@ -21,6 +21,16 @@ def test_the_oldest_are_forgotten_and_ids_of_replies_are_known() -> None:
         log.find("a")
 
 
+def test_the_requests_of_one_answer_are_found_by_its_id() -> None:
+    log = RequestLog()
+    for request_id in ("a-0", "a-1", "ab-0", "c"):
+        log.open(record(request_id))
+    assert [r.request_id for r in log.find_choices("cmpl-a")] == ["a-0", "a-1"]
+    assert log.find("cmpl-a-1").request_id == "a-1"
+    for name in ("c", "a-1", "cmpl-", ""):
+        assert log.find_choices(name) == []
+
+
 def test_a_refused_one_has_its_reason_and_no_stages() -> None:
     refused = record("a")
     refused.fail(QueueFull("full", retry_after_s=1))
