@@ -36,6 +36,7 @@ from services.router.api.openai_requests import (
     parse_chat,
     parse_completion,
 )
+from services.router.api.openapi import ErrorReply, add_schemas, generation_route
 from services.router.cluster_view import ClusterView
 from services.router.generate import Generator
 from services.router.metrics import Metrics
@@ -50,8 +51,10 @@ def make_app(
         title="Tandem",
         description="OpenAI's API on prefill and decode workers apart from each other",
         redirect_slashes=False,
+        responses={"default": {"description": "An error", "model": ErrorReply}},
     )
     install_handlers(app)
+    add_schemas(app)
     _add_generation(app, config, generator)
     _add_models(app, generator)
     _add_operations(app, generator, metrics)
@@ -77,11 +80,11 @@ def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) ->
         answer, last = await whole_answer(request, deltas, replies)
         return JsonResponse(answer, headers=answer_headers(request, request_id, last))
 
-    @app.post("/v1/completions", openapi_extra=_documented(CompletionBody))
+    @app.post("/v1/completions", **generation_route(CompletionBody))
     async def completions(request: Request) -> Response:
         return await serve(request, parse_completion)
 
-    @app.post("/v1/chat/completions", openapi_extra=_documented(ChatBody))
+    @app.post("/v1/chat/completions", **generation_route(ChatBody))
     async def chat_completions(request: Request) -> Response:
         return await serve(request, parse_chat)
 
@@ -133,10 +136,3 @@ def _add_operations(app: FastAPI, generator: Generator, metrics: Metrics) -> Non
     @app.get("/metrics")
     async def prometheus() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _documented(body: type[CompletionBody] | type[ChatBody]) -> dict[str, Any]:
-    """The body's schema for /docs: routes read it themselves, to bound it first."""
-    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
