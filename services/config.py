@@ -39,6 +39,9 @@ _OPTIONS = {
     "drain_deadline_s": "drain-deadline",
     "start_deadline_s": "start-deadline",
     "hold_deadline_s": "hold-deadline",
+    "header_deadline_s": "header-deadline",
+    "body_deadline_s": "body-deadline",
+    "keep_alive_s": "keep-alive",
 }
 
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
@@ -232,7 +235,17 @@ class RouterConfig:
     grpc_port: int = 8001
     router_id: str = "router-0"
     tokenizer_processes: int = 1
+    # Of HTTP: a request's header with its first line, the fields in it, seconds from its first
+    # byte (of a connection: from its start) to its end, and from there to the body's end.
+    header_bytes_max: int = 64 << 10
+    headers_max: int = 100
+    header_deadline_s: float = 10.0
+    body_deadline_s: float = 60.0
     body_bytes_max: int = 4 << 20
+    # Longer than clients keep idle connections, so that they close them and no request meets a
+    # close.
+    keep_alive_s: float = 75.0
+    connections_max: int = 4096  # open at once over HTTP
     # Of a look-up in the prefix tree, the loop's own delay under a burst counted in; then
     # placement goes without.
     lookup_deadline_s: float = 0.02
@@ -252,9 +265,15 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in ("body_bytes_max", "hold_requests_max", "tokenizer_processes"):
             _check_positive(name, getattr(self, name))
+        for name in ("header_bytes_max", "headers_max", "connections_max"):
+            _check_positive(name, getattr(self, name))
         seconds = ("ttft_limit_s", "ttft_limit_token_s", "hold_deadline_s", "drain_deadline_s")
         for name in seconds:
             _check_seconds(name, getattr(self, name))
+        for name in ("header_deadline_s", "body_deadline_s", "keep_alive_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                value = getattr(self, name)
+                raise ConfigError(f"{_OPTIONS[name]} is {value:g}; it must be seconds above 0")
 
 
 _SCALE_OBJECT = re.compile(r"(\w+)=((?:statefulsets|deployments)/[a-z0-9]([-a-z0-9.]*[a-z0-9])?)")

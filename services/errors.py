@@ -10,6 +10,7 @@
       WorkerNotFound        404  NOT_FOUND
       NotNow                409  FAILED_PRECONDITION  an operator's wish that cannot be met now
       RequestNotFound       404  NOT_FOUND            unknown, or too long ago
+      BodyTooLate           408  DEADLINE_EXCEEDED    the client did not send its body in time
       BodyTooLarge          413  RESOURCE_EXHAUSTED
       QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
         Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
@@ -105,6 +106,12 @@ class NotNow(TandemError):
     code = "not_now"
     http_status = 409
     grpc_code = "FAILED_PRECONDITION"
+
+
+class BodyTooLate(TandemError):
+    code = "body_too_late"
+    http_status = 408
+    grpc_code = "DEADLINE_EXCEEDED"
 
 
 class BodyTooLarge(TandemError):

@@ -31,6 +31,12 @@ def main(argv: list[str] | None = None) -> int:
             hold_deadline_s=args.hold_deadline,
             drain_deadline_s=args.drain_deadline,
             trust_tenant_header=args.trust_tenant_header,
+            header_bytes_max=args.header_bytes_max,
+            headers_max=args.headers_max,
+            header_deadline_s=args.header_deadline,
+            body_deadline_s=args.body_deadline,
+            keep_alive_s=args.keep_alive,
+            connections_max=args.connections_max,
             autoscale=AutoscaleConfig(
                 mode=args.autoscale,
                 prefill_min=args.autoscale_prefill_min,
@@ -103,8 +109,22 @@ def _parser() -> argparse.ArgumentParser:
         help="in a pod of Kubernetes: the objects whose scale `tandem scale` patches, such as "
         "prefill=statefulsets/NAME; without it the pool controller is asked",
     )
+    _add_http(parser)
     _add_autoscaler(parser)
     return parser
+
+
+def _add_http(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("HTTP", "bounds of one request, and of all connections")
+    for name, default, what in (
+        ("header-bytes-max", 64 << 10, "bytes of a request's header"),
+        ("headers-max", 100, "fields of a request's header"),
+        ("header-deadline", 10.0, "seconds from a header's first byte to its end"),
+        ("body-deadline", 60.0, "seconds from a header's end to the body's end"),
+        ("keep-alive", 75.0, "seconds that a connection may be idle after an answer"),
+        ("connections-max", 4096, "connections that are open at once"),
+    ):
+        group.add_argument(f"--{name}", type=type(default), default=default, help=what)
 
 
 def _add_autoscaler(parser: argparse.ArgumentParser) -> None:

@@ -12,10 +12,9 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
 from typing import Any
 
-import uvicorn
+from starlette.types import ASGIApp
 
 from services.config import RouterConfig
 from services.errors import ConfigError
@@ -28,6 +27,7 @@ from services.router.api.grpc_api import GrpcApi
 from services.router.api.grpc_cluster import GrpcCluster
 from services.router.api.http_app import make_app
 from services.router.api.http_index import add_index_routes
+from services.router.api.http_server import HttpServer
 from services.router.autoscale import AutoscaleGauges, AutoscaleLoop
 from services.router.cluster_view import ClusterView
 from services.router.dispatch import Dispatcher
@@ -42,8 +42,6 @@ from services.tracing import make_tracing
 log = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 1.0
-# Longer than clients keep idle connections, so that they close them and no request meets a close.
-KEEP_ALIVE_S = 75
 _BACKLOG = 2048
 
 
@@ -85,7 +83,7 @@ class Router:
         sock = _bind(self._config)
         self.http_port = sock.getsockname()[1]
         self.grpc_port = await self._grpc.start()
-        http = _HttpServer(self._app_config())
+        http = HttpServer(self._app(), self._config)
         log.info(
             "listening: HTTP %s:%d, gRPC %s:%d",
             self._config.host,
@@ -110,7 +108,7 @@ class Router:
         finally:
             await self._drain(http, work)
 
-    async def _drain(self, http: _HttpServer, work: set[asyncio.Task[Any]]) -> None:
+    async def _drain(self, http: HttpServer, work: set[asyncio.Task[Any]]) -> None:
         deadline_s = self._config.drain_deadline_s
         log.info("draining: at most %g s", deadline_s)
         self.generator.draining = True
@@ -153,38 +151,10 @@ class Router:
         except UNREACHABLE as error:
             log.warning("the prefix tree is not there yet: %r", error)
 
-    def _app_config(self) -> uvicorn.Config:
+    def _app(self) -> ASGIApp:
         app = make_app(self._config, self.generator, self.view, self._metrics)
         add_index_routes(app, self._config, self._audit)
-        return uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=round(self._config.drain_deadline_s),
-        )
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, and without its ten wake-ups a second."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._stopping = asyncio.Event()
-
-    def begin_stop(self) -> None:
-        self.should_exit = True
-        self._stopping.set()
-
-    async def main_loop(self) -> None:
-        await self._stopping.wait()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+        return app
 
 
 def serve(config: RouterConfig) -> None:

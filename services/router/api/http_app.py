@@ -65,7 +65,7 @@ def make_app(
 
 def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) -> None:
     async def serve(request: Request, parse: Parse) -> Response:
-        body = await read_json_object(request, config.body_bytes_max)
+        body = await read_json_object(request, config)
         request_id = request.state.request_id = uuid.uuid4().hex
         parsed = parse(body, request_id)
         replies = Replies(parsed, generator.served_name)

@@ -11,21 +11,22 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from services.errors import BadRequest, BodyTooLarge, DeadlineExceeded
+from services.config import RouterConfig
+from services.errors import BadRequest, BodyTooLarge, BodyTooLate
 
-BODY_DEADLINE_S = 60.0
 # A too large body is read to its end and dropped, up to here: a client that still writes when the
 # connection closes sees a reset connection, and not the answer.
 DISCARD_BYTES_MAX = 64 << 20
 
 
-async def read_json_object(request: Request, bytes_max: int) -> dict[str, Any]:
-    """Raises BadRequest, BodyTooLarge, DeadlineExceeded; starlette's ClientDisconnect."""
+async def read_json_object(request: Request, config: RouterConfig) -> dict[str, Any]:
+    """Raises BadRequest, BodyTooLarge, BodyTooLate; starlette's ClientDisconnect."""
     try:
-        async with asyncio.timeout(BODY_DEADLINE_S):
-            body = await _read_bounded(request, bytes_max)
+        async with asyncio.timeout(config.body_deadline_s):
+            body = await _read_bounded(request, config.body_bytes_max)
     except TimeoutError:
-        raise DeadlineExceeded(f"the body did not arrive within {BODY_DEADLINE_S:g} s") from None
+        late = f"the body did not arrive within {config.body_deadline_s:g} s"
+        raise BodyTooLate(late) from None
     return parse_object(body)
 
 

@@ -34,13 +34,13 @@ def add_cluster_routes(
     @app.post("/v1/cluster", status_code=202)
     async def scale(request: Request) -> Response:
         """Asks the pool controller for pool sizes; GET shows when they are reached."""
-        sizes = await control.scale(await read_json_object(request, config.body_bytes_max))
+        sizes = await control.scale(await read_json_object(request, config))
         return JsonResponse({"wanted": sizes}, 202)
 
     @app.post("/v1/cluster/workers/{worker_id}/role")
     async def flip(worker_id: str, request: Request) -> Response:
         """Moves a worker to the other pool, or to the one that is named; answers when it is so."""
-        body = await read_json_object(request, config.body_bytes_max)
+        body = await read_json_object(request, config)
         if unknown := set(body) - {"role"}:
             raise BadRequest(f"the body has {unknown}; allowed is role", param=unknown.pop()[:80])
         if not isinstance(role := body.get("role", ""), str):
@@ -50,7 +50,7 @@ def add_cluster_routes(
     @app.post("/v1/cluster/workers/{worker_id}/drain", status_code=202)
     async def drain(worker_id: str, request: Request) -> Response:
         """Has a worker leave in order; it is gone from GET when it has. `deadline_s`: at most."""
-        body = await read_json_object(request, config.body_bytes_max)
+        body = await read_json_object(request, config)
         if unknown := set(body) - {"deadline_s"}:
             message = f"the body has {unknown}; allowed is deadline_s"
             raise BadRequest(message, param=unknown.pop()[:80])

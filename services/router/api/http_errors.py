@@ -25,7 +25,10 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error",
 }
 
@@ -38,7 +41,7 @@ class JsonResponse(Response):
 
 
 def error_body(error: TandemError) -> dict[str, Any]:
-    body = _body(error.http_status, error.message, error.code, error.param)
+    body = plain_error(error.http_status, error.message, error.code, error.param)
     if error.retry_after_s is not None:
         body["error"]["retry_after_s"] = error.retry_after_whole_s
     return body
@@ -48,7 +51,7 @@ def error_response(error: TandemError) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_whole_s)
-    if error.http_status == 413:
+    if error.http_status in (408, 413):
         headers["connection"] = "close"
     return JsonResponse(error_body(error), error.http_status, headers)
 
@@ -68,7 +71,7 @@ def install_handlers(app: FastAPI) -> None:
         code = {404: "not_found", 405: "method_not_allowed"}.get(
             error.status_code, "invalid_request"
         )
-        body = _body(error.status_code, str(error.detail), code, None)
+        body = plain_error(error.status_code, str(error.detail), code)
         return JsonResponse(body, error.status_code, dict(error.headers or {}))
 
     async def on_gone(_: Request, __: Exception) -> Response:
@@ -84,6 +87,6 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, on_bug)
 
 
-def _body(status: int, message: str, code: str, param: str | None) -> dict[str, Any]:
+def plain_error(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
     kind = _TYPES.get(status, "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

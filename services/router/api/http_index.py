@@ -18,7 +18,7 @@ def add_index_routes(app: FastAPI, config: RouterConfig, audit: IndexAudit) -> N
     @app.post("/v1/cluster/index/verify")
     async def verify(request: Request) -> Response:
         """Of a sample of entries, or with `{"all": true}` of every one."""
-        body = await read_json_object(request, config.body_bytes_max)
+        body = await read_json_object(request, config)
         if not isinstance(body.get("all", False), bool) or body.keys() - {"all"}:
             raise BadRequest('the body must be {} or {"all": true}', param="all")
         verdicts = await audit.verify(everything=body.get("all", False))
