@@ -235,6 +235,7 @@ class RouterConfig:
     grpc_port: int = 8001
     router_id: str = "router-0"
     tokenizer_processes: int = 1
+    allowed_hosts: tuple[str, ...] = ()  # of a proxy on this machine: further names of the router
     # Of HTTP: a request's header with its first line, the fields in it, seconds from its first
     # byte (of a connection: from its start) to its end, and from there to the body's end.
     header_bytes_max: int = 64 << 10

@@ -6,12 +6,14 @@
         NeverFits           400  INVALID_ARGUMENT     larger than the whole KV pool
       Unauthenticated       401  UNAUTHENTICATED
       ScaleRefused          403  PERMISSION_DENIED    by who owns the pools' sizes
+      ForeignPage           403  PERMISSION_DENIED    a browser sent the call for a foreign web page
       ModelNotFound         404  NOT_FOUND
       WorkerNotFound        404  NOT_FOUND
       NotNow                409  FAILED_PRECONDITION  an operator's wish that cannot be met now
       RequestNotFound       404  NOT_FOUND            unknown, or too long ago
       BodyTooLate           408  DEADLINE_EXCEEDED    the client did not send its body in time
       BodyTooLarge          413  RESOURCE_EXHAUSTED
+      NotJson               415  INVALID_ARGUMENT     the call needs Content-Type: application/json
       QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
         Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
       NoWorkers             503  UNAVAILABLE          a pool is empty
@@ -84,6 +86,12 @@ class ScaleRefused(TandemError):
     grpc_code = "PERMISSION_DENIED"
 
 
+class ForeignPage(TandemError):
+    code = "foreign_page"
+    http_status = 403
+    grpc_code = "PERMISSION_DENIED"
+
+
 class ModelNotFound(TandemError):
     code = "model_not_found"
     http_status = 404
@@ -118,6 +126,12 @@ class BodyTooLarge(TandemError):
     code = "body_too_large"
     http_status = 413
     grpc_code = "RESOURCE_EXHAUSTED"
+
+
+class NotJson(TandemError):
+    code = "content_type_not_json"
+    http_status = 415
+    grpc_code = "INVALID_ARGUMENT"
 
 
 class QueueFull(TandemError):

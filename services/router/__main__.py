@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
             hold_deadline_s=args.hold_deadline,
             drain_deadline_s=args.drain_deadline,
             trust_tenant_header=args.trust_tenant_header,
+            allowed_hosts=tuple(filter(None, args.allowed_hosts.lower().split(","))),
             header_bytes_max=args.header_bytes_max,
             headers_max=args.headers_max,
             header_deadline_s=args.header_deadline,
@@ -125,6 +126,13 @@ def _add_http(parser: argparse.ArgumentParser) -> None:
         ("connections-max", 4096, "connections that are open at once"),
     ):
         group.add_argument(f"--{name}", type=type(default), default=default, help=what)
+    group.add_argument(
+        "--allowed-hosts",
+        default="",
+        metavar="NAME,...",
+        help="further names in `Host` that a router on a loopback address takes, such as those of "
+        "a proxy on this machine",
+    )
 
 
 def _add_autoscaler(parser: argparse.ArgumentParser) -> None:

@@ -110,7 +110,7 @@ class AutoscaleLoop:
             if d.to != d.size and d.role in owned
         }
         if changes and config.mode == "on":
-            await self._owner.set_sizes(changes)
+            await self._owner.set_sizes(changes, who=f"autoscaler of {self._config.router_id}")
 
     async def _owned(self) -> dict[str, int]:
         """Sizes as their owner has them; without those that cannot be asked for here, or now."""

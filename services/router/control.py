@@ -14,6 +14,7 @@ import msgspec
 from services.config import RouterConfig
 from services.errors import BadRequest, NotNow, WorkerLost, WorkerNotFound
 from services.registry import WorkerRecord
+from services.router.changes import logged_change, shown_sizes
 from services.router.cluster_view import ClusterView
 from services.router.pools import check_sizes
 from services.router.size_owner import SizeOwner
@@ -38,31 +39,40 @@ class Flipped(msgspec.Struct, frozen=True):
 
 
 class ClusterControl:
-    """One a router. Raises errors of services/errors.py."""
+    """One a router. Raises errors of services/errors.py. `who` asks, for the log of changes."""
 
     def __init__(self, config: RouterConfig, view: ClusterView) -> None:
         self._cluster = config.cluster
         self._view = view
         self._sizes = SizeOwner(config, view)
 
-    async def scale(self, wanted: dict[str, Any]) -> dict[str, int]:
+    async def scale(self, wanted: dict[str, Any], *, who: str) -> dict[str, int]:
         """Asks who owns the sizes; the state of the pools tells when it is so. Raises NotNow where
         that is nobody whom a router can ask."""
-        sizes = check_sizes(wanted)
-        await self._sizes.set_sizes(sizes)
+        try:
+            sizes = check_sizes(wanted)
+        except BadRequest:
+            with logged_change(who, "sizes") as change:
+                change.after = shown_sizes(wanted)
+                raise
+        await self._sizes.set_sizes(sizes, who=who)
         return sizes
 
-    async def flip(self, worker_id: str, role: str = "") -> Flipped:
+    async def flip(self, worker_id: str, role: str = "", *, who: str) -> Flipped:
         """Moves a worker to the pool of this role, or to the other one, and waits until this
         router sees it there. The last decode worker stays: nobody could answer without it."""
-        record = self._record(worker_id)
-        role = role or _OTHER[record.role]
-        if role not in _OTHER:
-            raise BadRequest(f"role is {role[:80]!r}; it must be prefill or decode", param="role")
-        if role == "prefill" and record.role == "decode":
-            self._check_another_decodes(worker_id)
         started = time.monotonic()
-        reply = await self._call(record, "SetRole", pb.SetRoleRequest(role=role))
+        with logged_change(who, f"role of {worker_id}") as change:
+            change.after = role or "the other"
+            record = self._record(worker_id)
+            change.before = record.role
+            change.after = role = role or _OTHER[record.role]
+            if role not in _OTHER:
+                message = f"role is {role[:80]!r}; it must be prefill or decode"
+                raise BadRequest(message, param="role")
+            if role == "prefill" and record.role == "decode":
+                self._check_another_decodes(worker_id)
+            reply = await self._call(record, "SetRole", pb.SetRoleRequest(role=role))
         try:
             async with asyncio.timeout(SEEN_DEADLINE_S):
                 while not self._is_seen(worker_id, role):
@@ -71,17 +81,21 @@ class ClusterControl:
             log.warning("worker %s is in the %s pool and not seen there yet", worker_id, role)
         return Flipped(worker_id, role, reply.took_s, time.monotonic() - started)
 
-    async def drain(self, worker_id: str, deadline_s: Any) -> None:
+    async def drain(self, worker_id: str, deadline_s: Any, *, who: str) -> None:
         """Returns when the worker has begun to leave; 0: its own deadline. It does the rest itself:
         it leaves placement at once, routers move its sequences, and it ends when it is empty."""
-        is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
-        if not is_number or not 0 <= deadline_s <= DRAIN_DEADLINE_MAX_S:
-            raise BadRequest(
-                f"deadline_s must be seconds from 0 (the worker's own) to {DRAIN_DEADLINE_MAX_S:g}",
-                param="deadline_s",
-            )
-        record = self._record(worker_id)
-        await self._call(record, "Drain", pb.DrainRequest(deadline_s=deadline_s))
+        with logged_change(who, f"drain of {worker_id}") as change:
+            change.after = "draining"
+            is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+            if not is_number or not 0 <= deadline_s <= DRAIN_DEADLINE_MAX_S:
+                raise BadRequest(
+                    f"deadline_s must be seconds from 0 (the worker's own) to "
+                    f"{DRAIN_DEADLINE_MAX_S:g}",
+                    param="deadline_s",
+                )
+            record = self._record(worker_id)
+            change.before = record.state
+            await self._call(record, "Drain", pb.DrainRequest(deadline_s=deadline_s))
 
     async def _call(self, record: WorkerRecord, method: str, request: Any) -> Any:
         async with grpc.aio.insecure_channel(record.address, options=CHANNEL_OPTIONS) as channel:

@@ -94,7 +94,7 @@ class KubernetesScale:
     async def _patch(self, client: httpx.AsyncClient, namespace: str, pool: str, size: int) -> None:
         patch = msgspec.json.encode({"spec": {"replicas": size}})
         await self._call(client, "PATCH", namespace, pool, "set", params=_MANAGER, content=patch)
-        log.info("%s: %d replicas are wanted of %s", pool, size, self._objects[pool])
+        log.debug("%s: %d replicas are wanted of %s", pool, size, self._objects[pool])
 
     async def _call(
         self,

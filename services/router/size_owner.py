@@ -7,17 +7,21 @@ nobody                  an HPA, KEDA or a person reads what is wanted, and acts 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.config import RouterConfig
-from services.errors import NotNow
+from services.errors import NotNow, TandemError
+from services.router.changes import logged_change, shown_sizes
 from services.router.cluster_view import ClusterView
 from services.router.pools import ask_sizes, has_controller, told_pools
 
 if TYPE_CHECKING:
     from services.router.kubernetes_scale import KubernetesScale
+
+_BEFORE_DEADLINE_S = 1.0  # the log's `before` may not use up the time of who waits for an answer
 
 
 class SizeOwner:
@@ -40,9 +44,23 @@ class SizeOwner:
         told = told_pools(self._view.pools_json)
         return {pool: int(state["wanted"]) for pool, state in told.items() if "wanted" in state}
 
-    async def set_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Returns when it was asked for; the state of the pools tells when it is so. Raises NotNow
-        where there is nobody whom a router can ask."""
+    async def set_sizes(self, sizes: Mapping[str, int], *, who: str) -> None:
+        """Asks for the sizes and logs who did; the state of the pools tells when they are reached.
+        Raises NotNow where there is nobody whom a router can ask."""
+        with logged_change(who, "sizes") as change:
+            change.after = shown_sizes(sizes)
+            before = await self._sizes_before()
+            change.before = shown_sizes({pool: before.get(pool, "unknown") for pool in sizes})
+            await self._ask(sizes)
+
+    async def _sizes_before(self) -> dict[str, int]:
+        try:
+            async with asyncio.timeout(_BEFORE_DEADLINE_S):
+                return await self.sizes()
+        except (TandemError, TimeoutError):
+            return {}
+
+    async def _ask(self, sizes: Mapping[str, int]) -> None:
         if self._kubernetes is not None:
             await self._kubernetes.set_sizes(sizes)
         elif await has_controller(self._view.redis, self._cluster_id):

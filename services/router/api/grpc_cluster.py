@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
+import grpc.aio
 
 from services.config import RouterConfig
 from services.router.cluster_view import ClusterView
@@ -34,7 +36,7 @@ class GrpcCluster:
             },
         )
 
-    async def _get_cluster(self, request: pb.GetClusterRequest) -> pb.GetClusterResponse:
+    async def _get_cluster(self, request: pb.GetClusterRequest, who: str) -> pb.GetClusterResponse:
         records = [(w.record, w.load) for w in self._view.known()]
         fields = ("wanted", "running", "ready", "serving")
         return pb.GetClusterResponse(
@@ -63,25 +65,28 @@ class GrpcCluster:
             ],
         )
 
-    async def _scale_pools(self, request: pb.ScalePoolsRequest) -> pb.ScalePoolsResponse:
-        return pb.ScalePoolsResponse(wanted=await self._control.scale(dict(request.sizes)))
+    async def _scale_pools(self, request: pb.ScalePoolsRequest, who: str) -> pb.ScalePoolsResponse:
+        return pb.ScalePoolsResponse(wanted=await self._control.scale(dict(request.sizes), who=who))
 
-    async def _flip_worker(self, request: pb.FlipWorkerRequest) -> pb.FlipWorkerResponse:
-        flipped = await self._control.flip(request.worker_id, request.role)
+    async def _flip_worker(self, request: pb.FlipWorkerRequest, who: str) -> pb.FlipWorkerResponse:
+        flipped = await self._control.flip(request.worker_id, request.role, who=who)
         return pb.FlipWorkerResponse(
             worker_id=flipped.worker_id, role=flipped.role, took_s=flipped.took_s
         )
 
-    async def _drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerResponse:
-        await self._control.drain(request.worker_id, request.deadline_s)
+    async def _drain_worker(
+        self, request: pb.DrainWorkerRequest, who: str
+    ) -> pb.DrainWorkerResponse:
+        await self._control.drain(request.worker_id, request.deadline_s, who=who)
         return pb.DrainWorkerResponse()
 
 
 def _handler(
-    answer: Callable[[Any], Awaitable[Any]], request_type: Any
+    answer: Callable[[Any, str], Awaitable[Any]], request_type: Any
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    async def serve(request: Any, context: object) -> Any:
-        return await answer(request)
+    async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        # A peer is `ipv4:127.0.0.1:40312` or `ipv6:%5B::1%5D:40312`.
+        return await answer(request, f"{unquote(context.peer()).partition(':')[2]} over gRPC")
 
     return grpc.unary_unary_rpc_method_handler(
         serve,

@@ -21,6 +21,7 @@ from services.router.api.choices import generate_choices
 from services.router.api.http_body import read_json_object
 from services.router.api.http_cluster import add_cluster_routes
 from services.router.api.http_errors import JsonResponse, error_response, install_handlers
+from services.router.api.http_guard import RequestGuard
 from services.router.api.http_requests import (
     add_request_routes,
     answer_headers,
@@ -55,6 +56,7 @@ def make_app(
     )
     install_handlers(app)
     add_schemas(app)
+    app.add_middleware(RequestGuard, config=config)
     _add_generation(app, config, generator)
     _add_models(app, generator)
     _add_operations(app, generator, metrics)

@@ -13,6 +13,7 @@ from services.cost_model import WorkerRates
 from services.errors import BadRequest
 from services.router.api.http_body import read_json_object
 from services.router.api.http_errors import JsonResponse
+from services.router.api.http_guard import caller
 from services.router.cluster_view import ClusterView
 from services.router.control import ClusterControl
 from services.router.generate import Generator
@@ -34,7 +35,8 @@ def add_cluster_routes(
     @app.post("/v1/cluster", status_code=202)
     async def scale(request: Request) -> Response:
         """Asks the pool controller for pool sizes; GET shows when they are reached."""
-        sizes = await control.scale(await read_json_object(request, config))
+        body = await read_json_object(request, config)
+        sizes = await control.scale(body, who=caller(request.scope))
         return JsonResponse({"wanted": sizes}, 202)
 
     @app.post("/v1/cluster/workers/{worker_id}/role")
@@ -45,7 +47,7 @@ def add_cluster_routes(
             raise BadRequest(f"the body has {unknown}; allowed is role", param=unknown.pop()[:80])
         if not isinstance(role := body.get("role", ""), str):
             raise BadRequest("role must be prefill or decode", param="role")
-        return JsonResponse(await control.flip(worker_id, role))
+        return JsonResponse(await control.flip(worker_id, role, who=caller(request.scope)))
 
     @app.post("/v1/cluster/workers/{worker_id}/drain", status_code=202)
     async def drain(worker_id: str, request: Request) -> Response:
@@ -54,7 +56,8 @@ def add_cluster_routes(
         if unknown := set(body) - {"deadline_s"}:
             message = f"the body has {unknown}; allowed is deadline_s"
             raise BadRequest(message, param=unknown.pop()[:80])
-        await control.drain(worker_id, body.get("deadline_s", 0.0))
+        deadline_s = body.get("deadline_s", 0.0)
+        await control.drain(worker_id, deadline_s, who=caller(request.scope))
         return JsonResponse({"draining": worker_id}, 202)
 
     @app.get("/", include_in_schema=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -124,3 +125,11 @@ async def test_without_an_owner_it_tells_and_stays_with_what_it_said(router: Run
     prefill, decode = view.decisions
     assert prefill.size == prefill.to >= 2
     assert (decode.size, decode.to) == (2, 2)
+
+
+async def test_the_log_says_that_the_autoscaler_changed_a_size(
+    owned: RunningRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    line = "change by autoscaler of router-0: sizes, before prefill=0, after prefill=2"
+    await eventually(lambda: line in caplog.messages)

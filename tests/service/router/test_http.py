@@ -175,7 +175,9 @@ async def test_client_gone_cancels_at_the_worker(router: RunningRouter, phase: s
     before = router.outcomes().get("cancelled", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", router.router.http_port)
     body = json.dumps({"prompt": "x", "stream": phase != "not streaming"}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     await eventually(lambda: bool(router.submitted))
     if phase == "decoding":
@@ -198,7 +200,9 @@ async def test_slow_client_does_not_hold_up_others(router: RunningRouter) -> Non
     router.script(script)
     _, writer = await asyncio.open_connection("127.0.0.1", router.router.http_port, limit=1024)
     body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 2000}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     await eventually(lambda: bool(router.submitted))
     answer = await router.openai.completions.create(model="tiny", prompt="x", max_tokens=5)

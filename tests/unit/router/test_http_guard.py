@@ -1,0 +1,60 @@
+"""Which calls the guard lets through where a router does not listen on loopback alone."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from services.config import ClusterConfig, RouterConfig
+from services.router.api.http_guard import RequestGuard
+
+
+async def status(bound: str, reached: str, host: str, path: str, allowed: str = "") -> int:
+    """`bound`: the router's own host; `reached`: the address that the connection came in over."""
+    config = RouterConfig(
+        cluster=ClusterConfig("c", "redis://localhost", "token"),
+        model="m",
+        served_model_name="m",
+        host=bound,
+        allowed_hosts=(allowed,),
+    )
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError("the guard reads no body")
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "server": (reached, 8000),
+        "client": ("192.0.2.1", 1),
+        "headers": [(b"host", host.encode())],
+    }
+    await RequestGuard(app, config)(scope, receive, send)
+    return int(sent[0]["status"])
+
+
+@pytest.mark.parametrize(
+    ("bound", "reached", "host", "path", "expected"),
+    [
+        ("0.0.0.0", "10.1.2.3", "tandem.prod.svc:8000", "/v1/cluster", 200),  # in a cluster
+        ("0.0.0.0", "10.1.2.3", "10.1.2.3:8000", "/ready", 200),  # a probe
+        ("0.0.0.0", "127.0.0.1", "localhost:9000", "/v1/cluster", 200),  # kubectl port-forward
+        ("0.0.0.0", "127.0.0.1", "tandem.prod.svc", "/v1/completions", 200),  # a sidecar
+        ("0.0.0.0", "127.0.0.1", "evil.example", "/v1/cluster/workers", 403),
+        ("::", "::ffff:127.0.0.1", "evil.example", "/", 403),
+        ("localhost", "127.0.0.1", "evil.example", "/health", 403),
+        ("::1", "::1", "evil.example", "/health", 403),
+        ("::1", "::1", "[::1]:8000", "/v1/cluster", 200),
+        ("127.0.0.1", "127.0.0.1", "proxy.example", "/v1/cluster", 200),  # an allowed name
+    ],
+)
+async def test_hosts(bound: str, reached: str, host: str, path: str, expected: int) -> None:
+    assert await status(bound, reached, host, path, allowed="proxy.example") == expected
