@@ -40,6 +40,8 @@ from services.rpc.tandem.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+METADATA_BYTES_MAX = 16 << 10  # of one call, by HTTP/2's count: 32 bytes more for each field
+IDLE_S = 300.0  # of a connection without calls; channels connect again by themselves
 _TRACE_KEYS = ("traceparent", "tracestate")
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -57,6 +59,7 @@ class GrpcApi:
             options=[
                 *((k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"),
                 ("grpc.max_receive_message_length", config.body_bytes_max),
+                *_bounds(config),
             ],
         )
         self._health = HealthServicer()
@@ -144,6 +147,17 @@ class GrpcApi:
             id=self._generator.served_name, max_model_len=self._generator.max_model_len
         )
         return pb.ListModelsResponse(models=[model])
+
+
+def _bounds(config: RouterConfig) -> list[tuple[str, int]]:
+    """Bounds of a connection, as of one over HTTP where they are the same."""
+    return [
+        ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+        ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+        ("grpc.server_handshake_timeout_ms", round(config.header_deadline_s * 1000)),
+        ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
+        ("grpc.max_allowed_incoming_connections", config.connections_max),
+    ]
 
 
 def parse_request(body: bytes) -> GenerationRequest:

@@ -9,8 +9,12 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import grpc
+import grpc.aio
 import pytest
 
+from services.rpc.tandem.v1.inference_pb2 import ListModelsRequest
+from services.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from services.rpc.tandem.v1.worker_pb2 import SubmitSequence
 from tests.harness.scripted_worker import Say, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
@@ -25,6 +29,7 @@ ROUTER = {
     "keep_alive_s": 0.4,
     "connections_max": CONNECTIONS_MAX,
 }
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 UPGRADE = b"connection: upgrade\r\nupgrade: websocket\r\n"
 PIECE = b"x" * 65_536
@@ -244,6 +249,36 @@ async def test_a_client_that_goes_after_a_pipelined_request_is_noticed(
         writer.write(GET)
         assert await healthy(router)
     await eventually(lambda: len(router.cancelled) == 1)
+
+
+async def test_a_grpc_connection_that_sends_nothing_is_closed(router: RunningRouter) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.router.grpc_port)
+    async with asyncio.timeout(10):
+        await reader.read()  # its settings, until it closes
+    writer.close()
+
+
+async def test_grpc_connections_over_the_number_are_closed(router: RunningRouter) -> None:
+    port = router.router.grpc_port
+    async with contextlib.AsyncExitStack() as opened:
+        for _ in range(CONNECTIONS_MAX):
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OWN_CONNECTION)
+            await opened.enter_async_context(channel)
+            await InferenceStub(channel).ListModels(ListModelsRequest(), timeout=10)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(ROUTER["header_deadline_s"] / 2):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.close()
+
+
+async def test_grpc_metadata_have_a_size(router: RunningRouter) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.grpc_port}") as channel:
+        stub = InferenceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.ListModels(ListModelsRequest(), metadata=(("x", "f" * (16 << 10)),))
+        assert refusal.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        await stub.ListModels(ListModelsRequest(), metadata=(("x", "f" * (15 << 10)),))
 
 
 async def test_requests_are_served_after_all_that(router: RunningRouter) -> None:
