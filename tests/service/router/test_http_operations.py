@@ -1,0 +1,64 @@
+"""What operators ask over HTTP: health, metrics, the document of the API, pool sizes."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import openapi_spec_validator
+import pytest
+
+from tests.service.router.conftest import RunningRouter, eventually
+
+pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+
+
+async def test_operations(router: RunningRouter) -> None:
+    assert (await router.http.get("/health")).status_code == 200
+    assert (await router.http.get("/ready")).status_code == 200
+    assert [m.id async for m in router.openai.models.list()] == ["tiny"]
+    state = (await router.http.get("/v1/cluster")).json()
+    assert [w["worker_id"] for w in state["workers"]] == ["decode-0", "decode-1"]
+    assert state["pools"]["decode"]["ready"] == 2
+    page = await router.http.get("/")
+    assert "<title>Tandem</title>" in page.text
+    metrics = (await router.http.get("/metrics")).text
+    for name in ("tandem:time_to_first_token_seconds_bucket", "tandem:prompt_tokens_total"):
+        assert name in metrics
+    answer = await router.http.get("/v1/completions")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_openapi_is_a_valid_document(router: RunningRouter) -> None:
+    document = (await router.http.get("/openapi.json")).json()
+    openapi_spec_validator.validate(document)
+    schemas = document["components"]["schemas"]
+    # The validator does not follow references inside schemas.
+    referred = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(document)))
+    assert referred <= schemas.keys()
+    assert {"ChatBody", "ChatMessage", "CompletionBody", "ErrorReply", "StreamOptions"} <= referred
+    for name, path in (("CompletionBody", "completions"), ("ChatBody", "chat/completions")):
+        route = document["paths"][f"/v1/{path}"]["post"]
+        body = route["requestBody"]["content"]["application/json"]["schema"]
+        assert body == {"$ref": f"#/components/schemas/{name}"}
+        assert set(route["responses"]) == {"200", "default"}
+    assert (await router.http.get("/docs")).status_code == 200
+
+
+async def test_scaling_is_asked_through_redis(router: RunningRouter) -> None:
+    view = router.router.view
+    key = f"{{tandem:{view.cluster.cluster_id}}}"
+    answer = await router.http.post("/v1/cluster", json={"decode": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "not_now")
+    assert "kubectl scale statefulset" in answer.json()["error"]["message"]  # who owns them
+    assert not await view.redis.exists(f"{key}:scale")
+    await view.redis.set(f"{key}:pools", json.dumps({"decode": {"wanted": 5, "running": 2}}))
+    answer = await router.http.post("/v1/cluster", json={"prefill": 2, "decode": 1})
+    assert answer.status_code == 202
+    assert json.loads(await view.redis.rpop(f"{key}:scale")) == {"prefill": 2, "decode": 1}
+    await eventually(lambda: view.pools_json is not None)
+    state = (await router.http.get("/v1/cluster")).json()
+    counts = dict.fromkeys(("running", "registered", "ready", "serving"), 2)
+    assert state["pools"]["decode"] == {"wanted": 5, **counts}
+    for body in ({}, {"decode": -1}, {"decode": True}, {"gpu": 1}):
+        assert (await router.http.post("/v1/cluster", json=body)).status_code == 400
