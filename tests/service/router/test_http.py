@@ -44,29 +44,6 @@ async def test_openai_client_streams_a_chat(router: RunningRouter) -> None:
     assert prompt.endswith("<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n")
 
 
-async def test_a_dumped_answer_goes_back_into_the_conversation(router: RunningRouter) -> None:
-    router.script(saying([*ids(router, "Hi!"), EOS], finish_reason="stop"))
-    create = router.openai.chat.completions.create
-    said = (await create(model="tiny", messages=CHAT)).choices[0].message.model_dump()
-    assert (said["content"], said["tool_calls"]) == ("Hi!", None)
-    messages = [*CHAT, said, {"role": "user", "content": "Bye!"}]
-    assert (await create(model="tiny", messages=messages)).choices[0].message.content == "Hi!"
-
-
-async def test_continuous_usage_as_benchmarks_ask_for_it(router: RunningRouter) -> None:
-    router.script(saying(ids(router, " one two three")))
-    stream = await router.openai.completions.create(
-        model="tiny",
-        prompt="x",
-        max_tokens=3,
-        stream=True,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},
-    )
-    made = [c.usage.completion_tokens async for c in stream]  # a chunk may have several tokens
-    assert made == sorted(made)
-    assert made[-2:] == [3, 3]
-
-
 async def test_completion_as_token_ids(router: RunningRouter) -> None:
     made = ids(router, " one two three four")
     router.script(saying(made))
