@@ -14,6 +14,7 @@ Type      where the call has one, has to be the address that the call went to.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import logging
 from collections.abc import Mapping
@@ -120,6 +121,7 @@ def _host_name(host: str) -> str:
         return ""
 
 
+@functools.lru_cache(maxsize=64)
 def _is_loopback(name: str) -> bool:
     if name == "localhost":
         return True
