@@ -182,7 +182,9 @@ async def test_client_gone_cancels_all(router: RunningRouter, phase: str) -> Non
     before = router.outcomes().get("cancelled", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", router.router.http_port)
     body = json.dumps({"prompt": TEXTS, "stream": phase != "not streaming"}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     await eventually(lambda: len(router.submitted) == 3)
     if phase == "decoding":
