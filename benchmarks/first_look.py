@@ -163,8 +163,8 @@ def _kind(process: psutil.Process) -> str:
     command = " ".join(process.cmdline())
     for kind, marks in {
         "agents and controller": ("ray::Agent", "ray::PoolController"),
-        "router": ("services.router", "multiprocessing"),
-        "workers": ("services.worker",),
+        "router": ("tandem.router", "multiprocessing"),
+        "workers": ("tandem.worker",),
         "redis": ("valkey-server", "redis-server"),
         "ray": ("ray",),
     }.items():

@@ -29,15 +29,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_model import LLAMA_3_8B, SMOKE, Size, make_weights, weight_bytes
 from benchmarks.gpu_peer import generate_with_transformers
-from kernels.kv_cache import layer_of
-from kernels.sampling import Draw
-from kernels.triton.blocks import pack, pack_spans
-from kernels.triton.decode_attention import choose_num_splits, decode_attention
-from kernels.triton.prefill_attention import prefill_attention
-from services.engine.batch import SequenceSlice, StepBatch
-from services.engine.triton_steps import TritonSteps
-from services.engine.weights import ModelWeights
-from services.models.config import ModelConfig
+from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.triton_steps import TritonSteps
+from tandem.engine.weights import ModelWeights
+from tandem.models.config import ModelConfig
+from tandem_kernels.kv_cache import layer_of
+from tandem_kernels.sampling import Draw
+from tandem_kernels.triton.blocks import pack, pack_spans
+from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
+from tandem_kernels.triton.prefill_attention import prefill_attention
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)

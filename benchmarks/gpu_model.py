@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from services.engine.weights import LayerWeights, Linear, ModelWeights
-from services.models.config import ModelConfig
+from tandem.engine.weights import LayerWeights, Linear, ModelWeights
+from tandem.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import time
 import torch
 
 from benchmarks.gpu_model import Size
-from services.engine.weights import LayerWeights, ModelWeights
-from services.models.config import ModelConfig
+from tandem.engine.weights import LayerWeights, ModelWeights
+from tandem.models.config import ModelConfig
 
 
 def generate_with_transformers(

@@ -43,9 +43,9 @@ import grpc
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from services.cluster.embedded_redis import EmbeddedRedis
-from services.rpc.auth import token_metadata
-from services.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.rpc.auth import token_metadata
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.cluster import LocalCluster, WorkerProcess
 from tests.harness.network import GBIT_BYTES_PER_S, Network, Shape
 

@@ -41,17 +41,17 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.small_mix import BLOCK, make_mix, replay, send
-from services.cluster.embedded_redis import EmbeddedRedis
-from services.config import ClusterConfig
-from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
-from services.redis_client import connect
-from services.registry import Registry, WorkerRecord
-from services.router.admission.predict import TtftLimit
-from services.simulator.policies import make_policy
-from services.simulator.report import summarize
-from services.simulator.scenario import Scenario, Slo, full_load_factor
-from services.simulator.simulation import Simulation
-from services.simulator.traces import Arrival, scale_load
+from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.config import ClusterConfig
+from tandem.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.redis_client import connect
+from tandem.registry import Registry, WorkerRecord
+from tandem.router.admission.predict import TtftLimit
+from tandem.simulator.policies import make_policy
+from tandem.simulator.report import summarize
+from tandem.simulator.scenario import Scenario, Slo, full_load_factor
+from tandem.simulator.simulation import Simulation
+from tandem.simulator.traces import Arrival, scale_load
 from tests.harness.client import open_client
 from tests.harness.cluster import LocalCluster
 

@@ -24,11 +24,11 @@ from typing import Any
 import msgspec
 from goodput_plot import plot
 
-from services.simulator.policies import POLICIES, make_policy
-from services.simulator.report import Report, summarize
-from services.simulator.scenario import Scenario, full_load_factor
-from services.simulator.simulation import Simulation
-from services.simulator.traces import (
+from tandem.simulator.policies import POLICIES, make_policy
+from tandem.simulator.report import Report, summarize
+from tandem.simulator.scenario import Scenario, full_load_factor
+from tandem.simulator.simulation import Simulation
+from tandem.simulator.traces import (
     Arrival,
     read_trace,
     rename_prefixes,

@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.load import random_prompt
 from benchmarks.peers.machine import conditions
-from services.config import EngineConfig
-from services.engine.engine import Engine
-from services.engine.native_decoder import NativeDecoder
-from services.engine.pool_memory import populate
-from services.engine.runner import ModelRunner
-from services.engine.types import Mode, SamplingParams, SequenceSpec
-from services.models.source import resolve
+from tandem.config import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.native_decoder import NativeDecoder
+from tandem.engine.pool_memory import populate
+from tandem.engine.runner import ModelRunner
+from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.models.source import resolve
 
 RESULTS = Path(__file__).parent / "results" / "step_loop.json"
 PROMPT, WARM_UP = 256, 20

@@ -11,9 +11,9 @@ import torch
 from hypothesis import settings
 from redis.asyncio import Redis
 
-from services.cluster.embedded_redis import EmbeddedRedis
-from services.config import ClusterConfig
-from services.redis_client import connect
+from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.config import ClusterConfig
+from tandem.redis_client import connect
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported first, which any test may bring about.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.config import EngineConfig
-from services.engine.engine import Engine
-from services.engine.types import Mode, NewTokens, SamplingParams, SequenceSpec, StepReport
+from tandem.config import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.types import Mode, NewTokens, SamplingParams, SequenceSpec, StepReport
 from tests.toy_runner import ToyRunner
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.engine.types import FinalBlocks, Mode, Reserved, SequenceSpec, StepReport
-from services.errors import NeverFits, QueueFull
+from tandem.engine.types import FinalBlocks, Mode, Reserved, SequenceSpec, StepReport
+from tandem.errors import NeverFits, QueueFull
 from tests.engine_driver import make_engine, make_spec
 from tests.toy_runner import continuation, kv_of
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from services.engine.batch import SequenceSlice, StepBatch
-from services.engine.runner import ModelRunner
+from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.runner import ModelRunner
 
 
 @dataclass(slots=True)

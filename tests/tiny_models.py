@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from services.models.source import ModelFolder, read_folder
+from tandem.models.source import ModelFolder, read_folder
 
 _SIZES = {
     "vocab_size": 203,

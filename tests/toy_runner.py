@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import torch
 
-from kernels.sampling import sample
-from services.engine.batch import SequenceSlice, StepBatch
-from services.engine.layout import BlockLayout
+from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.layout import BlockLayout
+from tandem_kernels.sampling import sample
 
 VOCABULARY = 16
 
@@ -51,7 +51,7 @@ def continuation(
 
 
 class ToyRunner:
-    """services.engine.engine.Runner, with a pool of one head and one layer of fp32."""
+    """tandem.engine.engine.Runner, with a pool of one head and one layer of fp32."""
 
     dtype_name = "float32"
     numerics_name = "fast"

@@ -19,12 +19,12 @@ def main(model: str, dtype: str, threads: str, weights: str = "auto") -> None:
     answers = redirect()
     import torch
 
-    from services.config import EngineConfig
-    from services.engine.engine import Engine
-    from services.engine.pool_memory import populate
-    from services.engine.runner import ModelRunner
-    from services.engine.types import Mode, SamplingParams, SequenceSpec
-    from services.models.source import resolve
+    from tandem.config import EngineConfig
+    from tandem.engine.engine import Engine
+    from tandem.engine.pool_memory import populate
+    from tandem.engine.runner import ModelRunner
+    from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+    from tandem.models.source import resolve
 
     torch.set_num_threads(int(threads))
     config = EngineConfig(

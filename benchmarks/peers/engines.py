@@ -33,8 +33,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.peers.vllm_processes import ENVIRONMENT, preloads
-from services.bench.engine import idle_percent
-from services.models.source import built_in_file, resolve
+from tandem.bench.engine import idle_percent
+from tandem.models.source import built_in_file, resolve
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "engines_peers.json"

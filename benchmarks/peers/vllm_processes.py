@@ -14,7 +14,7 @@ from typing import Self
 import httpx
 import psutil
 
-from services.models.source import resolve
+from tandem.models.source import resolve
 from tests.harness.cluster import free_port, wait_for
 
 ENVIRONMENT = Path.home() / ".cache" / "tandem" / "peers" / "vllm"

@@ -19,8 +19,8 @@ import grpc
 import grpc.aio
 import httpx
 
-from services.rpc.tandem.v1 import inference_pb2 as pb
-from services.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.client import complete, golden, open_client
 from tests.harness.cluster import Served
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services import config
+from tandem import config
 from tests.harness.chart import (
     EXAMPLES,
     NAMESPACE,
@@ -177,7 +177,7 @@ def test_a_model_comes_from_where_it_is_said_to() -> None:
 def test_only_a_router_that_scales_has_a_token_and_only_its_container(
     values: dict[str, Any],
 ) -> None:
-    """Of the scaler's account, where services/config.py looks for it; Kubernetes' own automount,
+    """Of the scaler's account, where tandem/config.py looks for it; Kubernetes' own automount,
     which would give it to init containers, too, stays off."""
     objects = render(values)
     with_token = set()

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 from helm_python import HelmError
 
-from services import config
+from tandem import config
 from tests.harness.chart import (
     EXAMPLES,
     chart,

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
-from services.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.embedded_redis import EmbeddedRedis
 from tests.e2e.conftest import running_cluster
 from tests.harness.client import complete, golden, metric, open_client
 from tests.harness.cluster import LocalCluster, wait_for
@@ -98,7 +98,7 @@ def router_metric(cluster: LocalCluster, name: str, **labels: str) -> float:
 
 
 def verify(cluster: LocalCluster) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.cli", "index", "verify", "--all"]
+    command = [sys.executable, "-m", "tandem.cli", "index", "verify", "--all"]
     command += ["--url", cluster.url]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 

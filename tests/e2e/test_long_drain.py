@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import psutil
 
-from services.cluster.operate import ask
+from tandem.cluster.operate import ask
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import complete_all, golden
 from tests.harness.cluster import LocalCluster, WorkerProcess, wait_for

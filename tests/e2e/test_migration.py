@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.cluster.operate import drain_worker
+from tandem.cluster.operate import drain_worker
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import (
     complete_all,

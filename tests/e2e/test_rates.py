@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from services.config import ClusterConfig
-from services.registry import Registry, WorkerRecord
+from tandem.config import ClusterConfig
+from tandem.registry import Registry, WorkerRecord
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import complete_all, golden, metric
 from tests.harness.cluster import LocalCluster

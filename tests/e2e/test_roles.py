@@ -134,7 +134,7 @@ class LaunchedCluster:
         return {w["worker_id"]: w for w in httpx.get(f"{self.url}/v1/cluster").json()["workers"]}
 
     def tandem(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "services.cli", *arguments, "--url", self.url]
+        command = [sys.executable, "-m", "tandem.cli", *arguments, "--url", self.url]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class LaunchedCluster:
 def launched(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LaunchedCluster]:
     ports = free_port(), free_port()
     options = ["--port", str(ports[0]), "--grpc-port", str(ports[1]), "--numerics", "invariant"]
-    command = [sys.executable, "-m", "services.cli", "up", *options, "--num-blocks", "600"]
+    command = [sys.executable, "-m", "tandem.cli", "up", *options, "--num-blocks", "600"]
     command += getattr(request, "param", [])
     with (tmp_path / "up.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[2])

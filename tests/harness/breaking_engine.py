@@ -1,6 +1,6 @@
 """A worker whose NIXL reader meets a bug at its first pull; all else of it is the real thing.
 
-`python -m tests.harness.breaking_engine worker OPTIONS...` is `python -m services.worker OPTIONS`,
+`python -m tests.harness.breaking_engine worker OPTIONS...` is `python -m tandem.worker OPTIONS`,
 with this module for its engine process.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from services.transfer.nixl import NixlReader
-from services.transfer.protocol import Pull
-from services.worker.engine_process import EngineProcess
-from services.worker.engine_process import main as engine_main
-from services.worker.settings import EngineSettings
+from tandem.transfer.nixl import NixlReader
+from tandem.transfer.protocol import Pull
+from tandem.worker.engine_process import EngineProcess
+from tandem.worker.engine_process import main as engine_main
+from tandem.worker.settings import EngineSettings
 
 
 class BreakingProcess(EngineProcess):
@@ -30,8 +30,8 @@ class BreakingProcess(EngineProcess):
 def worker_main(engine_module: str) -> None:
     import typer
 
-    from services.worker import __main__ as command
-    from services.worker import worker
+    from tandem.worker import __main__ as command
+    from tandem.worker import worker
 
     worker.EngineLink = partial(  # type: ignore[assignment, misc]
         worker.EngineLink, engine_module=engine_module

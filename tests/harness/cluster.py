@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import grpc
 import httpx
 
-from services.cluster.embedded_redis import EmbeddedRedis
-from services.rpc.auth import token_metadata
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.rpc.auth import token_metadata
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tests.harness.network import Place
 
 START_DEADLINE_S = 120.0
@@ -135,7 +135,7 @@ class LocalCluster:
         *more: str,
         environment: dict[str, str] | None = None,
         at: Place | None = None,
-        module: Sequence[str] = ("services.worker",),
+        module: Sequence[str] = ("tandem.worker",),
     ) -> WorkerProcess:
         """`at`: where in a `Network` it runs; Redis must then be reachable from there.
 
@@ -181,7 +181,7 @@ class LocalCluster:
     def _spawn_router(
         self, http_port: int, grpc_port: int, *options: str
     ) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "services.router", "--model", self.model]
+        command = [sys.executable, "-m", "tandem.router", "--model", self.model]
         command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         command += [*self.router_options, *options]
         return self._spawn(command, self.folder / "router.log")

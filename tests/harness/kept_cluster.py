@@ -20,17 +20,17 @@ import httpx
 import msgspec
 import psutil
 
-from services.cluster import guardian
-from services.cluster.embedded_redis import EmbeddedRedis
-from services.cluster.head_process import HeadProcess
-from services.cluster.launch_options import LaunchOptions, make_spec
-from services.cluster.operate import differences
-from services.cluster.pools import PoolCommand
-from services.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
-from services.models.source import resolve
-from services.rpc.auth import token_metadata
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.cluster import guardian
+from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.head_process import HeadProcess
+from tandem.cluster.launch_options import LaunchOptions, make_spec
+from tandem.cluster.operate import differences
+from tandem.cluster.pools import PoolCommand
+from tandem.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
+from tandem.models.source import resolve
+from tandem.rpc.auth import token_metadata
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tests.harness.cluster import free_port, wait_for
 
 START_DEADLINE_S = 300.0
@@ -62,7 +62,7 @@ class KeptCluster:
     ) -> None:
         """`run_folder`'s path must be short: Ray's sockets lie below it.
 
-        `module`: run in the place of services.worker.
+        `module`: run in the place of tandem.worker.
         """
         self.http_port, self.grpc_port = free_port(), free_port()
         self.token = uuid.uuid4().hex
@@ -192,8 +192,8 @@ class KeptCluster:
 
 def _running(module: str, pool: PoolCommand) -> PoolCommand:
     """The same pool, if it is one of workers, with workers of this module."""
-    if "services.worker" not in pool.command:
+    if "tandem.worker" not in pool.command:
         return pool
-    at = pool.command.index("services.worker")
+    at = pool.command.index("tandem.worker")
     command = [*pool.command[:at], module, "worker", *pool.command[at + 1 :]]
     return msgspec.structs.replace(pool, command=command)

@@ -1,6 +1,6 @@
 """A worker whose engine dies of one token: as a request does that meets a bug in a kernel.
 
-`python -m tests.harness.poisoned_engine worker OPTIONS...` is `python -m services.worker OPTIONS`,
+`python -m tests.harness.poisoned_engine worker OPTIONS...` is `python -m tandem.worker OPTIONS`,
 with this module for its engine process.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from services.engine.batch import StepBatch
-from services.worker.engine_process import EngineProcess
-from services.worker.engine_process import main as engine_main
-from services.worker.settings import EngineSettings
+from tandem.engine.batch import StepBatch
+from tandem.worker.engine_process import EngineProcess
+from tandem.worker.engine_process import main as engine_main
+from tandem.worker.settings import EngineSettings
 from tests.harness.breaking_engine import worker_main
 
 POISON = 49_151  # the last token of SmolLM2's vocabulary: no prompt of ours has it

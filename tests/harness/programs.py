@@ -8,8 +8,8 @@ from typing import Any
 from typer.main import get_command_from_info
 from typer.models import CommandInfo
 
-from services.router import __main__ as router_main
-from services.worker import __main__ as worker_main
+from tandem.router import __main__ as router_main
+from tandem.worker import __main__ as worker_main
 
 WORKER = get_command_from_info(
     CommandInfo(callback=worker_main.main), pretty_exceptions_short=True, rich_markup_mode=None
@@ -27,12 +27,12 @@ def router_defaults() -> dict[str, Any]:
 
 
 def parse_worker(command: list[str]) -> dict[str, Any]:
-    """Of `python -m services.worker ...`. Raises click's UsageError."""
-    assert command[:3] == ["python", "-m", "services.worker"]
+    """Of `python -m tandem.worker ...`. Raises click's UsageError."""
+    assert command[:3] == ["python", "-m", "tandem.worker"]
     return WORKER.make_context("worker", command[3:]).params
 
 
 def parse_router(command: list[str]) -> argparse.Namespace:
-    """Of `python -m services.router ...`. Raises SystemExit."""
-    assert command[:3] == ["python", "-m", "services.router"]
+    """Of `python -m tandem.router ...`. Raises SystemExit."""
+    assert command[:3] == ["python", "-m", "tandem.router"]
     return router_main._parser().parse_args(command[3:])

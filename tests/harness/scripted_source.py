@@ -17,28 +17,28 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from services.block_hash import HASH_VERSION
-from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from services.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
-from services.registry import Contract
-from services.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.rpc.tandem.v1.worker_pb2_grpc import (
+from tandem.block_hash import HASH_VERSION
+from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
+from tandem.registry import Contract
+from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
     WorkerStub,
     add_WorkerServicer_to_server,
 )
-from services.transfer.protocol import PullResult
-from services.worker.bulk_channels import BulkChannels
-from services.worker.decode_service import DecodeService
-from services.worker.lease import LeaseMaker, ReaderLease
-from services.worker.messages import Add, Command, Remove, StartPull
-from services.worker.metrics import WorkerMetrics
-from services.worker.peers import Peer
-from services.worker.prefix_choice import PrefixPlan
-from services.worker.prefix_pull import PrefixPuller
-from services.worker.pulls import Puller
-from services.worker.rates import Rates
+from tandem.transfer.protocol import PullResult
+from tandem.worker.bulk_channels import BulkChannels
+from tandem.worker.decode_service import DecodeService
+from tandem.worker.lease import LeaseMaker, ReaderLease
+from tandem.worker.messages import Add, Command, Remove, StartPull
+from tandem.worker.metrics import WorkerMetrics
+from tandem.worker.peers import Peer
+from tandem.worker.prefix_choice import PrefixPlan
+from tandem.worker.prefix_pull import PrefixPuller
+from tandem.worker.pulls import Puller
+from tandem.worker.rates import Rates
 
 PROMPT = list(range(100))  # 7 blocks of 16
 PREFIX_BLOCKS = 6  # the full ones: the last token is computed always

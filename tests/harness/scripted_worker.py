@@ -13,15 +13,15 @@ import grpc
 import grpc.aio
 from redis.asyncio import Redis
 
-from services.config import ClusterConfig
-from services.cost_model import PairRate, WorkerRates
-from services.prefix_index.entries import ENTRY_BYTES, bucket_start
-from services.redis_client import UNREACHABLE
-from services.registry import Contract, Load, Registry, State, WorkerRecord
-from services.rpc.auth import TokenInterceptor
-from services.rpc.options import SERVER_OPTIONS
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from tandem.config import ClusterConfig
+from tandem.cost_model import PairRate, WorkerRates
+from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
+from tandem.redis_client import UNREACHABLE
+from tandem.registry import Contract, Load, Registry, State, WorkerRecord
+from tandem.rpc.auth import TokenInterceptor
+from tandem.rpc.options import SERVER_OPTIONS
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
 RECORD_INTERVAL_S = 0.3
 Say = Callable[[pb.SequenceUpdate], None]

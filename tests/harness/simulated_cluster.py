@@ -18,27 +18,27 @@ from typing import Any
 
 import zmq
 
-from services.block_hash import HASH_VERSION
-from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from services.engine.pool_bytes import pool_bytes
-from services.registry import Contract
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.transfer.nixl import NixlReader
-from services.transfer.nixl_source import remote_pool
-from services.transfer.thread import TransferThread
-from services.transfer.ucx_mode import UcxMode
-from services.worker import messages
-from services.worker.decode_service import DecodeService
-from services.worker.engine_link import EngineLink, _replies
-from services.worker.engine_process import EngineProcess
-from services.worker.lease import ReaderLease
-from services.worker.metrics import WorkerMetrics
-from services.worker.pool_view import MappedPool, PoolThroughEngine, Reservations
-from services.worker.prefill_service import PrefillService
-from services.worker.prefix_pull import PrefixPuller
-from services.worker.pull_ledger import PullLedger
-from services.worker.pulls import Puller
-from services.worker.rates import Rates
+from tandem.block_hash import HASH_VERSION
+from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.engine.pool_bytes import pool_bytes
+from tandem.registry import Contract
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.transfer.nixl import NixlReader
+from tandem.transfer.nixl_source import remote_pool
+from tandem.transfer.thread import TransferThread
+from tandem.transfer.ucx_mode import UcxMode
+from tandem.worker import messages
+from tandem.worker.decode_service import DecodeService
+from tandem.worker.engine_link import EngineLink, _replies
+from tandem.worker.engine_process import EngineProcess
+from tandem.worker.lease import ReaderLease
+from tandem.worker.metrics import WorkerMetrics
+from tandem.worker.pool_view import MappedPool, PoolThroughEngine, Reservations
+from tandem.worker.prefill_service import PrefillService
+from tandem.worker.prefix_pull import PrefixPuller
+from tandem.worker.pull_ledger import PullLedger
+from tandem.worker.pulls import Puller
+from tandem.worker.rates import Rates
 from tests.engine_driver import make_engine
 from tests.harness.simulated_loop import SimulatedLoop
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 
-from services.engine import sequence
-from services.errors import WorkerLost
-from services.transfer.nixl_agent import BlockIds, ReadState
+from tandem.engine import sequence
+from tandem.errors import WorkerLost
+from tandem.transfer.nixl_agent import BlockIds, ReadState
 
 Copy = tuple[int, int]  # source address, local address, of one block
 
@@ -34,7 +34,7 @@ class SimulatedFabric:
 
 
 class SimulatedAgent:
-    """services.transfer.nixl_agent.NixlAgent, over memory of this process."""
+    """tandem.transfer.nixl_agent.NixlAgent, over memory of this process."""
 
     def __init__(self, fabric: SimulatedFabric, name: str) -> None:
         self.name = name

@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from services.errors import WorkerLost
-from services.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.errors import WorkerLost
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.simulated_cluster import Node
 
 _CLOSE, _CUT = object(), object()
@@ -202,7 +202,7 @@ class Fetch(Call):
 
 
 class PeersOf:
-    """services.worker.peers.Peers: knows who lives, and hands out simulated calls."""
+    """tandem.worker.peers.Peers: knows who lives, and hands out simulated calls."""
 
     def __init__(
         self,

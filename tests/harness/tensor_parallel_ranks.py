@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.engine.layout import BlockLayout
-from services.transfer.descriptors import BlockPairs
-from services.transfer.tensor_parallel import ParallelLayout
+from tandem.engine.layout import BlockLayout
+from tandem.transfer.descriptors import BlockPairs
+from tandem.transfer.tensor_parallel import ParallelLayout
 
 Bytes = NDArray[np.uint8]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.block_hash import hash_blocks
-from services.engine.sequence import Sequence, Status
-from services.worker import messages
-from services.worker.engine_process import _decoder
-from services.worker.pool_view import Reservation
+from tandem.block_hash import hash_blocks
+from tandem.engine.sequence import Sequence, Status
+from tandem.worker import messages
+from tandem.worker.engine_process import _decoder
+from tandem.worker.pool_view import Reservation
 from tests.harness.simulated_cluster import Node
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
 from tests.harness.simulated_streams import Call, Fetch, Stream

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.worker.prefix_choice import Holder
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.worker.prefix_choice import Holder
 from tests.harness.simulated_cluster import Node
 from tests.harness.simulated_loop import SimulatedLoop
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
@@ -71,11 +71,11 @@ class TransferCluster(TransferChecks):
         self.agents: list[SimulatedAgent] = []
         clock = SimpleNamespace(monotonic=self.loop.time)
         self.patches: list[Any] = [
-            patch("services.transfer.nixl_generation.NixlAgent", self._new_agent),
-            patch("services.transfer.nixl.PieceSize", lambda: piece_size),
-            patch("services.worker.lease.time", clock),
-            patch("services.worker.prefix_pull.holders_worth_asking", _who_have_more),
-            patch("services.worker.prefix_pull._DEADLINE_MIN_S", 6.0),  # computing takes no time
+            patch("tandem.transfer.nixl_generation.NixlAgent", self._new_agent),
+            patch("tandem.transfer.nixl.PieceSize", lambda: piece_size),
+            patch("tandem.worker.lease.time", clock),
+            patch("tandem.worker.prefix_pull.holders_worth_asking", _who_have_more),
+            patch("tandem.worker.prefix_pull._DEADLINE_MIN_S", 6.0),  # computing takes no time
         ]
         for each in self.patches:
             each.start()

@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from services.config import TransferConfig
-from services.engine.layout import BlockLayout
-from services.transfer import thread as transfer
-from services.transfer.protocol import LocalPool, Pull, PullResult, RemotePool, layout_fields
+from tandem.config import TransferConfig
+from tandem.engine.layout import BlockLayout
+from tandem.transfer import thread as transfer
+from tandem.transfer.protocol import LocalPool, Pull, PullResult, RemotePool, layout_fields
 
 LAYOUT = BlockLayout(128, 3, 30, 16, 64, "bfloat16")  # SmolLM2's: 360 KiB a block
 DEADLINE_S = 20.0

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 
 import msgspec
 
-from services.transfer import thread as transfer
+from tandem.transfer import thread as transfer
 from tests.service.nixl_harness import DEADLINE_S, contents, local_pool, transfer_config
 
 

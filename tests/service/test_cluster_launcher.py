@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from services.cluster import guardian
+from tandem.cluster import guardian
 
 pytestmark = pytest.mark.service
 
@@ -52,7 +52,7 @@ def free_ports() -> tuple[int, int]:
 
 def command(http_port: int, grpc_port: int, *options: str) -> list[str]:
     ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
-    return [sys.executable, "-m", "services.cli", "up", *ports, "--kv-memory", "67108864", *options]
+    return [sys.executable, "-m", "tandem.cli", "up", *ports, "--kv-memory", "67108864", *options]
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ def test_the_screen_has_what_a_person_needs(up: Up) -> None:
 
 
 def test_secrets_are_in_no_command_line_and_no_file(up: Up) -> None:
-    (pid, *_) = up.pids("services.worker --role decode")
+    (pid, *_) = up.pids("tandem.worker --role decode")
     environment = psutil.Process(pid).environ()
     secrets = environment["TANDEM_CLUSTER_TOKEN"], environment["TANDEM_REDIS_URL"].split("@")[0]
     # Processes that ended meanwhile have None.
@@ -231,7 +231,7 @@ def test_scale_and_status_talk_to_it(up: Up) -> None:
 
     def tandem(*arguments: str) -> str:
         return subprocess.run(
-            [sys.executable, "-m", "services.cli", *arguments, "--url", url],
+            [sys.executable, "-m", "tandem.cli", *arguments, "--url", url],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -242,7 +242,7 @@ def test_scale_and_status_talk_to_it(up: Up) -> None:
     assert tandem("scale", "prefill=2") == "prefill=2\n"
     assert "prefill-1" in tandem("status")
     assert tandem("scale", "prefill=1", "decode=1") == "prefill=1 decode=1\n"
-    running = up.pids("services.worker --role prefill")
+    running = up.pids("tandem.worker --role prefill")
     assert len(running) == 1
 
 
@@ -256,17 +256,17 @@ def test_redis_is_started_again_where_it_was(up: Up) -> None:
 
 def test_requests_are_served_without_ray_until_there_is_a_fresh_head(up: Up) -> None:
     (gcs,) = up.pids("gcs/gcs_server")
-    (decode,) = up.pids("services.worker --role decode")
-    (prefill,) = up.pids("services.worker --role prefill")
+    (decode,) = up.pids("tandem.worker --role decode")
+    (prefill,) = up.pids("tandem.worker --role prefill")
     os.kill(gcs, signal.SIGKILL)
     eventually(lambda: "gcs_server ended" in up.screen.read_text())
     assert up.complete()
     eventually(lambda: "Ray's head is up again" in up.screen.read_text(), 180)
-    assert up.pids("services.worker --role decode") == [decode]
-    assert up.pids("services.worker --role prefill") == [prefill]
+    assert up.pids("tandem.worker --role decode") == [decode]
+    assert up.pids("tandem.worker --role prefill") == [prefill]
     os.kill(prefill, signal.SIGKILL)
     # For a moment its starter has the same command line.
-    eventually(lambda: len(set(up.pids("services.worker --role prefill")) - {prefill}) == 1)
+    eventually(lambda: len(set(up.pids("tandem.worker --role prefill")) - {prefill}) == 1)
     assert up.complete()
 
 

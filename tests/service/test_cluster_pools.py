@@ -21,12 +21,12 @@ import psutil
 import pytest
 from redis import Redis
 
-from services.cluster import guardian, owned, process
-from services.cluster.embedded_redis import EmbeddedRedis
-from services.cluster.head_process import HeadProcess
-from services.cluster.pools import ClusterSpec, PoolCommand
-from services.cluster.ray_head import HeadStarted
-from services.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE
+from tandem.cluster import guardian, owned, process
+from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.head_process import HeadProcess
+from tandem.cluster.pools import ClusterSpec, PoolCommand
+from tandem.cluster.ray_head import HeadStarted
+from tandem.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE
 
 pytestmark = pytest.mark.service
 

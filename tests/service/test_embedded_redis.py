@@ -14,9 +14,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, ConnectionError
 from redis.retry import Retry
 
-from services.cluster.embedded_redis import EmbeddedRedis
-from services.errors import ConfigError
-from services.redis_client import wait_until_answers
+from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.errors import ConfigError
+from tandem.redis_client import wait_until_answers
 
 pytestmark = pytest.mark.service
 NO_RETRY = Retry(NoBackoff(), 0)
@@ -99,7 +99,7 @@ def test_a_wrong_password_is_named_at_once(redis_url: str) -> None:
 
 def test_loads_neither_ray_nor_torch() -> None:
     code = (
-        "import sys, services.cluster.embedded_redis; "
+        "import sys, tandem.cluster.embedded_redis; "
         "assert not {'ray', 'torch', 'grpc'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import pytest
 
-from services.errors import TandemError
-from services.transfer import thread as transfer
-from services.transfer.nixl_agent import load_nixl
+from tandem.errors import TandemError
+from tandem.transfer import thread as transfer
+from tandem.transfer.nixl_agent import load_nixl
 from tests.service.nixl_harness import LAYOUT, Peer, Reader, holds, transfer_config
 
 pytestmark = pytest.mark.service

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
-from services.cluster.scale_channel import ScaleChannel
-from services.config import ClusterConfig
-from services.errors import ConfigError
-from services.prefix_index.publisher import Publisher, PublisherConfig
-from services.prefix_index.redis import RedisIndex
-from services.redis_client import UNREACHABLE, Client, connect, wait_until_answers, warm
-from services.registry import Registry
-from services.router.pools import ask_sizes, read_pools
+from tandem.cluster.scale_channel import ScaleChannel
+from tandem.config import ClusterConfig
+from tandem.errors import ConfigError
+from tandem.prefix_index.publisher import Publisher, PublisherConfig
+from tandem.prefix_index.redis import RedisIndex
+from tandem.redis_client import UNREACHABLE, Client, connect, wait_until_answers, warm
+from tandem.registry import Registry
+from tandem.router.pools import ask_sizes, read_pools
 from tests.harness.redis_kinds import (
     HOST,
     QUOTED,

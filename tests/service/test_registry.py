@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from services.config import ClusterConfig
-from services.cost_model import PairRate
-from services.errors import Incompatible
-from services.registry import Contract, Load, Registry, WorkerRecord
+from tandem.config import ClusterConfig
+from tandem.cost_model import PairRate
+from tandem.errors import Incompatible
+from tandem.registry import Contract, Load, Registry, WorkerRecord
 
 pytestmark = pytest.mark.service
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from services.engine.layout import BlockLayout
-from services.errors import TandemError
-from services.transfer.descriptors import BlockPairs
-from services.transfer.nixl_agent import NixlAgent, ReadState, load_nixl
-from services.transfer.tensor_parallel import ParallelLayout, descriptors
-from services.transfer.ucx_mode import UcxMode
+from tandem.engine.layout import BlockLayout
+from tandem.errors import TandemError
+from tandem.transfer.descriptors import BlockPairs
+from tandem.transfer.nixl_agent import NixlAgent, ReadState, load_nixl
+from tandem.transfer.tensor_parallel import ParallelLayout, descriptors
+from tandem.transfer.ucx_mode import UcxMode
 from tests.harness.tensor_parallel_ranks import Bytes, expected_pools, rank_pools, whole_model
 
 pytestmark = pytest.mark.service

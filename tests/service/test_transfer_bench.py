@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.bench.pool import differing, fill
-from services.bench.sizes import plan, scattered
+from tandem.bench.pool import differing, fill
+from tandem.bench.sizes import plan, scattered
 
 pytestmark = pytest.mark.service
 
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "services.cli", "bench", "transfer", *options],
+        [sys.executable, "-m", "tandem.cli", "bench", "transfer", *options],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services import block_hash as module
-from services.block_hash import HASH_BYTES, block_hash, chain_root, hash_blocks, tenant_salt
+from tandem import block_hash as module
+from tandem.block_hash import HASH_BYTES, block_hash, chain_root, hash_blocks, tenant_salt
 
 FIELDS = {
     "model_fingerprint": "f" * 32,
@@ -53,7 +53,7 @@ def test_a_token_id_that_is_none_is_refused(token: int) -> None:
 
 def test_equal_in_another_process() -> None:
     code = (
-        f"from services.block_hash import hash_blocks; "
+        f"from tandem.block_hash import hash_blocks; "
         f"print(hash_blocks({ROOT!r}, [7] * 32, 16)[1].hex())"
     )
     printed = subprocess.run(

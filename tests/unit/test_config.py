@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from services.config import (
+from tandem.config import (
     CLUSTER_ID_VARIABLE,
     REDIS_URL_VARIABLE,
     TOKEN_VARIABLE,
@@ -18,7 +18,7 @@ from services.config import (
     WorkerConfig,
     parse_scale_objects,
 )
-from services.errors import ConfigError
+from tandem.errors import ConfigError
 
 CLUSTER = ClusterConfig(cluster_id="c", redis_url="redis://:hush@localhost", token="hush")
 ENVIRONMENT = {

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cost_model import (
+from tandem.cost_model import (
     DecodeRate,
     Holder,
     PairRate,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from services import errors
-from services.errors import InternalError, QueueFull, TandemError, from_code
+from tandem import errors
+from tandem.errors import InternalError, QueueFull, TandemError, from_code
 
 
 def all_errors(root: type[TandemError] = TandemError) -> list[type[TandemError]]:

@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 HEAVY = (
     "torch",
     "transformers",
-    "kernels",
-    "services.engine",
-    "services.worker",
-    "services.transfer",
+    "tandem_kernels",
+    "tandem.engine",
+    "tandem.worker",
+    "tandem.transfer",
 )
 
 
@@ -32,26 +32,26 @@ def loaded_by(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["services.router.server", "services.cli", "services.cluster.launcher"]
+    "module", ["tandem.router.server", "tandem.cli", "tandem.cluster.launcher"]
 )
 def test_the_router_and_the_launcher_load_no_engine(module: str) -> None:
     assert loaded_by(module).isdisjoint(HEAVY)
 
 
 def test_the_cli_loads_what_a_command_needs_only_when_it_runs() -> None:
-    loaded = loaded_by("services.cli")
-    assert loaded.isdisjoint(("ray", "redis", "grpc", "fastapi", "numpy", "services.cluster"))
+    loaded = loaded_by("tandem.cli")
+    assert loaded.isdisjoint(("ray", "redis", "grpc", "fastapi", "numpy", "tandem.cluster"))
 
 
 def test_the_simulator_is_light_too() -> None:
-    engine = {m for m in HEAVY if m != "services.worker"}  # it takes one pure choice from there
-    loaded = loaded_by("services.simulator.command")
+    engine = {m for m in HEAVY if m != "tandem.worker"}  # it takes one pure choice from there
+    loaded = loaded_by("tandem.simulator.command")
     assert loaded.isdisjoint((*engine, "ray", "grpc", "fastapi", "matplotlib"))
 
 
 def test_only_the_cluster_knows_ray() -> None:
-    assert "ray" not in loaded_by("services.router.server")
-    assert "ray" not in loaded_by("services.cluster.launcher")
+    assert "ray" not in loaded_by("tandem.router.server")
+    assert "ray" not in loaded_by("tandem.cluster.launcher")
 
 
 def test_no_hand_written_file_is_longer_than_400_lines() -> None:
@@ -59,7 +59,7 @@ def test_no_hand_written_file_is_longer_than_400_lines() -> None:
         path
         for folder in ("services", "kernels", "tests", "benchmarks", "deploy")
         for path in (ROOT / folder).rglob("*.py")
-        if "services/rpc/tandem" not in path.as_posix()
+        if "services/tandem/rpc/tandem" not in path.as_posix()
     ]
     assert len(files) > 50
     assert [str(p) for p in files if len(p.read_text(encoding="utf-8").splitlines()) > 400] == []

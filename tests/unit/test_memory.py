@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.config import EngineConfig
-from services.engine.layout import BlockLayout
-from services.memory import Memory, Need, read_memory, why_too_much, worker_need
-from services.models.source import BUILT_IN, ModelFolder, resolve
+from tandem.config import EngineConfig
+from tandem.engine.layout import BlockLayout
+from tandem.memory import Memory, Need, read_memory, why_too_much, worker_need
+from tandem.models.source import BUILT_IN, ModelFolder, resolve
 
 GB = 10**9
 NEED = Need("--kv-memory 900000000000", 900 * GB, GB // 2)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cost_model import DecodeRate, PairRate, PrefillRate, token_contexts
-from services.rate_meters import DecodeMeter, LinearMeter, PairMeter, PrefillMeter
+from tandem.cost_model import DecodeRate, PairRate, PrefillRate, token_contexts
+from tandem.rate_meters import DecodeMeter, LinearMeter, PairMeter, PrefillMeter
 
 # From a GPU to a core that is shared with others.
 scales = st.floats(0.001, 30.0)

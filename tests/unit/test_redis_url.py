@@ -8,9 +8,9 @@ import pytest
 from redis.asyncio import Redis, RedisCluster, SSLConnection
 from redis.asyncio.sentinel import SentinelManagedSSLConnection
 
-from services.errors import ConfigError
-from services.redis_client import connect
-from services.redis_url import parse
+from tandem.errors import ConfigError
+from tandem.redis_client import connect
+from tandem.redis_url import parse
 
 
 def test_one_server() -> None:

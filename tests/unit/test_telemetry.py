@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.errors import ConfigError
-from services.telemetry import about, configure_logging
+from tandem.errors import ConfigError
+from tandem.telemetry import about, configure_logging
 
 
 @pytest.fixture(autouse=True)

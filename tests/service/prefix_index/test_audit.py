@@ -9,11 +9,11 @@ from hashlib import blake2b
 import pytest
 from redis.asyncio import Redis
 
-from services.prefix_index.audit import Differences, Held, Patience, audit_all, audit_sample
-from services.prefix_index.entries import ENTRY_BYTES, bucket_start
-from services.prefix_index.inspect import TreeInspector
-from services.prefix_index.publisher import Publisher, PublisherConfig
-from services.prefix_index.redis import RedisIndex
+from tandem.prefix_index.audit import Differences, Held, Patience, audit_all, audit_sample
+from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
+from tandem.prefix_index.inspect import TreeInspector
+from tandem.prefix_index.publisher import Publisher, PublisherConfig
+from tandem.prefix_index.redis import RedisIndex
 
 pytestmark = pytest.mark.service
 QUICK = PublisherConfig(interval_s=0.002, heartbeat_s=0.05)

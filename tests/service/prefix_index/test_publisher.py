@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from services.cluster.embedded_redis import EmbeddedRedis
-from services.prefix_index.publisher import Publisher, PublisherConfig
-from services.prefix_index.redis import RedisIndex
-from services.redis_client import connect
+from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.prefix_index.publisher import Publisher, PublisherConfig
+from tandem.prefix_index.redis import RedisIndex
+from tandem.redis_client import connect
 
 pytestmark = pytest.mark.service
 

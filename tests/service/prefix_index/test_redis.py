@@ -8,8 +8,8 @@ from hashlib import blake2b
 import pytest
 from redis.asyncio import Redis
 
-from services.prefix_index.redis import RedisIndex
-from services.redis_client import connect
+from tandem.prefix_index.redis import RedisIndex
+from tandem.redis_client import connect
 
 pytestmark = pytest.mark.service
 

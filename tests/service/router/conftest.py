@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from services.cluster.embedded_redis import EmbeddedRedis
-from services.config import ClusterConfig, RouterConfig
-from services.models.source import resolve
-from services.models.tokenizer import Tokenizer
-from services.redis_client import connect
-from services.router.server import Router
+from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.config import ClusterConfig, RouterConfig
+from tandem.models.source import resolve
+from tandem.models.tokenizer import Tokenizer
+from tandem.redis_client import connect
+from tandem.router.server import Router
 from tests.harness.scripted_worker import ScriptedWorker, silent
 
 MODEL = "smollm2"

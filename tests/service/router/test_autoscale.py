@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from services.config import AutoscaleConfig
-from services.router.autoscale import AutoscaleLoop
+from tandem.config import AutoscaleConfig
+from tandem.router.autoscale import AutoscaleLoop
 from tests.harness.scripted_worker import saying
 from tests.service.router.conftest import RunningRouter, eventually
 

@@ -10,9 +10,9 @@ import grpc.aio
 import httpx
 import pytest
 
-from services.rpc.tandem.v1 import cluster_pb2
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tandem.rpc.tandem.v1 import cluster_pb2
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
 from tests.harness.scripted_worker import Say, update
 from tests.service.router.conftest import RunningRouter
 

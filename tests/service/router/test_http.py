@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from services.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_worker import Say, ScriptedWorker, refusing, saying, silent, update
 from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter, eventually
 

@@ -13,9 +13,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from services.rpc.tandem.v1.inference_pb2 import ListModelsRequest
-from services.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from services.rpc.tandem.v1.worker_pb2 import SubmitSequence
+from tandem.rpc.tandem.v1.inference_pb2 import ListModelsRequest
+from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.rpc.tandem.v1.worker_pb2 import SubmitSequence
 from tests.harness.scripted_worker import Say, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 

@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import pytest_asyncio
 
-from services.block_hash import hash_blocks
-from services.prefix_index.audit import Patience
-from services.prefix_index.publisher import Publisher, PublisherConfig
-from services.prefix_index.redis import RedisIndex
-from services.redis_client import Client, connect
-from services.router.index.trust import RENEWAL_S
-from services.router.placement.reasons import PLACEMENT_HEADER
-from services.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.block_hash import hash_blocks
+from tandem.prefix_index.audit import Patience
+from tandem.prefix_index.publisher import Publisher, PublisherConfig
+from tandem.prefix_index.redis import RedisIndex
+from tandem.redis_client import Client, connect
+from tandem.router.index.trust import RENEWAL_S
+from tandem.router.placement.reasons import PLACEMENT_HEADER
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_worker import contract, saying
 from tests.service.router.conftest import RunningRouter, eventually
 

@@ -20,14 +20,14 @@ import grpc.aio
 import httpx
 import pytest
 
-from services.autoscaler.signals import DemandMeter
-from services.config import AutoscaleConfig, parse_scale_objects
-from services.errors import DeadlineExceeded, NotNow, ScaleAway, ScaleRefused, TandemError
-from services.router import kubernetes_scale
-from services.router.autoscale import AutoscaleLoop
-from services.router.kubernetes_scale import KubernetesScale
-from services.rpc.tandem.v1 import cluster_pb2 as pb
-from services.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tandem.autoscaler.signals import DemandMeter
+from tandem.config import AutoscaleConfig, parse_scale_objects
+from tandem.errors import DeadlineExceeded, NotNow, ScaleAway, ScaleRefused, TandemError
+from tandem.router import kubernetes_scale
+from tandem.router.autoscale import AutoscaleLoop
+from tandem.router.kubernetes_scale import KubernetesScale
+from tandem.rpc.tandem.v1 import cluster_pb2 as pb
+from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
 from tests.harness.api_server import MERGE_PATCH, ApiServer
 from tests.harness.chart import NAMESPACE, command_line, container, find, render
 from tests.harness.programs import parse_router
@@ -299,7 +299,7 @@ async def test_the_command_sets_a_size_and_waits_for_it(
         *(
             sys.executable,
             "-m",
-            "services.cli",
+            "tandem.cli",
             "scale",
             "decode=2",
             "--url",

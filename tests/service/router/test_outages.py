@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from services.cluster.embedded_redis import EmbeddedRedis
-from services.config import ClusterConfig, RouterConfig
-from services.cost_model import PrefillRate, WorkerRates
-from services.models.source import resolve
-from services.redis_client import connect
-from services.registry import Load
-from services.router.server import Router
-from services.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.config import ClusterConfig, RouterConfig
+from tandem.cost_model import PrefillRate, WorkerRates
+from tandem.models.source import resolve
+from tandem.redis_client import connect
+from tandem.registry import Load
+from tandem.router.server import Router
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying, update
 from tests.service.router.conftest import MODEL, eventually
 

@@ -1,4 +1,4 @@
-"""The router as people start it: `python -m services.router`."""
+"""The router as people start it: `python -m tandem.router`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import httpx
 import psutil
 import pytest
 
-from services.config import ClusterConfig
+from tandem.config import ClusterConfig
 from tests.harness.cluster import free_port, wait_for
 
 pytestmark = pytest.mark.service
 
-FORBIDDEN = ("torch", "ray", "transformers", "services.engine", "services.worker", "kernels")
+FORBIDDEN = ("torch", "ray", "transformers", "tandem.engine", "tandem.worker", "kernels")
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -27,7 +27,7 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(cluster_config: ClusterConfig, tmp_path: Path) -> Iterator[Start]:
     started = []
 
-    def run(*options: str, program: tuple[str, ...] = ("-m", "services.router")) -> object:
+    def run(*options: str, program: tuple[str, ...] = ("-m", "tandem.router")) -> object:
         environment = {
             **os.environ,
             "TANDEM_CLUSTER_ID": cluster_config.cluster_id,
@@ -116,7 +116,7 @@ def test_never_loads_what_it_must_not(start: Start) -> None:
     hook = (
         "import atexit, sys; "
         "atexit.register(lambda: print('MODULES', *sorted(sys.modules), file=sys.stderr)); "
-        "from services.router.__main__ import main; sys.exit(main())"
+        "from tandem.router.__main__ import main; sys.exit(main())"
     )
     options = ports()
     process = start(*options, program=("-c", hook))
@@ -130,6 +130,6 @@ def test_never_loads_what_it_must_not(start: Start) -> None:
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=20)
     modules = errors.rpartition("MODULES")[2].split()
-    assert "services.router.server" in modules
+    assert "tandem.router.server" in modules
     loaded = [m for m in modules for name in FORBIDDEN if f"{m}.".startswith(f"{name}.")]
     assert not loaded

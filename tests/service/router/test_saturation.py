@@ -10,12 +10,12 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from services.cluster.operate import show_status
-from services.cost_model import PairRate, PrefillRate, WorkerRates
-from services.registry import Load
-from services.rpc.tandem.v1 import inference_pb2 as pb
-from services.rpc.tandem.v1 import worker_pb2
-from services.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.cluster.operate import show_status
+from tandem.cost_model import PairRate, PrefillRate, WorkerRates
+from tandem.registry import Load
+from tandem.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.rpc.tandem.v1 import worker_pb2
+from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.scripted_worker import Say, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_worker import Say, Script, refusal, silent, update
 from tests.service.router.conftest import RunningRouter, eventually
 

@@ -7,13 +7,13 @@ import asyncio
 import grpc.aio
 import pytest
 
-from services.cost_model import PrefillRate, WorkerRates
-from services.errors import BadRequest
-from services.registry import Load
-from services.router.admission.tenants import cache_salt
-from services.rpc.tandem.v1 import inference_pb2 as pb
-from services.rpc.tandem.v1 import worker_pb2
-from services.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.cost_model import PrefillRate, WorkerRates
+from tandem.errors import BadRequest
+from tandem.registry import Load
+from tandem.router.admission.tenants import cache_salt
+from tandem.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.rpc.tandem.v1 import worker_pb2
+from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.scripted_worker import Say, Script, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 

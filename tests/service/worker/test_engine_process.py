@@ -7,14 +7,14 @@ import sys
 
 import msgspec
 
-from services.config import EngineConfig, TransferConfig
-from services.worker.settings import EngineSettings
+from tandem.config import EngineConfig, TransferConfig
+from tandem.worker.settings import EngineSettings
 
 # Starts an engine process, hands it its settings, and is gone before that one has read them.
 _PARENT = """
 import os, subprocess, sys
 child = subprocess.Popen(
-    [sys.executable, "-m", "services.worker.engine_process"], stdin=subprocess.PIPE
+    [sys.executable, "-m", "tandem.worker.engine_process"], stdin=subprocess.PIPE
 )
 settings = sys.stdin.read().replace('"parent_pid":0', f'"parent_pid":{os.getpid()}')
 child.stdin.write(settings.encode())

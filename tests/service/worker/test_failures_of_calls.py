@@ -13,10 +13,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from services.errors import QueueFull, WorkerLost
-from services.rpc.failures import FailureInterceptor, log_lost_peers_calmly
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.rpc.tandem.v1.worker_pb2_grpc import (
+from tandem.errors import QueueFull, WorkerLost
+from tandem.rpc.failures import FailureInterceptor, log_lost_peers_calmly
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
     WorkerStub,
     add_WorkerServicer_to_server,
@@ -85,8 +85,8 @@ class _Endless(WorkerServicer):
 
 _READER = """
 import grpc, sys
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 channel = grpc.insecure_channel(sys.argv[1], [("grpc.max_receive_message_length", -1)])
 for _ in WorkerStub(channel).Probe(pb.ProbeRequest()):
     print("read", flush=True)

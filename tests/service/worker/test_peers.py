@@ -15,19 +15,19 @@ import grpc.aio
 import msgspec
 import pytest
 
-from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from services.errors import Incompatible, WorkerLost
-from services.registry import Contract, WorkerRecord
-from services.rpc.options import SERVER_OPTIONS
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from services.transfer.protocol import RemotePool
-from services.transfer.reach import host_identity
-from services.worker import peers as peers_module
-from services.worker.convert import contract_message, host_message
-from services.worker.messages import DisconnectPeer
-from services.worker.peers import FAILURES_MAX, Peers
-from services.worker.rates import Rates
+from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.errors import Incompatible, WorkerLost
+from tandem.registry import Contract, WorkerRecord
+from tandem.rpc.options import SERVER_OPTIONS
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from tandem.transfer.protocol import RemotePool
+from tandem.transfer.reach import host_identity
+from tandem.worker import peers as peers_module
+from tandem.worker.convert import contract_message, host_message
+from tandem.worker.messages import DisconnectPeer
+from tandem.worker.peers import FAILURES_MAX, Peers
+from tandem.worker.rates import Rates
 
 pytestmark = pytest.mark.service
 
@@ -67,7 +67,7 @@ class Source(WorkerServicer):
 
 @dataclass
 class Link:
-    """services.worker.engine_link.EngineLink, as far as peers need it."""
+    """tandem.worker.engine_link.EngineLink, as far as peers need it."""
 
     reads: list[tuple[int, float]] | Exception = field(default_factory=lambda: list(FAST))
     num_connected: int = 0

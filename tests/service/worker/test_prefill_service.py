@@ -12,8 +12,8 @@ import grpc.aio
 import msgspec
 import pytest
 
-from services.config import TransferConfig
-from services.engine.types import (
+from tandem.config import TransferConfig
+from tandem.engine.types import (
     Failed,
     FinalBlocks,
     Held,
@@ -22,18 +22,18 @@ from services.engine.types import (
     SequenceSpec,
     StepReport,
 )
-from services.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.rpc.tandem.v1.worker_pb2_grpc import (
+from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
     WorkerStub,
     add_WorkerServicer_to_server,
 )
-from services.worker.messages import Add, ContinuePrefill, Hold, Remove, Report
-from services.worker.metrics import WorkerMetrics
-from services.worker.prefill_service import PrefillService
-from services.worker.prefix_choice import PrefixPlan
-from services.worker.rates import Rates
+from tandem.worker.messages import Add, ContinuePrefill, Hold, Remove, Report
+from tandem.worker.metrics import WorkerMetrics
+from tandem.worker.prefill_service import PrefillService
+from tandem.worker.prefix_choice import PrefixPlan
+from tandem.worker.rates import Rates
 from tests.harness.scripted_source import BLOCK_BYTES, CONFIG, PROMPT, RecordingLink
 
 pytestmark = pytest.mark.service

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_source import (
     PREFIX_BLOCKS,
     PrefixReader,

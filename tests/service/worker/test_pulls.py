@@ -17,25 +17,25 @@ import grpc
 import grpc.aio
 import pytest
 
-from services.config import TransferConfig
-from services.errors import LeaseLost
-from services.rpc.auth import TokenInterceptor, token_metadata
-from services.rpc.block_bytes import EncodedByHandler, encode
-from services.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.rpc.tandem.v1.worker_pb2_grpc import (
+from tandem.config import TransferConfig
+from tandem.errors import LeaseLost
+from tandem.rpc.auth import TokenInterceptor, token_metadata
+from tandem.rpc.block_bytes import EncodedByHandler, encode
+from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
     WorkerStub,
     add_WorkerServicer_to_server,
 )
-from services.worker.block_server import MESSAGE_BYTES, PROBE_BYTES_MAX, BlockServer
-from services.worker.bulk_channels import BulkChannels
-from services.worker.checksums import checksums
-from services.worker.leases import Lease, Leases
-from services.worker.metrics import WorkerMetrics
-from services.worker.peer import Peer
-from services.worker.pool_view import MappedPool, Reservations
-from services.worker.pulls import Puller, probe_grpc
+from tandem.worker.block_server import MESSAGE_BYTES, PROBE_BYTES_MAX, BlockServer
+from tandem.worker.bulk_channels import BulkChannels
+from tandem.worker.checksums import checksums
+from tandem.worker.leases import Lease, Leases
+from tandem.worker.metrics import WorkerMetrics
+from tandem.worker.peer import Peer
+from tandem.worker.pool_view import MappedPool, Reservations
+from tandem.worker.pulls import Puller, probe_grpc
 
 pytestmark = pytest.mark.service
 

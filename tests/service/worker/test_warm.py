@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from services.engine.types import Failed, Reserved, StepReport
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.worker.messages import Adopt, CommitAdopted, Remove
-from services.worker.warm import Warmer
+from tandem.engine.types import Failed, Reserved, StepReport
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.worker.messages import Adopt, CommitAdopted, Remove
+from tandem.worker.warm import Warmer
 from tests.harness.scripted_source import (
     CONFIG,
     PrefixReader,

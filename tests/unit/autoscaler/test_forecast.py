@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.autoscaler.forecast import forecast
+from tandem.autoscaler.forecast import forecast
 
 LOADS = st.lists(st.floats(0, 100), min_size=1, max_size=60)
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.autoscaler.hysteresis import Stabilizer
-from services.config import AutoscaleConfig
+from tandem.autoscaler.hysteresis import Stabilizer
+from tandem.config import AutoscaleConfig
 
 CONFIG = AutoscaleConfig()
 WISHES = st.lists(st.integers(1, 8), min_size=2, max_size=400)

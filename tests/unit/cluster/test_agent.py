@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from services.cluster import agent as agent_module
-from services.cluster import process
-from services.cluster.agent import Agent
-from services.cluster.owned import Owned
-from services.cluster.pools import ClusterSpec, Member, MemberState, PoolCommand
+from tandem.cluster import agent as agent_module
+from tandem.cluster import process
+from tandem.cluster.agent import Agent
+from tandem.cluster.owned import Owned
+from tandem.cluster.pools import ClusterSpec, Member, MemberState, PoolCommand
 
 WAIT = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
 MEMBER = Member(member_id="decode-0", pool="decode", ordinal=3)  # as it was when Ray first made it

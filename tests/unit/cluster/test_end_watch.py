@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.cluster.end_watch import EndWatch
+from tandem.cluster.end_watch import EndWatch
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.cluster.launch_options import autoscale_options
-from services.errors import ConfigError
+from tandem.cluster.launch_options import autoscale_options
+from tandem.errors import ConfigError
 from tests.harness.programs import parse_router
 
 
 def test_a_router_is_told_the_autoscalers_mode_and_bounds() -> None:
-    command = ["python", "-m", "services.router", "--model", "m", *autoscale_options("on", 3)]
+    command = ["python", "-m", "tandem.router", "--model", "m", *autoscale_options("on", 3)]
     given = parse_router(command)
 
     assert (given.autoscale, given.autoscale_prefill_max, given.autoscale_decode_max) == (

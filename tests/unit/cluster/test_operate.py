@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from services.cluster.operate import (
+from tandem.cluster.operate import (
     OperateError,
     differences,
     memory_warnings,

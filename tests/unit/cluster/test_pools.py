@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.cluster.pools import (
+from tandem.cluster.pools import (
     ClusterSpec,
     Member,
     PoolCommand,
@@ -13,7 +13,7 @@ from services.cluster.pools import (
     describe,
     plan,
 )
-from services.config import Pool
+from tandem.config import Pool
 
 WANTED: dict[Pool, int] = {"router": 1, "prefill": 1, "decode": 1}
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.cluster import process
-from services.cluster.process import DetachedProcess
-from services.errors import ConfigError
+from tandem.cluster import process
+from tandem.cluster.process import DetachedProcess
+from tandem.errors import ConfigError
 
 WAIT = [sys.executable, "-S", "-c", "import signal; print('up', flush=True); signal.pause()"]
 DEAF = [

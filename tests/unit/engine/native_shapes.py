@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.native import library
-from services.engine.batch import SequenceSlice, StepBatch
-from services.engine.native_decoder import NativeDecoder
-from services.engine.torch_steps import TorchSteps
-from services.engine.weights import LayerWeights, Linear, ModelWeights
-from services.models.config import ModelConfig
+from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.native_decoder import NativeDecoder
+from tandem.engine.torch_steps import TorchSteps
+from tandem.engine.weights import LayerWeights, Linear, ModelWeights
+from tandem.models.config import ModelConfig
+from tandem_kernels.native import library
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.engine.admission import check_spec
-from services.engine.types import Mode
-from services.errors import BadRequest, ContextTooLong, NeverFits
+from tandem.engine.admission import check_spec
+from tandem.engine.types import Mode
+from tandem.errors import BadRequest, ContextTooLong, NeverFits
 from tests.engine_driver import make_spec
 from tests.toy_runner import ToyRunner
 

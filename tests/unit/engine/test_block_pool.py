@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.block_hash import hash_blocks
-from services.engine.block_pool import BlockPool, Reservation
-from services.engine.types import StoredBlock
+from tandem.block_hash import hash_blocks
+from tandem.engine.block_pool import BlockPool, Reservation
+from tandem.engine.types import StoredBlock
 
 ROOT = b"root of 16 bytes"
 

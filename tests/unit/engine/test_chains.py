@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.engine.types import EngineLoad, FinalBlocks, Held, Reserved, StoredBlock
-from services.errors import InternalError, QueueFull
+from tandem.engine.types import EngineLoad, FinalBlocks, Held, Reserved, StoredBlock
+from tandem.errors import InternalError, QueueFull
 from tests.engine_driver import drive, drive_all, make_engine, make_spec
 from tests.toy_runner import continuation
 

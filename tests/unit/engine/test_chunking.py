@@ -7,8 +7,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cost_model import PrefillRate
-from services.engine.chunking import Link, finish_s, lag_after, next_chunk, tail_chunk
+from tandem.cost_model import PrefillRate
+from tandem.engine.chunking import Link, finish_s, lag_after, next_chunk, tail_chunk
 
 BUDGET = 512
 RATES = st.builds(

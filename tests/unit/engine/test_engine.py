@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from services.config import EngineConfig
-from services.engine.engine import Engine
-from services.engine.types import (
+from tandem.config import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.types import (
     EngineLoad,
     Mode,
     NewTokens,
 )
-from services.errors import (
+from tandem.errors import (
     ConfigError,
     InternalError,
     NeverFits,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from services.engine.batch import StepBatch
-from services.engine.types import (
+from tandem.engine.batch import StepBatch
+from tandem.engine.types import (
     EngineLoad,
     FinalBlocks,
     Mode,
@@ -16,7 +16,7 @@ from services.engine.types import (
     Prefilled,
     Reserved,
 )
-from services.errors import InternalError, QueueFull
+from tandem.errors import InternalError, QueueFull
 from tests.engine_driver import drive, drive_all, make_engine, make_spec
 from tests.toy_runner import continuation
 

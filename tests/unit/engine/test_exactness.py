@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.config import EngineConfig
-from services.engine.engine import Engine
-from services.engine.runner import ModelRunner
-from services.engine.types import FinalBlocks, Mode, SamplingParams, SequenceSpec
-from services.models.source import resolve
+from tandem.config import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.runner import ModelRunner
+from tandem.engine.types import FinalBlocks, Mode, SamplingParams, SequenceSpec
+from tandem.models.source import resolve
 from tests.engine_driver import Outcome, drive, make_spec
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden_smollm2.json"

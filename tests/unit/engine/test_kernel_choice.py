@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from services.config import EngineConfig
-from services.engine.kernel_choice import choose_kernels, why_not_triton
-from services.errors import ConfigError
+from tandem.config import EngineConfig
+from tandem.engine.kernel_choice import choose_kernels, why_not_triton
+from tandem.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.config import EngineConfig
-from services.engine.batch import SequenceSlice, StepBatch
-from services.engine.runner import ModelRunner
+from tandem.config import EngineConfig
+from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.runner import ModelRunner
 from tests.step_batches import mixed_steps
 from tests.tiny_models import FAMILIES, make_tiny_model
 

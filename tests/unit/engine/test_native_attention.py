@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.engine.batch import SequenceSlice, StepBatch
-from services.engine.native_decoder import NativeDecoder
+from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.native_decoder import NativeDecoder
 from tests.unit.engine import native_shapes
 from tests.unit.engine.native_shapes import BASE, Shape
 from tests.unit.engine.test_native_decoder import INSTRUCTIONS

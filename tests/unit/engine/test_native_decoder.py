@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.native import library
-from kernels.sampling import Draw
-from services.config import EngineConfig
-from services.engine.batch import SequenceSlice, StepBatch
-from services.engine.native_decoder import NativeDecoder
-from services.engine.runner import ModelRunner
-from services.engine.weights import Linear
-from services.errors import ConfigError
-from services.models.source import resolve
+from tandem.config import EngineConfig
+from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.native_decoder import NativeDecoder
+from tandem.engine.runner import ModelRunner
+from tandem.engine.weights import Linear
+from tandem.errors import ConfigError
+from tandem.models.source import resolve
+from tandem_kernels.native import library
+from tandem_kernels.sampling import Draw
 from tests.step_batches import place
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine import native_shapes

@@ -10,14 +10,14 @@ from random import Random
 import pytest
 from torch import Tensor
 
-from services.engine.batch import StepBatch
-from services.engine.block_pool import BlockPool
-from services.engine.engine import Engine
-from services.engine.pace import Pace, StepWork
-from services.engine.scheduler import Schedule, Scheduler
-from services.engine.seats import Seats
-from services.engine.sequence import Sequence
-from services.engine.types import Mode, StepReport
+from tandem.engine.batch import StepBatch
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.engine import Engine
+from tandem.engine.pace import Pace, StepWork
+from tandem.engine.scheduler import Schedule, Scheduler
+from tandem.engine.seats import Seats
+from tandem.engine.sequence import Sequence
+from tandem.engine.types import Mode, StepReport
 from tests.engine_driver import Outcome, drive, make_engine, make_spec
 
 BUDGET, PROMPT, TARGET_S = 512, 4000, 0.1
@@ -250,7 +250,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr("services.engine.engine.time.perf_counter", lambda: self.now_s)
+        monkeypatch.setattr("tandem.engine.engine.time.perf_counter", lambda: self.now_s)
 
     def engine(self, itl_target_s: float) -> Engine:
         engine, runner = make_engine(num_blocks=200, itl_target_s=itl_target_s)

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.engine.layout import BlockLayout
-from services.engine.pool_bytes import pool_bytes
-from services.errors import InternalError
+from tandem.engine.layout import BlockLayout
+from tandem.engine.pool_bytes import pool_bytes
+from tandem.errors import InternalError
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

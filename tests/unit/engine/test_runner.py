@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.config import EngineConfig
-from services.engine.batch import StepBatch
-from services.engine.runner import ModelRunner
-from services.errors import ConfigError
-from services.models.source import ModelFolder, resolve
+from tandem.config import EngineConfig
+from tandem.engine.batch import StepBatch
+from tandem.engine.runner import ModelRunner
+from tandem.errors import ConfigError
+from tandem.models.source import ModelFolder, resolve
 from tests.step_batches import Progress, logits_after, mixed_steps, place
 from tests.tiny_models import FAMILIES, make_tiny_model
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from services.engine.sampler import sample_next
-from services.engine.sequence import Sequence
-from services.engine.types import SamplingParams
+from tandem.engine.sampler import sample_next
+from tandem.engine.sequence import Sequence
+from tandem.engine.types import SamplingParams
 from tests.engine_driver import make_spec
 
 LOGITS = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from services.engine.block_pool import BlockPool
-from services.engine.pace import Pace
-from services.engine.scheduler import Schedule, Scheduler
-from services.engine.seats import Seats
-from services.engine.sequence import Sequence, Status
-from services.engine.types import Mode, StepReport
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.pace import Pace
+from tandem.engine.scheduler import Schedule, Scheduler
+from tandem.engine.seats import Seats
+from tandem.engine.sequence import Sequence, Status
+from tandem.engine.types import Mode, StepReport
 from tests.engine_driver import make_spec
 
 

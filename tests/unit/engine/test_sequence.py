@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from services.block_hash import hash_blocks
-from services.engine.sequence import Sequence
-from services.engine.types import Mode
+from tandem.block_hash import hash_blocks
+from tandem.engine.sequence import Sequence
+from tandem.engine.types import Mode
 from tests.engine_driver import make_spec
 
 ROOT = b"root of 16 bytes"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from kernels.native.library import Stage
-from services.bench.engine_stages import Needs, needs
-from services.bench.engine_steps import blocks_needed, decode_step, prefill_steps
-from services.engine.native_decoder import NativeDecoder
+from tandem.bench.engine_stages import Needs, needs
+from tandem.bench.engine_steps import blocks_needed, decode_step, prefill_steps
+from tandem.engine.native_decoder import NativeDecoder
+from tandem_kernels.native.library import Stage
 from tests.unit.engine import native_shapes
 from tests.unit.engine.native_shapes import BASE
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.config import EngineConfig
-from services.engine.batch import SequenceSlice, StepBatch
-from services.engine.decode_graphs import bucket_sizes
-from services.engine.runner import ModelRunner
-from services.engine.triton_inputs import DecodeRows, StepShape, StepViews, write_step
-from services.errors import ConfigError
-from services.models.source import ModelFolder
+from tandem.config import EngineConfig
+from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.decode_graphs import bucket_sizes
+from tandem.engine.runner import ModelRunner
+from tandem.engine.triton_inputs import DecodeRows, StepShape, StepViews, write_step
+from tandem.errors import ConfigError
+from tandem.models.source import ModelFolder
 from tests.step_batches import mixed_steps, place
 from tests.tiny_models import make_tiny_model
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.engine.weights import ModelWeights, load_weights
-from services.errors import ConfigError, UnsupportedModel
-from services.models.source import ModelFolder, read_folder
+from tandem.engine.weights import ModelWeights, load_weights
+from tandem.errors import ConfigError, UnsupportedModel
+from tandem.models.source import ModelFolder, read_folder
 from tests.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kernels.attention import PagedAttention
-from kernels.attention_groups import QuerySpan, batch_order, make_groups
-from kernels.attention_invariant import InvariantPagedAttention
-from kernels.kv_cache import KvPool
+from tandem_kernels.attention import PagedAttention
+from tandem_kernels.attention_groups import QuerySpan, batch_order, make_groups
+from tandem_kernels.attention_invariant import InvariantPagedAttention
+from tandem_kernels.kv_cache import KvPool
 
 LAYERS, LAYER, KV_HEADS, HEAD_DIM, NUM_BLOCKS = 2, 1, 2, 16, 64
 ATTENTIONS = [PagedAttention, InvariantPagedAttention]

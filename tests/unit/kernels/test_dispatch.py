@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kernels.dispatch import kernels_for
+from tandem_kernels.dispatch import kernels_for
 
 
 def test_cpu_and_cuda_have_kernels_in_both_numerics() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.kv_cache import KvPool
+from tandem_kernels.kv_cache import KvPool
 
 NUM_BLOCKS, HEADS, LAYERS, BLOCK_SIZE, HEAD_DIM = 5, 3, 2, 4, 8
 

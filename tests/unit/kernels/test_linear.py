@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.linear import TILE_ROWS, linear, linear_invariant
+from tandem_kernels.linear import TILE_ROWS, linear, linear_invariant
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.norm import rms_norm
+from tandem_kernels.norm import rms_norm
 
 
 def test_equals_the_formula_in_float64() -> None:

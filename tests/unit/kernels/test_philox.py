@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.philox import Words, philox4x32, uniform
+from tandem_kernels.philox import Words, philox4x32, uniform
 
 ONES = 0xFFFFFFFF
 

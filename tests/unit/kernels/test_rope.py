@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kernels.rope import rotary_angles, rotary_frequencies, rotate, scale_llama3, scale_yarn
+from tandem_kernels.rope import rotary_angles, rotary_frequencies, rotate, scale_llama3, scale_yarn
 
 THETA = 10000.0
 HEAD_DIM = 64

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.philox import uniform
-from kernels.sampling import Draw, sample
+from tandem_kernels.philox import uniform
+from tandem_kernels.sampling import Draw, sample
 
 PLAIN = Draw(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
 

@@ -3,8 +3,8 @@ from datetime import datetime
 
 import pytest
 
-from services.errors import BadRequest, ConfigError
-from services.models.chat_template import ChatTemplate
+from tandem.errors import BadRequest, ConfigError
+from tandem.models.chat_template import ChatTemplate
 
 USER = [{"role": "user", "content": "Hi"}]
 

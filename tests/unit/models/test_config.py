@@ -3,8 +3,8 @@ import json
 import pytest
 import transformers
 
-from services.errors import UnsupportedModel
-from services.models.config import ModelConfig, read_eos_token_ids
+from tandem.errors import UnsupportedModel
+from tandem.models.config import ModelConfig, read_eos_token_ids
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

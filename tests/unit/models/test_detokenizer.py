@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
-from services.models.detokenizer import IncrementalDetokenizer
-from services.models.source import resolve
-from services.models.tokenizer import Tokenizer
+from tandem.models.detokenizer import IncrementalDetokenizer
+from tandem.models.source import resolve
+from tandem.models.tokenizer import Tokenizer
 
 TEXT = st.text(st.characters(codec="utf-8") | st.sampled_from("🙂👩‍🚀東京語é한"), max_size=40)
 # The tokens of single bytes, where half characters and invalid UTF-8 come from.

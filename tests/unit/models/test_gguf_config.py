@@ -6,9 +6,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from services.errors import UnsupportedModel
-from services.models.config import ModelConfig
-from services.models.gguf_convert import converted_folder
+from tandem.errors import UnsupportedModel
+from tandem.models.config import ModelConfig
+from tandem.models.gguf_convert import converted_folder
 
 NORM = {"output_norm.weight": np.ones(64, np.float32)}
 LLAMA3 = {

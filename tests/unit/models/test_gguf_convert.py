@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from services.errors import ConfigError
-from services.models import gguf_convert
-from services.models.gguf_convert import converted_folder, model_name
+from tandem.errors import ConfigError
+from tandem.models import gguf_convert
+from tandem.models.gguf_convert import converted_folder, model_name
 
 NORM = {"output_norm.weight": np.arange(64, dtype=np.float32)}
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 import transformers
 
-from services.errors import UnsupportedModel
-from services.models import gguf_weights
-from services.models.gguf_convert import converted_folder
-from services.models.gguf_weights import hf_name, unpermute
+from tandem.errors import UnsupportedModel
+from tandem.models import gguf_weights
+from tandem.models.gguf_convert import converted_folder
+from tandem.models.gguf_weights import hf_name, unpermute
 
 
 @pytest.mark.parametrize(

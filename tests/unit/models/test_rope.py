@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from services.errors import UnsupportedModel
-from services.models.rope import RopeScaling, read_rope
+from tandem.errors import UnsupportedModel
+from tandem.models.rope import RopeScaling, read_rope
 
 OLD = {"rope_theta": 500000.0, "max_position_embeddings": 512}
 

@@ -9,8 +9,8 @@ import pytest
 import transformers
 from safetensors.numpy import save_file
 
-from services.errors import ConfigError, UnsupportedModel
-from services.models.source import resolve
+from tandem.errors import ConfigError, UnsupportedModel
+from tandem.models.source import resolve
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def test_the_built_in_model():
 def test_the_second_time_is_quick_and_opens_no_gguf():
     resolve("smollm2")
     code = (
-        "import sys, time; from services.models.source import resolve; start = time.perf_counter();"
+        "import sys, time; from tandem.models.source import resolve; start = time.perf_counter();"
         "resolve('smollm2'); print(time.perf_counter() - start);"
         "print(sorted({'gguf', 'huggingface_hub'} & set(sys.modules)));"
-        "import services.models.detokenizer, services.models.stop;"
+        "import tandem.models.detokenizer, tandem.models.stop;"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     run = subprocess.run(

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.errors import BadRequest
-from services.models.stop import StopStrings
+from tandem.errors import BadRequest
+from tandem.models.stop import StopStrings
 
 # Two letters, so that stop strings overlap one another and themselves.
 TEXT = st.text("ab", max_size=30)

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from services.errors import BadRequest, ConfigError
-from services.models.source import resolve
-from services.models.tokenizer import Tokenizer
+from tandem.errors import BadRequest, ConfigError
+from tandem.models.source import resolve
+from tandem.models.tokenizer import Tokenizer
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "data/golden_smollm2.json").read_text())["entries"]
 

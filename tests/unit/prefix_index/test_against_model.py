@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.cluster.embedded_redis import EmbeddedRedis
-from services.prefix_index.memory import MemoryIndex
-from services.prefix_index.protocol import PrefixIndex
-from services.prefix_index.redis import RedisIndex
-from services.redis_client import connect
+from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.prefix_index.memory import MemoryIndex
+from tandem.prefix_index.protocol import PrefixIndex
+from tandem.prefix_index.redis import RedisIndex
+from tandem.redis_client import connect
 
 pytestmark = pytest.mark.service
 

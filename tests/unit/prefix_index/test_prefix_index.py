@@ -7,9 +7,9 @@ from hashlib import blake2b
 import pytest
 from redis.asyncio import Redis
 
-from services.prefix_index.memory import MemoryIndex
-from services.prefix_index.protocol import PrefixIndex
-from services.prefix_index.redis import RedisIndex
+from tandem.prefix_index.memory import MemoryIndex
+from tandem.prefix_index.protocol import PrefixIndex
+from tandem.prefix_index.redis import RedisIndex
 
 
 def chain(name: str, length: int) -> list[bytes]:

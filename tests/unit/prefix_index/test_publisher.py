@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.exceptions import ConnectionError
 
-from services.prefix_index.memory import MemoryIndex
-from services.prefix_index.publisher import Publisher, PublisherConfig
+from tandem.prefix_index.memory import MemoryIndex
+from tandem.prefix_index.publisher import Publisher, PublisherConfig
 
 QUICK = PublisherConfig(
     interval_s=0.001,

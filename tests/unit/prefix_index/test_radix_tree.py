@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from services.bench.radix_tree import RadixTree
-from services.prefix_index.memory import MemoryIndex
+from tandem.bench.radix_tree import RadixTree
+from tandem.prefix_index.memory import MemoryIndex
 
 
 async def test_it_finds_what_the_index_in_memory_finds() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cost_model import DecodeRate, PrefillRate, WorkerRates
-from services.router.admission.predict import (
+from tandem.cost_model import DecodeRate, PrefillRate, WorkerRates
+from tandem.router.admission.predict import (
     MARGIN,
     TtftLimit,
     allowed_s,
@@ -16,8 +16,8 @@ from services.router.admission.predict import (
     seat_wait_s,
     wait_s,
 )
-from services.router.placement.choose import Placement, Work, WorkerSnapshot, choose
-from services.router.placement.costs import TOKEN_S
+from tandem.router.placement.choose import Placement, Work, WorkerSnapshot, choose
+from tandem.router.placement.costs import TOKEN_S
 
 RATES = WorkerRates(PrefillRate(0.1, 1e-3, 0.0), DecodeRate(0.01, 2e-3), 100, measured=True)
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.admission.calibration import Calibration, Promise
-from services.router.admission.predict import MARGIN
+from tandem.router.admission.calibration import Calibration, Promise
+from tandem.router.admission.predict import MARGIN
 
 
 def learn(calibration: Calibration, predicted_s: float, seen_s: float, times: int) -> None:

@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from services.errors import BadRequest, ContextTooLong, QueueFull, TandemError
-from services.router.api.choices import interleave
-from services.router.generate import Delta, Usage
+from tandem.errors import BadRequest, ContextTooLong, QueueFull, TandemError
+from tandem.router.api.choices import interleave
+from tandem.router.generate import Delta, Usage
 
 
 class Scripted:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.admission.fair_queue import FairQueue
+from tandem.router.admission.fair_queue import FairQueue
 
 costs = st.floats(0.01, 100)
 requests = st.lists(st.tuples(st.sampled_from("abc"), costs), max_size=60)

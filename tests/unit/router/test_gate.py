@@ -5,13 +5,13 @@ from random import Random
 
 from redis.asyncio import Redis
 
-from services.config import ClusterConfig, RouterConfig
-from services.cost_model import DecodeRate, PrefillRate, WorkerRates
-from services.router.admission.calibration import Promise
-from services.router.admission.gate import Gate
-from services.router.cluster_view import ClusterView
-from services.router.metrics import Metrics
-from services.router.placement.choose import Placement, Work, WorkerSnapshot, choose
+from tandem.config import ClusterConfig, RouterConfig
+from tandem.cost_model import DecodeRate, PrefillRate, WorkerRates
+from tandem.router.admission.calibration import Promise
+from tandem.router.admission.gate import Gate
+from tandem.router.cluster_view import ClusterView
+from tandem.router.metrics import Metrics
+from tandem.router.placement.choose import Placement, Work, WorkerSnapshot, choose
 
 RATES = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), DecodeRate(0.0, 0.0), 512, measured=True)
 

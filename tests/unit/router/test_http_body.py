@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.errors import BadRequest
-from services.router.api.http_body import parse_object
+from tandem.errors import BadRequest
+from tandem.router.api.http_body import parse_object
 
 
 @pytest.mark.parametrize(

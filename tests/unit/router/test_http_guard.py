@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.config import ClusterConfig, RouterConfig
-from services.router.api.http_guard import RequestGuard
+from tandem.config import ClusterConfig, RouterConfig
+from tandem.router.api.http_guard import RequestGuard
 
 
 async def status(bound: str, reached: str, host: str, path: str, allowed: str = "") -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from services.registry import Load, WorkerRecord
-from services.router.known_worker import KnownWorker
+from tandem.registry import Load, WorkerRecord
+from tandem.router.known_worker import KnownWorker
 from tests.harness.scripted_worker import contract
 
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from services.errors import QueueFull
-from services.router.admission.line import Line
+from tandem.errors import QueueFull
+from tandem.router.admission.line import Line
 
 
 class Room:

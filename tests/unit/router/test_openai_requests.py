@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from services.errors import BadRequest
-from services.router.api.openai_fields import _NEUTRAL
-from services.router.api.openai_replies import Replies
-from services.router.api.openai_requests import (
+from tandem.errors import BadRequest
+from tandem.router.api.openai_fields import _NEUTRAL
+from tandem.router.api.openai_replies import Replies
+from tandem.router.api.openai_requests import (
     PROMPTS_MAX,
     ParsedRequest,
     parse_chat,
     parse_completion,
 )
-from services.router.generate import Delta, Usage
-from services.router.request import ALLOWED, Conversation, Message
+from tandem.router.generate import Delta, Usage
+from tandem.router.request import ALLOWED, Conversation, Message
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -6,8 +6,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
-from services.router.placement.choose import (
+from tandem.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.router.placement.choose import (
     PREFILL_CANDIDATES_MAX,
     Work,
     WorkerSnapshot,
@@ -16,7 +16,7 @@ from services.router.placement.choose import (
     near_best,
     prefill_cost,
 )
-from services.router.placement.costs import TOKEN_S, cached_tokens, with_likely_rates
+from tandem.router.placement.costs import TOKEN_S, cached_tokens, with_likely_rates
 
 
 def worker(worker_id: str, role: str = "decode", **more: object) -> WorkerSnapshot:

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates, prefill_seconds
-from services.router.placement.choose import (
+from tandem.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates, prefill_seconds
+from tandem.router.placement.choose import (
     NEAR_BEST_S,
     SHARE_EXCESS,
     Placement,
@@ -26,8 +26,8 @@ from services.router.placement.choose import (
     WorkerSnapshot,
     choose,
 )
-from services.router.placement.costs import TOKENS_PER_RUNNING
-from services.router.placement.shares import HALF_LIFE_S, Shares
+from tandem.router.placement.costs import TOKENS_PER_RUNNING
+from tandem.router.placement.shares import HALF_LIFE_S, Shares
 
 RATES = WorkerRates(
     PrefillRate(5e-3, 1e-3, 2e-7), DecodeRate(1e-2, 1e-3), block_bytes=360 << 10, measured=True

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from services.router.placement.choose import Work, WorkerSnapshot, choose
-from services.router.placement.reasons import asks, reason_of
+from tandem.router.placement.choose import Work, WorkerSnapshot, choose
+from tandem.router.placement.reasons import asks, reason_of
 
 
 def worker(worker_id: str, role: str = "decode", **load: int) -> WorkerSnapshot:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from services.errors import BadRequest, ContextTooLong, ModelNotFound
-from services.router.request import (
+from tandem.errors import BadRequest, ContextTooLong, ModelNotFound
+from tandem.router.request import (
     ALLOWED,
     Conversation,
     GenerationRequest,

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.errors import QueueFull, RequestNotFound
-from services.router.request_log import RequestLog, RequestRecord
-from services.router.timeline import Timeline
+from tandem.errors import QueueFull, RequestNotFound
+from tandem.router.request_log import RequestLog, RequestRecord
+from tandem.router.timeline import Timeline
 
 
 def record(request_id: str) -> RequestRecord:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.cost_model import DecodeRate, PrefillRate, WorkerRates
-from services.router.admission.room import COMPLETION_TOKENS_LIKELY, WAITING_MAX, has_room, work_s
-from services.router.placement.costs import WorkerSnapshot
+from tandem.cost_model import DecodeRate, PrefillRate, WorkerRates
+from tandem.router.admission.room import COMPLETION_TOKENS_LIKELY, WAITING_MAX, has_room, work_s
+from tandem.router.placement.costs import WorkerSnapshot
 
 RATES = WorkerRates(PrefillRate(0.1, 1e-3, 0.0), DecodeRate(0.01, 2e-3), 100, measured=True)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.router.placement.roster import Roster
+from tandem.router.placement.roster import Roster
 from tests.unit.router.test_placement import worker
 
 

@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
-from services.cost_model import PrefillRate, WorkerRates
-from services.router.placement.choose import SHARE_EXCESS, Roster, Work, choose
-from services.router.placement.shares import HALF_LIFE_S, REBASE_S, Shares, paced
+from tandem.cost_model import PrefillRate, WorkerRates
+from tandem.router.placement.choose import SHARE_EXCESS, Roster, Work, choose
+from tandem.router.placement.shares import HALF_LIFE_S, REBASE_S, Shares, paced
 from tests.unit.router.test_placement import worker
 
 TOKEN = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), measured=True)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.block_hash import HASH_BYTES
-from services.errors import BadRequest
-from services.router.admission.tenants import TENANT_CHARACTERS_MAX, cache_salt, read_tenant
+from tandem.block_hash import HASH_BYTES
+from tandem.errors import BadRequest
+from tandem.router.admission.tenants import TENANT_CHARACTERS_MAX, cache_salt, read_tenant
 
 
 def test_a_header_that_is_not_trusted_is_ignored() -> None:

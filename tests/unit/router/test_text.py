@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.models.source import resolve
-from services.models.tokenizer import Tokenizer
-from services.router.text import Piece, TextStream
+from tandem.models.source import resolve
+from tandem.models.tokenizer import Tokenizer
+from tandem.router.text import Piece, TextStream
 
 EOS = 2
 

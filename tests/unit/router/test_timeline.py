@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.router.timeline import Timeline
-from services.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.router.timeline import Timeline
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
 
 @asynccontextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.rpc.block_bytes import decode, encode
-from services.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.block_bytes import decode, encode
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
 SIZES = [1, 127, 128, 16383, 16384, 1 << 21, (1 << 21) + 7]
 

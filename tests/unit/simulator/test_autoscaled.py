@@ -7,17 +7,17 @@ from random import Random
 
 import pytest
 
-from services.config import AutoscaleConfig
-from services.cost_model import DecodeRate, PrefillRate, WorkerRates
-from services.router.admission.predict import TtftLimit
-from services.router.placement.choose import choose
-from services.simulator.autoscaled import Autoscaled, reversals
-from services.simulator.clock import Clock
-from services.simulator.fleet import Fleet
-from services.simulator.scenario import Scenario, Slo
-from services.simulator.simulation import Simulation
-from services.simulator.traces import Arrival
-from services.simulator.worker import Worker
+from tandem.config import AutoscaleConfig
+from tandem.cost_model import DecodeRate, PrefillRate, WorkerRates
+from tandem.router.admission.predict import TtftLimit
+from tandem.router.placement.choose import choose
+from tandem.simulator.autoscaled import Autoscaled, reversals
+from tandem.simulator.clock import Clock
+from tandem.simulator.fleet import Fleet
+from tandem.simulator.scenario import Scenario, Slo
+from tandem.simulator.simulation import Simulation
+from tandem.simulator.traces import Arrival
+from tandem.simulator.worker import Worker
 
 SCENARIO = Scenario(
     num_prefill=6,

@@ -14,7 +14,7 @@ MOONCAKE = ROOT / "tests" / "data" / "mooncake_small.jsonl"
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "services.cli", "simulate", *arguments],
+        [sys.executable, "-m", "tandem.cli", "simulate", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -62,7 +62,7 @@ def test_pools_that_follow_a_days_load_explain_themselves() -> None:
     ],
 )
 def test_a_bad_option_is_named(arguments: list[str], words: str) -> None:
-    from services.simulator.command import app
+    from tandem.simulator.command import app
 
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 1

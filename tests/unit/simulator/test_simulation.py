@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from services.simulator.policies import POLICIES, make_policy
-from services.simulator.report import summarize
-from services.simulator.scenario import Fault, Scenario, full_load_factor
-from services.simulator.simulation import Simulation
-from services.simulator.traces import Arrival, read_trace, repeat, scale_load, spread_bursts
+from tandem.simulator.policies import POLICIES, make_policy
+from tandem.simulator.report import summarize
+from tandem.simulator.scenario import Fault, Scenario, full_load_factor
+from tandem.simulator.simulation import Simulation
+from tandem.simulator.traces import Arrival, read_trace, repeat, scale_load, spread_bursts
 
 MOONCAKE = Path(__file__).parents[2] / "data" / "mooncake_small.jsonl"
 EXACT = Scenario(num_decode=2, rate_error=0.0, kv_tokens=64 * 512, admission=False)

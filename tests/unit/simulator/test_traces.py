@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.simulator.traces import (
+from tandem.simulator.traces import (
     DAY_S,
     Arrival,
     TraceError,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.transfer.descriptors import BlockPairs
+from tandem.transfer.descriptors import BlockPairs
 
 
 def test_a_pair_needs_both_sides() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.transfer.fence import Fence
+from tandem.transfer.fence import Fence
 
 BLOCKS_MAX = 6
 GRACE_S = 0.5

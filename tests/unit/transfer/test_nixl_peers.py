@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from services.engine.layout import BlockLayout
-from services.transfer import nixl, nixl_generation
-from services.transfer.nixl import NixlReader
-from services.transfer.protocol import LocalPool, Pull, RemotePool, layout_fields
-from services.transfer.ucx_mode import UcxMode
+from tandem.engine.layout import BlockLayout
+from tandem.transfer import nixl, nixl_generation
+from tandem.transfer.nixl import NixlReader
+from tandem.transfer.protocol import LocalPool, Pull, RemotePool, layout_fields
+from tandem.transfer.ucx_mode import UcxMode
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
 
 LAYOUT = BlockLayout(8, 1, 1, 4, 8, "float32")

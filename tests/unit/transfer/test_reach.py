@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from services.transfer.reach import HostIdentity, Reach, host_identity, reach
-from services.transfer.ucx_mode import UcxMode
+from tandem.transfer.reach import HostIdentity, Reach, host_identity, reach
+from tandem.transfer.ucx_mode import UcxMode
 
 HERE = HostIdentity("a", "pid:[1]", uid=0, cma=True, rdma=False, ipc_namespace="ipc:[1]")
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.layout import BlockLayout
-from services.errors import Incompatible
-from services.transfer.descriptors import BlockPairs
-from services.transfer.tensor_parallel import ParallelLayout, Part, RankRead, descriptors
+from tandem.engine.layout import BlockLayout
+from tandem.errors import Incompatible
+from tandem.transfer.descriptors import BlockPairs
+from tandem.transfer.tensor_parallel import ParallelLayout, Part, RankRead, descriptors
 from tests.harness.tensor_parallel_ranks import expected_pools, rank_pools, whole_model
 
 WHOLE = BlockLayout(6, 4, 2, 2, 3, "bfloat16")  # a head of a block: 48 bytes

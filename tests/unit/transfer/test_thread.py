@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from services.config import TransferConfig
-from services.engine.layout import BlockLayout
-from services.errors import Incompatible, InternalError
-from services.transfer import nixl, nixl_agent, thread
-from services.transfer.nixl import NixlReader
-from services.transfer.protocol import LocalPool, Pull, PullResult, RemotePool, layout_fields
-from services.transfer.ucx_mode import UcxMode
+from tandem.config import TransferConfig
+from tandem.engine.layout import BlockLayout
+from tandem.errors import Incompatible, InternalError
+from tandem.transfer import nixl, nixl_agent, thread
+from tandem.transfer.nixl import NixlReader
+from tandem.transfer.protocol import LocalPool, Pull, PullResult, RemotePool, layout_fields
+from tandem.transfer.ucx_mode import UcxMode
 
 LAYOUT = BlockLayout(8, 1, 1, 4, 8, "float32")
 DEADLINE_S = 10.0

@@ -14,14 +14,14 @@ from unittest.mock import patch
 
 import pytest
 
-from services.engine.sequence import Status
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.worker import messages
-from services.worker.engine_process import EngineProcess
-from services.worker.lease import ReaderLease
-from services.worker.lease_stream import LeaseStream
-from services.worker.pool_view import Reservation
-from services.worker.pulls import Puller
+from tandem.engine.sequence import Status
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.worker import messages
+from tandem.worker.engine_process import EngineProcess
+from tandem.worker.lease import ReaderLease
+from tandem.worker.lease_stream import LeaseStream
+from tandem.worker.pool_view import Reservation
+from tandem.worker.pulls import Puller
 from tests.harness.transfer_cluster import WORKERS
 from tests.unit.worker.test_transfer_properties import TransferMachine
 

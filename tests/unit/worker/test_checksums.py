@@ -7,10 +7,10 @@ import mmap
 import pytest
 import xxhash
 
-from services.errors import BlockMismatch, LeaseLost
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.worker.checksums import checked, checksums, verify
-from services.worker.pool_view import MappedPool
+from tandem.errors import BlockMismatch, LeaseLost
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.worker.checksums import checked, checksums, verify
+from tandem.worker.pool_view import MappedPool
 
 SIZE = 64
 

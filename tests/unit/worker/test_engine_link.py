@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from services.errors import ConfigError, WorkerLost
-from services.worker import __main__ as worker_main
-from services.worker.engine_link import EngineLink
+from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.errors import ConfigError, WorkerLost
+from tandem.worker import __main__ as worker_main
+from tandem.worker.engine_link import EngineLink
 from tests.harness.programs import parse_worker
 
 
@@ -55,7 +55,7 @@ def test_the_option_is_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(worker_main, "_run", run)
     monkeypatch.setattr(worker_main, "configure_logging", lambda process: None)
-    command = ["python", "-m", "services.worker", "--role", "decode", "--model", "m"]
+    command = ["python", "-m", "tandem.worker", "--role", "decode", "--model", "m"]
     worker_main.main(**parse_worker([*command, "--start-deadline", "7"]))
     worker_main.main(**parse_worker(command))
     assert [c.start_deadline_s for c in seen] == [7, 1800]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from services.registry import Load
-from services.worker.engine_watch import TURN_S, EngineWatch
+from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.registry import Load
+from tandem.worker.engine_watch import TURN_S, EngineWatch
 
 NUM_TURNS = 10  # that an engine may be silent
 CONFIG = WorkerConfig(

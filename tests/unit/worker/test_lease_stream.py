@@ -4,8 +4,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from services.errors import LeaseLost
-from services.worker.lease_stream import is_source_gone
+from tandem.errors import LeaseLost
+from tandem.worker.lease_stream import is_source_gone
 
 UNAVAILABLE, ABORTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from services.engine.types import Mode, SamplingParams, SequenceSpec
-from services.tracing import Attributes
-from services.worker.decode_sequence import DecodeSequence
-from services.worker.lease import PullStats
-from services.worker.leases import Lease
-from services.worker.metrics import WorkerMetrics
-from services.worker.router_stream import RouterStream
+from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.tracing import Attributes
+from tandem.worker.decode_sequence import DecodeSequence
+from tandem.worker.lease import PullStats
+from tandem.worker.leases import Lease
+from tandem.worker.metrics import WorkerMetrics
+from tandem.worker.router_stream import RouterStream
 
 
 class KeptSpan:

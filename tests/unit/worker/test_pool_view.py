@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from services.engine.pool_memory import create_shared, map_shared, size_shared
-from services.errors import InternalError, LeaseLost
-from services.worker.pool_view import MappedPool, Reservations
+from tandem.engine.pool_memory import create_shared, map_shared, size_shared
+from tandem.errors import InternalError, LeaseLost
+from tandem.worker.pool_view import MappedPool, Reservations
 
 SIZE = 100
 

@@ -6,8 +6,8 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cost_model import Holder, PairRate, PrefillRate, WorkerRates
-from services.worker.prefill_choice import (
+from tandem.cost_model import Holder, PairRate, PrefillRate, WorkerRates
+from tandem.worker.prefill_choice import (
     Candidate,
     Here,
     Prompt,

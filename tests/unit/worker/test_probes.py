@@ -7,10 +7,10 @@ import asyncio
 import httpx
 import pytest
 
-from services.registry import Load
-from services.worker import probes
-from services.worker.metrics import WorkerMetrics
-from services.worker.probes import Probes
+from tandem.registry import Load
+from tandem.worker import probes
+from tandem.worker.metrics import WorkerMetrics
+from tandem.worker.probes import Probes
 
 
 class Served:

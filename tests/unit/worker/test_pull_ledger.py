@@ -1,5 +1,5 @@
-from services.transfer.protocol import Pull, PullResult
-from services.worker.pull_ledger import PullLedger
+from tandem.transfer.protocol import Pull, PullResult
+from tandem.worker.pull_ledger import PullLedger
 
 
 def pull(pull_id: str, *block_ids: int) -> Pull:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from services.cost_model import DEFAULT_PREFILL, default_pair, token_contexts
-from services.engine.types import StepReport
-from services.worker.rates import HANG_FLOOR_S, Rates, hang_timeout_s
+from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.cost_model import DEFAULT_PREFILL, default_pair, token_contexts
+from tandem.engine.types import StepReport
+from tandem.worker.rates import HANG_FLOOR_S, Rates, hang_timeout_s
 
 
 def make_rates(**transfer: float) -> Rates:

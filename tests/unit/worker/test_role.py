@@ -7,8 +7,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from services.worker.decode_service import DecodeService
-from services.worker.role import RoleChange
+from tandem.worker.decode_service import DecodeService
+from tandem.worker.role import RoleChange
 
 
 class Asker:

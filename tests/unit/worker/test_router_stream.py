@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from services.errors import WorkerLost
-from services.rpc.tandem.v1 import worker_pb2 as pb
-from services.worker.router_stream import RouterStream
+from tandem.errors import WorkerLost
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.worker.router_stream import RouterStream
 
 
 async def test_what_gathered_is_one_message() -> None:

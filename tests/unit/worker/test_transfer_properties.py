@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.transfer_cluster import (
     DECODE,
     MAX_MODEL_LEN,

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.cost_model import PairRate
-from services.transfer.reach import Reach
-from services.worker.transport_choice import Way, choose_transport, is_slower
+from tandem.cost_model import PairRate
+from tandem.transfer.reach import Reach
+from tandem.worker.transport_choice import Way, choose_transport, is_slower
 
 FAST = Way(PairRate("nixl", 2e-4, 4e9))
 SLOW = Way(PairRate("nixl", 2e-3, 2e8))

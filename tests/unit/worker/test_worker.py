@@ -12,9 +12,9 @@ from functools import partial
 import psutil
 import pytest
 
-from services.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from services.worker import worker as worker_module
-from services.worker.worker import Worker
+from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.worker import worker as worker_module
+from tandem.worker.worker import Worker
 from tests.harness.cluster import wait_for
 
 CONFIG = WorkerConfig(
@@ -59,7 +59,7 @@ def test_one_whose_pool_does_not_fit_says_so_in_one_line() -> None:
     settings = {"CLUSTER_ID": "c", "REDIS_URL": "redis://127.0.0.1:1", "CLUSTER_TOKEN": "t"}
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "services.worker", "--role", "decode", "--model", "smollm2"),
+            *(sys.executable, "-m", "tandem.worker", "--role", "decode", "--model", "smollm2"),
             *("--device", "cpu", "--kv-memory", "900000000000"),
         ],
         env={**os.environ, **{f"TANDEM_{name}": value for name, value in settings.items()}},

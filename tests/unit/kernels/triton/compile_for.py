@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.triton import (
+from tandem_kernels.triton import (
     activation,
     blocks,
     decode_attention,

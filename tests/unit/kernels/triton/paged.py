@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.kv_cache import layer_of
+from tandem_kernels.kv_cache import layer_of
 
 LAYERS, LAYER = 2, 1
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.triton.blocks import copy, pack, pack_spans, unpack
+from tandem_kernels.triton.blocks import copy, pack, pack_spans, unpack
 
 SHAPES = [(5, 2, 3, 2, 8, 16), (9, 1, 1, 2, 8, 8), (4, 3, 2, 2, 16, 80)]
 

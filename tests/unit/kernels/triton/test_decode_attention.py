@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kernels.triton.decode_attention import choose_num_splits, decode_attention
+from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
 from tests.unit.kernels.triton.paged import TOLERANCES, Paged, random_queries
 
 

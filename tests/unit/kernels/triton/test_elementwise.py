@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from kernels import norm, rope
-from kernels.kv_cache import KvPool, layer_of
-from kernels.triton.activation import silu_mul
-from kernels.triton.norm import add_rms_norm, rms_norm
-from kernels.triton.rope_cache import rotate_and_store
+from tandem_kernels import norm, rope
+from tandem_kernels.kv_cache import KvPool, layer_of
+from tandem_kernels.triton.activation import silu_mul
+from tandem_kernels.triton.norm import add_rms_norm, rms_norm
+from tandem_kernels.triton.rope_cache import rotate_and_store
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kernels.triton.prefill_attention import prefill_attention
+from tandem_kernels.triton.prefill_attention import prefill_attention
 from tests.unit.kernels.triton.paged import TOLERANCES, Paged, random_queries
 
 Chunk = tuple[int, int]  # prefix, tokens of the chunk

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.sampling import Draw
-from kernels.sampling import sample as reference
-from kernels.triton.sampling import sample
+from tandem_kernels.sampling import Draw
+from tandem_kernels.sampling import sample as reference
+from tandem_kernels.triton.sampling import sample
 
 PLAIN = Draw(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
 

@@ -1,0 +1,89 @@
+"""Causal attention of a step's queries over paged KV, grouped-query heads.
+
+    out[t, h] = softmax(q[t, h] . K[h / G] / sqrt(D)) V[h / G]     over the keys at or before t
+
+torch's scaled_dot_product_attention over copies gathered per layer: one call for all sequences
+that decode, one for each prefill chunk. Scores and sums are fp32 inside it, whatever the dtype.
+Results may differ in their last bits with what shares the batch; attention_invariant.py does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from tandem_kernels.attention_groups import AttentionGroup, QuerySpan, make_groups
+from tandem_kernels.kv_cache import KvPool
+
+
+@dataclass(frozen=True, slots=True)
+class _MaskedGroup:
+    group: AttentionGroup
+    mask: torch.Tensor | None  # additive; None: plain causal, the queries are the whole context
+
+
+class PagedAttention:
+    """One step's attention: index tensors and masks, made once and used in every layer."""
+
+    def __init__(
+        self, spans: Sequence[QuerySpan], pool: KvPool, num_heads: int, dtype: torch.dtype
+    ) -> None:
+        assert num_heads % pool.num_kv_heads == 0
+        self._pool = pool
+        self._parts = [
+            _MaskedGroup(group, _mask(group, pool, dtype)) for group in make_groups(spans, pool)
+        ]
+
+    def __call__(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Queries [T, heads, D] to [T, heads, D]; the step's own K and V are in the pool."""
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for part in self._parts:
+            group = part.group
+            rows = slice(group.first_row, group.first_row + group.num_rows)
+            kv = self._pool.gather(layer, group.block_rows, group.num_seqs).to(queries.dtype)
+            attend = _attend_one_query if group.num_queries == 1 else _attend_chunk
+            attend(queries[rows], kv, part.mask, out[rows])
+        return out
+
+
+def _attend_one_query(
+    queries: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Queries [B, heads, D]; the heads that share a KV head are the rows of one product."""
+    num_seqs, num_kv_heads, _, head_dim = kv[0].shape
+    grouped = queries.view(num_seqs, num_kv_heads, -1, head_dim)
+    result = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=mask)
+    out.view(grouped.shape).copy_(result)
+
+
+def _attend_chunk(
+    queries: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Queries [n, heads, D] of one sequence; KV heads are the batch, so K and V need no copies."""
+    num_queries, num_heads, head_dim = queries.shape
+    num_kv_heads = kv.shape[2]
+    group_size = num_heads // num_kv_heads
+    grouped = queries.view(num_queries, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
+    keys, values = kv[:, 0].unsqueeze(2).expand(-1, -1, group_size, -1, -1)
+    if mask is None:
+        keys, values = keys[..., :num_queries, :], values[..., :num_queries, :]
+    result = scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=mask, is_causal=mask is None
+    )
+    out.view(num_queries, num_kv_heads, group_size, head_dim).copy_(result.permute(2, 0, 1, 3))
+
+
+def _mask(group: AttentionGroup, pool: KvPool, dtype: torch.dtype) -> torch.Tensor | None:
+    """[B, 1, num_queries, padded context]: 0 where a query sees a key, -inf elsewhere."""
+    longest = max(group.context_lens)
+    if group.num_queries == longest and group.num_queries > 1:
+        return None
+    padded = -(-longest // pool.block_size) * pool.block_size
+    lens = torch.tensor(group.context_lens, device=pool.device).view(-1, 1, 1, 1)
+    queries = torch.arange(1 - group.num_queries, 1, device=pool.device).view(-1, 1)
+    hidden = torch.arange(padded, device=pool.device) >= lens + queries
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=pool.device)
+    return mask.masked_fill_(hidden, float("-inf"))

@@ -1,0 +1,95 @@
+"""Which sequences of a step are attended together, and where their KV lies: made once a step.
+
+Sequences with one query each are gathered side by side, padded to the longest of the group, so a
+group holds only contexts of like length and at most `_GATHERED_TOKENS_MAX` padded tokens. A
+sequence with more queries is a group by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tandem_kernels.kv_cache import KvPool
+
+_GATHERED_TOKENS_MAX = 16384
+_SMALL_CONTEXT_TOKENS = 256  # below it, padding costs less than another group
+
+
+@dataclass(frozen=True, slots=True)
+class QuerySpan:
+    """A sequence's query rows in the step, the last `num_queries` tokens of its context."""
+
+    first_row: int
+    num_queries: int
+    context_len: int  # tokens
+    block_table: Sequence[int]  # covers the context, may be longer
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """B sequences with `num_queries` consecutive query rows each; B is 1 where that is not 1."""
+
+    first_row: int
+    num_queries: int
+    context_lens: tuple[int, ...]  # [B]
+    block_rows: torch.Tensor  # see KvPool.block_rows
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_seqs * self.num_queries
+
+
+def batch_order(context_lens: Sequence[int], num_queries: Sequence[int]) -> list[int]:
+    """The order in which a step should lay out its sequences, so that groups are contiguous."""
+    return sorted(range(len(context_lens)), key=lambda i: (num_queries[i] > 1, context_lens[i]))
+
+
+def make_groups(
+    spans: Sequence[QuerySpan], pool: KvPool, padded_to: int = 1
+) -> list[AttentionGroup]:
+    """Groups of consecutive spans; `spans` are in `batch_order`.
+
+    Contexts are gathered padded to a multiple of `padded_to` tokens and of the block size.
+    """
+    return [_group(part, pool, padded_to) for part in _split(spans)]
+
+
+def _split(spans: Sequence[QuerySpan]) -> Iterator[list[QuerySpan]]:
+    part: list[QuerySpan] = []
+    for span in spans:
+        if part and not _fits(part, span):
+            yield part
+            part = []
+        part.append(span)
+    if part:
+        yield part
+
+
+def _fits(part: list[QuerySpan], span: QuerySpan) -> bool:
+    if span.num_queries > 1 or part[0].num_queries > 1:
+        return False
+    shortest = max(part[0].context_len, _SMALL_CONTEXT_TOKENS)
+    gathered = (len(part) + 1) * span.context_len
+    return span.context_len <= 2 * shortest and gathered <= _GATHERED_TOKENS_MAX
+
+
+def _group(part: list[QuerySpan], pool: KvPool, padded_to: int) -> AttentionGroup:
+    padded_len = -(-max(s.context_len for s in part) // padded_to) * padded_to
+    num_blocks = -(-padded_len // pool.block_size)
+    tables = torch.zeros(len(part), num_blocks, dtype=torch.long)
+    for row, span in zip(tables, part, strict=True):
+        used = -(-span.context_len // pool.block_size)
+        row[:used] = torch.tensor(span.block_table[:used])
+    return AttentionGroup(
+        first_row=part[0].first_row,
+        num_queries=part[0].num_queries,
+        context_lens=tuple(s.context_len for s in part),
+        block_rows=pool.block_rows(tables.to(pool.device)),
+    )

@@ -1,0 +1,139 @@
+"""attention.py's formula in fp32, where a query's bits depend on its own sequence alone.
+
+Not on what shares the step, where a chunk ends, how the KV is cut into blocks or on threads: all
+products have one shape, rows [16, D] by keys [64, D], and all sums one order.
+
+    row tile    16 rows (query, head of the KV head's group), padded with zeros
+    key tile    64 keys, aligned to position 0
+    scores      [key tiles, N, 16, 64]      N row tiles; -inf where hidden
+    out         added up over key tiles from the first; hidden keys add an exact 0
+
+The maximum is taken over the whole row first, so nothing is ever rescaled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tandem_kernels.attention_groups import AttentionGroup, QuerySpan, make_groups
+from tandem_kernels.kv_cache import KvPool
+
+ROW_TILE = 16
+KEY_TILE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _TiledGroup:
+    group: AttentionGroup
+    hidden: torch.Tensor  # bool [key tiles, N, 16, 64]
+    first_row_tile: list[int]  # per key tile: the first row tile that sees it; all later ones do
+
+
+class InvariantPagedAttention:
+    """One step's attention: index tensors and masks, made once and used in every layer."""
+
+    def __init__(
+        self, spans: Sequence[QuerySpan], pool: KvPool, num_heads: int, dtype: torch.dtype
+    ) -> None:
+        assert dtype == pool.dtype == torch.float32
+        self._pool = pool
+        self._group_size = num_heads // pool.num_kv_heads
+        self._tiles_per_query = -(-self._group_size // ROW_TILE)
+        padded_to = math.lcm(KEY_TILE, pool.block_size)
+        self._parts = [self._tiled(group) for group in make_groups(spans, pool, padded_to)]
+
+    def __call__(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Queries [T, heads, D] to [T, heads, D]; the step's own K and V are in the pool."""
+        out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
+        scaled = queries * queries.shape[-1] ** -0.5
+        for part in self._parts:
+            group = part.group
+            rows = slice(group.first_row, group.first_row + group.num_rows)
+            kv = self._pool.gather(layer, group.block_rows, group.num_seqs)
+            attend = self._attend_one_query if group.num_queries == 1 else self._attend_chunk
+            attend(part, scaled[rows], kv, out[rows])
+        return out
+
+    def _attend_one_query(
+        self, part: _TiledGroup, queries: torch.Tensor, kv: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Queries [B, heads, D]: row tiles are (sequence, KV head), or several of a large group."""
+        head_dim = queries.shape[-1]
+        rows = _padded_rows(queries.reshape(-1, self._group_size, head_dim))
+        if self._tiles_per_query > 1:
+            kv = kv.repeat_interleave(self._tiles_per_query, dim=2)
+        keys, values = kv.flatten(1, 2)
+        result = _attend_tiles(part, rows.view(-1, ROW_TILE, head_dim), keys, values)
+        used = result.view(rows.shape)[:, : self._group_size]
+        out.view(-1, self._group_size, head_dim).copy_(used)
+
+    def _attend_chunk(
+        self, part: _TiledGroup, queries: torch.Tensor, kv: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Queries [n, heads, D] of one sequence, one KV head after the other."""
+        num_queries, _, head_dim = queries.shape
+        shape = (num_queries, self._pool.num_kv_heads, self._group_size, head_dim)
+        by_head = queries.view(shape).transpose(0, 1).reshape(shape[1], 1, -1, head_dim)
+        out_by_head = out.view(shape).transpose(0, 1)
+        for head in range(shape[1]):
+            tiles = _padded_rows(by_head[head]).view(-1, ROW_TILE, head_dim)
+            keys, values = kv[:, 0, head].unsqueeze(1).expand(-1, tiles.shape[0], -1, -1)
+            result = _attend_tiles(part, tiles, keys, values).view(-1, head_dim)
+            used = result[: num_queries * self._group_size]
+            out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
+
+    def _tiled(self, group: AttentionGroup) -> _TiledGroup:
+        """With its mask. Row tiles come in the order of their last visible key, so that those that
+        see a key tile are the last ones: sequences by context length, queries by position."""
+        device = self._pool.device
+        if group.num_queries == 1:
+            tiles_per_sequence = self._pool.num_kv_heads * self._tiles_per_query
+            lens = torch.tensor(group.context_lens).repeat_interleave(tiles_per_sequence)
+            visible = lens.unsqueeze(1).expand(-1, ROW_TILE)
+        else:
+            context_len = group.context_lens[0]
+            lens = torch.arange(context_len - group.num_queries, context_len) + 1
+            rows = lens.repeat_interleave(self._group_size)
+            padding = -rows.shape[0] % ROW_TILE
+            visible = torch.cat((rows, rows[-1:].expand(padding))).view(-1, ROW_TILE)
+        num_key_tiles = -(-max(group.context_lens) // KEY_TILE)
+        keys = torch.arange(num_key_tiles * KEY_TILE).view(num_key_tiles, 1, 1, KEY_TILE)
+        firsts = torch.arange(num_key_tiles) * KEY_TILE
+        return _TiledGroup(
+            group=group,
+            hidden=(keys >= visible.unsqueeze(-1)).to(device),
+            first_row_tile=torch.searchsorted(
+                visible.amax(1).contiguous(), firsts, right=True
+            ).tolist(),
+        )
+
+
+def _padded_rows(rows: torch.Tensor) -> torch.Tensor:
+    """[..., r, D] with zero rows behind, to a multiple of the row tile."""
+    num_groups, num_rows, head_dim = rows.shape
+    padded = rows.new_zeros(num_groups, -(-num_rows // ROW_TILE) * ROW_TILE, head_dim)
+    padded[:, :num_rows] = rows
+    return padded
+
+
+def _attend_tiles(
+    part: _TiledGroup, tiles: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Scaled queries [N, 16, D] over keys and values [N, padded context, D]: [N, 16, D]."""
+    scores = tiles.new_full(part.hidden.shape, float("-inf"))
+    for t, first in enumerate(part.first_row_tile):
+        key_tile = keys[first:, t * KEY_TILE : (t + 1) * KEY_TILE]
+        torch.bmm(tiles[first:], key_tile.transpose(1, 2), out=scores[t, first:])
+    scores.masked_fill_(part.hidden, float("-inf"))
+    weights = scores.sub_(scores.amax((0, 3)).unsqueeze(-1)).exp_()
+    tile_sums = weights.sum(-1)
+    sums = torch.zeros_like(tile_sums[0])
+    out = torch.zeros_like(tiles)
+    for t, first in enumerate(part.first_row_tile):
+        sums[first:] += tile_sums[t, first:]
+        out[first:].baddbmm_(weights[t, first:], values[first:, t * KEY_TILE : (t + 1) * KEY_TILE])
+    return out.div_(sums.unsqueeze(-1))

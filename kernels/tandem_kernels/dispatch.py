@@ -1,0 +1,59 @@
+"""Which of the torch implementations of each operation runs where, by numerics.
+
+The C++ and Triton kernels compute whole steps and do not come by here; the engine chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tandem_kernels.attention import PagedAttention
+from tandem_kernels.attention_groups import QuerySpan
+from tandem_kernels.attention_invariant import InvariantPagedAttention
+from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.linear import TILE_ROWS, linear, linear_invariant
+from tandem_kernels.norm import rms_norm
+from tandem_kernels.rope import rotate
+
+Attention = Callable[[int, torch.Tensor], torch.Tensor]  # (layer, queries) -> as queries
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+class Linear(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+class MakeAttention(Protocol):
+    def __call__(
+        self, spans: Sequence[QuerySpan], pool: KvPool, num_heads: int, dtype: torch.dtype
+    ) -> Attention: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The operations of one device and numerics mode."""
+
+    row_multiple: int  # rows of activations come padded to a multiple of this
+    linear: Linear
+    attention: MakeAttention
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    rotate: Callable[[torch.Tensor, Angles], torch.Tensor]
+
+
+def kernels_for(device_type: str, numerics: str) -> Kernels:
+    """Raises ValueError where there is no implementation."""
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"no kernels for device {device_type!r}; there are for cpu and cuda")
+    if numerics == "invariant":
+        return Kernels(TILE_ROWS, linear_invariant, InvariantPagedAttention, rms_norm, rotate)
+    return Kernels(1, linear, PagedAttention, rms_norm, rotate)

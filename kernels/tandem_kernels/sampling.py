@@ -1,0 +1,112 @@
+"""From logits to tokens: greedy, or drawn by (seed, position) and nothing else.
+
+Tokens are ranked by logit, ties by token id. Filters cut that ranking off, in vLLM's order, each
+on what the one before left:
+
+    min_p    tokens at least min_p times as likely as the most likely one
+    top_k    the first k
+    top_p    the fewest that hold top_p of the mass
+
+The token is where a uniform number falls in the cumulative mass of what is left. Each row is
+computed by itself, in numpy on the host: no thread count and no batch can change its sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem_kernels.philox import uniform
+
+_HEAD_TOKENS = 256  # ranked first; a draw beyond them ranks more
+_HEAD_GROWTH = 16
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How one row is sampled. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    position: int  # index of the drawn token in its whole sequence
+
+
+def sample(
+    logits: torch.Tensor, draws: Sequence[Draw], most_likely: list[int] | None = None
+) -> list[int]:
+    """A token id for each row of fp32 logits [n, vocab] on any device; `most_likely` of each row,
+    of equals the first, where that is known already."""
+    if most_likely is None:
+        if logits.device.type == "cpu":  # numpy's is vectorized, torch's takes twelve times as long
+            most_likely = logits.numpy().argmax(-1).tolist()
+        else:
+            most_likely = logits.argmax(dim=-1).tolist()
+    assert len(most_likely) == len(draws)
+    tokens = list(most_likely)
+    sampled = [i for i, draw in enumerate(draws) if draw.temperature > 0]
+    if sampled:
+        rows = logits[sampled].cpu().numpy()
+        for i, row in zip(sampled, rows, strict=True):
+            tokens[i] = _draw(row, draws[i])
+    return tokens
+
+
+def _draw(logits: Floats, draw: Draw) -> int:
+    # The most likely token weighs 1. A tiny temperature overflows to -inf, whose weight is 0.
+    with np.errstate(over="ignore"):
+        weights = np.exp((logits - logits.max()) / np.float32(draw.temperature))
+    left = weights >= np.float32(draw.min_p)
+    num_left = int(np.count_nonzero(left))
+    if 0 < draw.top_k < num_left:
+        num_left = draw.top_k
+        mass = float(weights[_rank(logits, num_left)].sum(dtype=np.float64))
+    else:
+        mass = float(weights[left].sum(dtype=np.float64))
+    return _token_at(uniform(draw.seed, draw.position), logits, weights, num_left, mass, draw.top_p)
+
+
+def _token_at(
+    u: float, logits: Floats, weights: Floats, num_left: int, mass: float, top_p: float
+) -> int:
+    """Where u falls in the first `num_left` ranks, which hold `mass`, once top_p has cut them.
+
+    Ranks no more tokens than it needs, because sorting a whole vocabulary takes milliseconds.
+    """
+    size = min(_HEAD_TOKENS, num_left)
+    while True:
+        ranked = _rank(logits, size)
+        cumulative = np.cumsum(weights[ranked], dtype=np.float64)
+        if size == num_left:
+            mass = float(cumulative[-1])
+        kept = mass
+        if top_p < 1:
+            cut = int(np.searchsorted(cumulative, top_p * mass))
+            kept = float(cumulative[cut]) if cut < size else mass
+        # A product that rounded up to the whole mass would fall past the last token.
+        target = min(u * kept, float(np.nextafter(kept, 0)))
+        index = int(np.searchsorted(cumulative, target, side="right"))
+        if index < size and (top_p >= 1 or cut < size):
+            return int(ranked[index])
+        size = min(size * _HEAD_GROWTH, num_left)
+
+
+def _rank(logits: Floats, count: int) -> Ids:
+    """Ids of the `count` most likely tokens, most likely first, the lower id first among equals."""
+    if count < len(logits):
+        threshold = np.partition(logits, -count)[-count]
+        above = np.flatnonzero(logits > threshold)
+        equal = np.flatnonzero(logits == threshold)[: count - len(above)]
+        ids = np.concatenate((above, equal))
+    else:
+        ids = np.arange(len(logits))
+    return ids[np.argsort(-logits[ids], kind="stable")]

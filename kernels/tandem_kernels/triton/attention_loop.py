@@ -1,0 +1,97 @@
+"""The inner loop of both attentions: a tile of query rows over a range of keys in paged KV.
+
+Online softmax (arXiv:2205.14135): a running maximum and sum for each row, in base 2, and an
+accumulator that is rescaled when the maximum grows. Rows are (query, head of the KV head's group)
+pairs, so that a group shares each read of K and V.
+
+    queries  [ROWS, BLOCK_D]     BLOCK_D: HEAD_DIM, padded with zeros to a power of 2 from 16
+    keys     [BLOCK_D, KEYS]     gathered by the block table, KEYS of them a turn
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tandem_kernels.triton.tuning import is_interpreted
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+_INTERPRETED = tl.constexpr(is_interpreted())
+
+
+@triton.jit
+def attend(
+    state,
+    queries,
+    last_keys,
+    first,
+    end,
+    kv,
+    block_table,
+    stride_block,
+    stride_kv,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """(accumulator, sums, maxima) after the keys `first` to `end` of one KV head.
+
+    A row sees the keys up to its `last_keys`. Not MASKED: every row sees all of them, and they are
+    whole turns. The first turn of all has to hold a key that each row sees: there, a maximum of
+    -inf would make NaN. `kv` points to the head's K in block 0; `scale` is in base 2.
+    """
+    accumulator, sums, maxima = state
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < HEAD_DIM
+    for start in range(first, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        if MASKED:
+            is_key = keys < end
+            blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=is_key, other=0)
+        else:
+            blocks = tl.load(block_table + keys // BLOCK_SIZE)
+        tokens = kv + blocks.to(tl.int64) * stride_block + (keys % BLOCK_SIZE) * HEAD_DIM
+        k_at = tokens[None, :] + dims[:, None]
+        v_at = tokens[:, None] + dims[None, :] + stride_kv
+        if MASKED:
+            k = tl.load(k_at, mask=is_dim[:, None] & is_key[None, :], other=0.0)
+            v = tl.load(v_at, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        elif BLOCK_D == HEAD_DIM:
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+        else:
+            k = tl.load(k_at, mask=is_dim[:, None], other=0.0)
+            v = tl.load(v_at, mask=is_dim[None, :], other=0.0)
+        scores = _product(queries, k.to(queries.dtype)) * scale
+        if MASKED:
+            is_seen = (keys[None, :] <= last_keys[:, None]) & is_key[None, :]
+            scores = tl.where(is_seen, scores, float("-inf"))
+        new_maxima = tl.maximum(maxima, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_maxima[:, None])
+        shrink = tl.exp2(maxima - new_maxima)
+        sums = sums * shrink + tl.sum(weights, 1)
+        accumulator = accumulator * shrink[:, None]
+        accumulator += _product(weights.to(queries.dtype), v.to(queries.dtype))
+        maxima = new_maxima
+    return accumulator, sums, maxima
+
+
+@triton.jit
+def start_state(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of rows that have seen nothing."""
+    return (
+        tl.zeros((ROWS, BLOCK_D), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        tl.full((ROWS,), float("-inf"), tl.float32),
+    )
+
+
+@triton.jit
+def _product(a, b):
+    """In fp32. The interpreter would multiply the bits of bfloat16 as integers."""
+    if _INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    return tl.dot(a, b, input_precision="ieee")

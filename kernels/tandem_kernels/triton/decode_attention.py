@@ -1,0 +1,211 @@
+"""Attention of one query a sequence over paged KV, each context cut into parts side by side.
+
+Flash-decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): a few sequences
+alone would leave most of a card idle, so each is cut into `num_splits` ranges of keys; each range
+gives a partial result with the logarithm of its sum, and a second kernel weighs them together.
+
+    1  program (sequence, KV head, split): the group's queries over that range of keys
+    2  program (sequence, head): out = sum of partial * 2^(log sum - largest log sum), normalized
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tandem_kernels.triton.attention_loop import LOG2_E, attend, start_state
+from tandem_kernels.triton.tuning import device_name, next_power_of_2, num_multiprocessors, tuned
+
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+_SPLITS_MAX = 64
+
+
+def decode_attention(
+    queries: torch.Tensor,
+    layer_kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    num_splits: int,
+) -> torch.Tensor:
+    """[B, heads, D], in the queries' dtype.
+
+    queries       [B, heads, D], bfloat16, float16 or float32; heads may be strided
+    layer_kv      [num_blocks, KV heads, 2, block size, D]: kv_cache.layer_of a pool, any floats
+    block_tables  [B, M] int32
+    context_lens  [B] int32, the query's own token counted in; 0 gives zeros
+    """
+    num_seqs, num_heads, head_dim = queries.shape
+    num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
+    assert num_heads % num_kv_heads == 0
+    assert queries.stride(1) == head_dim
+    assert layer_kv.stride()[3:] == (head_dim, 1)
+    group_size = num_heads // num_kv_heads
+    out = queries.new_empty(num_seqs, num_heads, head_dim)
+    if num_splits == 1:
+        partials, log_sums = out.unsqueeze(2), out  # log_sums: not written
+    else:
+        shape = (num_seqs, num_heads, num_splits)
+        partials = queries.new_empty((*shape, head_dim), dtype=torch.float32)
+        log_sums = queries.new_empty(shape, dtype=torch.float32)
+    block_d = max(16, next_power_of_2(head_dim))
+    _attend_split[(num_seqs, num_kv_heads, num_splits)](
+        queries,
+        layer_kv,
+        block_tables,
+        context_lens,
+        partials,
+        log_sums,
+        queries.stride(0),
+        layer_kv.stride(0),
+        layer_kv.stride(1),
+        layer_kv.stride(2),
+        block_tables.stride(0),
+        head_dim**-0.5 * LOG2_E.value,
+        num_splits,
+        GROUP_SIZE=group_size,
+        ROWS=max(16, next_power_of_2(group_size)),
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_SIZE=block_size,
+        DEVICE=device_name(queries.device),
+    )
+    if num_splits > 1:
+        _weigh_splits[(num_seqs, num_heads)](
+            partials,
+            log_sums,
+            out,
+            num_splits,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            SPLITS=next_power_of_2(num_splits),
+        )
+    return out
+
+
+def choose_num_splits(
+    num_seqs: int, num_kv_heads: int, context_len_max: int, device: torch.device
+) -> int:
+    """Enough for the programs to fill the card a few times over; a power of 2.
+
+    A function of nothing that changes from step to step, because CUDA graphs fix it. Ranges follow
+    each context's length, so a short one is not cut finer than a turn of keys.
+    """
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // (num_seqs * num_kv_heads)
+    useful = max(1, context_len_max // 64)
+    return 1 << (max(1, min(wanted, useful, _SPLITS_MAX)).bit_length() - 1)
+
+
+@tuned(
+    [
+        triton.Config({"KEYS": keys}, num_warps=num_warps, num_stages=num_stages)
+        for keys, num_warps, num_stages in (
+            (64, 4, 3),
+            (32, 2, 3),
+            (32, 4, 5),
+            (64, 4, 2),
+            (64, 4, 5),
+            (128, 4, 3),
+            (128, 8, 5),
+        )
+    ],
+    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "num_splits"],
+)
+@triton.jit(
+    do_not_specialize=["num_splits", "stride_table"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens"],
+)
+def _attend_split(
+    queries,
+    kv,
+    block_tables,
+    context_lens,
+    partials,
+    log_sums,
+    stride_query,
+    stride_block,
+    stride_head,
+    stride_kv,
+    stride_table,
+    scale,
+    num_splits,
+    GROUP_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DEVICE: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    seq = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    num_heads = GROUP_SIZE * tl.num_programs(1)
+    context_len = tl.load(context_lens + seq)
+    split_len = tl.cdiv(tl.cdiv(context_len, num_splits), KEYS) * KEYS
+    first = split * split_len
+    end = tl.minimum(first + split_len, context_len)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    heads = kv_head * GROUP_SIZE + rows
+    is_element = (rows < GROUP_SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
+    places = heads[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(queries + seq * stride_query + places, mask=is_element, other=0.0)
+    accumulator, sums, maxima = attend(
+        start_state(ROWS, BLOCK_D),
+        q,
+        tl.zeros((ROWS,), tl.int32) + context_len - 1,
+        first,
+        end,
+        kv + kv_head.to(tl.int64) * stride_head,
+        block_tables + seq * stride_table,
+        stride_block,
+        stride_kv,
+        scale,
+        HEAD_DIM=HEAD_DIM,
+        BLOCK_D=BLOCK_D,
+        BLOCK_SIZE=BLOCK_SIZE,
+        KEYS=KEYS,
+        MASKED=True,
+    )
+    is_empty = sums == 0.0  # nothing is in this range
+    sums = tl.where(is_empty, 1.0, sums)
+    result = accumulator / sums[:, None]
+    parts = (seq * num_heads + heads) * num_splits + split
+    tl.store(
+        partials + parts[:, None] * HEAD_DIM + dims[None, :],
+        result.to(partials.dtype.element_ty),
+        mask=is_element,
+    )
+    if num_splits > 1:
+        log_sum = tl.where(is_empty, float("-inf"), maxima + tl.log2(sums))
+        tl.store(log_sums + parts, log_sum, mask=rows < GROUP_SIZE)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _weigh_splits(
+    partials,
+    log_sums,
+    out,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    splits = tl.arange(0, SPLITS)
+    dims = tl.arange(0, BLOCK_D)
+    is_split = splits < num_splits
+    log_sum = tl.load(log_sums + row * num_splits + splits, mask=is_split, other=float("-inf"))
+    largest = tl.max(log_sum, 0)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)  # an empty sequence
+    weights = tl.exp2(log_sum - largest)
+    total = tl.sum(weights, 0)
+    weights = weights / tl.where(total == 0.0, 1.0, total)
+    places = (row * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
+    is_element = is_split[:, None] & (dims < HEAD_DIM)[None, :]
+    parts = tl.load(partials + places, mask=is_element, other=0.0)
+    result = tl.sum(parts * weights[:, None], 0)
+    tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

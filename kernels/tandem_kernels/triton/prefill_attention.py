@@ -1,0 +1,203 @@
+"""Causal attention of chunks of several sequences over paged KV: prefix and chunk, in one launch.
+
+Chunks of any lengths lie one after another. A program takes ROWS rows of one sequence and one KV
+head; rows are (query, head of the group) pairs, so that a short chunk fills a tile, too:
+
+    row r of a sequence    query r // group size, head r % group size of the KV head
+    keys                   [ seen by all rows of the tile, no mask | up to the last row, masked ]
+
+FlashAttention-2 (arXiv:2307.08691). Which sequence a program has is found by bisection: sequence s
+gets the tiles from (first row of s) // ROWS + s on, which always are enough, and at most one too
+many; that one ends at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tandem_kernels.triton.attention_loop import LOG2_E, attend, start_state
+from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
+
+_SMALL_TOKENS = 256  # fewer are tuned apart
+
+
+def prefill_attention(
+    queries: torch.Tensor,
+    layer_kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+) -> torch.Tensor:
+    """[T, heads, D], in the queries' dtype. The chunks' own K and V are in the pool.
+
+    queries       [T, heads, D], bfloat16, float16 or float32; heads may be strided
+    layer_kv      [num_blocks, KV heads, 2, block size, D]: kv_cache.layer_of a pool, any floats
+    block_tables  [S, M] int32
+    context_lens  [S] int32: prefix and chunk
+    query_starts  [S + 1] int32: sequence s has the rows query_starts[s] to query_starts[s + 1],
+                  the last tokens of its context; none is allowed; all together have T
+    """
+    num_tokens, num_heads, head_dim = queries.shape
+    num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
+    num_seqs = context_lens.shape[0]
+    assert num_heads % num_kv_heads == 0
+    assert queries.stride(1) == head_dim
+    assert layer_kv.stride()[3:] == (head_dim, 1)
+    group_size = num_heads // num_kv_heads
+    out = queries.new_empty(num_tokens, num_heads, head_dim)
+
+    def grid(config: dict[str, Any]) -> tuple[int, int]:
+        return num_tokens * group_size // config["ROWS"] + num_seqs, num_kv_heads
+
+    _attend_chunks[grid](
+        queries,
+        layer_kv,
+        block_tables,
+        context_lens,
+        query_starts,
+        out,
+        num_seqs,
+        queries.stride(0),
+        layer_kv.stride(0),
+        layer_kv.stride(1),
+        layer_kv.stride(2),
+        block_tables.stride(0),
+        head_dim**-0.5 * LOG2_E.value,
+        2 if num_tokens <= _SMALL_TOKENS else 3,
+        GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
+        BLOCK_SIZE=block_size,
+        DEVICE=device_name(queries.device),
+    )
+    return out
+
+
+@tuned(
+    [
+        triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=num_warps, num_stages=num_stages)
+        for rows, keys, num_warps, num_stages in (
+            (64, 64, 4, 3),
+            (16, 64, 4, 3),
+            (32, 64, 4, 3),
+            (64, 32, 4, 5),
+            (128, 64, 8, 3),
+            (128, 64, 8, 5),
+            (128, 128, 8, 2),
+        )
+    ],
+    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "size_class"],
+)
+@triton.jit(
+    do_not_specialize=["num_seqs", "size_class", "stride_table"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens", "query_starts"],
+)
+def _attend_chunks(
+    queries,
+    kv,
+    block_tables,
+    context_lens,
+    query_starts,
+    out,
+    num_seqs,
+    stride_query,
+    stride_block,
+    stride_head,
+    stride_kv,
+    stride_table,
+    scale,
+    size_class,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DEVICE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = _sequence_of(program, query_starts, num_seqs, GROUP_SIZE, ROWS)
+    start = tl.load(query_starts + seq)
+    num_queries = tl.load(query_starts + seq + 1) - start
+    num_tiles = tl.cdiv(num_queries * GROUP_SIZE, ROWS)
+    tile = program - (start * GROUP_SIZE // ROWS + seq)
+    if tile >= num_tiles:
+        return
+    first_row = (num_tiles - 1 - tile) * ROWS  # the longest contexts begin first
+    context_len = tl.load(context_lens + seq)
+
+    rows = first_row + tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    row_queries = rows // GROUP_SIZE
+    heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
+    is_element = (row_queries < num_queries)[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = (start + row_queries).to(tl.int64)
+    q = tl.load(
+        queries + tokens[:, None] * stride_query + heads[:, None] * HEAD_DIM + dims[None, :],
+        mask=is_element,
+        other=0.0,
+    )
+    prefix_len = context_len - num_queries
+    last_keys = prefix_len + row_queries
+    seen_by_all = (prefix_len + first_row // GROUP_SIZE + 1) // KEYS * KEYS
+    last_query = tl.minimum((first_row + ROWS - 1) // GROUP_SIZE, num_queries - 1)
+    end = prefix_len + last_query + 1
+    head_kv = kv + kv_head.to(tl.int64) * stride_head
+    block_table = block_tables + seq.to(tl.int64) * stride_table
+    state = attend(
+        start_state(ROWS, BLOCK_D),
+        q,
+        last_keys,
+        0,
+        seen_by_all,
+        head_kv,
+        block_table,
+        stride_block,
+        stride_kv,
+        scale,
+        HEAD_DIM=HEAD_DIM,
+        BLOCK_D=BLOCK_D,
+        BLOCK_SIZE=BLOCK_SIZE,
+        KEYS=KEYS,
+        MASKED=False,
+    )
+    accumulator, sums, _maxima = attend(
+        state,
+        q,
+        last_keys,
+        seen_by_all,
+        end,
+        head_kv,
+        block_table,
+        stride_block,
+        stride_kv,
+        scale,
+        HEAD_DIM=HEAD_DIM,
+        BLOCK_D=BLOCK_D,
+        BLOCK_SIZE=BLOCK_SIZE,
+        KEYS=KEYS,
+        MASKED=True,
+    )
+    num_heads = GROUP_SIZE * tl.num_programs(1)
+    places = (tokens[:, None] * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
+    result = accumulator / sums[:, None]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_element)
+
+
+@triton.jit
+def _sequence_of(program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
+    """The last sequence whose first tile is not after `program`."""
+    low = 0
+    high = num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_starts + middle) * GROUP_SIZE // ROWS + middle <= program:
+            low = middle
+        else:
+            high = middle - 1
+    return low

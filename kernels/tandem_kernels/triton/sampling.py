@@ -1,0 +1,298 @@
+"""The draw that tandem_kernels/sampling.py defines, on the device, without sorting the
+vocabulary.
+
+A token is where a uniform number, of philox.uniform's stream, falls in the cumulative mass of the
+tokens in the order of their logits, once min_p, top_k and top_p have cut that order off. Each cut
+and the draw itself ask the same question: what is the largest logit such that the tokens from it up
+count, or weigh, more than a target? A program answers it for one row:
+
+    1  a pass for the largest logit; a greedy row is done
+    2  a pass that counts and weighs the tokens above each of 8 levels
+    3  for each question, a pass that lists the tokens between the two levels that bracket the
+       answer, few as a rule; then a search over the bits of the logit, among those on the list
+
+Weights are summed as integers, in units of 2^-40 of the most likely token's: sums are exact, so no
+order of additions, tile size or batch changes a token. It differs from the host's only where the
+uniform number falls within rounding (some 1e-7) of the border between two tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from tandem_kernels.sampling import Draw
+from tandem_kernels.triton.tuning import next_power_of_2
+
+_UNIT = tl.constexpr(float(1 << 40))
+_LEVELS = tl.constexpr(8)
+_DEEPEST = tl.constexpr(28.0)  # -log of a weight that rounds to nothing
+_TILE = 4096
+_LEVELS_TILE = 1024  # each token is compared with each level
+_LOW_32 = (1 << 32) - 1
+
+
+def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Token ids [n], int64, on the host, from fp32 logits [n, vocab] on the device; rows may be
+    strided. This is the step's one synchronization."""
+    return launch(logits, draws).cpu()
+
+
+def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """As `sample`, but nothing is waited for: the ids are on the device."""
+    num_rows, vocab = logits.shape
+    assert num_rows == len(draws)
+    assert logits.dtype == torch.float32
+    assert logits.stride(1) == 1
+    params = _packed(draws)
+    if logits.is_cuda:
+        params = params.pin_memory().to(logits.device, non_blocking=True)
+    tile = max(16, next_power_of_2(vocab))
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    listed_ids = torch.empty(num_rows, vocab, dtype=torch.int32, device=logits.device)
+    listed_keys = torch.empty_like(listed_ids)
+    _sample[(num_rows,)](
+        logits,
+        params,
+        tokens,
+        listed_ids,
+        listed_keys,
+        vocab,
+        logits.stride(0),
+        num_rows,
+        TILE=min(_TILE, tile),
+        LEVELS_TILE=min(_LEVELS_TILE, tile),
+        num_warps=8,
+    )
+    return tokens
+
+
+def _packed(draws: Sequence[Draw]) -> torch.Tensor:
+    """[6, n] int64: temperature, top_p and min_p by their fp64 bits; top_k, seed, position."""
+    floats = np.array([(d.temperature, d.top_p, d.min_p) for d in draws], np.float64)
+    words = [(d.top_k, _signed(d.seed), _signed(d.position)) for d in draws]
+    integers = np.array(words, np.int64)
+    return torch.from_numpy(np.concatenate((floats.view(np.int64), integers), 1).T.copy())
+
+
+def _signed(number: int) -> int:
+    """The low 64 bits as int64 has them."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sample(
+    logits,
+    params,
+    tokens,
+    listed_ids,
+    listed_keys,
+    vocab,
+    stride_row,
+    num_rows,
+    TILE: tl.constexpr,
+    LEVELS_TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride_row
+    listed_ids += row * vocab
+    listed_keys += row * vocab
+    temperature = tl.load(params + row).to(tl.float64, bitcast=True).to(tl.float32)
+    top_p = tl.load(params + num_rows + row).to(tl.float64, bitcast=True)
+    min_p = tl.load(params + 2 * num_rows + row).to(tl.float64, bitcast=True).to(tl.float32)
+    top_k = tl.load(params + 3 * num_rows + row)
+    seed = tl.load(params + 4 * num_rows + row)
+    position = tl.load(params + 5 * num_rows + row)
+
+    largest, token = _largest(logits, vocab, TILE)
+    if temperature > 0.0:
+        levels = _level_keys(largest, temperature)
+        counts, masses, num_left, mass = _measure_levels(
+            logits, vocab, largest, temperature, min_p, levels, LEVELS_TILE
+        )
+        row_of = (logits, listed_ids, listed_keys, vocab, largest, temperature)
+        if (top_k > 0) & (top_k < num_left):
+            key, above, mass_above, _n = _find(
+                row_of, levels, counts, masses, top_k - 1, True, TILE
+            )
+            mass = mass_above + (top_k - above) * _weight_of_key(key, largest, temperature)
+        if top_p < 1.0:
+            target = tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64) - 1
+            target = tl.maximum(tl.minimum(target, mass - 1), 0)
+            key, _above, mass_above, _n = _find(row_of, levels, counts, masses, target, False, TILE)
+            weight = _weight_of_key(key, largest, temperature)
+            mass = mass_above + ((target - mass_above) // weight + 1) * weight
+        target = (_uniform(seed, position) * mass.to(tl.float64)).to(tl.int64)
+        target = tl.minimum(target, mass - 1)
+        key, _above, mass_above, num_listed = _find(
+            row_of, levels, counts, masses, target, False, TILE
+        )
+        nth = (target - mass_above) // _weight_of_key(key, largest, temperature)
+        token = _nth_with_key(listed_ids, listed_keys, num_listed, key, nth, TILE)
+    tl.store(tokens + row, token.to(tl.int64))
+
+
+@triton.jit
+def _uniform(seed, position):
+    """philox.uniform."""
+    low = (position & 0xFFFFFFFF).to(tl.uint32)
+    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    word, next_word, _c, _d = tl.philox(seed, low, high, low * 0, low * 0)
+    bits = (word.to(tl.uint64) << 32) | next_word.to(tl.uint64)
+    return (bits >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def _key(logits):
+    """int32 in the order of the logits; both zeros are one."""
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _weight(logits, largest, temperature):
+    """Of tokens, in units of 2^-40; the most likely one has 2^40."""
+    return (tl.exp(tl.div_rn(logits - largest, temperature)) * _UNIT).to(tl.int64)
+
+
+@triton.jit
+def _weight_of_key(key, largest, temperature):
+    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
+    return tl.maximum(_weight(bits.to(tl.float32, bitcast=True), largest, temperature), 1)
+
+
+@triton.jit
+def _largest(logits, vocab, TILE: tl.constexpr):
+    """The largest logit and the first token that has it."""
+    largest = float("-inf")
+    token = 0
+    for start in range(0, vocab, TILE):
+        ids = start + tl.arange(0, TILE)
+        tile = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
+        tile_largest, index = tl.max(
+            tile, 0, return_indices=True, return_indices_tie_break_left=True
+        )
+        if tile_largest > largest:
+            largest = tile_largest
+            token = start + index
+    return largest, token
+
+
+@triton.jit
+def _level_keys(largest, temperature):
+    """Keys of 8 logits, falling, closer at the top; the last is under all."""
+    levels = tl.arange(0, _LEVELS)
+    depth = (levels + 1).to(tl.float32) / _LEVELS
+    keys = _key(largest - temperature * _DEEPEST * depth * depth)
+    return tl.where(levels == _LEVELS - 1, -2147483648, keys)
+
+
+@triton.jit
+def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl.constexpr):
+    """How many tokens there are from each level up and what they weigh; the same of min_p's."""
+    counts = tl.zeros((_LEVELS,), tl.int64)
+    masses = tl.zeros((_LEVELS,), tl.int64)
+    num_left = tl.zeros((), tl.int64)
+    mass_left = tl.zeros((), tl.int64)
+    for start in range(0, vocab, TILE):
+        ids = start + tl.arange(0, TILE)
+        tile = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
+        weights = _weight(tile, largest, temperature)
+        is_left = (ids < vocab) & (tl.exp(tl.div_rn(tile - largest, temperature)) >= min_p)
+        num_left += tl.sum(is_left.to(tl.int64), 0)
+        mass_left += tl.sum(tl.where(is_left, weights, 0), 0)
+        is_above = (_key(tile)[:, None] >= levels[None, :]) & (ids < vocab)[:, None]
+        counts += tl.sum(is_above.to(tl.int64), 0)
+        masses += tl.sum(tl.where(is_above, weights[:, None], 0), 0)
+    return counts, masses, num_left, mass_left
+
+
+@triton.jit
+def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
+    """The largest key from which up tokens count, or weigh, more than `target`.
+
+    With it, how many tokens lie above it, what they weigh, and how many are on the list, on which
+    all that have the key are. The target is below the count or the mass of all.
+    """
+    logits, listed_ids, listed_keys, vocab, largest, temperature = row_of
+    measures = counts if BY_COUNT else masses
+    indices = tl.arange(0, _LEVELS)
+    level = tl.sum((measures <= target).to(tl.int32), 0)
+    low = tl.sum(tl.where(indices == level, levels, 0), 0)
+    high = tl.sum(tl.where(indices == level - 1, levels, 0), 0).to(tl.int64)
+    high = tl.where(level == 0, 1 << 31, high)  # exclusive
+    above = tl.sum(tl.where(indices == level - 1, counts, 0), 0)
+    mass_above = tl.sum(tl.where(indices == level - 1, masses, 0), 0)
+
+    num_listed = 0
+    tl.debug_barrier()  # nobody reads the list before any more
+    for start in range(0, vocab, TILE):
+        ids = start + tl.arange(0, TILE)
+        keys = _key(tl.load(logits + ids, mask=ids < vocab, other=float("-inf")))
+        is_listed = (ids < vocab) & (keys >= low) & (keys < high)
+        places = num_listed + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+        tl.store(listed_ids + places, ids, mask=is_listed)
+        tl.store(listed_keys + places, keys, mask=is_listed)
+        num_listed += tl.sum(is_listed.to(tl.int32), 0)
+    tl.debug_barrier()  # all of it is there to read
+
+    # Two bits a turn, from the top: of four keys the largest that still has enough above it.
+    found = tl.zeros((), tl.int64)  # the key + 2^31
+    for turn in range(16):
+        step = tl.full((), 1, tl.int64) << (30 - 2 * turn)
+        first, second, third = found + step, found + 2 * step, found + 3 * step
+        measured = above if BY_COUNT else mass_above
+        first_measured, second_measured, third_measured = measured, measured, measured
+        for start in range(0, num_listed, TILE):
+            places = start + tl.arange(0, TILE)
+            keys = tl.load(listed_keys + places, mask=places < num_listed, other=0)
+            if BY_COUNT:
+                amounts = (places < num_listed).to(tl.int64)
+            else:
+                amounts = tl.where(
+                    places < num_listed, _weight_of_listed(keys, largest, temperature), 0
+                )
+            ranks = keys.to(tl.int64) + 2147483648
+            first_measured += tl.sum(tl.where(ranks >= first, amounts, 0), 0)
+            second_measured += tl.sum(tl.where(ranks >= second, amounts, 0), 0)
+            third_measured += tl.sum(tl.where(ranks >= third, amounts, 0), 0)
+        enough = (first_measured > target).to(tl.int64)
+        enough += (second_measured > target).to(tl.int64) + (third_measured > target).to(tl.int64)
+        found += enough * step
+    key = (found - 2147483648).to(tl.int32)
+
+    for start in range(0, num_listed, TILE):
+        places = start + tl.arange(0, TILE)
+        keys = tl.load(listed_keys + places, mask=places < num_listed, other=0)
+        is_above = (places < num_listed) & (keys > key)
+        above += tl.sum(is_above.to(tl.int64), 0)
+        weights = _weight_of_listed(keys, largest, temperature)
+        mass_above += tl.sum(tl.where(is_above, weights, 0), 0)
+    return key, above, mass_above, num_listed
+
+
+@triton.jit
+def _weight_of_listed(keys, largest, temperature):
+    bits = keys ^ ((keys >> 31) & 0x7FFFFFFF)
+    return _weight(bits.to(tl.float32, bitcast=True), largest, temperature)
+
+
+@triton.jit
+def _nth_with_key(listed_ids, listed_keys, num_listed, key, nth, TILE: tl.constexpr):
+    """The id of the nth token, from 0, on the list that has this key; or of the last."""
+    token = 0
+    seen = tl.zeros((), tl.int64)
+    for start in range(0, num_listed, TILE):
+        places = start + tl.arange(0, TILE)
+        is_listed = places < num_listed
+        keys = tl.load(listed_keys + places, mask=is_listed, other=0)
+        ids = tl.load(listed_ids + places, mask=is_listed, other=0)
+        is_equal = is_listed & (keys == key)
+        order = seen + tl.cumsum(is_equal.to(tl.int64), 0) - 1
+        token = tl.maximum(token, tl.max(tl.where(is_equal & (order <= nth), ids, 0), 0))
+        seen += tl.sum(is_equal.to(tl.int64), 0)
+    return token

@@ -1,8 +1,0 @@
-"""`python -m services.simulator TRACE`, which is `tandem simulate TRACE`."""
-
-from __future__ import annotations
-
-from services.simulator.command import main
-
-if __name__ == "__main__":
-    main()

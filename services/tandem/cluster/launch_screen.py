@@ -1,0 +1,81 @@
+"""What `tandem up` shows: a line for each thing done, then one screen when all is ready."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.cluster.launch_options import LaunchOptions
+from tandem.cluster.pools import Member
+
+# Greedy and with wide margins: the small model answers it the same in bf16 and fp32, cold and warm.
+_PROMPT = "What is gravity? Explain in two sentences."
+
+
+class LaunchScreen:
+    """Keeps the times, too: `done` is told how long each part took and when it was done."""
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options = options
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._started = time.monotonic()
+        self._rows: list[tuple[str, float, float]] = []  # name, seconds taken, done at second
+
+    def say(self, text: str) -> None:
+        self._console.print(f"[dim]{time.monotonic() - self._started:5.1f} s[/]  {text}")
+
+    def done(self, what: str, took_s: float) -> None:
+        self._rows.append((what, took_s, time.monotonic() - self._started))
+        self.say(what)
+
+    def show_ready(
+        self, model: str, members: Sequence[Member], transports: dict[str, str], logs: str
+    ) -> None:
+        """`transports`: worker id -> what it pulls by, as far as known."""
+        print_ = self._console.print
+        url = self._options.http_url
+        print_()
+        print_(f"[bold green]ready[/] after {time.monotonic() - self._started:.1f} s")
+        print_(f"  model  [bold]{model}[/]")
+        print_(f"  HTTP   [bold]{url}[/]  (OpenAI API under {url}/v1, live page at {url}/)")
+        print_(f"  gRPC   [bold]{self._options.grpc_address}[/]  (tandem.v1.Inference)")
+        print_(f"  logs   {logs}")
+        print_()
+        print_(self._workers(members, transports))
+        print_()
+        print_(self._times())
+        print_()
+        print_("try it:")
+        body = {
+            "model": model,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": _PROMPT}],
+        }
+        print_(
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"    -d '{json.dumps(body)}'",
+            markup=False,
+        )
+        print_()
+        print_("Ctrl-C stops all of it.")
+
+    def _workers(self, members: Sequence[Member], transports: dict[str, str]) -> Table:
+        table = Table("worker", "role", "transport", "core", box=None, pad_edge=False)
+        for member in members:
+            core = "any" if member.core is None else str(member.core)
+            transport = transports.get(member.member_id, "-")
+            table.add_row(member.member_id, member.pool, transport, core)
+        return table
+
+    def _times(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("where the start went")
+        table.add_column("took", justify="right")
+        table.add_column("done at", justify="right")
+        for what, took_s, at_s in self._rows:
+            table.add_row(what, f"{took_s:.1f} s", f"{at_s:.1f} s")
+        return table

@@ -1,0 +1,117 @@
+"""One process of a pool that outlives its agent: started detached, found again by its record.
+
+The record, `RUN_FOLDER/processes/ID.json`, names pid and start time; a pid that was given to
+another process meanwhile is therefore never taken for ours. The process is nobody's child, so its
+exit status is not to be had; that it ended is seen on a pidfd, without polling.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.cluster import detach
+from tandem.errors import ConfigError
+
+_DETACH_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class DetachedProcess:
+    process_id: str  # such as prefill-0
+    pid: int
+    pidfd: int  # closed by `close`; readable when the process has ended
+    log_path: Path
+
+    def wait(self, timeout_s: float | None, wake_fd: int | None = None) -> bool:
+        """True once the process has ended; False at the time-out or when `wake_fd` is readable."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        if wake_fd is not None:
+            poll.register(wake_fd, select.POLLIN)
+        ready = poll.poll(None if timeout_s is None else round(timeout_s * 1000))
+        return any(fd == self.pidfd for fd, _ in ready)
+
+    def send(self, number: signal.Signals) -> None:
+        if not self.wait(0):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def stop(self, deadline_s: float) -> None:
+        """SIGTERM, which drains it, and SIGKILL when it is not gone in time."""
+        self.send(signal.SIGTERM)
+        if not self.wait(deadline_s):
+            self.send(signal.SIGKILL)
+            self.wait(None)
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+
+
+def start(
+    process_id: str, command: Sequence[str], run_folder: Path, environment: Mapping[str, str]
+) -> DetachedProcess:
+    """Raises ConfigError when the command cannot be run."""
+    record = _record_path(run_folder, process_id)
+    log = log_path(run_folder, process_id)
+    for folder in (record.parent, log.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", detach.__file__, str(record), str(log), *command],
+        env=dict(environment),
+        cwd=run_folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=_DETACH_DEADLINE_S,
+        check=False,
+    )
+    if done.returncode:
+        raise ConfigError(f"{process_id}: {done.stderr.decode(errors='replace').strip()}")
+    process = find(process_id, run_folder)
+    if process is None:
+        raise ConfigError(f"{process_id} ended as soon as it was started; see {log}")
+    return process
+
+
+def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
+    """The living process of that record, if there is one."""
+    try:
+        record = json.loads(_record_path(run_folder, process_id).read_text())
+    except FileNotFoundError:
+        return None
+    pid = int(record["pid"])
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    process = DetachedProcess(process_id, pid, pidfd, log_path(run_folder, process_id))
+    try:
+        # Asked after the pidfd is open: from here on it cannot come to mean another process.
+        if detach.start_ticks(pid) == int(record["start_ticks"]) and not process.wait(0):
+            return process
+    except FileNotFoundError:
+        pass
+    process.close()
+    return None
+
+
+def log_path(run_folder: Path, process_id: str) -> Path:
+    return run_folder / "logs" / f"{process_id}.log"
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a worker or a router gets of the environment of an agent or launcher: no setting of Ray.
+
+    An agent would else hand on what Ray set for the agent itself.
+    """
+    return {k: v for k, v in environment.items() if not k.startswith(("RAY_", "__RAY"))}
+
+
+def _record_path(run_folder: Path, process_id: str) -> Path:
+    return run_folder / "processes" / f"{process_id}.json"

@@ -1,0 +1,120 @@
+"""When a cluster that is being started can take requests, and which part took how long.
+
+Ready: the router answers, every worker's record says ready, and Ray's controller is there. A
+process that ends before that is a failed start: its last words are the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.cluster.head_process import HeadProcess
+from tandem.cluster.launch_options import LaunchOptions
+from tandem.cluster.launch_screen import LaunchScreen
+from tandem.cluster.pools import Member
+from tandem.cluster.process import DetachedProcess
+from tandem.cluster.ray_head import HeadStarted
+from tandem.errors import ConfigError
+from tandem.redis_client import SyncClient, connect_blocking
+from tandem.registry import WorkerRecord
+
+_DEADLINE_S = 300.0
+_INTERVAL_S = 0.05
+_REPLY_DEADLINE_S = 2.0
+_LOG_TAIL_LINES = 15
+_PAIRS_DEADLINE_S = 5.0  # without pairs the cluster serves, too: decode workers prefill
+
+
+@dataclass(slots=True)
+class Readiness:
+    options: LaunchOptions
+    cluster_id: str
+    redis_url: str = field(repr=False)
+    screen: LaunchScreen
+    transports: dict[str, str] = field(default_factory=dict)  # of each decode worker's pairs
+    _members: list[Member] = field(default_factory=list)
+    _waiting: dict[str, tuple[Member, DetachedProcess, float]] = field(default_factory=dict)
+
+    def add(self, member: Member, started: DetachedProcess) -> None:
+        self._members.append(member)
+        self._waiting[member.member_id] = (member, started, time.monotonic())
+
+    def wait(self, ray_head: HeadProcess) -> HeadStarted:
+        """Raises ConfigError saying which part did not come up, with the end of its log."""
+        give_up_at = time.monotonic() + _DEADLINE_S
+        head: HeadStarted | None = None
+        with closing(connect_blocking(self.redis_url)) as redis:
+            while self._waiting or head is None:
+                for member_id in [m for m in self._waiting if self._is_ready(m, redis)]:
+                    _, started, began = self._waiting.pop(member_id)
+                    started.close()
+                    self.screen.done(member_id, time.monotonic() - began)
+                if head is None and (head := ray_head.started()) is not None:
+                    self.screen.done("ray head", head.head_s)
+                    self.screen.done("ray controller", head.controller_s)
+                for member_id, (_, started, _) in self._waiting.items():
+                    if started.wait(0):
+                        raise _failed(member_id, started.log_path)
+                if time.monotonic() > give_up_at:
+                    raise ConfigError(
+                        f"not ready after {_DEADLINE_S:g} s: "
+                        + ", ".join([*self._waiting, *(["Ray"] if head is None else [])])
+                    )
+                time.sleep(_INTERVAL_S)
+            self._wait_for_pairs(redis)
+        return head
+
+    def _wait_for_pairs(self, redis: SyncClient) -> None:
+        """Until every decode worker has connected every prefill worker, or a bound."""
+        began = time.monotonic()
+        sources = {m.member_id for m in self._members if m.pool == "prefill"}
+        readers = {m.member_id for m in self._members if m.pool == "decode"}
+        while sources and readers and time.monotonic() - began < _PAIRS_DEADLINE_S:
+            records = [self._record(member_id, redis) for member_id in readers]
+            self.transports = {
+                r.worker_id: " ".join(set(r.transports.values())) for r in records if r
+            }
+            if all(r is not None and sources <= set(r.transports) for r in records):
+                self.screen.done("pairs", time.monotonic() - began)
+                return
+            time.sleep(_INTERVAL_S)
+
+    def _is_ready(self, member_id: str, redis: SyncClient) -> bool:
+        member = self._waiting[member_id][0]
+        if member.pool == "router":
+            return self._router_is_ready()
+        record = self._record(member_id, redis)
+        return record is not None and record.state == "ready"
+
+    def _record(self, member_id: str, redis: SyncClient) -> WorkerRecord | None:
+        record = redis.get(f"{{tandem:{self.cluster_id}}}:worker:{member_id}")
+        if not isinstance(record, bytes):
+            return None
+        return msgspec.msgpack.decode(record, type=WorkerRecord)
+
+    def _router_is_ready(self) -> bool:
+        try:
+            self._get_json("/ready")
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _get_json(self, path: str) -> Any:
+        url = self.options.http_url + path
+        with urllib.request.urlopen(url, timeout=_REPLY_DEADLINE_S) as reply:
+            return json.load(reply)
+
+
+def _failed(what: str, log: Path) -> ConfigError:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    tail = "\n".join(lines[-_LOG_TAIL_LINES:])
+    return ConfigError(f"{what} ended while it was started; the end of its log:\n{tail}")

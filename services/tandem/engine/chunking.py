@@ -1,0 +1,117 @@
+"""How many tokens the next chunk of a prompt has whose blocks a peer pulls as they become final.
+
+    compute  |--- chunk 1 ---|--- chunk 2 ---|- 3 -|
+    pull                     |-- 1 --|       |- 2 -||3|
+                                                    ^ exposed: the reader waits for it
+
+A chunk's pull is hidden behind the chunks after it, so the last one's is exposed; but each chunk
+more costs a step, which reads all weights once more. Over a fast link one chunk is best; over a
+slow one the chunks before the end shrink, each as long as its pull needs the next to be. A few such
+plans are predicted, and the first chunk of the one that ends soonest is taken; the next call plans
+anew.
+
+Pure. That blocks are reported a little before their step ends is left out: a margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tandem.cost_model import PrefillRate
+
+_SHAPED_BUDGETS = 4  # so many budgets before the end chunks begin to be shaped
+_LAST_MIN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How fast KV comes to the reader: seconds of each pull, and of each token in it."""
+
+    latency_s: float
+    token_s: float
+
+
+def next_chunk(
+    num_missing: int,
+    *,
+    context: int,
+    lag_s: float,
+    room: int,
+    budget: int,
+    rate: PrefillRate,
+    link: Link,
+) -> int:
+    """Tokens of the next chunk, 1 to `room`, of `num_missing` that follow `context` others.
+
+    `lag_s` is how long the pulls of earlier chunks still take. `room` is what this step has left
+    of `budget`, the most that later steps have.
+    """
+    if num_missing > _SHAPED_BUDGETS * budget:
+        return room
+    plans = [_fit(plan, room, budget) for plan in _plans(num_missing, budget, rate, link)]
+    return min(plans, key=lambda plan: finish_s(plan, context, lag_s, rate, link))[0]
+
+
+def tail_chunk(num_missing: int, *, room: int, budget: int) -> int:
+    """Without a measured link: the last chunk is a quarter of the budget."""
+    return _tail_plan(num_missing, room, budget)[0]
+
+
+def lag_after(num_tokens: int, context: int, lag_s: float, rate: PrefillRate, link: Link) -> float:
+    """How long pulls still take when this chunk is computed, its own among them."""
+    computed_s = rate.seconds(num_tokens, context, num_tokens)
+    return max(0.0, lag_s - computed_s) + link.latency_s + num_tokens * link.token_s
+
+
+def finish_s(
+    plan: Sequence[int], context: int, lag_s: float, rate: PrefillRate, link: Link
+) -> float:
+    """From now until the last chunk's blocks are at the reader."""
+    computed_s = 0.0
+    for num_tokens in plan:
+        computed_s += rate.seconds(num_tokens, context, num_tokens)
+        lag_s = lag_after(num_tokens, context, lag_s, rate, link)
+        context += num_tokens
+    return computed_s + lag_s
+
+
+def _plans(num_missing: int, budget: int, rate: PrefillRate, link: Link) -> Iterator[list[int]]:
+    yield [num_missing]
+    yield _tail_plan(num_missing, budget, budget)
+    last = _LAST_MIN
+    while last < min(budget, num_missing):
+        yield _shaped(num_missing, last, budget, rate, link)
+        last *= 2
+
+
+def _shaped(num_missing: int, last: int, budget: int, rate: PrefillRate, link: Link) -> list[int]:
+    """From the end: each chunk's pull takes as long as computing the chunk after it."""
+    sizes = [last]
+    while (left := num_missing - sum(sizes)) > 0:
+        hidden_s = max(0.0, rate.step_s + sizes[-1] * rate.token_s - link.latency_s)
+        size = budget if hidden_s >= budget * link.token_s else int(hidden_s / link.token_s)
+        sizes.append(min(left, max(size, sizes[-1])))
+    return sizes[::-1]
+
+
+def _tail_plan(num_missing: int, room: int, budget: int) -> list[int]:
+    plan, tail = [], max(1, budget // 4)
+    while num_missing:
+        size = num_missing
+        if num_missing > tail:
+            size = max(num_missing - tail, -(-num_missing // 2))
+        plan.append(min(size, room))
+        num_missing -= plan[-1]
+        room = budget
+    return plan
+
+
+def _fit(plan: list[int], room: int, budget: int) -> list[int]:
+    """The plan with no chunk over what its step has room for."""
+    fitted: list[int] = []
+    for size in plan:
+        while size:
+            fitted.append(min(size, budget if fitted else room))
+            size -= fitted[-1]
+    return fitted

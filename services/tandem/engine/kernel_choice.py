@@ -1,0 +1,66 @@
+"""Which kernels compute a model on a device: what was asked for, or the fastest that there is."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+from typing import Literal
+
+import torch
+
+from tandem.config import EngineConfig
+from tandem.engine.native_decoder import why_not_native
+from tandem.errors import ConfigError
+from tandem.models.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+Choice = Literal["native", "torch", "triton"]
+
+
+def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfig) -> Choice:
+    """Raises ConfigError where what was asked for cannot be; says loudly when torch computes
+    because there is nothing faster."""
+    fastest: Choice = "triton" if device.type == "cuda" else "native"
+    chosen = fastest if config.kernels == "auto" else config.kernels
+    reason = _why_not(chosen, config, device, model)
+    if reason and config.kernels != "auto":
+        raise ConfigError(f"there are no {chosen} kernels for this: {reason}")
+    if config.weights == "int8" and (reason or chosen != "native"):
+        raise ConfigError(f"int8 weights need the native kernels: {reason or f'not {chosen}'}")
+    if reason:
+        log.warning("torch computes, several times slower than %s kernels: %s", chosen, reason)
+        return "torch"
+    return chosen
+
+
+def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: ModelConfig) -> str:
+    if chosen == "native":
+        return f"the device is {device.type}" if device.type != "cpu" else why_not_native(model)
+    return why_not_triton(device, config.numerics) if chosen == "triton" else ""
+
+
+def why_not_triton(device: torch.device, numerics: str) -> str:
+    """Why the Triton kernels cannot run there; empty if they can."""
+    if numerics == "invariant":
+        return "the invariant numerics are torch's and the native kernels'"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type != "cuda":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return ""
+        return f"the device is {device.type}, and Triton's interpreter is off (TRITON_INTERPRET=1)"
+    return _why_no_launcher()
+
+
+def _why_no_launcher() -> str:
+    """Triton compiles a launcher in C at a kernel's first launch, and looks for its compiler as
+    here (triton/runtime/build.py); without one every launch would raise."""
+    named = os.environ.get("CC")
+    compilers = ("gcc", "clang") if named is None else (named,)
+    if any(shutil.which(compiler) for compiler in compilers):
+        return ""
+    sought = "gcc and clang, and CC is not set" if named is None else f"CC, which is {named!r}"
+    return f"Triton needs a C compiler and finds none: looked for {sought}"

@@ -1,0 +1,75 @@
+"""The KV block layout, and nothing else: one block of all layers is one span of memory.
+
+    [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]     (2: K, then V)
+
+A block is one transfer descriptor, and so is a tensor-parallel rank's share of it (its heads).
+This module is the one place that knows the order; it stands on no tensor library, so that the
+transfer code can use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config import EngineConfig
+from tandem.errors import ConfigError
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Shape of one KV group's pool. Sizes count tokens, heads and elements, bytes where named."""
+
+    num_blocks: int
+    num_kv_heads: int
+    num_layers: int
+    block_size: int
+    head_dim: int
+    dtype: str  # a key of DTYPE_BYTES
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int, int]:
+        return (
+            self.num_blocks,
+            self.num_kv_heads,
+            self.num_layers,
+            2,
+            self.block_size,
+            self.head_dim,
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        elements = self.num_kv_heads * self.num_layers * 2 * self.block_size * self.head_dim
+        return elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def offset(self, block_id: int) -> int:
+        """Bytes from the start of the pool to the block."""
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block {block_id} is not in a pool of {self.num_blocks} blocks")
+        return block_id * self.block_bytes
+
+    def describe(self) -> str:
+        """The part of the compatibility contract that layout decides (not the pool's size)."""
+        return (
+            f"block-major heads={self.num_kv_heads} layers={self.num_layers} "
+            f"block={self.block_size} head_dim={self.head_dim} dtype={self.dtype}"
+        )
+
+
+def num_blocks_of(config: EngineConfig, block_bytes: int) -> int:
+    """How large the settings want the pool. Raises ConfigError when not even one block fits."""
+    if config.num_blocks is not None:
+        num_blocks, given = config.num_blocks, f"num_blocks is {config.num_blocks}"
+    else:
+        num_blocks = config.kv_bytes_max // block_bytes
+        given = f"kv_bytes_max is {config.kv_bytes_max}, and a block takes {block_bytes} bytes"
+    if num_blocks < 1:
+        raise ConfigError(f"{given}; the KV pool needs at least one block")
+    return num_blocks

@@ -1,0 +1,320 @@
+"""The same decoder as model.py, computed by C++ on the CPU (kernels/tandem_kernels/native).
+
+Sums are fp32; weights stay as the checkpoint has them (bf16 or fp32) or become int8 with a scale
+for each output. Activations are fp32, too, but rounded to bf16 for products with bf16 weights where
+the processor multiplies those as they are. Every output is summed in one order, whatever shares the
+step, so a sequence's tokens depend on itself alone: this is both the fast and the invariant path.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandem.engine.batch import StepBatch
+from tandem.engine.model import rope_frequencies
+from tandem.engine.pool_memory import own_pages
+from tandem.engine.weights import LayerWeights, Linear, ModelWeights
+from tandem.models.config import ModelConfig
+from tandem_kernels.native.library import (
+    PANEL,
+    Kind,
+    Layer,
+    Library,
+    Matrix,
+    Model,
+    Stage,
+    Step,
+    address,
+    load,
+    packed_bytes,
+)
+from tandem_kernels.rope import rotary_angles
+from tandem_kernels.sampling import Draw, sample
+
+_KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
+_ANGLES_MIN = 2048
+_INPUTS = ("token_ids", "slots", "positions", "spans", "block_tables", "logit_rows")
+
+
+def why_not_native(config: ModelConfig) -> str:
+    """Why a model cannot be computed by it; empty if it can."""
+    if load() is None:
+        return "they were not built (no C++ compiler at install?)"
+    if config.head_dim % PANEL:
+        return f"the head size {config.head_dim} is not a multiple of {PANEL}"
+    return ""
+
+
+class NativeDecoder:
+    """`forward` is not to be called from two threads at once."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        *,
+        num_threads: int,
+        int8: bool = False,
+        instructions: str | None = None,
+    ) -> None:
+        """Packs the weights; only the embedding's tensor is kept."""
+        library = load()
+        assert library is not None
+        self._library: Library = library
+        self._config = config
+        self._int8 = int8
+        self._instructions = instructions
+        self._kept: list[Any] = []  # what the structs point to
+        self._angles = _AngleTable(config)
+        self._panels = np.frombuffer(own_pages(self._packed_bytes(weights)), np.uint8)
+        self._num_packed = 0
+        self._results = _Results(0, config.vocab_size)
+        self._kv: torch.Tensor | None = None
+        layers = (Layer * config.num_layers)(*map(self._layer, weights.layers))
+        embedding = weights.embedding.contiguous()
+        self._kept += [layers, embedding]
+        self._model = Model(
+            layers=layers,
+            final_norm=self._floats(weights.final_norm),
+            embedding=embedding.data_ptr(),
+            output=self._matrix((Linear(weights.output, None),)),
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            inner=config.intermediate_size,
+            vocab=config.vocab_size,
+            embedding_kind=_KINDS[embedding.dtype],
+            norm_eps=config.rms_norm_eps,
+            num_threads=num_threads,
+        )
+        self._decoder = library.create(self._model, instructions)
+        self.instructions = library.instructions(instructions)
+
+    @property
+    def multiplies_bf16(self) -> bool:
+        """As it is, not widened to fp32 first."""
+        return self._library.packed_kind(Kind.BF16, self._instructions) is Kind.BF16_PAIRS
+
+    def __del__(self) -> None:
+        if decoder := getattr(self, "_decoder", 0):
+            self._library.destroy(decoder)
+
+    def forward(
+        self,
+        batch: StepBatch,
+        kv: torch.Tensor,
+        on_kv_written: Callable[[], object] | None = None,
+    ) -> torch.Tensor:
+        """Writes the tokens' KV into the pool `kv`, of BlockLayout's shape; fp32 logits [slices
+        that want them, vocab], good until the next call. `on_kv_written` is called when all KV is
+        in the pool."""
+        if self._kv is not kv:  # the same in every step: asking a tensor takes long
+            self._kv = kv
+            self._pool = (kv.data_ptr(), kv.shape[4], _KINDS[kv.dtype])
+        pool, block_size, kv_kind = self._pool
+        inputs = _Inputs(batch, block_size)
+        self._angles.reach(inputs.positions_end)
+        results = self._results = self._results.of(inputs.num_logit_rows)
+        step = Step(
+            **inputs.addresses,
+            cosines=self._angles.cosines,
+            sines=self._angles.sines,
+            kv=pool,
+            logits=results.logits_address,
+            most_likely=results.most_likely.buffer_info()[0],
+            num_rows=inputs.num_rows,
+            num_spans=len(batch.slices),
+            num_logit_rows=inputs.num_logit_rows,
+            block_size=block_size,
+            kv_kind=kv_kind,
+        )
+        self._library.to_last_kv(self._decoder, step)
+        if on_kv_written is not None:
+            on_kv_written()
+        self._library.to_logits(self._decoder, step)
+        return results.logits
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """A token id for each row of the last step's logits."""
+        return sample(logits, draws, self._results.most_likely.tolist())
+
+    def take_stages(self) -> dict[Stage, float]:
+        """Seconds spent in each stage since the last time."""
+        return self._library.take_stages(self._decoder)
+
+    def _layer(self, weights: LayerWeights) -> Layer:
+        return Layer(
+            attention_norm=self._floats(weights.attention_norm),
+            q_norm=self._floats(weights.q_norm),
+            k_norm=self._floats(weights.k_norm),
+            mlp_norm=self._floats(weights.mlp_norm),
+            qkv=self._matrix(weights.qkv),
+            attention_out=self._matrix((weights.attention_out,)),
+            gate_up=self._matrix(self._gate_up(weights.gate_up)),
+            down=self._matrix((weights.down,)),
+        )
+
+    def _packed_bytes(self, weights: ModelWeights) -> int:
+        """Of all matrices: they lie one after another, in huge pages where the system has them."""
+
+        def of(parts: Sequence[Linear], *, in_turn: int = 1) -> int:
+            kind = self._kind(parts[0].weight)
+            num_out, num_in = sum(len(part.weight) for part in parts), parts[0].weight.shape[1]
+            if kind is not Kind.BF16_PAIRS:
+                in_turn = 1
+            return in_turn * packed_bytes((num_out // in_turn, num_in), kind)
+
+        return of((Linear(weights.output, None),)) + sum(
+            of(layer.qkv)
+            + of((layer.attention_out,))
+            + of(layer.gate_up, in_turn=2)  # as `_gate_up` lays them out
+            + of((layer.down,))
+            for layer in weights.layers
+        )
+
+    def _kind(self, weight: torch.Tensor) -> Kind:
+        kind = Kind.I8 if self._int8 else _KINDS[weight.dtype]
+        return self._library.packed_kind(kind, self._instructions)
+
+    def _gate_up(self, parts: Sequence[Linear]) -> Sequence[Linear]:
+        """In pairs (decoder.h) panels of gates and of ups take turns; they come as two, or as one
+        with the rows of both."""
+        if self._kind(parts[0].weight) is not Kind.BF16_PAIRS:
+            return parts
+        weights = [half for part in parts for half in part.weight.chunk(3 - len(parts))]
+        biases = [
+            half
+            for part in parts
+            if part.bias is not None
+            for half in part.bias.chunk(3 - len(parts))
+        ]
+        return (Linear(_in_turn(weights), _in_turn(biases) if biases else None),)
+
+    def _matrix(self, parts: Sequence[Linear]) -> Matrix:
+        """The rows of all parts, one below the other."""
+        weight = parts[0].weight if len(parts) == 1 else torch.cat([p.weight for p in parts])
+        weight = weight.contiguous()
+        num_out, num_in = weight.shape
+        kind = self._kind(weight)
+        num_bytes = packed_bytes((num_out, num_in), kind)
+        panels = self._panels[self._num_packed :][:num_bytes]
+        self._num_packed += num_bytes
+        scales = self._library.pack(
+            weight.data_ptr(), _KINDS[weight.dtype], (num_out, num_in), kind, panels
+        )
+        biases = [p.bias for p in parts if p.bias is not None]
+        self._kept += [panels, scales]
+        return Matrix(
+            panels=address(panels),
+            scales=address(scales),
+            bias=self._floats(torch.cat(biases)) if biases else None,
+            num_in=num_in,
+            num_out=num_out,
+            kind=kind,
+        )
+
+    def _floats(self, tensor: torch.Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        floats = tensor.float().contiguous()
+        self._kept.append(floats)
+        return floats.data_ptr()
+
+
+def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A panel of outputs of each, the next of each, ...; zeros where the last one has fewer."""
+    rest = -len(tensors[0]) % PANEL
+    panels = [
+        torch.cat([tensor, tensor.new_zeros(rest, *tensor.shape[1:])]).view(
+            -1, PANEL, *tensor.shape[1:]
+        )
+        for tensor in tensors
+    ]
+    return torch.stack(panels, 1).flatten(0, 2)
+
+
+class _AngleTable:
+    """Of all positions up to twice the furthest one seen: computing them anew takes longer than
+    looking them up, and a position's bits would depend on those beside it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._frequencies = rope_frequencies(config)
+        scaling = config.rope_scaling
+        self._scale = scaling.attention_factor if scaling else 1.0
+        self._size = 0
+        self.reach(_ANGLES_MIN)
+
+    def reach(self, positions_end: int) -> None:
+        """Lets `cosines` and `sines`, addresses of [positions, head_dim / 2] each, have those
+        before `positions_end`."""
+        if positions_end <= self._size:
+            return
+        self._size = 1 << (positions_end - 1).bit_length()
+        angles = rotary_angles(torch.arange(self._size), self._frequencies, self._scale)
+        self._tables = [each.squeeze(1).contiguous() for each in angles]
+        self.cosines, self.sines = (table.data_ptr() for table in self._tables)
+
+
+class _Results:
+    """Of a step: megabytes, which the system would find and zero again for every step."""
+
+    def __init__(self, num_rows: int, vocab: int, room: torch.Tensor | None = None) -> None:
+        """`room` of one before, used again if it is large enough."""
+        if room is None or len(room) < num_rows * vocab:
+            room = torch.frombuffer(own_pages(max(1, num_rows) * vocab * 4), dtype=torch.float32)
+        self._room = room
+        self._vocab = vocab
+        self.logits = room[: num_rows * vocab].view(num_rows, vocab)
+        self.logits_address = self.logits.data_ptr()
+        self.most_likely = array("i", bytes(4 * num_rows))
+
+    def of(self, num_rows: int) -> _Results:
+        """In the same memory."""
+        if num_rows == len(self.most_likely):
+            return self
+        return _Results(num_rows, self._vocab, self._room)
+
+
+class _Inputs:
+    """A step's batch as arrays of int32: rows are its tokens, sequence after sequence.
+
+    Made from lists, and all in one: a step of one token, which all other costs are seen beside, has
+    them sooner.
+    """
+
+    def __init__(self, batch: StepBatch, block_size: int) -> None:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans: list[int] = []
+        tables: list[int] = []
+        logit_rows: list[int] = []
+        for piece in batch.slices:
+            table = piece.block_table
+            places = range(piece.context_len - piece.num_tokens, piece.context_len)
+            spans += (len(token_ids), piece.num_tokens, piece.context_len, len(tables))
+            token_ids += piece.token_ids
+            positions += places
+            slots += [table[at // block_size] * block_size + at % block_size for at in places]
+            tables += table[: -(-piece.context_len // block_size)]
+            if piece.wants_logits:
+                logit_rows.append(len(token_ids) - 1)
+        self.num_rows = len(token_ids)
+        self.num_logit_rows = len(logit_rows)
+        self.positions_end = max(piece.context_len for piece in batch.slices)
+        self._numbers = array("i")  # OverflowError beyond what an int32 holds
+        first = []
+        for part in (token_ids, slots, positions, spans, tables, logit_rows):
+            first.append(len(self._numbers))
+            self._numbers.extend(part)
+        start = self._numbers.buffer_info()[0]
+        self.addresses = dict(
+            zip(_INPUTS, [start + at * self._numbers.itemsize for at in first], strict=True)
+        )

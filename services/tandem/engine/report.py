@@ -1,0 +1,111 @@
+"""What happened on an engine since its last report, gathered until the step's end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tandem.engine.sequence import Sequence, Status
+from tandem.engine.types import (
+    Admitted,
+    FinalBlocks,
+    Held,
+    Mode,
+    NewTokens,
+    Prefilled,
+    Reserved,
+    StepReport,
+)
+
+
+class PendingReport:
+    def __init__(self) -> None:
+        self._report = StepReport()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something waits to be told, also when the model has nothing to compute."""
+        report = self._report
+        return bool(
+            report.new_tokens
+            or report.reserved
+            or report.final_blocks
+            or report.prefilled
+            or report.held
+        )
+
+    @property
+    def starts_a_transfer(self) -> bool:
+        return bool(self._report.reserved or self._report.final_blocks)
+
+    def admitted(self, sequence: Sequence) -> None:
+        self._report.admitted.append(Admitted(sequence.sequence_id, time.monotonic()))
+        if sequence.status is Status.AWAITING_KV:
+            missing = sequence.block_table[sequence.num_stored_blocks :]
+            self.reserved(sequence.sequence_id, sequence.num_computed_tokens, missing)
+        if sequence.mode is Mode.FOR_PEER:
+            self.final_blocks(sequence)
+
+    def reserved(self, sequence_id: str, num_cached_tokens: int, missing: list[int]) -> None:
+        self._report.reserved.append(Reserved(sequence_id, num_cached_tokens, missing))
+
+    def held(self, sequence_id: str, block_table: list[int], first_wanted_block: int) -> None:
+        """A chain is held: what of it the reader wants, and how much there is."""
+        if wanted := block_table[first_wanted_block:]:
+            self._report.final_blocks.append(FinalBlocks(sequence_id, first_wanted_block, wanted))
+        self._report.held.append(Held(sequence_id, len(block_table)))
+
+    def computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """Told before the sequence moves on, so that its last chunk still counts as prefill."""
+        before = sequence.num_computed_tokens
+        context_tokens = num_tokens * before + num_tokens * (num_tokens - 1) // 2
+        if sequence.in_decode:
+            self._report.num_decode_tokens += num_tokens
+            self._report.num_decode_context_tokens += context_tokens
+        else:
+            self._report.num_prefill_tokens += num_tokens
+            self._report.num_prefill_context_tokens += context_tokens
+
+    def final_blocks(self, sequence: Sequence) -> None:
+        """Reports what became final of a FOR_PEER sequence and its reader wants."""
+        first = sequence.num_reported_blocks
+        block_ids = sequence.block_table[first : sequence.num_final_blocks]
+        if block_ids:
+            sequence.num_reported_blocks = sequence.num_final_blocks
+            self._report.final_blocks.append(FinalBlocks(sequence.sequence_id, first, block_ids))
+
+    def tell_final(self, on_final: Callable[[list[FinalBlocks]], object] | None) -> None:
+        """Hands over the blocks that became final, ahead of the report they would be in."""
+        final_blocks = self._report.final_blocks
+        if on_final is not None and final_blocks:
+            self._report.final_blocks = []
+            on_final(final_blocks)
+
+    def prefilled(self, sequence: Sequence, token_id: int) -> None:
+        self._report.prefilled.append(
+            Prefilled(sequence.sequence_id, token_id, sequence.num_cached_tokens or 0)
+        )
+
+    def tokens(self, sequence: Sequence, token_ids: list[int], finish_reason: str) -> None:
+        self._report.new_tokens.append(
+            NewTokens(
+                sequence_id=sequence.sequence_id,
+                token_ids=token_ids,
+                finish_reason=finish_reason,
+                num_cached_tokens=sequence.num_cached_tokens or 0,
+                num_preemptions=sequence.num_preemptions,
+            )
+        )
+
+    def forget(self, sequence_id: str) -> None:
+        """Nothing is told of the sequence any more that was not told yet."""
+        report = self._report
+        report.new_tokens = [new for new in report.new_tokens if new.sequence_id != sequence_id]
+        report.admitted = [a for a in report.admitted if a.sequence_id != sequence_id]
+        report.reserved = [r for r in report.reserved if r.sequence_id != sequence_id]
+        report.final_blocks = [f for f in report.final_blocks if f.sequence_id != sequence_id]
+        report.held = [held for held in report.held if held.sequence_id != sequence_id]
+
+    def take(self) -> StepReport:
+        report, self._report = self._report, StepReport()
+        return report

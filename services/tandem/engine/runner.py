@@ -1,0 +1,187 @@
+"""A model with its KV pool on one device: a step's batch in, logits out.
+
+Decides device, dtypes and kernels from the settings and the hardware, loads the weights, owns the
+pool. Knows no scheduling: which blocks a sequence has is said in the batch, and believed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from tandem.config import EngineConfig
+from tandem.dtypes import compute_dtype, cpu_has_bfloat16
+from tandem.engine.batch import StepBatch
+from tandem.engine.kernel_choice import choose_kernels
+from tandem.engine.layout import BlockLayout
+from tandem.engine.native_decoder import NativeDecoder
+from tandem.engine.pool_memory import own_pages, size_shared
+from tandem.engine.torch_steps import TorchSteps
+from tandem.engine.weights import load_weights
+from tandem.errors import ConfigError
+from tandem.memory import Memory, read_memory, why_too_much, worker_need
+from tandem.models.source import ModelFolder
+from tandem_kernels.sampling import Draw
+
+if TYPE_CHECKING:
+    from tandem.engine.triton_steps import TritonSteps
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# Up to so many tokens a step waits for the weights, and the native kernels read them faster; beyond
+# it hardware that multiplies bfloat16 (arm64's; of x86's they do themselves) does so several times
+# faster than they multiply fp32.
+_NATIVE_TOKENS_MAX = 16
+# Of fp32 these compute the bits that others do: the same code.
+_FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
+
+
+class ModelRunner:
+    """`forward` may be called after `allocate`; not from two threads at once."""
+
+    kv: torch.Tensor  # the pool, of layout().shape; see `allocate`
+
+    def __init__(
+        self, folder: ModelFolder, config: EngineConfig, *, pool_fd: int | None = None
+    ) -> None:
+        """`pool_fd`: a memfd for the pool of a CPU, so that its maker can map it, too.
+
+        Raises ConfigError for settings that this machine or model cannot follow, and
+        UnsupportedModel for a checkpoint that does not fit its config."""
+        torch.set_num_threads(config.num_threads)
+        self.device = _choose_device(config.device)
+        dtype_name = compute_dtype(config, has_bfloat16=has_bfloat16(self.device))
+        self.kv_dtype_name = dtype_name if config.kv_dtype == "auto" else config.kv_dtype
+        self.max_model_len = _choose_max_model_len(config, folder.config.max_model_len)
+        self.vocab_size = folder.config.vocab_size
+        self._model_config = folder.config
+        self._block_size = config.block_size
+        self._pool_fd = pool_fd
+        kernels = choose_kernels(config, self.device, folder.config)
+        int8 = config.weights == "int8"
+        self.dtype_name = f"{dtype_name}+int8" if int8 else dtype_name
+        self.numerics_name: str = config.numerics
+        self.tokens_per_step = _tokens_per_step(self.device)
+        need = worker_need(config, folder, dtype=dtype_name, kernels=kernels)
+        if too_much := why_too_much(need, 1, _free_memory(self.device)):
+            raise ConfigError(too_much)
+        weights = load_weights(
+            folder.weight_files, folder.config, dtype=_DTYPES[dtype_name], device=self.device
+        )
+        self._small: NativeDecoder | TorchSteps | TritonSteps
+        self._large: NativeDecoder | TorchSteps | TritonSteps
+        self._triton: TritonSteps | None = None
+        if kernels == "triton":
+            from tandem.engine.triton_steps import TritonSteps  # Triton is not on every machine
+
+            self._small = self._large = self._triton = TritonSteps(
+                folder.config,
+                weights,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.max_model_len,
+            )
+        elif kernels == "native":
+            self._small = self._large = native = NativeDecoder(
+                folder.config, weights, num_threads=config.num_threads, int8=int8
+            )
+            if config.numerics == "invariant":  # the bits are one instruction set's
+                name = native.instructions or ""
+                self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
+            widens = dtype_name == "bfloat16" and not native.multiplies_bf16
+            if widens and has_bfloat16(self.device) and not int8:
+                self._large = TorchSteps(folder.config, weights, config.numerics)
+        else:
+            self._small = self._large = TorchSteps(folder.config, weights, config.numerics)
+
+    @property
+    def native(self) -> NativeDecoder | None:
+        """What computes the small steps, if compiled: it knows where their time goes."""
+        return self._small if isinstance(self._small, NativeDecoder) else None
+
+    def layout(self, num_blocks: int) -> BlockLayout:
+        return BlockLayout(
+            num_blocks=num_blocks,
+            num_kv_heads=self._model_config.num_kv_heads,
+            num_layers=self._model_config.num_layers,
+            block_size=self._block_size,
+            head_dim=self._model_config.head_dim,
+            dtype=self.kv_dtype_name,
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Makes the pool, zeroed: blocks are read whole, and only finite numbers may be masked.
+
+        Raises ConfigError when there is no memory for it.
+        """
+        layout = self.layout(num_blocks)
+        dtype = _DTYPES[layout.dtype]
+        if self.device.type == "cpu":
+            pages = own_pages if self._pool_fd is None else partial(size_shared, self._pool_fd)
+            memory = torch.frombuffer(pages(layout.pool_bytes), dtype=torch.uint8)
+            self.kv = memory.view(dtype).view(layout.shape)
+        else:
+            self.kv = torch.zeros(layout.shape, dtype=dtype, device=self.device)
+        if self._triton is not None:
+            self._triton.prepare(self.kv)
+
+    def forward(
+        self, batch: StepBatch, on_kv_written: Callable[[], object] | None = None
+    ) -> torch.Tensor:
+        """Computes the batch's tokens and stores their KV in the pool.
+
+        Calls `on_kv_written` once, as soon as all their KV is in the pool for everybody to read.
+        Answers fp32 logits [slices that want them, vocab], in the order of the slices; they are
+        good until the next step.
+        """
+        self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
+        return self._last.forward(batch, self.kv, on_kv_written)
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """One token id for each row of the last step's logits."""
+        return self._last.sample(logits, draws)
+
+
+def _choose_device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, and torch finds no CUDA device; use cpu")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def _tokens_per_step(device: torch.device) -> int:
+    """On CUDA 16 for each multiprocessor, down to a power of 2: a product with 4,096 columns then
+    has about four tiles of 128 x 128 for each (H100: 2,048, A100: 1,024)."""
+    if device.type != "cuda":
+        return 512
+    wanted = 16 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(512, 1 << (int(wanted).bit_length() - 1))
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware multiplies bfloat16; elsewhere it is emulated, slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return cpu_has_bfloat16()
+
+
+def _free_memory(device: torch.device) -> Memory:
+    if device.type != "cuda":
+        return read_memory()
+    return Memory("the GPU", *torch.cuda.mem_get_info(device))
+
+
+def _choose_max_model_len(config: EngineConfig, trained_for: int) -> int:
+    if config.max_model_len is None:
+        return trained_for
+    if not 1 <= config.max_model_len <= trained_for:
+        raise ConfigError(
+            f"max-model-len {config.max_model_len} is not within 1 to {trained_for}, "
+            "the context that the model was trained for"
+        )
+    return config.max_model_len

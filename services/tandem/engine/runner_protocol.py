@@ -1,0 +1,49 @@
+"""What an engine runs steps on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from tandem.engine.batch import StepBatch
+from tandem.engine.layout import BlockLayout
+from tandem_kernels.sampling import Draw
+
+
+class Runner(Protocol):
+    """What computes: a model and the tensor of its KV pool."""
+
+    @property
+    def dtype_name(self) -> str: ...
+
+    @property
+    def numerics_name(self) -> str: ...
+
+    @property
+    def kv_dtype_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The token budget of a step that suits the device."""
+
+    def layout(self, num_blocks: int) -> BlockLayout: ...
+
+    def allocate(self, num_blocks: int) -> None: ...
+
+    def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
+        """Writes the KV of the batch's tokens; fp32 logits [slices that want them, vocab].
+
+        `on_kv_written` is called once, as soon as all of it is in the pool. None: nobody waits for
+        it, and the device may still be at work when this returns."""
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """A token id for each row of the last step's logits [n, vocab]; waits for the device."""

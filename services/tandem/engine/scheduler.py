@@ -1,0 +1,296 @@
+"""What the next step computes, who gets blocks for it, and who has to give his back.
+
+It knows sequences and the block pool, no tensors. A step's token budget goes to decode first, then
+to prefill in the order of arrival, in chunks that delay those who decode by no more than is wanted
+(pace.py); then waiting sequences are admitted, oldest first.
+
+Blocks: admission reserves all that a sequence's tokens need, or the sequence waits and holds
+nothing. While it decodes it takes one more when its last is full; when the pool has none, the
+youngest running sequence is preempted: it gives its blocks back, waits again by its age, and
+computes them again. Never preempted: AWAITING_KV (reads are in flight) and FOR_PEER (a reader
+trusts its blocks). One that awaits its prefix only (`prefix_blocks`) was admitted with all its
+blocks too; after that it is like any other, and preempted it awaits nothing any more.
+
+Why two sequences cannot preempt each other for ever: nobody takes blocks from an older one, for who
+finds no younger victim preempts himself; waiting sequences are admitted by age, so nobody younger
+comes in before him; and an admitted sequence makes at least one token before it can need another
+block. So the oldest of all gets on with every admission, and it waits only for blocks that are
+lent to peers or awaited, whose leases have deadlines.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from tandem.cost_model import token_contexts
+from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.chunking import Link, lag_after, next_chunk, tail_chunk
+from tandem.engine.pace import Pace, StepWork
+from tandem.engine.seats import Seats
+from tandem.engine.sequence import Sequence, Status
+from tandem.engine.types import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `num_tokens` missing tokens of a sequence."""
+
+    sequence: Sequence
+    num_tokens: int
+    samples: bool  # whether a token follows: nothing is missing after this chunk
+
+    @property
+    def slice(self) -> SequenceSlice:
+        sequence = self.sequence
+        start = sequence.num_computed_tokens
+        end = start + self.num_tokens
+        return SequenceSlice(
+            token_ids=sequence.token_ids[start:end],
+            context_len=end,
+            block_table=sequence.block_table,
+            wants_logits=self.samples,
+        )
+
+
+@dataclass(slots=True)
+class Schedule:
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    work: StepWork = field(default_factory=StepWork)
+
+    @property
+    def batch(self) -> StepBatch:
+        return StepBatch([chunk.slice for chunk in self.chunks])
+
+    @property
+    def num_tokens(self) -> int:
+        return self.work.prefill_tokens + self.work.decode_tokens
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        samples = num_tokens == sequence.num_missing_tokens
+        self.chunks.append(Chunk(sequence, num_tokens, samples))
+        contexts = token_contexts(num_tokens, sequence.num_computed_tokens)
+        if sequence.in_decode:
+            self.work.decode_tokens += num_tokens
+            self.work.decode_contexts += contexts
+        else:
+            self.work.prefill_tokens += num_tokens
+            self.work.prefill_contexts += contexts
+
+
+class Scheduler:
+    """Queues of one engine. `waiting` and `running` are sorted by arrival."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        pace: Pace,
+        seats: Seats,
+        *,
+        max_num_seqs: int,
+        max_tokens_per_step: int,
+        bytes_per_token: float,
+    ) -> None:
+        """`bytes_per_token` is of KV."""
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.awaiting: list[Sequence] = []
+        self._pool = pool
+        self._pace = pace
+        self._seats = seats
+        self._max_num_seqs = max_num_seqs
+        self._max_tokens = max_tokens_per_step
+        self._bytes_per_token = bytes_per_token
+
+    def enqueue(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        insort(self.waiting, sequence, key=_arrival)
+
+    def start(self, sequence: Sequence) -> None:
+        """A sequence that has all its blocks, and awaits none of them, joins the running ones."""
+        self.withdraw(sequence)
+        sequence.await_nothing()
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=_arrival)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Takes the sequence out of the queue it is in; its blocks stay its own."""
+        for queue in (self.waiting, self.running, self.awaiting):
+            if sequence in queue:
+                queue.remove(sequence)
+
+    def has_work(self) -> bool:
+        return bool(self.running) or (
+            bool(self.waiting) and self._can_admit(self.waiting[0], Schedule())
+        )
+
+    def schedule(self) -> Schedule:
+        """Plans a step. Admission and preemption happen here; a chunk may be left uncomputed."""
+        schedule = Schedule()
+        preempted = self._plan_decode(schedule)
+        self._plan_prefill(schedule)
+        if not preempted:  # else blocks are short: who came in now would be the next victim
+            self._admit(schedule)
+        return schedule
+
+    def check_integrity(self, sequences: Collection[Sequence]) -> None:
+        """Raises AssertionError when a sequence is not in exactly the queue of its status."""
+        for queue, status in (
+            (self.waiting, Status.WAITING),
+            (self.running, Status.RUNNING),
+            (self.awaiting, Status.AWAITING_KV),
+        ):
+            expected = {s.sequence_id for s in sequences if s.status is status}
+            found = [s.sequence_id for s in queue]
+            assert len(found) == len(expected), f"{status.value}: {found}, expected {expected}"
+            assert set(found) == expected, f"{status.value}: {found}, expected {expected}"
+        for queue in (self.waiting, self.running):
+            arrivals = [s.arrival for s in queue]
+            assert arrivals == sorted(arrivals), f"a queue is out of order: {arrivals}"
+        for sequence in sequences:
+            held = len(sequence.block_table)
+            assert (held == 0) == (sequence.status is Status.WAITING), (
+                f"sequence {sequence.sequence_id} is {sequence.status.value} and has {held} blocks"
+            )
+
+    def _plan_decode(self, schedule: Schedule) -> bool:
+        """Answers whether somebody was preempted."""
+        num_waiting = len(self.waiting)
+        for sequence in [s for s in self.running if s.in_decode]:
+            if not self._has_room(schedule):
+                break
+            if sequence.status is Status.RUNNING and self._grow(sequence):
+                schedule.add(sequence, sequence.num_missing_tokens)
+        return len(self.waiting) > num_waiting
+
+    def _plan_prefill(self, schedule: Schedule) -> None:
+        for sequence in self.running:
+            if not sequence.in_decode:
+                self._add_chunk(schedule, sequence)
+
+    def _admit(self, schedule: Schedule) -> None:
+        while self.waiting and self._can_admit(self.waiting[0], schedule):
+            sequence = self.waiting[0]
+            reservation = self._pool.reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
+            assert reservation is not None
+            sequence.hold(reservation.block_table, reservation.num_cached_blocks)
+            schedule.admitted.append(sequence)
+            if sequence.lacks_kv:
+                self.withdraw(sequence)
+                sequence.status = Status.AWAITING_KV
+                self.awaiting.append(sequence)
+                continue
+            self.start(sequence)
+            self._add_chunk(schedule, sequence)
+
+    def _can_admit(self, sequence: Sequence, schedule: Schedule) -> bool:
+        """Whether there is a seat and all its blocks, beside what is planned already.
+
+        Who will decode here waits until each step has a place for him and for all who came before:
+        else those who await KV would, as it comes, keep prompts out of every step. What is for a
+        peer waits for nobody who awaits: two workers may work for each other.
+        """
+        if sequence.mode is not Mode.FOR_PEER:
+            seat = len(self.running) + len(self.awaiting) < self._max_num_seqs
+        else:
+            queue = self.awaiting if sequence.may_await_kv else self.running
+            seat = len(queue) < self._max_num_seqs
+        if not sequence.may_await_kv:
+            seat = seat and self._room(schedule, 0) > 0
+        if self._seats.is_limited and sequence.mode is not Mode.FOR_PEER:
+            seat = seat and self._num_seated < self._seats.num
+        return seat and self._pool.can_reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Of prefill in a step, at a prompt's start, beside those who decode now."""
+        decoding = [s for s in self.running if s.in_decode]
+        contexts = sum(s.num_computed_tokens for s in decoding)
+        work = StepWork(decode_tokens=len(decoding), decode_contexts=contexts)
+        return self._room(Schedule(work=work), 0)
+
+    @property
+    def _num_seated(self) -> int:
+        """Who decodes here, or will as soon as its KV is there."""
+        return sum(s.mode is not Mode.FOR_PEER for s in (*self.running, *self.awaiting))
+
+    def _has_room(self, schedule: Schedule) -> bool:
+        return schedule.num_tokens < self._max_tokens and len(schedule.chunks) < self._max_num_seqs
+
+    def _room(self, schedule: Schedule, context: int) -> int:
+        """Tokens that the step has left for a chunk after `context` others."""
+        room = self._max_tokens - schedule.num_tokens
+        in_time = self._pace.chunk_max(schedule.work, context)
+        return max(0, room if in_time is None else min(room, in_time))
+
+    def _add_chunk(self, schedule: Schedule, sequence: Sequence) -> None:
+        room = self._room(schedule, sequence.num_computed_tokens)
+        if not room or len(schedule.chunks) >= self._max_num_seqs:
+            return
+        if sequence.mode is Mode.FOR_PEER:
+            schedule.add(sequence, self._chunk_for_peer(sequence, room))
+        else:
+            schedule.add(sequence, min(sequence.num_missing_tokens, room))
+
+    def computed(self, chunk: Chunk) -> None:
+        """The chunk was run; told before its sequence moves on."""
+        sequence = chunk.sequence
+        rate = self._pace.prefill_rate
+        if sequence.reader_rate is not None and rate is not None:
+            sequence.pull_lag_s = lag_after(
+                chunk.num_tokens,
+                sequence.num_computed_tokens,
+                sequence.pull_lag_s,
+                rate,
+                self._link(sequence.reader_rate),
+            )
+
+    def _link(self, reader_rate: tuple[float, float]) -> Link:
+        latency_s, bytes_per_s = reader_rate
+        return Link(latency_s, self._bytes_per_token / bytes_per_s)
+
+    def _chunk_for_peer(self, sequence: Sequence, room: int) -> int:
+        """The reader pulls a chunk while the next is computed: only the last pull is waited for."""
+        num_missing, rate = sequence.num_missing_tokens, self._pace.prefill_rate
+        if sequence.reader_rate is None or rate is None:
+            return tail_chunk(num_missing, room=room, budget=self._max_tokens)
+        return next_chunk(
+            num_missing,
+            context=sequence.num_computed_tokens,
+            lag_s=sequence.pull_lag_s,
+            room=room,
+            budget=self._max_tokens,
+            rate=rate,
+            link=self._link(sequence.reader_rate),
+        )
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Gives a decoding sequence a block for its next token if it lacks one.
+
+        False when it was preempted itself, for want of a younger one.
+        """
+        while len(sequence.block_table) < sequence.num_blocks_needed:
+            taken = self._pool.allocate(1)
+            if taken is not None:
+                sequence.block_table += taken
+                continue
+            victim = next(
+                (s for s in reversed(self.running) if s.mode is not Mode.FOR_PEER), sequence
+            )
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.withdraw(sequence)
+        self._pool.release(sequence.let_go())
+        sequence.num_preemptions += 1
+        self.enqueue(sequence)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

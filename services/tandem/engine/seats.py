@@ -1,0 +1,41 @@
+"""How many sequences may decode at once, so that each gets its next token in time. Pure.
+
+A sequence has a *seat* from when it has blocks and decodes here, or awaits its KV to do so, until
+it ends. There are as many as the decode of a step has time for, in `SEATS_SHARE` of the limit, by
+what was measured; chunks of prompts lengthen it by half at most (pace.py), and the rest is for what
+no mean foretells: of a hundred steps 99 are to be within the limit. Who finds no seat waits.
+"""
+
+from __future__ import annotations
+
+from tandem.engine.pace import Pace
+
+SEATS_SHARE = 0.5
+STEP_SHARE = 0.75  # of the limit, that a step with chunks of prompts is planned to take
+_ROUNDING = 1e-9
+
+
+class Seats:
+    """Of one engine. `itl_limit_s`: 0 limits nothing."""
+
+    def __init__(self, pace: Pace, *, max_num_seqs: int, itl_limit_s: float) -> None:
+        self._pace = pace
+        self._max_num_seqs = max_num_seqs
+        self._itl_limit_s = itl_limit_s
+
+    @property
+    def is_limited(self) -> bool:
+        return self._itl_limit_s > 0
+
+    @property
+    def num(self) -> int:
+        """At least one; all of them until decode was measured."""
+        rate = self._pace.decode_rate
+        if not self.is_limited or rate is None:
+            return self._max_num_seqs
+        left_s = SEATS_SHARE * self._itl_limit_s - rate.step_s
+        if left_s >= self._max_num_seqs * rate.sequence_s:
+            return self._max_num_seqs
+        if rate.sequence_s <= 0:  # a fitted rate may be 0
+            return 1
+        return max(1, int(left_s / rate.sequence_s + _ROUNDING))

@@ -1,0 +1,49 @@
+"""Steps on torch's own operators: any device, any dtype, either numerics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tandem.engine.batch import StepBatch
+from tandem.engine.model import Decoder
+from tandem.engine.step_inputs import make_step_inputs
+from tandem.engine.weights import ModelWeights
+from tandem.models.config import ModelConfig
+from tandem_kernels.dispatch import kernels_for
+from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.sampling import sample
+
+
+class TorchSteps:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, numerics: str) -> None:
+        self._kernels = kernels_for(weights.embedding.device.type, numerics)
+        self._decoder = Decoder(config, weights, self._kernels)
+        self._kv: torch.Tensor | None = None
+
+    sample = staticmethod(sample)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: StepBatch,
+        kv: torch.Tensor,
+        on_kv_written: Callable[[], object] | None = None,
+    ) -> torch.Tensor:
+        """As NativeDecoder.forward, on the device of `kv`."""
+        if self._kv is not kv:  # of one runner it is the same in every step
+            self._kv, self._pool = kv, KvPool(kv)
+        pool = self._pool
+        inputs = make_step_inputs(batch, pool, row_multiple=self._kernels.row_multiple)
+        if on_kv_written is None:
+            return self._decoder.forward(inputs, pool)
+        if kv.device.type != "cuda":
+            return self._decoder.forward(inputs, pool, on_kv_written)
+        # The rest of the kernels is put in the stream before waiting for the KV: the device goes on
+        # without a gap, and the wait ends when the KV is there, not when they are done.
+        written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        logits = self._decoder.forward(inputs, pool, written.record)
+        written.synchronize()
+        on_kv_written()
+        return logits

@@ -1,0 +1,104 @@
+"""Steps on the Triton kernels: decode as recorded graphs, all else launched kernel by kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.decode_graphs import DecodeGraphs
+from tandem.engine.triton_decoder import TritonDecoder
+from tandem.engine.triton_inputs import StepViews, write_step
+from tandem.engine.weights import ModelWeights
+from tandem.models.config import ModelConfig
+from tandem_kernels.sampling import Draw
+from tandem_kernels.triton.sampling import sample
+
+
+class TritonSteps:
+    """`forward` is not to be called from two threads at once."""
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self._decoder = TritonDecoder(config, weights, max_model_len)
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self._kv: torch.Tensor | None = None
+
+    @torch.inference_mode()
+    def prepare(self, kv: torch.Tensor) -> None:
+        """Compiles, tunes and records what steps over the pool `kv` need, so that no request waits
+        for it. Writes into the pool: nothing is in it yet."""
+        block_size = kv.shape[4]
+        self._kv = kv
+        self._graphs = DecodeGraphs(
+            lambda views: self._decoder.forward(views, kv),
+            num_seqs_max=self._max_num_seqs,
+            table_width=-(-self._max_model_len // block_size),
+            block_size=block_size,
+            num_blocks=kv.shape[0],
+            device=kv.device,
+        )
+        if kv.is_cuda:
+            for num_tokens in (16, min(512, self._max_model_len)):  # prefill's classes of shapes
+                blocks = list(range(min(kv.shape[0], -(-num_tokens // block_size))))
+                num_tokens = min(num_tokens, len(blocks) * block_size)
+                piece = SequenceSlice([0] * num_tokens, num_tokens, blocks, True)
+                logits, _ = self._run_mixed(StepBatch([piece]), kv, wants_event=False)
+            sample(logits, [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)])
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        token_ids: list[int] = sample(logits, draws).tolist()
+        return token_ids
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: StepBatch,
+        kv: torch.Tensor,
+        on_kv_written: Callable[[], object] | None = None,
+    ) -> torch.Tensor:
+        """As TorchSteps.forward. The logits of a decode step are overwritten by the next one.
+
+        Waits for the device only to call `on_kv_written`; without it, it waits for nothing.
+        """
+        if self._kv is not kv:
+            self.prepare(kv)
+        if self._graphs.fits(batch.slices):
+            logits = self._graphs.run(batch.slices)
+            written = _recorded_event(kv.device) if on_kv_written else None
+            if not all(piece.wants_logits for piece in batch.slices):
+                wanted = [i for i, piece in enumerate(batch.slices) if piece.wants_logits]
+                logits = logits[wanted]
+        else:
+            logits, written = self._run_mixed(batch, kv, wants_event=on_kv_written is not None)
+        if on_kv_written is not None:
+            if written is not None:
+                written.synchronize()
+            on_kv_written()
+        return logits
+
+    def _run_mixed(
+        self, batch: StepBatch, kv: torch.Tensor, *, wants_event: bool
+    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        host = write_step(batch, kv.shape[4])
+        array = host.array
+        if kv.is_cuda:
+            array = array.pin_memory().to(kv.device, non_blocking=True)
+        written: list[torch.cuda.Event | None] = []
+        logits = self._decoder.forward(
+            StepViews.of(array, host.shape),
+            kv,
+            lambda: written.append(_recorded_event(kv.device) if wants_event else None),
+        )
+        return logits, written[0]
+
+
+def _recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -1,0 +1,152 @@
+"""What goes into an engine and what one step brings out: plain data that also travels by msgspec.
+
+A sequence on an engine is in one of three modes, named by who computes its prompt:
+
+    HERE      this engine prefills and decodes it
+    AWAIT_KV  blocks for the whole prompt are reserved, then reported (`Reserved`); they are filled
+              from outside, until `commit` or `start_local_prefill` or `restart`
+    FOR_PEER  this engine prefills it, reports blocks as they become final (`FinalBlocks`) and the
+              first token (`Prefilled`), and holds every block until `remove`
+
+HERE and FOR_PEER with `prefix_blocks` that are not all cached wait first, as AWAIT_KV does, until
+`continue_prefill` says how many of them came from outside. Chains of blocks without tokens, which
+are held for a reader (`FinalBlocks`, `Held`) or adopted from a peer (`Reserved`), are in chains.py.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+
+class Mode(Enum):
+    HERE = "here"
+    AWAIT_KV = "await_kv"
+    FOR_PEER = "for_peer"
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+class SequenceSpec(msgspec.Struct, frozen=True):
+    """A sequence to run. `token_ids` is the prompt, then any tokens made elsewhere before."""
+
+    sequence_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    mode: Mode
+    sampling: SamplingParams
+    max_tokens: int  # completion tokens in all, those already in token_ids counted in
+    stop_token_ids: list[int] = []  # such a token ends the sequence and is its last token
+    cache_salt: bytes = b""
+    remote_prefill_min_tokens: int = 0  # AWAIT_KV: with fewer tokens missing, prefill here at once
+    first_wanted_block: int = 0  # FOR_PEER: blocks before it are not reported
+    prefix_blocks: int = 0  # HERE, FOR_PEER: so many first blocks are to come from a peer
+    reader_rate: tuple[float, float] | None = None  # FOR_PEER: latency_s, bytes_per_s of its pulls
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """A sequence left the queue: it has its blocks."""
+
+    sequence_id: str
+    at: float  # time.monotonic(), the same clock in all processes of a machine
+
+
+class Reserved(msgspec.Struct, frozen=True):
+    """A sequence has all its blocks and waits for KV from outside; or so does an adopted chain."""
+
+    sequence_id: str
+    num_cached_tokens: int  # a multiple of the block size
+    block_ids: list[int]  # its block table from the first missing block on
+
+
+class FinalBlocks(msgspec.Struct, frozen=True):
+    """Blocks of a FOR_PEER sequence or a held chain that will not change any more, in order,
+    without gaps."""
+
+    sequence_id: str
+    first_block: int
+    block_ids: list[int]
+
+
+class Prefilled(msgspec.Struct, frozen=True):
+    """A FOR_PEER sequence is computed whole; this is the token that follows it."""
+
+    sequence_id: str
+    first_token_id: int
+    num_cached_tokens: int = 0  # of token_ids, not computed for it: cached here or at a peer
+
+
+class Held(msgspec.Struct, frozen=True):
+    """So many of a chain's first blocks are here, and stay until `remove`."""
+
+    sequence_id: str
+    num_blocks: int
+
+
+class NewTokens(msgspec.Struct, frozen=True):
+    """Tokens that a decoding sequence made in this step, and its end if this step ended it."""
+
+    sequence_id: str
+    token_ids: list[int]
+    finish_reason: str = ""  # "", "stop" or "length"
+    num_cached_tokens: int = 0  # of the prompt, not computed for it: cached here or at a peer
+    num_preemptions: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """A sequence that ended without an answer; `code` is one of services/tandem/errors.py."""
+
+    sequence_id: str
+    code: str
+    message: str
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    num_running: int = 0
+    num_waiting: int = 0
+    num_awaiting_kv: int = 0
+    num_for_peer: int = 0
+    num_seats: int = 0  # sequences that may run or await KV at once
+    chunk_tokens: int = 0  # of prefill in a step, beside those who decode now
+    queued_tokens: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_quarantined: int = 0
+    tokens_wasted: int = 0  # slots that active sequences hold and do not fill
+
+
+class StoredBlock(msgspec.Struct, frozen=True):
+    parent_hash: bytes
+    block_hash: bytes
+
+
+class StepReport(msgspec.Struct):
+    """Everything that happened since the report before; one message between the processes."""
+
+    step: int = 0
+    step_ms: float = 0.0
+    num_prefill_tokens: int = 0
+    num_prefill_context_tokens: int = 0  # tokens before each of those, summed
+    num_decode_tokens: int = 0
+    num_decode_context_tokens: int = 0
+    admitted: list[Admitted] = []
+    reserved: list[Reserved] = []
+    final_blocks: list[FinalBlocks] = []
+    prefilled: list[Prefilled] = []
+    held: list[Held] = []
+    new_tokens: list[NewTokens] = []
+    failed: list[Failed] = []
+    stored: list[StoredBlock] = []  # parents before children
+    removed: list[bytes] = []  # children before parents
+    load: EngineLoad = EngineLoad()

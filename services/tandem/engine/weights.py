@@ -1,0 +1,202 @@
+"""A decoder's weights, from the safetensors of a Hugging Face folder.
+
+Files are mapped: a tensor that is stored in the compute dtype is never copied, and all processes
+that map it share its memory. The config names and shapes every tensor; a missing, surplus or
+wrongly shaped one is an error before anything is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tandem.errors import ConfigError, UnsupportedModel
+from tandem.models.config import ModelConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+# Tables that old checkpoints carry along; they follow from the config.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_EMBEDDING = "model.embed_tokens.weight"
+_OUTPUT = "lm_head.weight"
+_FINAL_NORM = "model.norm.weight"
+_NAMES_SHOWN_MAX = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None  # [out]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    attention_norm: torch.Tensor
+    qkv: tuple[Linear, ...]  # q, k and v, or one with the rows of all three
+    q_norm: torch.Tensor | None  # [head_dim]
+    k_norm: torch.Tensor | None
+    attention_out: Linear
+    mlp_norm: torch.Tensor
+    gate_up: tuple[Linear, ...]  # gate and up, or one with the rows of both
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    embedding: torch.Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    output: torch.Tensor  # [vocab, hidden]; the embedding itself when they are tied
+
+
+def load_weights(
+    files: Sequence[Path], config: ModelConfig, *, dtype: torch.dtype, device: torch.device
+) -> ModelWeights:
+    """Raises UnsupportedModel naming the tensors that are missing, surplus or wrongly shaped, and
+    ConfigError naming a file that cannot be read."""
+    stored = _map_files(files)
+    _check(stored, expected_shapes(config), tied=config.tie_word_embeddings)
+    builder = _Builder(stored, dtype, device)
+    embedding = builder.tensor(_EMBEDDING)
+    return ModelWeights(
+        embedding=embedding,
+        layers=tuple(builder.layer(f"model.layers.{i}") for i in range(config.num_layers)),
+        final_norm=builder.tensor(_FINAL_NORM),
+        output=embedding if config.tie_word_embeddings else builder.tensor(_OUTPUT),
+    )
+
+
+def expected_shapes(config: ModelConfig) -> Shapes:
+    """Every tensor that a checkpoint of this model must have."""
+    hidden = config.hidden_size
+    shapes: Shapes = {_EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes[_OUTPUT] = (config.vocab_size, hidden)
+    layer = _layer_shapes(config)
+    for i in range(config.num_layers):
+        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> Shapes:
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_attention_heads * head_dim, config.num_kv_heads * head_dim
+    linears = {
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.attention_out_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    shapes: Shapes = {"input_layernorm.weight": (hidden,)}
+    shapes["post_attention_layernorm.weight"] = (hidden,)
+    if config.qk_norm:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (head_dim,)
+    for name, (num_out, num_in, has_bias) in linears.items():
+        shapes[f"{name}.weight"] = (num_out, num_in)
+        if has_bias:
+            shapes[f"{name}.bias"] = (num_out,)
+    return shapes
+
+
+def _map_files(files: Sequence[Path]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no dict
+                    tensors[name] = opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
+    return tensors
+
+
+def _check(stored: dict[str, torch.Tensor], expected: Shapes, *, tied: bool) -> None:
+    missing = expected.keys() - stored.keys()
+    if missing:
+        raise UnsupportedModel(f"the checkpoint lacks {_named(missing)}, which its config implies")
+    surplus = {name for name in stored.keys() - expected.keys() if not _DERIVED.fullmatch(name)}
+    if tied:
+        surplus.discard(_OUTPUT)  # some checkpoints store the tied matrix twice
+    if surplus:
+        raise UnsupportedModel(f"the checkpoint has {_named(surplus)}, which its config denies")
+    for name, shape in expected.items():
+        tensor = stored[name]
+        if tuple(tensor.shape) != shape:
+            raise UnsupportedModel(
+                f"{name} has shape {list(tensor.shape)}; the config implies {list(shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise UnsupportedModel(f"{name} holds {tensor.dtype}, not floating-point numbers")
+
+
+def _named(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = len(ordered) - _NAMES_SHOWN_MAX
+    shown = ", ".join(ordered[:_NAMES_SHOWN_MAX])
+    return f"{shown} and {more} more tensors" if more > 0 else shown
+
+
+class _Builder:
+    """Brings tensors, by name, into the compute dtype and onto the device."""
+
+    def __init__(
+        self, stored: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._stored = stored
+        self._dtype = dtype
+        self._device = device
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._stored[name].to(device=self._device, dtype=self._dtype)
+
+    def layer(self, name: str) -> LayerWeights:
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        return LayerWeights(
+            attention_norm=self.tensor(f"{name}.input_layernorm.weight"),
+            qkv=self._joined(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+            q_norm=self._optional(f"{attention}.q_norm.weight"),
+            k_norm=self._optional(f"{attention}.k_norm.weight"),
+            attention_out=self._linear(f"{attention}.o_proj"),
+            mlp_norm=self.tensor(f"{name}.post_attention_layernorm.weight"),
+            gate_up=self._joined(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            down=self._linear(f"{mlp}.down_proj"),
+        )
+
+    def _optional(self, name: str) -> torch.Tensor | None:
+        return self.tensor(name) if name in self._stored else None
+
+    def _linear(self, name: str) -> Linear:
+        return Linear(self.tensor(f"{name}.weight"), self._optional(f"{name}.bias"))
+
+    def _joined(self, *names: str) -> tuple[Linear, ...]:
+        """One matrix for products of the same input, where it costs no copy that is not made
+        anyway: mapped tensors stay apart."""
+        first = self._stored[f"{names[0]}.weight"]
+        if first.dtype == self._dtype and first.device == self._device:
+            return tuple(self._linear(name) for name in names)
+        has_bias = f"{names[0]}.bias" in self._stored
+        return (
+            Linear(
+                self._stacked([f"{name}.weight" for name in names]),
+                self._stacked([f"{name}.bias" for name in names]) if has_bias else None,
+            ),
+        )
+
+    def _stacked(self, names: list[str]) -> torch.Tensor:
+        parts = [self._stored[name] for name in names]
+        num_rows = sum(len(part) for part in parts)
+        shape = (num_rows, *parts[0].shape[1:])
+        stacked = torch.empty(shape, dtype=self._dtype, device=self._device)
+        first = 0
+        for part in parts:
+            stacked[first : first + len(part)] = part
+            first += len(part)
+        return stacked

@@ -1,0 +1,121 @@
+"""The memory that a worker needs, and the memory that is free where it starts.
+
+    native kernels   KV pool + packed weights (+ converted weights, while they are packed)
+    other kernels    KV pool + weights in the compute dtype
+
+Weights that are stored in the compute dtype are mapped from their files. While native kernels pack
+them they do not count, because the system takes such pages back when memory is short. The launcher
+checks the sum of its workers before it starts any; each engine checks its own need before it
+allocates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tandem.config import EngineConfig
+from tandem.dtypes import DTYPE_BYTES, compute_dtype, cpu_has_bfloat16
+from tandem.models.source import ModelFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    place: str  # as a message calls it
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One worker's need. `weights_bytes` is 0 while the model is not known."""
+
+    option: str  # the one that sets the pool's size, with its value
+    pool_bytes: int
+    weights_bytes: int
+
+
+def read_memory(
+    membership: Path = Path("/proc/self/cgroup"), hierarchy: Path = Path("/sys/fs/cgroup")
+) -> Memory:
+    """The machine's memory, or the tightest cgroup's (version 2) that has less of it free."""
+    machine = psutil.virtual_memory()
+    found = [Memory("this machine", machine.available, machine.total)]
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return found[0]
+    own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), None)
+    if own is not None:
+        inner = hierarchy / own
+        for folder in (inner, *inner.parents):
+            if folder.is_relative_to(hierarchy) and (limited := _cgroup_memory(folder)):
+                found.append(limited)
+    return min(found, key=lambda memory: memory.free_bytes)
+
+
+def _cgroup_memory(folder: Path) -> Memory | None:
+    """None where there is no limit. Cached file pages count as free: the system takes them back."""
+    try:
+        limit = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such controller; "max"
+        return None
+    used -= int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+    return Memory("this container", max(0, limit - used), limit)
+
+
+def worker_need(
+    config: EngineConfig, model: ModelFolder | None, *, dtype: str = "", kernels: str = ""
+) -> Need:
+    """`dtype` and `kernels` are what an engine has chosen; default: what a CPU here would."""
+    dtype = dtype or compute_dtype(config, has_bfloat16=cpu_has_bfloat16())
+    if config.num_blocks is None:
+        option, pool_bytes = f"--kv-memory {config.kv_bytes_max}", config.kv_bytes_max
+    else:
+        option, pool_bytes = f"--num-blocks {config.num_blocks}", 0
+        if model is not None:
+            shape = model.config
+            token_elements = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+            kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
+            token_bytes = token_elements * DTYPE_BYTES[kv_dtype]
+            pool_bytes = config.num_blocks * config.block_size * token_bytes
+    if model is None:
+        return Need(option, pool_bytes, 0)
+    is_int8 = config.weights == "int8"
+    weights_bytes = _weights_bytes(model, dtype, kernels or config.kernels, is_int8=is_int8)
+    return Need(option, pool_bytes, weights_bytes)
+
+
+def _weights_bytes(model: ModelFolder, dtype: str, kernels: str, *, is_int8: bool) -> int:
+    stored = model.config.torch_dtype
+    num_weights = sum(f.stat().st_size for f in model.weight_files) // DTYPE_BYTES[stored]
+    if kernels in ("torch", "triton"):
+        return num_weights * DTYPE_BYTES[dtype]
+    converted_bytes = 0 if dtype == stored else DTYPE_BYTES[dtype]
+    packed_bytes = 1 if is_int8 else DTYPE_BYTES[dtype]
+    return num_weights * (packed_bytes + converted_bytes)
+
+
+def why_too_much(need: Need, num_workers: int, memory: Memory) -> str:
+    """One line that says what is needed, what is free and what helps; empty if it fits."""
+    needed_bytes = num_workers * (need.pool_bytes + need.weights_bytes)
+    if needed_bytes <= memory.free_bytes:
+        return ""
+    parts = f"{_gb(need.pool_bytes)} pool"
+    if need.weights_bytes:
+        parts += f" + {_gb(need.weights_bytes)} weights"
+    who = "a worker needs" if num_workers == 1 else f"{num_workers} workers need"
+    product = parts if num_workers == 1 else f"{num_workers} x ({parts})"
+    fewer = "" if num_workers == 1 else " or start fewer workers"
+    return (
+        f"{need.option}: {who} {product} = {_gb(needed_bytes)}; {memory.place} has "
+        f"{_gb(memory.free_bytes)} free. Lower {need.option.split()[0]}{fewer}"
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"

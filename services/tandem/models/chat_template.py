@@ -1,0 +1,124 @@
+"""A model's chat template: messages in, prompt text out, as transformers renders it.
+
+Templates are code that came with a model, so they run in jinja2's immutable sandbox. What
+transformers gives them stands here too: `raise_exception`, `strftime_now`, a `tojson` that leaves
+HTML characters alone, loop controls and `{% generation %}` blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tandem.errors import BadRequest, ConfigError
+
+# A template that meets a shape it does not expect fails as any Python code would.
+_PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+class ChatTemplate:
+    """One compiled template with the model's special tokens."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens`: as bos_token. Raises ConfigError for what is no template."""
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template cannot be compiled: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    @classmethod
+    def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
+        """From chat_template.jinja, else from tokenizer_config.json; None if neither has one."""
+        file = folder / "chat_template.jinja"
+        if file.is_file():
+            source: str | None = file.read_text(encoding="utf-8")
+        else:
+            source = _default_of(tokenizer_config.get("chat_template"))
+        if not source:
+            return None
+        return cls(source, _special_tokens(tokenizer_config))
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        """Raises BadRequest with the template's own words when it refuses the messages."""
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, *_PYTHON_ERRORS) as error:
+            raise BadRequest(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant said, for training; here it is only its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _default_of(template: str | list[dict[str, str]] | None) -> str | None:
+    """The template of a tokenizer_config.json: one, or several by name with one called default."""
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = tokenizer_config.get(role)
+        if token is not None:
+            tokens[role] = token["content"] if isinstance(token, dict) else token
+    return tokens

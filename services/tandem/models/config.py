@@ -1,0 +1,175 @@
+"""What a model looks like, read from the config.json of its Hugging Face folder.
+
+Knows shapes, not weights, and loads no torch. Everything that the engine could not run exactly is
+refused here with UnsupportedModel, so that it is found before any weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.errors import UnsupportedModel
+from tandem.models.rope import RopeScaling, read_rope
+
+_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+_ACTIVATIONS = ("silu", "swish")  # two names of one function
+_DTYPES = ("float32", "bfloat16", "float16")
+_SLIDING_ATTENTION = "sliding_attention"
+_MISTRAL_DEFAULT_WINDOW = 4096  # tokens; what transformers assumes when the key is absent
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder of the Llama family: pre-norm RMSNorm, grouped-query attention, gated SiLU MLP."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # RMSNorm over each head of q and k, before the rotation (Qwen 3)
+    max_model_len: int  # tokens
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    torch_dtype: str  # of the checkpoint; the engine chooses its own
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
+        """From the contents of config.json and generation_config.json.
+
+        Raises UnsupportedModel naming what cannot be run and what can.
+        """
+        architecture = _architecture(config)
+        _check_supported(config, architecture)
+        num_heads = _size(config, "num_attention_heads")
+        hidden_size = _size(config, "hidden_size")
+        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+        if num_heads % num_kv_heads:
+            raise UnsupportedModel(
+                f"{num_heads} attention heads do not divide into {num_kv_heads} KV heads"
+            )
+        attention_bias = bool(config.get("attention_bias", False))
+        qwen3 = architecture == "Qwen3ForCausalLM"
+        max_positions = _size(config, "max_position_embeddings")
+        theta, scaling = read_rope(config)
+        return cls(
+            architecture=architecture,
+            vocab_size=_size(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_size(config, "intermediate_size"),
+            num_layers=_size(config, "num_hidden_layers"),
+            num_attention_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=int(config.get("head_dim") or (128 if qwen3 else hidden_size // num_heads)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
+            attention_out_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=qwen3,
+            max_model_len=scaling.max_model_len(max_positions) if scaling else max_positions,
+            bos_token_id=_first(config.get("bos_token_id")),
+            eos_token_ids=read_eos_token_ids(config, generation_config),
+            torch_dtype=_dtype(config),
+        )
+
+
+def read_eos_token_ids(
+    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
+) -> tuple[int, ...]:
+    """The ids that end a sequence: generation_config.json's, else config.json's, else none."""
+    for source in (generation_config or {}, config):
+        eos = source.get("eos_token_id")
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+    return ()
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures") or ["(none named)"]
+    if named[0] not in _ARCHITECTURES:
+        raise UnsupportedModel(
+            f"architecture {named[0]} is not supported; supported are {', '.join(_ARCHITECTURES)}"
+        )
+    return str(named[0])
+
+
+def _check_supported(config: Mapping[str, Any], architecture: str) -> None:
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "an unnamed method")
+        raise UnsupportedModel(
+            f"checkpoints quantized with {method} are not supported; supported are float32, "
+            "bfloat16 and float16 weights, and GGUF files of any quantization"
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedModel(f"activation {activation!r} is not supported; silu is")
+    window = _sliding_window(config, architecture)
+    if window is not None:
+        raise UnsupportedModel(
+            f"sliding-window attention ({window} tokens) is not supported; full attention is"
+        )
+
+
+def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:
+    """Tokens of the window, when a layer really has one shorter than the context."""
+    if architecture == "LlamaForCausalLM":
+        return None
+    max_positions = _size(config, "max_position_embeddings")
+    layer_types = config.get("layer_types")
+    if architecture == "MistralForCausalLM":
+        window = config.get("sliding_window", _MISTRAL_DEFAULT_WINDOW)
+        used = layer_types is None or _SLIDING_ATTENTION in layer_types
+    else:
+        window = config.get("sliding_window") if config.get("use_sliding_window") else None
+        used = (
+            config.get("max_window_layers", 0) < _size(config, "num_hidden_layers")
+            if layer_types is None
+            else _SLIDING_ATTENTION in layer_types
+        )
+    if window is None or not used or window >= max_positions:
+        return None
+    return int(window)
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "float32")
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise UnsupportedModel(
+            f"weights of dtype {dtype} are not supported; supported are {', '.join(_DTYPES)}"
+        )
+    return dtype
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedModel(f"config.json must give {name} as a positive integer, not {value!r}")
+    return value
+
+
+def _first(ids: int | list[int] | None) -> int | None:
+    return ids[0] if isinstance(ids, list) else ids

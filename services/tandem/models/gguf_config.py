@@ -1,0 +1,174 @@
+"""The metadata of a GGUF file, as a config.json and a generation_config.json would say it.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tandem.errors import UnsupportedModel
+
+_MISSING = object()
+
+# general.architecture -> the Hugging Face class that computes the same. Mistral's GGUF files say
+# llama, and are the same computation.
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+
+
+class GgufMetadata:
+    """Typed look-ups in the key-value part of a GGUF file; arrays are read when asked for."""
+
+    def __init__(self, reader: Any) -> None:
+        """`reader`: a gguf.GGUFReader. Raises UnsupportedModel for other architectures."""
+        self._fields = reader.fields
+        self.architecture: str = self.get("general.architecture", "(none named)")
+        if self.architecture not in ARCHITECTURES:
+            raise UnsupportedModel(
+                f"GGUF architecture {self.architecture} is not supported; "
+                f"supported are {', '.join(ARCHITECTURES)}"
+            )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        field = self._fields.get(key)
+        return default if field is None else field.contents()
+
+    def of_model(self, key: str, default: Any = _MISSING) -> Any:
+        """A key under the architecture's name. Raises UnsupportedModel if absent or per layer."""
+        full_key = f"{self.architecture}.{key}"
+        value = self.get(full_key, default)
+        if value is _MISSING:
+            raise UnsupportedModel(f"the GGUF file has no {full_key}")
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise UnsupportedModel(
+                    f"{full_key} differs from layer to layer; only one value for all is supported"
+                )
+            return value[0]
+        return value
+
+
+def hf_config(
+    metadata: GgufMetadata, *, tensor_names: frozenset[str], rope_freqs: np.ndarray | None
+) -> dict[str, Any]:
+    """What config.json would hold. `rope_freqs`: the tensor of that name, [head_dim / 2].
+
+    Raises UnsupportedModel naming what a Hugging Face folder could not say or we could not run.
+    """
+    architecture, model_type = ARCHITECTURES[metadata.architecture]
+    num_heads = int(metadata.of_model("attention.head_count"))
+    hidden_size = int(metadata.of_model("embedding_length"))
+    head_dim = int(metadata.of_model("attention.key_length", hidden_size // num_heads))
+    context_length = int(metadata.of_model("context_length"))
+    theta = float(metadata.of_model("rope.freq_base", 10000.0))
+    _check_supported(metadata, head_dim=head_dim, context_length=context_length)
+    config = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": len(metadata.get("tokenizer.ggml.tokens", [])),
+        "hidden_size": hidden_size,
+        "intermediate_size": int(metadata.of_model("feed_forward_length")),
+        "num_hidden_layers": int(metadata.of_model("block_count")),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": int(metadata.of_model("attention.head_count_kv", num_heads)),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": context_length,
+        "rms_norm_eps": float(metadata.of_model("attention.layer_norm_rms_epsilon")),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(metadata, theta=theta, rope_freqs=rope_freqs),
+        "tie_word_embeddings": "output.weight" not in tensor_names,
+        "attention_bias": metadata.architecture != "qwen2" and "blk.0.attn_q.bias" in tensor_names,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensor_names,
+        "torch_dtype": "float32",
+    }
+    return config | _special_ids(metadata)
+
+
+def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
+    """Every id that ends a sequence: end of text, of turn and of message, as far as named."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    named = [metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+    eos = list(dict.fromkeys(int(token_id) for token_id in named if token_id is not None))
+    ids: dict[str, Any] = _special_ids(metadata)
+    if eos:
+        ids["eos_token_id"] = eos if len(eos) > 1 else eos[0]
+    return ids
+
+
+def _special_ids(metadata: GgufMetadata) -> dict[str, int]:
+    ids = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None:
+            ids[f"{name}_token_id"] = int(token_id)
+    return ids
+
+
+def _check_supported(metadata: GgufMetadata, *, head_dim: int, context_length: int) -> None:
+    num_experts = int(metadata.of_model("expert_count", 0))
+    if num_experts:
+        raise UnsupportedModel(
+            f"a mixture of {num_experts} experts is not supported; dense models are"
+        )
+    for key in ("attention.value_length", "rope.dimension_count"):
+        size = int(metadata.of_model(key, head_dim))
+        if size != head_dim:
+            raise UnsupportedModel(
+                f"{key} {size} is not supported; it must equal the head size {head_dim}"
+            )
+    window = int(metadata.of_model("attention.sliding_window", 0) or 0)
+    if 0 < window < context_length:
+        raise UnsupportedModel(
+            f"sliding-window attention ({window} tokens) is not supported; full attention is"
+        )
+
+
+def _rope_scaling(
+    metadata: GgufMetadata, *, theta: float, rope_freqs: np.ndarray | None
+) -> dict[str, Any] | None:
+    kind = metadata.of_model("rope.scaling.type", "none")
+    if rope_freqs is not None:
+        return _llama3_scaling(rope_freqs, theta=theta)
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": float(metadata.of_model("rope.scaling.factor"))}
+    original = metadata.of_model("rope.scaling.original_context_length", None)
+    if original is not None:
+        scaling["original_max_position_embeddings"] = int(original)
+    return scaling
+
+
+def _llama3_scaling(rope_freqs: np.ndarray, *, theta: float) -> dict[str, Any]:
+    """The parameters behind GGUF's table of divisors, which holds no parameters of its own.
+
+    Llama 3.1, 3.2 and 3.3 share all but the factor, which is the table's largest entry; the table
+    they give is compared, so that another scaling is refused and never guessed.
+    """
+    factor, low, high, original = float(rope_freqs.max()), 1.0, 4.0, 8192
+    half = rope_freqs.size
+    wavelengths = 2 * np.pi * theta ** (np.arange(half, dtype=np.float64) / half)
+    smooth = (original / wavelengths - low) / (high - low)
+    expected = np.where(
+        wavelengths < original / high,
+        1.0,
+        np.where(wavelengths > original / low, factor, 1 / ((1 - smooth) / factor + smooth)),
+    )
+    if not np.allclose(expected, rope_freqs, rtol=1e-4):
+        raise UnsupportedModel(
+            "the table rope_freqs.weight is not one of Llama 3's scalings; "
+            "supported are linear, llama3 and yarn"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

@@ -1,0 +1,110 @@
+"""A GGUF file as a Hugging Face folder, converted once and kept in a cache on disk.
+
+A conversion is written into a folder beside its place and renamed when it is whole, under a lock on
+a file of the same name: a process that comes second waits and finds the result, one that dies
+leaves nothing that a later one would take for whole. Weights are dequantized to float32, exactly.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tandem.errors import ConfigError, UnsupportedModel
+
+CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
+CONVERSION_FILE = "tandem_conversion.json"  # in the converted folder: what it was made from
+
+# Part of the cache's key: raise it whenever a conversion would write anything else than before.
+_VERSION = 1
+_KEY_BYTES = 1 << 20
+_QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|T?Q\d\w*|MXFP4\w*|BF16|F16|F32|FP16|FP32)$", re.I)
+
+
+def converted_folder(gguf_file: Path, *, cache_dir: Path | None = None) -> Path:
+    """The Hugging Face folder of a GGUF file; converts it (seconds) unless that was done before.
+
+    `cache_dir` stands for $TANDEM_CACHE_DIR, that for ~/.cache/tandem. Raises UnsupportedModel for
+    what cannot be converted, ConfigError when the file is no GGUF file.
+    """
+    place = _place(gguf_file, cache_dir)
+    if place.is_dir():
+        return place
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(place.with_name(place.name + ".lock")):
+        if not place.is_dir():
+            unfinished = place.with_name(place.name + ".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            try:
+                _convert(gguf_file, unfinished)
+                unfinished.rename(place)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    return place
+
+
+def model_name(gguf_file: Path) -> str:
+    """The name without the quantization: SmolLM2-135M-Instruct.Q4_1.gguf -> the first part."""
+    return _QUANTIZATION.sub("", gguf_file.stem)
+
+
+def _place(gguf_file: Path, cache_dir: Path | None) -> Path:
+    root = cache_dir or Path(os.environ.get(CACHE_DIR_VARIABLE) or Path.home() / ".cache/tandem")
+    # By content, so that every copy of a file shares one conversion. Both ends tell files of one
+    # size apart: the first has the metadata, the last the weights.
+    size = gguf_file.stat().st_size
+    digest = hashlib.blake2b(f"{_VERSION} {size}".encode(), digest_size=8)
+    with gguf_file.open("rb") as file:
+        digest.update(file.read(_KEY_BYTES))
+        file.seek(max(0, size - _KEY_BYTES))
+        digest.update(file.read(_KEY_BYTES))
+    return root / "models" / f"{model_name(gguf_file)}-{digest.hexdigest()}"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`; the system lets go of it when the process dies."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(gguf_file: Path, folder: Path) -> None:
+    # Slow to import, and needed the first time only.
+    import gguf
+
+    from tandem.models.gguf_config import GgufMetadata, generation_config, hf_config
+    from tandem.models.gguf_tokenizer import write_tokenizer
+    from tandem.models.gguf_weights import read_rope_freqs, write_weights
+
+    try:
+        reader = gguf.GGUFReader(gguf_file)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"{gguf_file} cannot be read as a GGUF file: {error}") from error
+    try:
+        metadata = GgufMetadata(reader)
+        config = hf_config(
+            metadata,
+            tensor_names=frozenset(tensor.name for tensor in reader.tensors),
+            rope_freqs=read_rope_freqs(reader),
+        )
+        _write_json(folder / "config.json", config)
+        _write_json(folder / "generation_config.json", generation_config(metadata))
+        write_tokenizer(metadata, folder)
+        write_weights(reader, folder, config=config)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{gguf_file}: {error.message}") from error
+    source = {"name": model_name(gguf_file), "source": str(gguf_file), "version": _VERSION}
+    _write_json(folder / CONVERSION_FILE, source)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

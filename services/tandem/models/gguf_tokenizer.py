@@ -1,0 +1,132 @@
+"""The tokenizer of a GGUF file, as tokenizer.json and tokenizer_config.json.
+
+Only byte-level BPE (tokenizer.ggml.model = gpt2), and only pre-tokenizers whose rules stand here:
+a guessed one would give wrong tokens without a word. The rules are llama.cpp's, by its names
+(https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from tandem.errors import UnsupportedModel
+from tandem.models.gguf_config import GgufMetadata
+
+# Values of tokenizer.ggml.token_type.
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
+
+# tokenizer.ggml.pre -> patterns that cut the text, one after the other.
+_PATTERNS = {
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "llama-bpe": (_LLAMA3,),
+    "llama3": (_LLAMA3,),
+    "llama-v3": (_LLAMA3,),
+    "qwen2": (_QWEN2,),
+    "deepseek-r1-qwen": (_QWEN2,),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+}
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_NFC_NAMES = ("qwen2", "deepseek-r1-qwen")
+
+
+def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
+    """Write both files into `folder`. Raises UnsupportedModel naming the tokenizer or its rules."""
+    model = metadata.get("tokenizer.ggml.model", "(none named)")
+    pre = metadata.get("tokenizer.ggml.pre", "(none named)")
+    if model != "gpt2":
+        raise UnsupportedModel(
+            f"GGUF tokenizer {model} is not supported; gpt2 (byte-level BPE) is. "
+            "Use the model's Hugging Face folder instead"
+        )
+    if pre not in _PATTERNS:
+        raise UnsupportedModel(
+            f"GGUF pre-tokenizer {pre} is not supported; supported are {', '.join(_PATTERNS)}"
+        )
+    tokens: list[str] = metadata.get("tokenizer.ggml.tokens")
+    tokenizer = _build(metadata, pre=pre, tokens=tokens)
+    special = _special_tokens(metadata, tokens)
+    _add_boundaries(tokenizer, metadata, pre=pre, tokens=tokens)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer_config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **special,
+    }
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None:
+        tokenizer_config["chat_template"] = template
+    text = json.dumps(tokenizer_config, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _build(metadata: GgufMetadata, *, pre: str, tokens: list[str]) -> Tokenizer:
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    vocab = {
+        token: token_id
+        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind != _UNUSED
+    }
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3_NAMES)
+    )
+    if pre in _NFC_NAMES:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[pre]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        tokenizer.add_tokens(
+            [
+                AddedToken(token, special=special, normalized=False)
+                for token, token_kind in zip(tokens, types, strict=True)
+                if token_kind == kind
+            ]
+        )
+    return tokenizer
+
+
+def _special_tokens(metadata: GgufMetadata, tokens: list[str]) -> dict[str, str]:
+    named = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None:
+            named[f"{name}_token"] = tokens[token_id]
+    return named
+
+
+def _add_boundaries(
+    tokenizer: Tokenizer, metadata: GgufMetadata, *, pre: str, tokens: list[str]
+) -> None:
+    """Put the bos and eos tokens around an encoded text, where the file asks for them."""
+    bos, eos = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", pre in _LLAMA3_NAMES)
+    add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+    before = [bos] if add_bos and bos is not None else []
+    after = [eos] if add_eos and eos is not None else []
+    if before or after:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*(tokens[i] for i in before), "$A", *(tokens[i] for i in after)],
+            special_tokens=[(tokens[i], i) for i in dict.fromkeys([*before, *after])],
+        )

@@ -1,0 +1,121 @@
+"""How a model scales its rotary positions, read from config.json; the kernels do the arithmetic.
+
+Both spellings are understood: transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5
+one `rope_parameters`. Numbers that files leave out are filled in here as transformers does
+(`modeling_rope_utils.py`), so that nobody downstream needs defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tandem.errors import UnsupportedModel
+
+RopeKind = Literal["linear", "llama3", "yarn"]
+
+_DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Scaling of the rotary frequencies. Fields past `factor` that a kind does not use are neutral.
+
+    linear: positions divided by `factor`.
+    llama3: wavelengths beyond `original_max_position_embeddings / low_freq_factor` divided by
+        `factor`, those below `/ high_freq_factor` kept, between them interpolated.
+    yarn: frequencies blended between kept and divided by `factor` over the dimensions that turn
+        `beta_fast` to `beta_slow` times in the original context, the borders rounded outwards
+        when `truncate`; cos and sin times `attention_factor` (https://arxiv.org/abs/2309.00071).
+    """
+
+    kind: RopeKind
+    factor: float
+    original_max_position_embeddings: int = 0  # tokens
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+    def max_model_len(self, max_position_embeddings: int) -> int:
+        """Tokens that a model may see, from what its config says without its scaling.
+
+        As in vLLM: llama3 states the scaled length itself, linear and yarn the unscaled one.
+        """
+        if self.kind == "linear":
+            return int(max_position_embeddings * self.factor)
+        if self.kind == "yarn":
+            return int(self.original_max_position_embeddings * self.factor)
+        return max_position_embeddings
+
+
+def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling) of a config.json; no scaling is None. Raises UnsupportedModel."""
+    parameters = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UnsupportedModel(
+            "rope parameters per layer type are not supported; one set for all layers is"
+        )
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA)
+    partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise UnsupportedModel(
+            f"partial_rotary_factor {partial} is not supported; rotating the whole head (1.0) is"
+        )
+    return theta, _read_scaling(parameters, int(config["max_position_embeddings"]))
+
+
+def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind in ("default", "none"):
+        return None
+    original = int(parameters.get("original_max_position_embeddings") or max_positions)
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=_number(parameters, kind, "factor"))
+    if kind == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=_number(parameters, kind, "factor"),
+            original_max_position_embeddings=original,
+            low_freq_factor=_number(parameters, kind, "low_freq_factor"),
+            high_freq_factor=_number(parameters, kind, "high_freq_factor"),
+        )
+    if kind == "yarn":
+        factor = float(parameters.get("factor") or max_positions / original)
+        return RopeScaling(
+            kind="yarn",
+            factor=factor,
+            original_max_position_embeddings=original,
+            beta_fast=float(parameters.get("beta_fast") or 32),
+            beta_slow=float(parameters.get("beta_slow") or 1),
+            attention_factor=_yarn_attention_factor(parameters, factor),
+            truncate=bool(parameters.get("truncate", True)),
+        )
+    raise UnsupportedModel(
+        f"rope scaling {kind!r} is not supported; supported are linear, llama3 and yarn"
+    )
+
+
+def _number(parameters: Mapping[str, Any], kind: str, name: str) -> float:
+    value = parameters.get(name)
+    if not isinstance(value, int | float) or value <= 0:
+        raise UnsupportedModel(f"rope scaling {kind!r} needs {name} > 0; config.json has {value!r}")
+    return float(value)
+
+
+def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def scale_of(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return scale_of(mscale) / scale_of(mscale_all_dim)
+    return scale_of(1.0)

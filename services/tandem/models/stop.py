@@ -1,0 +1,57 @@
+"""Stop strings: where a stream of text must end, and what of it may be shown before that is known.
+
+The end of the text so far may be the beginning of a stop string; that much is held back until the
+next text decides. How the text is cut into pieces changes nothing: the stop string that is complete
+first ends the text, and of several complete at the same character the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.errors import BadRequest
+
+
+class StopStrings:
+    """Of one stream of text. Without stop strings, all text passes at once."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises BadRequest for an empty stop string, which every text would begin with."""
+        if not all(stops):
+            raise BadRequest("stop strings must not be empty", param="stop")
+        self._stops = tuple(stops)
+        self._held = ""
+        self._hit = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that may be shown now, whether a stop string was hit).
+
+        Once hit, only what stands before the stop string comes out, and nothing after it.
+        """
+        if self._hit:
+            return "", True
+        text = self._held + text
+        found = [
+            (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
+        ]
+        if found:
+            self._hit = True
+            self._held = ""
+            _, start = min(found)
+            return text[:start], True
+        num_held = self._num_held(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], False
+
+    def flush(self) -> str:
+        """What is still held when the stream ends without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        """Characters at the end of `text` that could begin a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for num in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-num:]) for stop in self._stops):
+                return num
+        return 0

@@ -1,0 +1,128 @@
+"""A model's tokenizer, read from its folder without transformers.
+
+Text to token ids and back, and chats to text by the model's own template. Knows nothing of
+requests: who may say what (roles, sizes) is the router's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders
+
+from tandem.errors import BadRequest, ConfigError
+from tandem.models.chat_template import ChatTemplate
+from tandem.models.config import read_eos_token_ids
+from tandem.models.source import read_json
+
+
+class Tokenizer:
+    """Of one model. May be shared between threads; encoding runs without the GIL."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: a Hugging Face folder. Raises ConfigError when its files cannot be read."""
+        file = folder / "tokenizer.json"
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._pieces: dict[int, bytes] = {}
+        self.is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
+        self._chat_template = ChatTemplate.from_folder(
+            folder, _read_json_if_any(folder / "tokenizer_config.json")
+        )
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.eos_token_ids: tuple[int, ...] = read_eos_token_ids(
+            _read_json_if_any(folder / "config.json"),
+            _read_json_if_any(folder / "generation_config.json"),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises BadRequest for text that no UTF-8 can hold.
+
+        `add_special_tokens` puts around it what the model wants around a text, such as bos; a
+        rendered chat has that already.
+        """
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:
+            _check_unicode(text)
+            raise
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; unknown ids are left out, invalid UTF-8 becomes U+FFFD."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def render_chat(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt of a chat, to be encoded with `add_special_tokens=False`.
+
+        Raises BadRequest when the model has no chat template, or its template refuses the chat.
+        """
+        if self._chat_template is None:
+            raise BadRequest(
+                "this model has no chat template; use /v1/completions with a prompt instead",
+                param="messages",
+            )
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves this token out of the text."""
+        return token_id in self._special_ids
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text; only where `is_byte_level`.
+
+        Byte-level texts are nothing but their tokens' bytes in a row, which is what makes them
+        cheap to decode one token at a time.
+        """
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            token = self._tokenizer.id_to_token(token_id)
+            piece = self._pieces[token_id] = b"" if token is None else _bytes_of(token)
+        return piece
+
+
+def _bytes_of(token: str) -> bytes:
+    """As tokenizers' ByteLevel decoder: through the byte alphabet, or, for a token with a letter
+    outside it (an added token), its UTF-8."""
+    try:
+        return bytes(_BYTE_OF_LETTER[letter] for letter in token)
+    except KeyError:
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for the 256 bytes: printable ones stand for themselves, the others, in
+    order, for the letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_alphabet()
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"the text is not valid Unicode: a lone surrogate at character {error.start}"
+        ) from error
+
+
+def _read_json_if_any(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}

@@ -1,0 +1,231 @@
+"""Publishes what one worker holds: the worker's own set is the truth, the tree converges to it.
+
+States of the loop, all in one task:
+
+    behind    the tree has no log of this epoch, or is not known to have it: `reset` under a new
+              epoch, then everything held is waiting to be published again
+    in step   changes since the last batch are published every `interval_s`; without changes an
+              empty batch every `heartbeat_s` keeps the worker's slot and finds a tree that was lost
+
+A refused batch, an error of Redis or a deadline leads from `in step` to `behind`; failed attempts
+are spaced by a growing, jittered delay. `add` only changes two dicts, so Redis being slow, down or
+empty never delays the engine, and no event is lost: waiting changes that cancel each other vanish,
+which bounds them by what the worker and the tree hold. Order is kept where it matters: blocks are
+stored parents first, then others are removed children first.
+
+An epoch is `PROCESS_EPOCH:COUNTER`; the counter grows with each log begun. It is part of the
+worker's record (`WorkerRecord.epoch`), so that a record and a log can be told to belong together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+
+from tandem.errors import TandemError
+from tandem.prefix_index.protocol import PrefixIndex
+from tandem.redis_client import UNREACHABLE
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherConfig:
+    interval_s: float = 0.03  # between two batches while there is something to publish
+    heartbeat_s: float = 1.0
+    # Bounds how long one batch occupies Redis, and so how long a look-up may wait for it.
+    batch_blocks: int = 256
+    deadline_s: float = 2.0  # of each call
+    backoff_min_s: float = 0.1
+    backoff_max_s: float = 2.0
+    sweep_entries: int = 2048  # upkeep done with each heartbeat, about 1 ms of Redis's time
+
+
+class Publisher:
+    """One worker's log. Made and used on one event loop; `start`, then `add`, then `aclose`."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        worker_id: str,
+        process_epoch: str,
+        *,
+        on_epoch: Callable[[str], None] = lambda epoch: None,
+        config: PublisherConfig | None = None,
+    ) -> None:
+        """`on_epoch` is called with each new epoch, before its log begins."""
+        self._index = index
+        self._worker_id = worker_id
+        self._process_epoch = process_epoch
+        self._on_epoch = on_epoch
+        self._config = config or PublisherConfig()
+        self._counter = 0
+        self._next_number = 0
+        self._in_step = False
+        # Ordered sets. Held: parents before children. The tree holds held - to_store + to_remove.
+        self._held: dict[bytes, None] = {}
+        self._to_store: dict[bytes, None] = {}
+        self._to_remove: dict[bytes, None] = {}
+        self._num_in_flight = 0
+        self.num_published = 0  # changes that the tree took, ever
+        self._sweep_at = 0.0  # monotonic seconds
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def epoch(self) -> str:
+        return f"{self._process_epoch}:{self._counter}"
+
+    @property
+    def lag(self) -> int:
+        """Changes that the tree does not have yet; without a log there, all that is held."""
+        if not self._in_step:
+            return len(self._held)
+        return len(self._to_store) + len(self._to_remove) + self._num_in_flight
+
+    @property
+    def in_step(self) -> bool:
+        """The tree took the last batch, and nothing waits."""
+        return self._in_step and not self.lag
+
+    @property
+    def num_logs(self) -> int:
+        """How many epochs there were."""
+        return self._counter
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def start(self) -> None:
+        assert self._task is None, "the publisher was started before"
+        self._task = asyncio.create_task(self._run(), name=f"publish {self._worker_id}")
+        self._task.add_done_callback(_log_failure)
+
+    def add(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """Takes the events of one report: stored, parents first; then removed, children first."""
+        for block_hash in stored:
+            if block_hash in self._held:
+                continue
+            self._held[block_hash] = None
+            if block_hash in self._to_remove:
+                del self._to_remove[block_hash]
+            else:
+                self._to_store[block_hash] = None
+        for block_hash in removed:
+            if block_hash not in self._held:
+                continue
+            del self._held[block_hash]
+            if block_hash in self._to_store:
+                del self._to_store[block_hash]
+            else:
+                self._to_remove[block_hash] = None
+        if self._to_store or self._to_remove:
+            self._changed.set()
+
+    async def aclose(self) -> None:
+        """Ends the log; the tree forgets the worker at once if Redis answers in time."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        try:
+            async with asyncio.timeout(self._config.deadline_s):
+                await self._index.forget(self._worker_id)
+        except (*UNREACHABLE, TandemError) as error:
+            logger.warning("%s stays in the prefix tree until swept: %r", self._worker_id, error)
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            try:
+                if not self._in_step:
+                    await self._begin_log()
+                elif await self._publish_batch():
+                    failures = 0
+                    await self._sweep_when_due()
+                else:
+                    self._in_step = False
+                    failures += 1
+                    logger.warning("the prefix tree lost step with epoch %s", self.epoch)
+            except (*UNREACHABLE, TandemError) as error:
+                # Whether the call was applied is not known, so the log cannot go on.
+                self._in_step = False
+                failures += 1
+                if failures == 1:
+                    logger.warning("the prefix tree is out of reach: %r", error)
+            except Exception:
+                # A bug; but a worker that publishes nothing any more would cost more than a log.
+                self._in_step = False
+                failures += 1
+                logger.exception("publishing to the prefix tree broke")
+            await self._pause(failures)
+
+    async def _begin_log(self) -> None:
+        self._counter += 1
+        self._on_epoch(self.epoch)
+        async with asyncio.timeout(self._config.deadline_s):
+            await self._index.reset(self._worker_id, self.epoch)
+        self._next_number = 0
+        self._to_store = dict(self._held)
+        self._to_remove = {}
+        self._num_in_flight = 0
+        self._in_step = True
+        logger.info("publishing %d blocks under epoch %s", len(self._held), self.epoch)
+
+    async def _publish_batch(self) -> bool:
+        """The next batch, empty if nothing waits: all that is to be stored goes before removals."""
+        # What is in flight no longer waits: an event that comes meanwhile must not cancel it.
+        stored = _take(self._to_store, self._config.batch_blocks)
+        removed = _take(self._to_remove, self._config.batch_blocks - len(stored))
+        self._num_in_flight = len(stored) + len(removed)
+        async with asyncio.timeout(self._config.deadline_s):
+            applied = await self._index.publish(
+                self._worker_id, self.epoch, self._next_number, stored, removed
+            )
+        if applied:
+            self._next_number += 1
+            self.num_published += self._num_in_flight
+            self._num_in_flight = 0
+        return applied
+
+    async def _sweep_when_due(self) -> None:
+        now = time.monotonic()
+        if now >= self._sweep_at:
+            self._sweep_at = now + self._config.heartbeat_s
+            async with asyncio.timeout(self._config.deadline_s):
+                await self._index.sweep(self._config.sweep_entries)
+
+    async def _pause(self, failures: int) -> None:
+        config = self._config
+        if failures and not self._in_step:
+            longest_s = min(config.backoff_min_s * 2 ** min(failures, 16), config.backoff_max_s)
+            await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
+        elif self.lag >= config.batch_blocks:
+            await asyncio.sleep(0)
+        else:
+            await asyncio.sleep(config.interval_s)
+            self._changed.clear()
+            if not self.lag:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(config.heartbeat_s):
+                        await self._changed.wait()
+
+
+def _take(waiting: dict[bytes, None], count: int) -> list[bytes]:
+    """Removes and returns the first `count` keys."""
+    taken = list(islice(waiting, count))
+    for block_hash in taken:
+        del waiting[block_hash]
+    return taken
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("publishing to the prefix tree has ended", exc_info=error)

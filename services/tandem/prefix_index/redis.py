@@ -1,0 +1,158 @@
+"""The prefix tree in Redis: Lua scripts (lua/*.lua) over one hash per 65,536 buckets of a shard.
+
+A worker has a slot (a bit, 0 to 30) in a shard; a block's entry is the mask of the slots that hold
+it. Keys of shard 0, 1, ... of a cluster, all in the hash slot of their shard's tag:
+
+    {tandem:CLUSTER:SHARD}:prefix          HASH, the shard's state:
+        live        mask of slots whose bits count; dropping a bit forgets a worker at once
+        dirty       mask of slots that were dropped and whose bits were not swept yet
+        sweeping    mask of slots that this round of the sweep clears; cursor: its next bucket
+        entries     how many blocks the buckets have; swept: entries that lost a dropped slot's bit
+        next        1 when a worker found this shard full, so that there is a further shard
+        slot:ID     the slot of worker ID; and of each live slot N:
+        worker:N    its worker; epoch:N, seq:N  its log's epoch and next sequence number;
+        seen:N      when it last published, in seconds of Redis's clock; blocks:N  how many it holds
+    {tandem:CLUSTER:SHARD}:prefix:b:XX     HASH of the blocks whose hash begins with the bytes XX:
+        bytes 2 to 9 of the hash -> mask. Small enough to stay a listpack up to 30 million blocks.
+
+The server must not evict keys (`maxmemory-policy noeviction`): a hole would break prefix closure.
+Shards are found by following `next` from shard 0; a look-up asks all known ones in one pipeline and
+learns of a new one for the next look-up. Errors of redis-py pass through. Needs Redis 6.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError
+from tandem.redis_client import Client, warm
+from tandem.redis_script import Script
+
+_LUA = Path(__file__).parent / "lua"
+_SHARDS_MAX = 64
+SILENT_S = 60
+LOOKUPS_AT_ONCE_MAX = 8  # each has a connection of its own; Redis takes one at a time anyhow
+
+
+class RedisIndex:
+    """One client's view of a cluster's tree. Any number of them work on the same tree."""
+
+    def __init__(self, redis: Client, cluster_id: str, *, silent_s: int = SILENT_S) -> None:
+        """`silent_s`: a worker that publishes nothing for this long is dropped by the sweep."""
+        self._redis = redis
+        self._cluster_id = cluster_id
+        self._silent_s = silent_s
+        self._num_shards = 1  # those known to exist
+        self._shard_of: dict[str, int] = {}  # workers whose log was started here
+        self._turns = asyncio.Semaphore(LOOKUPS_AT_ONCE_MAX)
+        self._match, self._publish = _script("match"), _script("publish")
+        self._reset, self._sweep = _script("drop", "reset"), _script("drop", "sweep")
+
+    async def open(self) -> None:
+        """Opens connections, loads the look-up's script and finds all shards, so that a first burst
+        of look-ups is quick and misses nobody. Not needed: they do all of it by and by."""
+        await warm(self._redis, LOOKUPS_AT_ONCE_MAX)
+        await self._match.load(self._redis)
+        num_shards = 0
+        while num_shards != self._num_shards:
+            num_shards = self._num_shards
+            await self.match([])
+
+    async def reset(self, worker_id: str, epoch: str) -> None:
+        if not epoch:
+            raise ConfigError("a log's epoch must not be empty")
+        self._shard_of.pop(worker_id, None)
+        shard, more, placed_in = 0, 1, None
+        while more:
+            if shard == _SHARDS_MAX:
+                raise ConfigError(f"the prefix tree has no room for worker {worker_id}")
+            wanted = epoch if placed_in is None else ""
+            placed, more = await self._reset(
+                self._redis, [self.key(shard)], worker_id, wanted, self._silent_s
+            )
+            if placed:
+                placed_in = self._shard_of[worker_id] = shard
+            shard += 1
+        self._num_shards = shard
+
+    async def publish(
+        self,
+        worker_id: str,
+        epoch: str,
+        sequence_number: int,
+        stored: Sequence[bytes],
+        removed: Sequence[bytes],
+    ) -> bool:
+        if worker_id not in self._shard_of:
+            found = await self.find(worker_id)
+            if found is None:
+                return False
+            self._shard_of[worker_id] = found[0]
+        keys = [self.key(self._shard_of[worker_id])]
+        args = (worker_id, epoch, sequence_number, b"".join(stored), b"".join(removed))
+        applied = bool(await self._publish(self._redis, keys, *args))
+        if not applied:
+            del self._shard_of[worker_id]
+        return applied
+
+    async def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
+        chain = b"".join(block_hashes)
+        async with self._turns:  # waiting is shorter than opening a connection
+            replies = await self._match.on_each(self._redis, self._keys(), chain)
+        self._learn(replies[-1][0])
+        return {
+            reply[i].decode(): reply[i + 1] for reply in replies for i in range(1, len(reply), 2)
+        }
+
+    async def forget(self, worker_id: str) -> None:
+        self._shard_of.pop(worker_id, None)
+        shard, more = 0, 1
+        while more and shard < _SHARDS_MAX:
+            _, more = await self._reset(
+                self._redis, [self.key(shard)], worker_id, "", self._silent_s
+            )
+            shard += 1
+
+    async def num_blocks(self, worker_id: str) -> int:
+        found = await self.find(worker_id)
+        if found is None:
+            return 0
+        shard, slot = found
+        (count,) = await self._hmget(shard, f"blocks:{slot}")
+        return int(count or 0)
+
+    async def sweep(self, limit: int) -> bool:
+        replies = await self._sweep.on_each(self._redis, self._keys(), limit, self._silent_s)
+        self._learn(replies[-1][1])
+        return any(left for left, _ in replies)
+
+    def key(self, shard: int) -> str:
+        return f"{{tandem:{self._cluster_id}:{shard}}}:prefix"
+
+    def _keys(self) -> list[str]:
+        return [self.key(shard) for shard in range(self._num_shards)]
+
+    def _learn(self, more: int) -> None:
+        """The last known shard says whether a further one exists."""
+        if more and self._num_shards < _SHARDS_MAX:
+            self._num_shards += 1
+
+    async def find(self, worker_id: str) -> tuple[int, int] | None:
+        """The worker's shard and slot."""
+        for shard in range(_SHARDS_MAX):
+            slot, more = await self._hmget(shard, f"slot:{worker_id}", "next")
+            if slot is not None:
+                return shard, int(slot)
+            if more is None:
+                break
+        return None
+
+    async def _hmget(self, shard: int, *fields: str) -> list[Any]:
+        return list(await self._redis.hmget(self.key(shard), list(fields)))
+
+
+def _script(*names: str) -> Script:
+    return Script("".join((_LUA / f"{name}.lua").read_text() for name in names))

@@ -1,0 +1,125 @@
+"""What a Redis URL says: one server, a service that Sentinels watch, or a Redis Cluster.
+
+    redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]                         one server
+    unix://[[USER]:PASSWORD@]PATH[?db=DB]                              one server, by its socket
+    redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT],.../SERVICE[/DB]    the master of SERVICE
+    redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],...                  any nodes of a cluster
+
+`rediss` instead of `redis` speaks TLS with every server, Sentinels included. After `?` come options
+of redis-py's connections, such as ssl_ca_certs, ssl_certfile, ssl_keyfile (paths), ssl_cert_reqs
+(required, optional, none), ssl_check_hostname; for Sentinels also sentinel_username and
+sentinel_password. Whatever is not plain in a user name or password is percent-encoded. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote, urlsplit
+
+from redis.connection import parse_url
+
+from tandem.errors import ConfigError
+
+Kind = Literal["server", "sentinel", "cluster"]
+
+_KINDS: dict[str, Kind] = {
+    "redis": "server",
+    "rediss": "server",
+    "unix": "server",
+    "redis+sentinel": "sentinel",
+    "rediss+sentinel": "sentinel",
+    "redis+cluster": "cluster",
+    "rediss+cluster": "cluster",
+}
+_PORTS: dict[Kind, int] = {"server": 6379, "sentinel": 26379, "cluster": 6379}
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+
+
+@dataclass(frozen=True, slots=True)
+class RedisAddress:
+    """`options` are redis-py's, `sentinel_options` those for the Sentinels alone."""
+
+    kind: Kind
+    tls: bool
+    nodes: tuple[tuple[str, int], ...]  # host and port; none for a Unix socket
+    service: str = ""  # that Sentinels watch
+    options: dict[str, Any] = field(default_factory=dict, repr=False)
+    sentinel_options: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        """For messages: where it is, without secrets."""
+        where = ",".join(f"{host}:{port}" for host, port in self.nodes)
+        if self.kind == "sentinel":
+            return f"{where} (Sentinel service {self.service})"
+        return where or str(self.options["path"])
+
+
+def parse(url: str) -> RedisAddress:
+    """Raises ConfigError, which says what is allowed and never shows the password."""
+    scheme, separator, _ = url.partition("://")
+    if not separator or scheme not in _KINDS:
+        raise ConfigError(
+            f"a Redis URL must begin with one of {', '.join(f'{s}://' for s in _KINDS)}"
+        )
+    kind, tls = _KINDS[scheme], scheme.startswith("rediss")
+    split = urlsplit(url)
+    user, _, hosts = split.netloc.rpartition("@")
+    if scheme == "unix":
+        return RedisAddress(kind, tls, (), options=_options(url))
+    nodes = tuple(_host_and_port(host, _PORTS[kind]) for host in (hosts or "localhost").split(","))
+    if kind == "server" and len(nodes) > 1:
+        raise ConfigError(
+            "a redis:// URL names one server; for several use redis+sentinel:// or redis+cluster://"
+        )
+    service, path = "", split.path
+    if kind == "sentinel":
+        service, _, database = path.strip("/").partition("/")
+        if not service:
+            raise ConfigError("a Sentinel URL must name its service: redis+sentinel://HOST/SERVICE")
+        path = f"/{database}" if database else ""
+    options = _options(f"redis://{user}@host{path}?{split.query}")
+    if kind == "cluster" and options.pop("db", 0):
+        raise ConfigError("a Redis Cluster has database 0 only")
+    own = {
+        name: options.pop(f"sentinel_{name}")
+        for name in ("username", "password")
+        if f"sentinel_{name}" in options
+    }
+    if own and kind != "sentinel":
+        raise ConfigError(
+            "sentinel_username and sentinel_password belong to redis+sentinel:// URLs"
+        )
+    shared = {name: value for name, value in options.items() if name.startswith("ssl_")}
+    return RedisAddress(kind, tls, nodes, service, options, {**shared, **own})
+
+
+def _options(url: str) -> dict[str, Any]:
+    """What redis-py makes of the user, the path and the query of a URL of one server."""
+    try:
+        options = dict(parse_url(url))  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise ConfigError(f"the Redis URL is wrong: {error}") from None
+    for name in ("connection_class", "host", "port"):
+        options.pop(name, None)
+    if url.startswith("unix") and "path" not in options:
+        raise ConfigError("a unix:// URL must name the path of a socket")
+    for name in _FILES:
+        if name in options and not Path(str(options[name])).is_file():
+            raise ConfigError(
+                f"{name} of the Redis URL is {options[name]!r}: there is no such file"
+            )
+    return options
+
+
+def _host_and_port(text: str, default_port: int) -> tuple[str, int]:
+    try:
+        split = urlsplit(f"//{quote(text, safe=':[]%.-_')}")
+        host, port = split.hostname, split.port
+    except ValueError:
+        host = None
+    if not host:
+        raise ConfigError(f"{text!r} in the Redis URL is no HOST or HOST:PORT")
+    return host, port if port is not None else default_port

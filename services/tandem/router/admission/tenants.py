@@ -1,0 +1,43 @@
+"""Whose request it is, as a gateway in front of the router says: the header `x-tandem-tenant`.
+
+Heeded only by a router that was told to trust it: a client that could set it itself could name
+anybody. A tenant's blocks are hashed under a salt of its own, so that two with the same prompt
+share nothing and cannot learn of one another's prompts by timing; requests without a tenant share
+among themselves. Clients choose no salt (`cache_salt` is refused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.block_hash import tenant_salt
+from tandem.errors import BadRequest
+
+TENANT_HEADER = "x-tandem-tenant"
+TENANT_CHARACTERS_MAX = 128
+
+
+def read_tenant(values: Sequence[str], *, trusted: bool) -> str:
+    """Of all values of the header; empty: none. Raises BadRequest."""
+    if not trusted or not values:
+        return ""
+    if len(values) > 1:
+        # A gateway that adds its own to a client's must not leave the choice to us.
+        raise BadRequest(f"{TENANT_HEADER} was sent {len(values)} times; one is allowed")
+    # Only what surrounds a field's value in HTTP (RFC 9110, 5.5) may go: to drop or to fold any
+    # other character would give one tenant's request to another.
+    tenant = values[0].strip(" \t")
+    is_printable = tenant.isascii() and tenant.isprintable()
+    if not is_printable or not 1 <= len(tenant) <= TENANT_CHARACTERS_MAX:
+        raise BadRequest(
+            f"{TENANT_HEADER} must be 1 to {TENANT_CHARACTERS_MAX} printable ASCII characters"
+        )
+    return tenant
+
+
+def cache_salt(cluster_token: str, tenant: str) -> bytes:
+    """Of a tenant's block hashes, the same at every router of the cluster; empty without a tenant.
+
+    The chain's root takes it in with its length, so it can be no other field's ending.
+    """
+    return tenant_salt(cluster_token.encode(), tenant) if tenant else b""

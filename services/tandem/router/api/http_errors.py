@@ -1,0 +1,92 @@
+"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}.
+
+One that a retry may help also has `retry_after_s`, as the header `Retry-After` in whole seconds.
+
+After the first streamed byte an error is one more event, `data: {"error": ...}`, and then the
+stream ends. `[DONE]` does not follow it (vLLM sends it): it says that the answer is whole. OpenAI's
+own clients raise at the event and never look for more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from tandem.errors import InternalError, TandemError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    431: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def error_body(error: TandemError) -> dict[str, Any]:
+    body = plain_error(error.http_status, error.message, error.code, error.param)
+    if error.retry_after_s is not None:
+        body["error"]["retry_after_s"] = error.retry_after_whole_s
+    return body
+
+
+def error_response(error: TandemError) -> Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_whole_s)
+    if error.http_status in (408, 413):
+        headers["connection"] = "close"
+    return JsonResponse(error_body(error), error.http_status, headers)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Every error of every route takes the one shape."""
+
+    async def on_tandem(request: Request, error: Exception) -> Response:
+        assert isinstance(error, TandemError)
+        response = error_response(error)
+        if request_id := getattr(request.state, "request_id", ""):
+            response.headers["x-request-id"] = request_id
+        return response
+
+    async def on_http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = {404: "not_found", 405: "method_not_allowed"}.get(
+            error.status_code, "invalid_request"
+        )
+        body = plain_error(error.status_code, str(error.detail), code)
+        return JsonResponse(body, error.status_code, dict(error.headers or {}))
+
+    async def on_gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    async def on_bug(_: Request, error: Exception) -> Response:
+        # starlette raises it again after the answer, so that the server logs it.
+        return error_response(InternalError(f"an error inside the router: {type(error).__name__}"))
+
+    app.add_exception_handler(TandemError, on_tandem)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(ClientDisconnect, on_gone)
+    app.add_exception_handler(Exception, on_bug)
+
+
+def plain_error(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
+    kind = _TYPES.get(status, "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,53 @@
+"""The log of changes: one line for each change of pool sizes, roles or workers that was asked for.
+
+    change by 127.0.0.1:40312 over HTTP: sizes, before decode=1 prefill=1, after decode=2 prefill=1
+    change by autoscaler of router-0: sizes, before decode=1, after decode=9: refused: ...
+
+The first line is a change that was accepted, the second one that was not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.errors import TandemError
+
+log = logging.getLogger(__name__)
+
+_LINE = "change by %s: %s, before %s, after %s"
+_REFUSED = f"{_LINE}: refused: %s"
+_TEXT_MAX = 200  # characters of one part
+
+
+@dataclass(slots=True)
+class Change:
+    """Its maker fills in `before` and `after` as soon as it knows them."""
+
+    before: str = "unknown"
+    after: str = "unknown"
+
+
+@contextmanager
+def logged_change(who: str, what: str) -> Iterator[Change]:
+    """Logs the change when the block ends, and a refusal when it raises a TandemError."""
+    change = Change()
+    try:
+        yield change
+    except TandemError as error:
+        log.warning(_REFUSED, *_shown(who, what, change.before, change.after, error.message))
+        raise
+    log.info(_LINE, *_shown(who, what, change.before, change.after))
+
+
+def shown_sizes(sizes: Mapping[str, Any]) -> str:
+    """`decode=1 prefill=2`, in the order of the names."""
+    return " ".join(f"{pool}={size}" for pool, size in sorted(sizes.items())) or "none"
+
+
+def _shown(*parts: str) -> list[str]:
+    # Some parts come from clients, who must not be able to write a second line into the log.
+    return [part[:_TEXT_MAX].encode("unicode_escape").decode() for part in parts]

@@ -1,0 +1,174 @@
+"""Compares the prefix tree with what the workers hold: now and then a sample, or when asked.
+
+Each `interval_s` one worker, in turn, and at most `SAMPLE` entries of it: about a millisecond of
+Redis's time, and one look through the worker's hashes. What differs at three looks in a row is an
+alarm, and so is a log that stands still while its worker's record is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from tandem.errors import QueueFull
+from tandem.prefix_index.audit import Differences, Held, Patience, audit_all, audit_sample
+from tandem.prefix_index.entries import split_entries
+from tandem.prefix_index.inspect import CALL_ENTRIES, TreeInspector
+from tandem.redis_client import UNREACHABLE
+from tandem.router.cluster_view import ClusterView
+from tandem.router.index.metrics import IndexMetrics
+from tandem.router.index.trust import IndexTrust
+from tandem.router.known_worker import KnownWorker
+from tandem.rpc.auth import token_metadata
+from tandem.rpc.options import CHANNEL_OPTIONS
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 5.0
+SAMPLE = CALL_ENTRIES
+SILENT_S = 10  # a healthy publisher is never silent for more than two
+_ROUNDS_ABSENT_MAX = 2
+_ANSWER_DEADLINE_S = 30.0
+_WORKERS_AT_ONCE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one worker; `error` says why it could not be compared."""
+
+    differences: Differences = field(default_factory=Differences)
+    error: str = ""
+
+
+class IndexAudit:
+    """`run` samples for ever; `verify` answers an operator."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        tree: TreeInspector,
+        trust: IndexTrust,
+        metrics: IndexMetrics,
+        *,
+        interval_s: float = INTERVAL_S,
+        patience: Patience = Patience(),
+    ) -> None:
+        self._view = view
+        self._tree = tree
+        self._trust = trust
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._patience = patience
+        self._audited_last = ""
+        self._rounds_absent: dict[str, int] = {}
+        self._verifying = False
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                await self._round()
+            except UNREACHABLE as error:
+                log.debug("the prefix tree is not audited: %r", error)
+            except Exception:
+                log.exception("an audit of the prefix tree broke")
+
+    async def verify(self, *, everything: bool) -> dict[str, Verdict]:
+        """A verdict for each worker: of a sample, or of every entry. Raises QueueFull.
+
+        A worker whose entries differ has to publish them anew.
+        """
+        if self._verifying:
+            raise QueueFull("the prefix tree is being verified already", retry_after_s=1.0)
+        self._verifying = True
+        turns = asyncio.Semaphore(_WORKERS_AT_ONCE)
+
+        async def one(worker: KnownWorker) -> Verdict:
+            async with turns:
+                return await self._verdict(worker, everything=everything)
+
+        try:
+            workers = {w.record.worker_id: w for w in self._view.known()}
+            verdicts = await asyncio.gather(*map(one, workers.values()))
+            for worker_id, verdict in zip(workers, verdicts, strict=True):
+                self._act_on(worker_id, verdict)
+            return dict(zip(workers, verdicts, strict=True))
+        finally:
+            self._verifying = False
+
+    async def _round(self) -> None:
+        self._metrics.stats = await self._tree.stats()
+        workers = [w for w in self._view.known() if w.record.state == "ready"]
+        self._look_for_silence(workers)
+        if not workers or self._view.redis_state != "ok":
+            return
+        ids = sorted(w.record.worker_id for w in workers)
+        self._audited_last = next((i for i in ids if i > self._audited_last), ids[0])
+        worker = next(w for w in workers if w.record.worker_id == self._audited_last)
+        self._act_on(self._audited_last, await self._verdict(worker, everything=False))
+
+    def _act_on(self, worker_id: str, verdict: Verdict) -> None:
+        found = verdict.differences
+        if found.in_tree and found.any:
+            self._trust.alarm(
+                worker_id,
+                "audit",
+                f"of {found.num_checked} entries {found.missing} are missing in the prefix tree "
+                f"and {found.stale} are stale",
+            )
+
+    def _look_for_silence(self, workers: list[KnownWorker]) -> None:
+        assert self._metrics.stats is not None
+        told = self._metrics.stats.workers
+        absent = {}
+        for worker_id in (w.record.worker_id for w in workers):
+            if worker_id not in told:
+                absent[worker_id] = self._rounds_absent.get(worker_id, 0) + 1
+                if absent[worker_id] > _ROUNDS_ABSENT_MAX:
+                    self._trust.alarm(worker_id, "silent", "it has no log in the prefix tree")
+            elif told[worker_id].silent_s > SILENT_S:
+                self._trust.alarm(
+                    worker_id,
+                    "silent",
+                    f"it published nothing to the prefix tree for {told[worker_id].silent_s} s",
+                )
+        self._rounds_absent = absent
+
+    async def _verdict(self, worker: KnownWorker, *, everything: bool) -> Verdict:
+        worker_id = worker.record.worker_id
+        async with grpc.aio.insecure_channel(
+            worker.record.address, options=CHANNEL_OPTIONS
+        ) as channel:
+            held = self._held_by(WorkerStub(channel))  # type: ignore[no-untyped-call]
+            try:
+                if everything:
+                    found = await audit_all(self._tree, worker_id, held, patience=self._patience)
+                else:
+                    found = await audit_sample(
+                        self._tree, worker_id, held, entries=SAMPLE, patience=self._patience
+                    )
+            except grpc.aio.AioRpcError as error:
+                return Verdict(error=f"it does not answer: {error.code().name}: {error.details()}")
+            except UNREACHABLE as error:
+                return Verdict(error=f"Redis does not answer: {error!r}")
+        counts = {"missing": found.missing, "stale": found.stale}
+        counts["same"] = found.num_checked - found.missing - found.stale
+        for outcome, count in counts.items():
+            self._metrics.audited.labels(outcome=outcome).inc(count)
+        return Verdict(found)
+
+    def _held_by(self, stub: WorkerStub) -> Held:
+        async def held(first: int, end: int) -> set[bytes]:
+            reply = await stub.ListBlocks(
+                pb.ListBlocksRequest(first_bucket=first, end_bucket=end),
+                timeout=_ANSWER_DEADLINE_S,
+                metadata=token_metadata(self._view.cluster.token),
+            )
+            return split_entries(reply.hashes)
+
+        return held

@@ -1,0 +1,88 @@
+"""Which workers' entries in the prefix tree are believed: an alarm ends it until they are new.
+
+    believed --alarm--> forgotten in the tree: no router matches its entries any more
+                            `--its publisher's next heartbeat finds that, and publishes everything
+                               again under a new epoch--> believed
+
+So there is no list of distrusted workers to keep or to share: the tree has nothing of one that does
+not publish. Alarms: `hits` (what was predicted to be cached was not, see `hit_watch`), `audit` (its
+entries are not what it holds), `silent` (its log stands still though the worker is alive).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Literal, Protocol
+
+from tandem.redis_client import REPLY_TIMEOUT_S, UNREACHABLE
+from tandem.router.cluster_view import ClusterView
+from tandem.router.dispatch import Job
+from tandem.router.index.hit_watch import HitWatch
+from tandem.router.index.metrics import IndexMetrics
+
+log = logging.getLogger(__name__)
+
+Alarm = Literal["hits", "audit", "silent"]
+# After an alarm a worker has so long to publish everything; then it may be alarmed about again.
+RENEWAL_S = 20.0
+
+
+class Forgets(Protocol):
+    async def forget(self, worker_id: str) -> None: ...
+
+
+class IndexTrust:
+    def __init__(self, view: ClusterView, index: Forgets, metrics: IndexMetrics) -> None:
+        self._view = view
+        self._index = index
+        self._metrics = metrics
+        self._watch = HitWatch()
+        self._alarmed_at: dict[str, float] = {}  # monotonic seconds
+        self._forgetting: set[asyncio.Task[None]] = set()
+
+    def observe(self, job: Job) -> None:
+        """Compares what was predicted for a request that ended with what became of it."""
+        contract = self._view.contract()
+        if contract is None or job.placement is None or job.num_submissions != 1:
+            return
+        prompt_blocks = (len(job.token_ids) - 1) // contract.block_size
+        used = [job.placement.decode.worker_id]
+        if job.timings is not None and job.timings.prefill_worker_id:
+            used.append(job.timings.prefill_worker_id)
+        for worker_id in used:
+            predicted = min(job.matches.get(worker_id, 0), prompt_blocks) * contract.block_size
+            self._metrics.on_prediction(predicted, min(job.cached_tokens, predicted))
+            ratio = self._watch.observe(worker_id, predicted, job.cached_tokens)
+            if ratio is not None:
+                self.alarm(
+                    worker_id,
+                    "hits",
+                    f"{ratio:.0%} of the tokens are cached there that the prefix tree predicts",
+                )
+
+    def alarm(self, worker_id: str, kind: Alarm, what: str) -> None:
+        """Logs, counts, and has the tree forget the worker's entries until they are new."""
+        now = time.monotonic()
+        if now - self._alarmed_at.get(worker_id, -RENEWAL_S) < RENEWAL_S:
+            return
+        self._alarmed_at[worker_id] = now
+        known = {worker.record.worker_id for worker in self._view.known()}
+        self._watch.forget(worker_id)
+        self._watch.keep(known)
+        for gone in self._alarmed_at.keys() - known - {worker_id}:
+            del self._alarmed_at[gone]
+        self._metrics.alarms.labels(worker=worker_id, kind=kind).inc()
+        log.error("%s: %s; it must publish its blocks anew", worker_id, what)
+        task = asyncio.create_task(self._forget(worker_id))
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+
+    async def _forget(self, worker_id: str) -> None:
+        try:
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                await self._index.forget(worker_id)
+        except UNREACHABLE as error:
+            self._alarmed_at.pop(worker_id, None)  # a worker that left may be forgotten already
+            log.warning("%s is not forgotten in the prefix tree yet: %r", worker_id, error)

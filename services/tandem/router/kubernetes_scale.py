@@ -1,0 +1,181 @@
+"""Pool sizes where Kubernetes owns them: the scale of the object that a pool's pods are of.
+
+    GET   /apis/apps/v1/namespaces/NAMESPACE/statefulsets/NAME/scale
+    PATCH /apis/apps/v1/namespaces/NAMESPACE/statefulsets/NAME/scale
+    {"spec": {"replicas": 2}}    a merge patch of an autoscaling/v1 Scale, as `kubectl scale` sends
+
+The pod's service account is a folder (token, ca.crt, namespace) whose files kubelet writes anew
+before they expire: each request reads them. Waits for no pod, and knows no worker.
+https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from tandem.errors import DeadlineExceeded, NotNow, ScaleAway, ScaleRefused, TandemError
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 3.0  # shorter than `tandem scale` waits for its answer
+_MESSAGE_MAX = 500  # characters of the API server's reason
+_HEADERS = {"Content-Type": "application/merge-patch+json", "Accept": "application/json"}
+_MANAGER = {"fieldManager": "tandem-router"}  # who owns `replicas` in the object's managedFields
+
+
+@dataclass(frozen=True, slots=True)
+class _Account:
+    url: str
+    namespace: str
+    token: str = field(repr=False)
+    tls: ssl.SSLContext
+
+
+class _ScaleSpec(msgspec.Struct):
+    replicas: int = 0  # the server leaves a zero out
+
+
+class _Scale(msgspec.Struct):
+    """What is read here of autoscaling/v1 Scale."""
+
+    spec: _ScaleSpec = msgspec.field(default_factory=_ScaleSpec)
+
+
+class KubernetesScale:
+    def __init__(self, objects: Mapping[str, str], account: Path) -> None:
+        """`objects`: pool -> RESOURCE/NAME; `account`: the service account's folder."""
+        self._objects = objects
+        self._account = account
+
+    async def set_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Returns when the API server has taken all of them. Raises NotNow before it asks for any
+        where one is not to be set here; else the error of the first that was not taken, which says
+        what became of each."""
+        if foreign := [pool for pool in sizes if pool not in self._objects]:
+            raise NotNow(
+                f"the size of {' and '.join(foreign)} is not this router's to set (that of "
+                f"{', '.join(self._objects)} is): its HPA, KEDA or RayCluster owns it",
+                param=foreign[0],
+            )
+        account = self._read_account()
+        async with _client(account) as client:
+            results = await asyncio.gather(
+                *(self._patch(client, account.namespace, pool, n) for pool, n in sizes.items()),
+                return_exceptions=True,
+            )
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, TandemError):
+                raise result
+        if errors := [result for result in results if isinstance(result, TandemError)]:
+            told = zip(sizes, results, strict=True)
+            taken = [f"{pool} is set to {sizes[pool]}" for pool, error in told if error is None]
+            raise type(errors[0])("; ".join([*(e.message for e in errors), *taken]))
+
+    async def sizes(self) -> dict[str, int]:
+        """Replicas that are wanted of each pool of workers. Raises as `set_sizes` does."""
+        account = self._read_account()
+        pools = [pool for pool in self._objects if pool != "router"]
+        async with _client(account) as client:
+            scales = await asyncio.gather(
+                *(self._call(client, "GET", account.namespace, pool, "read") for pool in pools)
+            )
+        return {pool: scale.spec.replicas for pool, scale in zip(pools, scales, strict=True)}
+
+    async def _patch(self, client: httpx.AsyncClient, namespace: str, pool: str, size: int) -> None:
+        patch = msgspec.json.encode({"spec": {"replicas": size}})
+        await self._call(client, "PATCH", namespace, pool, "set", params=_MANAGER, content=patch)
+        log.debug("%s: %d replicas are wanted of %s", pool, size, self._objects[pool])
+
+    async def _call(
+        self,
+        client: httpx.AsyncClient,
+        method: str,
+        namespace: str,
+        pool: str,
+        done: str,
+        **more: Any,
+    ) -> _Scale:
+        owner = self._objects[pool]
+        path = f"/apis/apps/v1/namespaces/{namespace}/{owner}/scale"
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                reply = await client.request(method, path, **more)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise DeadlineExceeded(
+                f"{pool} may be {done} or not: the Kubernetes API server did not answer in "
+                f"{DEADLINE_S:g} s"
+            ) from error
+        except httpx.HTTPError as error:
+            raise ScaleAway(
+                f"{pool} is not {done}: the Kubernetes API server cannot be reached: {error}"
+            ) from error
+        if reply.status_code != 200:
+            raise _refusal(reply, pool, owner, done)
+        try:
+            return msgspec.json.decode(reply.content, type=_Scale)
+        except msgspec.DecodeError as error:
+            raise ScaleAway(f"{owner}: the API server's answer is no Scale: {error}") from error
+
+    def _read_account(self) -> _Account:
+        """Raises NotNow outside a pod, or where the pod has no token."""
+        host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+        if not host:
+            raise NotNow(
+                "sizes are set by Kubernetes, and KUBERNETES_SERVICE_HOST is not set: this router "
+                "is in no pod"
+            )
+        port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        try:
+            token, namespace = (
+                (self._account / name).read_text(encoding="utf-8").strip()
+                for name in ("token", "namespace")
+            )
+            tls = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
+        except OSError as error:
+            raise NotNow(
+                f"this router's pod has no service account that could set sizes: {error}"
+            ) from error
+        bracketed = f"[{host}]" if ":" in host else host
+        return _Account(f"https://{bracketed}:{port}", namespace, token, tls)
+
+
+def _client(account: _Account) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=account.url,
+        verify=account.tls,
+        headers={**_HEADERS, "Authorization": f"Bearer {account.token}"},
+        timeout=DEADLINE_S,
+        trust_env=False,  # no proxy gets the token
+    )
+
+
+def _refusal(reply: httpx.Response, pool: str, owner: str, done: str) -> TandemError:
+    """What the API server said, under the code of ours that tells whether a retry may help."""
+    status = reply.status_code
+    message = f"{pool} is not {done}: the Kubernetes API server answers {status} for {owner}"
+    if reason := _reason(reply.content):
+        message += f": {reason}"
+    if status in (401, 403):
+        return ScaleRefused(f"{message} (the router's service account needs to patch its scale)")
+    if status == 429 or status >= 500:
+        return ScaleAway(message)
+    return NotNow(message)
+
+
+def _reason(body: bytes) -> str:
+    """`message` of a Status object; empty for anything else."""
+    try:
+        status = msgspec.json.decode(body, type=dict[str, object])
+    except msgspec.DecodeError:
+        return ""
+    return str(status.get("message", ""))[:_MESSAGE_MAX]

@@ -1,0 +1,247 @@
+"""Where a request goes: a decode worker, and prefill workers in order of preference.
+
+Pure: plain data in, plain data out; no clock, no socket, and the random source is an argument. The
+simulator runs this same code. The cost of a worker is the time that the request is predicted to
+lose there (`costs.py`).
+
+Routers see load that is stale by a step or a record, so the choice is random among the near-best.
+Of a large pool only some, drawn at random, and those who hold the most of the prompt are weighed:
+a choice among a thousand takes little longer than one among thirty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from random import Random
+
+from tandem.router.placement.costs import (
+    Work,
+    WorkerSnapshot,
+    cached_tokens,
+    computing_s,
+    decode_cost,
+    prefill_cost,
+    with_likely_rates,
+)
+from tandem.router.placement.roster import Roster
+
+__all__ = [
+    "Placement",
+    "Roster",
+    "Work",
+    "WorkerSnapshot",
+    "choose",
+    "decode_cost",
+    "near_best",
+    "prefill_cost",
+]
+
+NEAR_BEST_S = 8e-3  # a decode step: what load that is one step old cannot tell
+PREFILL_CANDIDATES_MAX = 3
+PREFIX_HOLDERS_MAX = 3
+FEW = 32  # workers that are all weighed; of more, some are drawn
+DRAWN = 6  # of each pool
+DRAWS_MAX = 8 * DRAWN
+SHARE_EXCESS = 0.05  # of the mean: half of 10%, for what was predicted of a share is not exact
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    decode: WorkerSnapshot
+    prefill_candidates: tuple[WorkerSnapshot, ...]
+    # Others that have more of the prompt than the first candidate, the deepest first.
+    prefix_holders: tuple[WorkerSnapshot, ...]
+    tokens_missing: int  # where the prompt will be prefilled: the first candidate, else decode
+    reason: str
+
+
+def choose(
+    work: Work,
+    workers: Roster | Iterable[WorkerSnapshot],
+    matches: Mapping[str, int],
+    rng: Random,
+    *,
+    refused: frozenset[str] = frozenset(),
+) -> Placement | None:
+    """None when no decode worker is usable; `matches` is blocks of the prompt by worker id.
+
+    Workers whose epoch is in `refused` said no to this request already.
+    """
+    roster = workers if isinstance(workers, Roster) else Roster(workers)
+    if len(roster.pairing_keys) > 1:
+        return _choose_one_generation(work, roster, matches, rng, refused)
+    holders = _deepest(roster, matches, rng)
+    usable = _shortlist("decode", roster, holders, refused, rng)
+    if not usable:
+        return None
+    peers = _shortlist("prefill", roster, holders, frozenset(), rng)
+    likely = with_likely_rates(usable + peers)
+    decode, prefill = likely[: len(usable)], likely[len(usable) :]
+    candidates: list[WorkerSnapshot] = []
+    if prefill:
+        sources = holders[:PREFIX_HOLDERS_MAX]
+        candidates = _order_prefill(work, prefill, matches, sources, roster, rng)
+    else:
+        decode = _within_share(work, decode, matches, roster)
+    costs = {w.worker_id: decode_cost(work, w, matches, sources=candidates) for w in decode}
+    chosen = _pick(near_best(decode, costs), rng)
+    prefills = candidates[0] if candidates else chosen
+    cached = cached_tokens(work, chosen, matches)
+    tokens_missing = work.num_tokens - max(cached, cached_tokens(work, prefills, matches))
+    depth, taken = matches.get(prefills.worker_id, 0), (chosen.worker_id, prefills.worker_id)
+    deeper = [w for w in holders if matches[w.worker_id] > depth and w.worker_id not in taken]
+    names = ",".join([w.worker_id for w in candidates]) or "none"
+    reason = (
+        f"decode={chosen.worker_id} cost={costs[chosen.worker_id] * 1000:.0f}ms cached={cached}"
+        f"/{work.num_tokens} running={chosen.num_running} waiting={chosen.num_waiting}"
+        f" kv={chosen.kv_use:.2f} of={len(usable)}; prefill={names}"
+    )
+    by_id = roster.by_id
+    return Placement(
+        by_id[chosen.worker_id],
+        tuple([by_id[w.worker_id] for w in candidates]),
+        tuple(deeper[:PREFIX_HOLDERS_MAX]),
+        tokens_missing,
+        reason,
+    )
+
+
+def _choose_one_generation(
+    work: Work,
+    roster: Roster,
+    matches: Mapping[str, int],
+    rng: Random,
+    refused: frozenset[str],
+) -> Placement | None:
+    """In an upgrade: workers that can exchange KV, by chance and by how many of them decode."""
+    groups: dict[bytes, Roster] = {}
+    for worker in roster.by_id.values():
+        groups.setdefault(worker.pairing_key, Roster()).put(worker)
+    left = [(group, _num_usable(group, refused)) for group in groups.values()]
+    left = [(group, count) for group, count in left if count]
+    if not left:
+        return None
+    (group,) = rng.choices([g for g, _ in left], [count for _, count in left])
+    group.second = roster.second
+    return choose(work, group, matches, rng, refused=refused)
+
+
+def _num_usable(roster: Roster, refused: frozenset[str]) -> int:
+    workers = (roster.by_id[name] for name in roster.pool("decode"))
+    return sum(w.usable and w.epoch not in refused for w in workers)
+
+
+def near_best(
+    workers: Sequence[WorkerSnapshot], costs: Mapping[str, float]
+) -> list[WorkerSnapshot]:
+    """Those whose cost is too close to the lowest for stale load to tell them apart."""
+    limit = min([costs[w.worker_id] for w in workers]) + NEAR_BEST_S
+    return [w for w in workers if costs[w.worker_id] <= limit]
+
+
+def _pick(workers: list[WorkerSnapshot], rng: Random) -> WorkerSnapshot:
+    return workers[int(rng.random() * len(workers))]
+
+
+def _within_share(
+    work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], roster: Roster
+) -> list[WorkerSnapshot]:
+    """Those who may take more prefill; who is furthest below the mean when nobody may.
+
+    A worker's share of late, this request in it, stays under the mean and `SHARE_EXCESS` of it
+    and one request: the whole prompt, computed. So one conversation stays where its blocks are,
+    for its turns together cost that once; a prefix that many share spreads.
+    """
+    limit = (1 + SHARE_EXCESS) * roster.mean_placed(workers[0].role)
+    fit = [
+        w
+        for w in workers
+        if w.placed <= limit or w.placed - limit <= roster.second * _saved_s(work, w, matches)
+    ]
+    return fit or [min(workers, key=lambda w: w.placed)]
+
+
+def _saved_s(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> float:
+    """What its cached blocks save there."""
+    cached = cached_tokens(work, worker, matches)
+    if not cached:
+        return 0.0
+    whole_s = computing_s(work, worker, work.num_tokens)
+    return whole_s - computing_s(work, worker, work.num_tokens - cached)
+
+
+def _order_prefill(
+    work: Work,
+    workers: list[WorkerSnapshot],
+    matches: Mapping[str, int],
+    holders: Sequence[WorkerSnapshot],
+    roster: Roster,
+    rng: Random,
+) -> list[WorkerSnapshot]:
+    """The first at random among the near-best who may take more, then all others by cost."""
+    held = {h.worker_id: cached_tokens(work, h, matches) for h in holders}
+    costs = {w.worker_id: prefill_cost(work, w, matches, held=held) for w in workers}
+    first = _pick(near_best(_within_share(work, workers, matches, roster), costs), rng)
+    rest = [w for w in workers if w is not first]
+    rest.sort(key=lambda w: (costs[w.worker_id], w.worker_id))
+    return [first, *rest[: PREFILL_CANDIDATES_MAX - 1]]
+
+
+def _shortlist(
+    role: str,
+    roster: Roster,
+    holders: Sequence[WorkerSnapshot],
+    refused: frozenset[str],
+    rng: Random,
+) -> list[WorkerSnapshot]:
+    """Who is weighed: all of the pool when they are few, else some at random and the holders."""
+    pool, by_id = roster.pool(role), roster.by_id
+    count = len(pool)
+    if count > FEW:
+        drawn = {w.worker_id: w for w in holders if w.role == role and w.epoch not in refused}
+        wanted = len(drawn) + DRAWN
+        for _ in range(DRAWS_MAX):
+            w = by_id[pool[int(rng.random() * count)]]
+            if w.state == "ready" and w.reachable and w.epoch not in refused:
+                drawn[w.worker_id] = w
+                if len(drawn) == wanted:
+                    return list(drawn.values())
+    # The pool is small, or few of it are usable: nobody may be missed.
+    found = [w for name in pool if (w := by_id[name]).state == "ready" and w.reachable]
+    return [w for w in found if w.epoch not in refused] if refused else found
+
+
+def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[WorkerSnapshot]:
+    """A few that have the most of the prompt, the most first, at random among equals."""
+    if not matches:
+        return []
+    found = _usable_of_deepest(roster, matches, rng)
+    if len(found) >= PREFIX_HOLDERS_MAX or len(matches) <= FEW:
+        return found
+    # Those who have the most leave, perhaps, and others have nearly as much.
+    by_id = roster.by_id
+    usable = {n: d for n, d in matches.items() if (w := by_id.get(n)) is not None and w.usable}
+    return _usable_of_deepest(roster, usable, rng) if usable else []
+
+
+def _usable_of_deepest(
+    roster: Roster, matches: Mapping[str, int], rng: Random
+) -> list[WorkerSnapshot]:
+    few = PREFIX_HOLDERS_MAX + 2
+    names = list(matches)
+    if len(names) > FEW:
+        # Often a thousand have the first block, and a few of them more.
+        deepest = max(matches.values())
+        among = [name for name, depth in matches.items() if depth == deepest]
+        names = among if len(among) >= few else names
+    start = int(rng.random() * len(names))
+    names = names[start:] + names[:start]
+    if len(names) > FEW:
+        names = nlargest(few, names, key=matches.__getitem__)
+    else:
+        names.sort(key=matches.__getitem__, reverse=True)
+    by_id = roster.by_id
+    found = [w for name in names if matches[name] > 0 and (w := by_id.get(name)) is not None]
+    return [w for w in found if w.usable][:few]

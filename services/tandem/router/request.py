@@ -1,0 +1,219 @@
+"""One generation request, checked: what HTTP and gRPC both translate into.
+
+A `GenerationRequest` that exists is valid, but for what only the model can tell (`check_against`).
+Every refusal names the field and says what is allowed. Knows no wire format.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tandem.errors import BadRequest, ContextTooLong, ModelNotFound
+
+STOP_STRINGS_MAX = 4
+STOP_CHARACTERS_MAX = 1024
+STOP_TOKEN_IDS_MAX = 128
+MESSAGES_MAX = 4096
+TOP_K_MAX = 2**31 - 1
+MAX_TOKENS_MAX = 2**31 - 1
+# No text of a longer average token is worth tokenizing only to be refused.
+CHARACTERS_PER_TOKEN_MAX = 64
+# Below it the division of logits by the temperature leaves float32; vLLM clamps there too.
+TEMPERATURE_MIN = 0.01
+
+ROLES = ("system", "user", "assistant")
+
+ALLOWED = {
+    "model": "the name of the served model",
+    "prompt": "a non-empty string, or one list of token ids",
+    "messages": "a non-empty list of messages, each with a role (system, user or assistant) and "
+    'a content that is a string or a list of {"type": "text", "text": ...} parts',
+    "temperature": "a number from 0 (greedy) to 2",
+    "top_p": "a number over 0 and at most 1",
+    "top_k": "an integer: -1 or 0 (off), or a count of tokens",
+    "min_p": "a number from 0 (off) to 1",
+    "seed": "an integer from -2^63 to 2^64-1",
+    "max_tokens": "an integer of at least 1",
+    "max_completion_tokens": "an integer of at least 1",
+    "stop": f"a non-empty string of at most {STOP_CHARACTERS_MAX} characters, or a list of at "
+    f"most {STOP_STRINGS_MAX} such strings",
+    "stop_token_ids": f"a list of at most {STOP_TOKEN_IDS_MAX} token ids of the vocabulary",
+    "ignore_eos": "true or false",
+    "stream": "true or false",
+    "stream_options": 'an object such as {"include_usage": true}, and only with stream=true',
+    "return_token_ids": "true or false",
+}
+
+
+def refusal(name: str, given: object = None) -> BadRequest:
+    """The error for a field whose value is not among what `ALLOWED` says."""
+    shown = "" if given is None else f"; it is {_shorten(given)}"
+    return BadRequest(f"{name} must be {ALLOWED[name]}{shown}", param=name)
+
+
+def name_prompt(error: BadRequest, index: int) -> BadRequest:
+    """The same refusal; its message says which of several prompts it is about."""
+    return type(error)(f"prompt {index} (from 0): {error.message}", param=error.param)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str
+    content: str
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            allowed = ", ".join(ROLES)
+            raise BadRequest(
+                f"role must be one of {allowed}; it is {_shorten(self.role)}", param="messages"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages to render with the model's chat template."""
+
+    messages: tuple[Message, ...]
+
+
+Prompt = str | tuple[int, ...] | Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """As the client asked; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        # Written so that NaN fails.
+        if not 0.0 <= self.temperature <= 2.0:
+            raise refusal("temperature", self.temperature)
+        if not 0.0 < self.top_p <= 1.0:
+            raise refusal("top_p", self.top_p)
+        if not 0.0 <= self.min_p <= 1.0:
+            raise refusal("min_p", self.min_p)
+        if not -1 <= self.top_k <= TOP_K_MAX:
+            raise refusal("top_k", self.top_k)
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise refusal("seed", self.seed)
+
+    @property
+    def effective_temperature(self) -> float:
+        return 0.0 if self.temperature == 0.0 else max(self.temperature, TEMPERATURE_MIN)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    prompt: Prompt
+    model: str = ""  # empty: the served model
+    sampling: Sampling = Sampling()
+    max_tokens: int | None = None  # None: `default_max_tokens`, or what the context leaves
+    default_max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    tenant: str = ""  # empty: of nobody's own
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt, Conversation):
+            if not 0 < len(self.prompt.messages) <= MESSAGES_MAX:
+                raise refusal("messages", f"a list of {len(self.prompt.messages)}")
+        elif not self.prompt:
+            raise refusal("prompt", "empty")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS_MAX:
+            raise refusal("max_tokens", self.max_tokens)
+        if len(self.stop) > STOP_STRINGS_MAX:
+            raise refusal("stop", f"a list of {len(self.stop)}")
+        if any(not 0 < len(s) <= STOP_CHARACTERS_MAX for s in self.stop):
+            raise refusal("stop", "one with an empty or too long string")
+        if len(self.stop_token_ids) > STOP_TOKEN_IDS_MAX:
+            raise refusal("stop_token_ids", f"a list of {len(self.stop_token_ids)}")
+
+    def check_against(self, *, model: str, vocab_size: int, max_model_len: int) -> None:
+        """What can be refused before the prompt is tokenized. Raises BadRequest, ModelNotFound."""
+        if self.model not in ("", model):
+            raise ModelNotFound(
+                f"the model {_shorten(self.model)} is not served here; {model!r} is", param="model"
+            )
+        _check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        if isinstance(self.prompt, tuple):
+            _check_token_ids("prompt", self.prompt, vocab_size)
+            self.completion_limit(len(self.prompt), max_model_len)
+        num_characters = _num_characters(self.prompt)
+        characters_max = CHARACTERS_PER_TOKEN_MAX * max_model_len
+        if num_characters > characters_max:
+            raise ContextTooLong(
+                f"the prompt has {num_characters} characters; the context of {max_model_len} "
+                f"tokens allows at most {characters_max}",
+                param=self._prompt_name,
+            )
+
+    def completion_limit(
+        self, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int | None = None
+    ) -> int:
+        """Tokens that may be made. Raises ContextTooLong when prompt and completion do not fit.
+
+        A limit that the client did not name also leaves room in a KV pool of `pool_tokens`.
+        """
+        left = max_model_len - num_prompt_tokens
+        if num_prompt_tokens < 1:
+            raise refusal(self._prompt_name, "without any token")
+        if left < 1:
+            raise ContextTooLong(
+                f"the prompt has {num_prompt_tokens} tokens; the context of {max_model_len} tokens "
+                f"allows at most {max_model_len - 1}, so that one can be made",
+                param=self._prompt_name,
+            )
+        if self.max_tokens is None:
+            pool_left = left if pool_tokens is None else max(1, pool_tokens - num_prompt_tokens)
+            return min(left, pool_left, self.default_max_tokens or left)
+        if self.max_tokens > left:
+            raise ContextTooLong(
+                f"max_tokens is {self.max_tokens}; it must be at most {left}: the context has "
+                f"{max_model_len} tokens and the prompt takes {num_prompt_tokens}",
+                param="max_tokens",
+            )
+        return self.max_tokens
+
+    @property
+    def kind(self) -> Literal["chat", "completion"]:
+        return "chat" if isinstance(self.prompt, Conversation) else "completion"
+
+    @property
+    def _prompt_name(self) -> str:
+        return "messages" if isinstance(self.prompt, Conversation) else "prompt"
+
+
+def _num_characters(prompt: Prompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, Conversation):
+        return sum(len(m.content) for m in prompt.messages)
+    return 0
+
+
+def _check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise BadRequest(
+                f"{name} has the token id {token_id}; ids must be from 0 to {vocab_size - 1}",
+                param=name,
+            )
+
+
+def _shorten(value: object) -> str:
+    """The value as the message shows it: bounded, and quoted when it is text of the client's."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = str(value) if isinstance(value, int | float) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,194 @@
+"""One router from start to end: binds, loads the model, serves, drains.
+
+    binding -> listening (503 at /ready) -> ready -> draining (on SIGTERM or SIGINT) -> closed
+
+Listening comes first, so that probes and people see what it waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from tandem.config import RouterConfig
+from tandem.errors import ConfigError
+from tandem.models.source import resolve
+from tandem.models.tokenizer import Tokenizer
+from tandem.prefix_index.inspect import TreeInspector
+from tandem.prefix_index.redis import RedisIndex
+from tandem.redis_client import REPLY_TIMEOUT_S, UNREACHABLE, Client, connect
+from tandem.router.api.grpc_api import GrpcApi
+from tandem.router.api.grpc_cluster import GrpcCluster
+from tandem.router.api.http_app import make_app
+from tandem.router.api.http_index import add_index_routes
+from tandem.router.api.http_server import HttpServer
+from tandem.router.autoscale import AutoscaleGauges, AutoscaleLoop
+from tandem.router.cluster_view import ClusterView
+from tandem.router.dispatch import Dispatcher
+from tandem.router.generate import Generator, LoadedModel
+from tandem.router.index.audit import IndexAudit
+from tandem.router.index.metrics import CountedLookup, IndexMetrics
+from tandem.router.index.trust import IndexTrust
+from tandem.router.metrics import Metrics
+from tandem.router.prompts import PromptPreparer
+from tandem.tracing import make_tracing
+
+log = logging.getLogger(__name__)
+
+HEALTH_INTERVAL_S = 1.0
+_BACKLOG = 2048
+
+
+class Router:
+    """`run` serves until `stop` is called or the process is told to end."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._stopping = asyncio.Event()
+        self._redis: Client = connect(config.cluster.redis_url)
+        self._metrics = Metrics()
+        self.view = ClusterView(config.cluster, self._redis)
+        self._metrics.watch(self.view)
+        self._index = RedisIndex(self._redis, config.cluster.cluster_id)
+        index_metrics = IndexMetrics(self._metrics.registry)
+        lookup = CountedLookup(self._index, index_metrics)
+        dispatcher = Dispatcher(config, self.view, lookup, self._metrics)
+        trust = IndexTrust(self.view, self._index, index_metrics)
+        dispatcher.on_end = trust.observe
+        tree = TreeInspector(self._redis, self._index)
+        self._audit = IndexAudit(self.view, tree, trust, index_metrics)
+        self._tracing = make_tracing("tandem-router", config.router_id)
+        self.generator = Generator(config, self.view, dispatcher, self._metrics, self._tracing)
+        self.autoscale = AutoscaleLoop(
+            config, self.view, self._metrics.demand, num_held=lambda: dispatcher.num_holding
+        )
+        self._metrics.registry.register(AutoscaleGauges(self.view))
+        self._grpc = GrpcApi(config, self.generator, GrpcCluster(config, self.view))
+        self.http_port = 0
+        self.grpc_port = 0
+        self.listening = asyncio.Event()
+
+    def stop(self) -> None:
+        """Ends `run`: nothing new is accepted, live requests get the drain deadline to end."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Raises ConfigError for a taken port or a model that cannot be loaded."""
+        sock = _bind(self._config)
+        self.http_port = sock.getsockname()[1]
+        self.grpc_port = await self._grpc.start()
+        http = HttpServer(self._app(), self._config)
+        log.info(
+            "listening: HTTP %s:%d, gRPC %s:%d",
+            self._config.host,
+            self.http_port,
+            self._config.host,
+            self.grpc_port,
+        )
+        self.listening.set()
+        work: set[asyncio.Task[Any]] = {
+            asyncio.create_task(http.serve(sockets=[sock]), name="http"),
+            asyncio.create_task(self.view.run(), name="cluster-view"),
+            asyncio.create_task(self._load_and_watch(), name="model"),
+            asyncio.create_task(self._audit.run(), name="index-audit"),
+            asyncio.create_task(self._stopping.wait(), name="stop"),
+        }
+        if self._config.autoscale.mode != "off":
+            work.add(asyncio.create_task(self.autoscale.run(), name="autoscale"))
+        try:
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await self._drain(http, work)
+
+    async def _drain(self, http: HttpServer, work: set[asyncio.Task[Any]]) -> None:
+        deadline_s = self._config.drain_deadline_s
+        log.info("draining: at most %g s", deadline_s)
+        self.generator.draining = True
+        http.begin_stop()
+        named = {task.get_name(): task for task in work}
+        await asyncio.gather(self._grpc.stop(deadline_s), named.pop("http"), return_exceptions=True)
+        for task in named.values():
+            task.cancel()
+        await asyncio.wait(named.values())
+        if self.generator.model is not None:
+            self.generator.model.preparer.close()
+        await self._redis.aclose()
+        await asyncio.to_thread(self._tracing.close)
+
+    async def _load_and_watch(self) -> None:
+        model, _ = await asyncio.gather(
+            asyncio.to_thread(_load, self._config), self._open_prefix_tree()
+        )
+        # Only now is it known which workers serve the same model.
+        self.view.model_fingerprint = model.folder.fingerprint
+        self.generator.model = model
+        self.view.tell_change()
+        model.preparer.warm_up()
+        log.info("model %s is loaded", self.generator.served_name)
+        said: str | None = None
+        while True:
+            reason = self.generator.not_ready_reason()
+            if reason != said:
+                await self._grpc.set_ready(ready=not reason)
+                (log.warning if reason else log.info)("%s", reason or "ready")
+                said = reason
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEALTH_INTERVAL_S):
+                    await self.view.wait_change()
+
+    async def _open_prefix_tree(self) -> None:
+        try:
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                await self._index.open()
+        except UNREACHABLE as error:
+            log.warning("the prefix tree is not there yet: %r", error)
+
+    def _app(self) -> ASGIApp:
+        app = make_app(self._config, self.generator, self.view, self._metrics)
+        add_index_routes(app, self._config, self._audit)
+        return app
+
+
+def serve(config: RouterConfig) -> None:
+    """Blocks until SIGTERM or SIGINT. Raises ConfigError."""
+
+    async def main() -> None:
+        router = Router(config)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, router.stop)
+        await router.run()
+
+    asyncio.run(main())
+
+
+def _bind(config: RouterConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only where the protocol is named; without it each answer waits 40 ms.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.http_port))
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"HTTP port {config.host}:{config.http_port} cannot be bound ({error.strerror}); "
+            "choose another with --http-port"
+        ) from error
+    return sock
+
+
+def _load(config: RouterConfig) -> LoadedModel:
+    folder = resolve(config.model)
+    tokenizer = Tokenizer(folder.path)
+    preparer = PromptPreparer(folder.path, tokenizer, num_processes=config.tokenizer_processes)
+    return LoadedModel(folder, tokenizer, preparer)

@@ -1,0 +1,92 @@
+"""Where a request's time went, by stages, for clients, metrics and its trace alike.
+
+    tokenize --> route --> queue --> prefill --> first token --> transfer_exposed --> first_decode
+                                     ttft = all before the first token and the wire
+
+A stream that moves to another worker in its midst has `move`, too: until that one's first token,
+while the one it left still made some or not.
+
+Router and workers each measure their own part: `queue` is waiting for a turn or a worker here, in
+the decode worker's queue and in the prefill worker's; `transfer_exposed` and `first_decode` lie
+between the first token and the second, because the first leaves before its blocks are here. What
+lacks to the time to first token is the wire, and attempts on workers that were lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from typing import Literal, get_args
+
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.tracing import NO_SPAN, RequestSpan
+
+Stage = Literal["tokenize", "route", "queue", "prefill", "transfer_exposed", "first_decode", "move"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+class Timeline:
+    """Of one request; a stage that it came through twice is summed."""
+
+    def __init__(self, span: RequestSpan = NO_SPAN) -> None:
+        self.span = span
+        self.began_s = time.monotonic()
+        self.ttft_s: float | None = None
+        self.last_token_s = self.began_s
+        self.stages_s: dict[Stage, float] = {}
+
+    @contextmanager
+    def stage(self, name: Stage) -> Iterator[None]:
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            ended_s = time.monotonic()
+            self._add(name if self.ttft_s is None else "move", ended_s - began_s)
+            self.span.stage(name, began_s, ended_s)
+
+    @asynccontextmanager
+    async def queueing(self, turn: AbstractAsyncContextManager[None]) -> AsyncIterator[None]:
+        """Enters `turn`; until that is done the request waits."""
+        async with AsyncExitStack() as inside:
+            with self.stage("queue"):
+                await inside.enter_async_context(turn)
+            yield
+
+    def note_tokens(self, now: float) -> None:
+        """A client gets tokens now: the first ones, or more."""
+        self.last_token_s = now
+        if self.ttft_s is None:
+            self.ttft_s = now - self.began_s
+
+    def take(self, timings: pb.SequenceTimings, num_tokens: int) -> None:
+        """What a decode worker measured, told with the first token that it made and the second.
+
+        `num_tokens`: the request's, these and those that other workers made counted in.
+        """
+        if num_tokens == 1:
+            self._add("queue", timings.queue_ms / 1000)
+            self._add("prefill", timings.prefill_ms / 1000)
+        elif not timings.second_token_ms:
+            self._add("move", (timings.queue_ms + timings.prefill_ms) / 1000)
+        elif num_tokens == 2:
+            exposed_ms = timings.transfer_exposed_ms
+            self._add("transfer_exposed", exposed_ms / 1000)
+            self._add("first_decode", max(0.0, timings.second_token_ms - exposed_ms) / 1000)
+
+    def server_timing(self) -> str:
+        """All that is known so far, as the value of a Server-Timing header (W3C), milliseconds."""
+        known = [(name, self.stages_s[name]) for name in STAGES if name in self.stages_s]
+        if self.ttft_s is not None:
+            known.append(("ttft", self.ttft_s))  # type: ignore[arg-type]
+        known.append(("total", time.monotonic() - self.began_s))  # type: ignore[arg-type]
+        return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in known)
+
+    def _add(self, name: Stage, seconds: float) -> None:
+        self.stages_s[name] = self.stages_s.get(name, 0.0) + seconds

@@ -1,0 +1,71 @@
+"""Failures of a call as its gRPC status: what callers act on, without a traceback in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from tandem.errors import DeadlineExceeded, TandemError
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
+    """Ends the call with the error's code and message; trailers say when to come again."""
+    trailers: tuple[tuple[str, str], ...] = (("tandem-code", error.code),)
+    if error.retry_after_s is not None:
+        after_s = error.retry_after_whole_s
+        # The second is what gRPC's own retry policies heed (gRFC A6).
+        trailers += (("retry-after", f"{after_s}"), ("grpc-retry-pushback-ms", f"{after_s}000"))
+    await context.abort(getattr(grpc.StatusCode, error.grpc_code), error.message, trailers)
+    raise AssertionError("abort raises")
+
+
+class FailureInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Ends a unary call by the TandemError or TimeoutError that it raises; streams say theirs in
+    their events."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+        serve = handler.unary_unary
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                return await serve(request, context)
+            except TandemError as error:
+                await abort(context, error)
+            except TimeoutError:
+                late = f"no answer in time to {handler_call_details.method}"
+                await abort(context, DeadlineExceeded(late))
+
+        return grpc.unary_unary_rpc_method_handler(
+            answer, handler.request_deserializer, handler.response_serializer
+        )
+
+
+class _PeerWent(logging.Filter):
+    """A send that failed because the peer's connection is gone: no error of the server's."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, grpc.aio.InternalError):
+            record.levelno, record.levelname = logging.INFO, "INFO"
+            record.exc_info = None
+        return True
+
+
+_PEER_WENT = _PeerWent()
+
+
+def log_lost_peers_calmly() -> None:
+    """gRPC logs a peer that went amid a message as an error with a traceback; who serves the call
+    hears of it by being cancelled, and says what there is to say. Any number of times."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_PEER_WENT)

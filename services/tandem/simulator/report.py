@@ -1,0 +1,91 @@
+"""What one run gave, in figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tandem.simulator.requests import Request
+from tandem.simulator.scenario import Slo
+from tandem.simulator.simulation import Simulation
+
+
+class Report(msgspec.Struct, frozen=True):
+    """`load_*` are the most loaded worker's share against the mean, of those that prefill."""
+
+    policy: str
+    load: float  # of what the workers can carry
+    seed: int
+    num_requests: int
+    num_served: int
+    num_refused: int
+    num_lost: int
+    num_moved: int
+    num_good: int  # served within the SLO
+    goodput: float  # their share of all
+    hit_rate: float  # prompt tokens that were cached where they were prefilled
+    pulled_rate: float  # prompt tokens that came from a holder instead of being computed
+    load_tokens: float  # by prompt tokens placed there
+    load_requests: float
+    load_busy: float  # by seconds of prefill
+    ttft_s: dict[str, float]  # p50, p90, p99
+    tpot_s: dict[str, float]
+
+
+def summarize(simulation: Simulation, policy: str, load: float) -> Report:
+    requests = simulation.requests
+    served = [r for r in requests if r.ended_s]
+    good = [r for r in served if is_good(r, simulation.scenario.slo)]
+    tokens: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    for request in served:
+        if request.prefill is not None:
+            worker_id = request.prefill.worker_id
+            tokens[worker_id] = tokens.get(worker_id, 0) + request.arrival.num_tokens
+            counts[worker_id] = counts.get(worker_id, 0) + 1
+    has_pool = simulation.scenario.num_prefill > 0
+    pool = [w for w in simulation.workers.values() if w.role == "prefill" or not has_pool]
+    prompt_tokens = sum(r.arrival.num_tokens for r in served) or 1
+    return Report(
+        policy=policy,
+        load=load,
+        seed=simulation.scenario.seed,
+        num_requests=len(requests),
+        num_served=len(served),
+        num_refused=sum(r.failure == "refused" for r in requests),
+        num_lost=sum(r.failure == "lost" for r in requests),
+        num_moved=sum(r.num_moves > 0 for r in requests),
+        num_good=len(good),
+        goodput=len(good) / max(1, len(requests)),
+        hit_rate=sum(r.cached_tokens for r in served) / prompt_tokens,
+        pulled_rate=sum(r.num_pulled_tokens for r in served) / prompt_tokens,
+        load_tokens=_imbalance([tokens.get(w.worker_id, 0) for w in pool]),
+        load_requests=_imbalance([counts.get(w.worker_id, 0) for w in pool]),
+        load_busy=_imbalance([w.engine.prefill_busy_s for w in pool]),
+        ttft_s=_quantiles([r.ttft_s for r in served]),
+        tpot_s=_quantiles([r.tpot_s for r in served if r.arrival.output_tokens > 1]),
+    )
+
+
+def is_good(request: Request, slo: Slo) -> bool:
+    ttft_max_s = slo.ttft.seconds(request.arrival.num_tokens)
+    return request.ttft_s <= ttft_max_s and request.tpot_s <= slo.tpot_s
+
+
+def to_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
+    return [msgspec.to_builtins(report) for report in reports]
+
+
+def _imbalance(shares: Sequence[float]) -> float:
+    mean = sum(shares) / len(shares)
+    return max(shares) / mean if mean else 1.0
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {"p50": 0.0, "p90": 0.0, "p99": 0.0}
+    p50, p90, p99 = np.quantile(np.asarray(values), [0.5, 0.9, 0.99])
+    return {"p50": float(p50), "p90": float(p90), "p99": float(p99)}

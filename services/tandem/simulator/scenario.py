@@ -1,0 +1,125 @@
+"""What is simulated: workers, their nominal speed, and the errors that the policy does not know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from tandem.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.router.admission.predict import TtftLimit
+from tandem.simulator.traces import BLOCK_SIZE, Arrival, span_s
+
+# A guess at an 8B model on one large GPU. `--rates` takes measured ones.
+DEFAULT_RATES = WorkerRates(
+    prefill=PrefillRate(step_s=8e-3, token_s=5e-5, token_context_s=1e-9),
+    decode=DecodeRate(step_s=8e-3, sequence_s=1.5e-4),
+    step_tokens=512,
+    block_bytes=BLOCK_SIZE * (128 << 10),
+    measured=True,
+)
+DEFAULT_PAIR = PairRate("nixl", 2e-3, 20e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A worker dies, or comes back with nothing."""
+
+    at_s: float
+    worker_id: str
+    state: Literal["down", "up"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """A request is good when it keeps both. A long prompt has longer to its first token."""
+
+    ttft: TtftLimit = field(default_factory=lambda: TtftLimit(base_s=2.0, token_s=2e-4))
+    tpot_s: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    num_decode: int = 8
+    num_prefill: int = 0  # none: decode workers prefill themselves
+    kv_tokens: int = 3_000_000  # of each worker
+    rates: WorkerRates = DEFAULT_RATES  # what the policy is told
+    pair: PairRate = DEFAULT_PAIR
+    rate_error: float = 0.3  # true rates differ from these by up to this share
+    cores: float = 0.0  # of one machine that all workers share; 0: each has its own
+    report_age_s: float = 0.5  # how old a worker's load is when the router sees it
+    sequences_max: int = 256
+    queue_max: int = 256
+    pull_prefixes: bool = True
+    admission: bool = True  # the router refuses what would come too late
+    faults: tuple[Fault, ...] = ()
+    slo: Slo = field(default_factory=Slo)
+    seed: int = 0
+    block_size: int = BLOCK_SIZE
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """By worker id."""
+        prefill = {f"prefill-{n}": "prefill" for n in range(self.num_prefill)}
+        return prefill | {f"decode-{n}": "decode" for n in range(self.num_decode)}
+
+    def true_rates(self, worker_id: str) -> WorkerRates:
+        """Paired: a seed and a name give the same error, whatever the policy."""
+        rng = Random(f"{self.seed} {worker_id}")
+        prefill, decode = (1 + self.rate_error * rng.uniform(-1, 1) for _ in range(2))
+        return msgspec.structs.replace(
+            self.rates,
+            prefill=PrefillRate(
+                self.rates.prefill.step_s * prefill,
+                self.rates.prefill.token_s * prefill,
+                self.rates.prefill.token_context_s * prefill,
+            ),
+            decode=DecodeRate(
+                self.rates.decode.step_s * decode, self.rates.decode.sequence_s * decode
+            ),
+        )
+
+    def true_pair(self, worker_id: str) -> PairRate:
+        """How blocks come to the worker."""
+        rng = Random(f"{self.seed} pair {worker_id}")
+        error = 1 + self.rate_error * rng.uniform(-1, 1)
+        return msgspec.structs.replace(
+            self.pair,
+            latency_s=self.pair.latency_s * error,
+            bytes_per_s=self.pair.bytes_per_s / error,
+        )
+
+
+def full_load_factor(scenario: Scenario, arrivals: Sequence[Arrival]) -> float:
+    """How many times faster the trace must come to be a load of 100%.
+
+    100% is where the workers would be busy all the time if one cache without limit served them all:
+    more than that no policy can carry. A worker that prefills itself is busy with prompts, each
+    chunk of which also gives a token to those who decode; what is left of decoding is added.
+    """
+    rates, seen = scenario.rates, set[bytes]()
+    prefill_s = 0.0
+    chunks = tokens = 0
+    for arrival in arrivals:
+        hashes = arrival.block_hashes()[: arrival.num_tokens // scenario.block_size]
+        depth = next((i for i, h in enumerate(hashes) if h not in seen), len(hashes))
+        seen.update(hashes[depth:])
+        cached = min(depth * scenario.block_size, arrival.num_tokens - 1)
+        missing = arrival.num_tokens - cached
+        prefill_s += rates.prefill.seconds(missing, cached, rates.step_tokens)
+        chunks += math.ceil(missing / rates.step_tokens)
+        tokens += arrival.output_tokens - 1
+    sequence_s = rates.decode.sequence_s * tokens
+    if scenario.num_prefill:
+        steps_s = rates.decode.step_s * tokens / scenario.sequences_max
+        busy = max(prefill_s / scenario.num_prefill, (sequence_s + steps_s) / scenario.num_decode)
+    else:
+        steps_s = rates.decode.step_s * max(0.0, tokens / scenario.sequences_max - chunks)
+        busy = (prefill_s + sequence_s + steps_s) / scenario.num_decode
+    if scenario.cores:
+        busy = max(busy, (prefill_s + sequence_s + steps_s) / scenario.cores)
+    return span_s(arrivals) / busy

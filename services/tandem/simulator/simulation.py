@@ -1,0 +1,376 @@
+"""One run: a trace through the policy, the prefix index and the workers. The lives of requests.
+
+arrives --match, choose--> submitted to its decode worker --refused--> chosen again, without it
+  no prefill pool, or faster here --> prefilled there --> decodes there --> served
+  else: memory reserved --> leased --> prefilled by a peer --> pulled --> decodes --> served
+decode worker dies: moved with the tokens made so far (at most MOVES_MAX times), then lost
+prefill worker dies: the next candidate, else prefilled on the decode worker
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from random import Random
+from typing import Any, TypeVar
+
+from tandem.autoscaler.signals import DemandMeter
+from tandem.cost_model import ASK_S, Holder, WorkerRates, best_start, prefill_seconds
+from tandem.prefix_index.memory import MemoryIndex
+from tandem.router.admission.predict import wait_s
+from tandem.router.placement.choose import Placement, Work
+from tandem.router.placement.costs import computing_s
+from tandem.simulator.clock import Clock
+from tandem.simulator.host import Host
+from tandem.simulator.policies import Policy
+from tandem.simulator.requests import MOVES_MAX, Request
+from tandem.simulator.scenario import Fault, Scenario
+from tandem.simulator.traces import Arrival
+from tandem.simulator.view import View
+from tandem.simulator.worker import Task, Worker
+from tandem.worker.prefill_choice import Candidate, Here, Prompt, plan_prefill
+
+T = TypeVar("T")
+
+
+class Simulation:
+    """Made for one trace and one policy; `run` once."""
+
+    def __init__(self, scenario: Scenario, arrivals: Sequence[Arrival], policy: Policy) -> None:
+        self.scenario = scenario
+        self.requests: list[Request] = []
+        self._arrivals = arrivals
+        self._policy = policy
+        self._rng = Random(scenario.seed)
+        self.clock = Clock()
+        self._index = MemoryIndex()
+        self._logs: dict[str, int] = {}  # next sequence number
+        host = Host(scenario.cores) if scenario.cores else None
+        self.workers = {
+            worker_id: Worker(
+                worker_id,
+                role,
+                rates=scenario.true_rates(worker_id),
+                block_size=scenario.block_size,
+                num_blocks=scenario.kv_tokens // scenario.block_size,
+                sequences_max=scenario.sequences_max,
+                queue_max=scenario.queue_max,
+                clock=self.clock,
+                listener=self,
+                host=host,
+            )
+            for worker_id, role in scenario.roles.items()
+        }
+        self.meter = DemandMeter()  # what a router would count for the autoscaler
+        self._num_arrived = 0
+        self.view = View(scenario, self.clock, list(self.workers.values()))
+        self._pairs = {w: scenario.true_pair(w) for w in self.workers}
+        for worker in self.workers.values():
+            self._start_log(worker)
+
+    def run(self) -> None:
+        for fault in self.scenario.faults:
+            self.clock.at(fault.at_s, self._inject, fault)
+        self._plan_arrival(0)
+        self.clock.run()
+
+    # What workers tell.
+
+    def reserved(self, worker: Worker, task: Task) -> None:
+        self._ask_candidate(_request(task))
+
+    def prefilled(self, worker: Worker, task: Task) -> None:
+        request = _request(task)
+        if not request.first_token_s:
+            request.first_token_s = self.clock.now_s
+            self.meter.first_token(
+                request.ttft_s / self.scenario.slo.ttft.seconds(request.arrival.num_tokens)
+            )
+        request.num_made_here = 1
+        request.cached_tokens = task.cached_tokens
+        if request.sent is not None:
+            self.view.note_first_token(request.sent, worker.worker_id)
+            request.sent = None
+        pulled = task.pulled_blocks * self.scenario.block_size - task.cached_tokens
+        request.num_pulled_tokens = max(0, pulled)
+        if task is request.lease:
+            self.clock.after(self._exposed_s(request, worker), self._finish_pull, request, task)
+
+    def decoded(self, worker: Worker, task: Task) -> None:
+        request = _request(task)
+        self._end(request)
+        request.hashes = ()  # a million requests are kept to the end
+
+    def blocks_changed(
+        self, worker: Worker, stored: Sequence[bytes], removed: Sequence[bytes]
+    ) -> None:
+        number = self._logs[worker.worker_id]
+        applied = _now(
+            self._index.publish(worker.worker_id, str(worker.generation), number, stored, removed)
+        )
+        assert applied
+        self._logs[worker.worker_id] = number + 1
+
+    def load_changed(self, worker: Worker) -> None:
+        self.view.note_load(worker)
+
+    # A request's way.
+
+    def _plan_arrival(self, at: int) -> None:
+        if at < len(self._arrivals):
+            self.clock.at(self._arrivals[at].at_s, self._arrive, at)
+
+    def _arrive(self, at: int) -> None:
+        arrival = self._arrivals[at]
+        num_full = arrival.num_tokens // self.scenario.block_size
+        request = Request(arrival, arrival.block_hashes()[:num_full])
+        self.requests.append(request)
+        self._num_arrived += 1
+        self._plan_arrival(at + 1)
+        self._place(request)
+
+    def _place(self, request: Request) -> None:
+        num_tokens = request.num_tokens
+        work = Work(num_tokens, self.scenario.block_size)
+        matches = _now(self._index.match(request.hashes))
+        self.view.tick()
+        while True:
+            placement = self._policy(
+                work, self.view.roster, matches, self._rng, refused=request.refused
+            )
+            if not request.is_counted:
+                request.is_counted = True
+                self.meter.asked(self._prefill_s(work, placement))
+            if placement is None or self._comes_too_late(work, placement):
+                request.failure = "refused"
+                return
+            if self._submit(request, placement, matches):
+                return
+            request.refused |= {placement.decode.epoch}
+
+    def _prefill_s(self, work: Work, placement: Placement | None) -> float:
+        """Of one worker, as a router prices it."""
+        if placement is None:
+            return prefill_seconds(self.scenario.rates, work.num_tokens, 0)
+        computes = (*placement.prefill_candidates, placement.decode)[0]
+        return computing_s(work, computes, placement.tokens_missing)
+
+    def _comes_too_late(self, work: Work, placement: Placement) -> bool:
+        limit = self.scenario.slo.ttft
+        return self.scenario.admission and wait_s(work, placement, limit) is not None
+
+    def _submit(self, request: Request, placement: Placement, matches: dict[str, int]) -> bool:
+        size = self.scenario.block_size
+        worker = self.workers[placement.decode.worker_id]
+        request.decode = request.prefill = worker
+        request.candidates = [w.worker_id for w in placement.prefill_candidates]
+        if self.scenario.pull_prefixes:
+            holders = [w.worker_id for w in placement.prefix_holders]
+            request.holders = [(w, matches[w] * size) for w in holders]
+        task = Task(request, request.num_tokens, request.hashes, request.tokens_left)
+        request.decode_task, request.lease = task, None
+        request.candidates = self._worth_asking(request, placement, matches)
+        noted = request.candidates[0] if request.candidates else worker.worker_id
+        if request.candidates:
+            accepted = worker.reserve(task)
+            self.view.note_sent(worker.worker_id, 0)
+        else:
+            accepted = self._prefill(request, worker, task)
+        if accepted:
+            request.sent = self.view.note_prefill(
+                noted,
+                request.num_tokens,
+                placement.tokens_missing,
+                may_pull=bool(request.holders),
+            )
+        return accepted
+
+    def _worth_asking(
+        self, request: Request, placement: Placement, matches: dict[str, int]
+    ) -> list[str]:
+        """The decode worker's own choice between its peers and itself."""
+        if not placement.prefill_candidates:
+            return []
+        worker, rates = self.workers[placement.decode.worker_id], self.scenario.rates
+        load, size = worker.load(), self.scenario.block_size
+        prompt = Prompt(request.num_tokens, rates.block_bytes / size)
+        cached = worker.cache.num_cached(request.hashes) * size
+        here = Here(rates, load.queued_tokens, cached, num_running=load.num_running)
+        candidates = [
+            Candidate(
+                rates,
+                w.queued_tokens,
+                matches.get(w.worker_id, 0) * size,
+                worker_id=w.worker_id,
+                pair=self.scenario.pair,
+            )
+            for w in placement.prefill_candidates
+        ]
+        return list(plan_prefill(prompt, here, candidates).candidates)
+
+    def _ask_candidate(self, request: Request) -> None:
+        """Opens a lease on the next candidate; without any, the decode worker computes."""
+        assert request.decode is not None
+        assert request.decode_task is not None
+        while request.candidates:
+            peer = self.workers[request.candidates.pop(0)]
+            lease = Task(request, request.num_tokens, request.hashes, 0)
+            request.lease, request.prefill = lease, peer
+            if peer.is_up and not peer.is_draining and self._prefill(request, peer, lease):
+                return
+        request.lease, request.prefill = None, request.decode
+        request.decode.release(request.decode_task)
+        if not self._prefill(request, request.decode, request.decode_task):
+            request.failure = "refused"
+
+    def _prefill(self, request: Request, worker: Worker, task: Task) -> bool:
+        """Submits a task that is computed, after its prefix was pulled if that is faster."""
+        start_s, start = 0.0, 0
+        if request.holders:
+            start_s, start = self._best_start(request, worker, task)
+        if start_s == 0.0:
+            return worker.submit(task)
+        task.pulled_blocks = start // self.scenario.block_size
+        self.clock.after(start_s, self._submit_pulled, request, worker, task, worker.generation)
+        return True
+
+    def _submit_pulled(self, request: Request, worker: Worker, task: Task, generation: int) -> None:
+        alive = worker.is_up and worker.generation == generation
+        if task not in (request.lease, request.decode_task) or request.failure:
+            return
+        if not alive:
+            self._lose(request, task)
+        elif not worker.submit(task):
+            if task is request.lease:
+                self._ask_candidate(request)
+            else:
+                request.failure = "refused"
+
+    def _best_start(self, request: Request, worker: Worker, task: Task) -> tuple[float, int]:
+        rates: WorkerRates = self.scenario.rates
+        size = self.scenario.block_size
+        cached = worker.cache.num_cached(task.hashes) * size
+        holders = [
+            Holder(num_tokens, self._pairs[worker.worker_id])
+            for worker_id, num_tokens in request.holders
+            if self.workers[worker_id].is_up and worker_id != worker.worker_id
+        ]
+        return best_start(
+            rates, task.num_tokens, cached, holders, bytes_per_token=rates.block_bytes / size
+        )
+
+    def _exposed_s(self, request: Request, source: Worker) -> float:
+        """What of the pull is left when the prompt is computed: the last chunk, or more."""
+        assert request.decode is not None
+        assert request.decode_task is not None
+        rates, pair = self.scenario.rates, self._pairs[request.decode.worker_id]
+        missing = request.num_tokens - request.decode_task.cached_tokens
+        token_bytes = rates.block_bytes / self.scenario.block_size
+        pull_s = pair.seconds(missing * token_bytes)
+        computed = request.num_tokens - request.cached_tokens
+        compute_s = source.rates.prefill.seconds(computed, request.cached_tokens, rates.step_tokens)
+        last = min(missing, rates.step_tokens)
+        return ASK_S + max(pair.seconds(last * token_bytes), pull_s - compute_s)
+
+    def _finish_pull(self, request: Request, lease: Task) -> None:
+        if lease is not request.lease:
+            return
+        assert request.decode is not None
+        assert request.decode_task is not None
+        assert request.prefill is not None
+        request.prefill.release(lease)
+        request.lease = None
+        if request.tokens_left > 1:
+            request.decode.adopt(request.decode_task)
+        else:
+            request.decode.release(request.decode_task)
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        request.ended_s = self.clock.now_s
+        self.meter.ended(request.arrival.output_tokens)
+        if (count := request.arrival.output_tokens - 1) > 0:
+            self.meter.next_tokens(request.tpot_s / self.scenario.slo.tpot_s, count)
+
+    # Pools that change.
+
+    @property
+    def has_more(self) -> bool:
+        """Whether requests are still to come."""
+        return self._num_arrived < len(self._arrivals)
+
+    def start_worker(self, worker: Worker) -> None:
+        """One that is off, with nothing in its cache."""
+        worker.restart()
+        self._start_log(worker)
+        self.view.note_state(worker)
+
+    def drain_worker(self, worker: Worker) -> None:
+        """Nothing new goes there."""
+        worker.is_draining = True
+        self.view.note_drain(worker)
+
+    def stop_worker(self, worker: Worker) -> None:
+        """One that is idle."""
+        worker.fail()
+        _now(self._index.forget(worker.worker_id))
+        self.view.note_state(worker)
+
+    # Faults.
+
+    def _inject(self, fault: Fault) -> None:
+        worker = self.workers[fault.worker_id]
+        if fault.state == "up":
+            if not worker.is_up:
+                self.start_worker(worker)
+            return
+        if not worker.is_up:
+            return
+        self.stop_worker(worker)
+        for request in self.requests:
+            if not request.ended_s and not request.failure:
+                if request.decode is worker:
+                    self._lose(request, request.decode_task)
+                elif request.prefill is worker and request.lease is not None:
+                    self._lose(request, request.lease)
+
+    def _lose(self, request: Request, task: Task | None) -> None:
+        if task is not None and task is request.lease:
+            # Its first token went out already: the rest is computed again, here.
+            request.lease = None
+            self._ask_candidate(request)
+            return
+        lease, peer = request.lease, request.prefill
+        request.lease = request.decode_task = None
+        if lease is not None and peer is not None:
+            peer.cancel(lease)
+        if request.num_moves >= MOVES_MAX:
+            request.failure = "lost"
+            return
+        request.num_moves += 1
+        if task is not None and task.tokens_left is not None:  # it was in the batch
+            request.num_made_here = task.output_tokens - task.tokens_left
+        request.num_made += request.num_made_here
+        request.num_made_here = 0
+        if request.tokens_left:
+            self._place(request)
+        else:
+            self._end(request)
+
+    def _start_log(self, worker: Worker) -> None:
+        self._logs[worker.worker_id] = 0
+        _now(self._index.reset(worker.worker_id, str(worker.generation)))
+
+
+def _request(task: Task) -> Request:
+    assert isinstance(task.owner, Request)
+    return task.owner
+
+
+def _now(call: Coroutine[Any, Any, T]) -> T:
+    """The index in memory answers without waiting: no event loop is needed."""
+    try:
+        call.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError("the index waited")

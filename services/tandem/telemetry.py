@@ -1,0 +1,80 @@
+"""Logs: one line an event, to standard error, under the name of the process.
+
+TANDEM_LOG_LEVEL chooses the level, TANDEM_LOG_FORMAT `text` or `json`: then a line is one object,
+with `request_id` where it is about a request, and whatever else was given as `extra`; of a
+callable what it returns, which costs nothing where lines are text. Processes that a process starts,
+its engine for one, inherit both.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from tandem.errors import ConfigError
+
+LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
+FORMAT_VARIABLE = "TANDEM_LOG_FORMAT"
+_OWN_FIELDS = frozenset((*logging.makeLogRecord({}).__dict__, "message", "asctime", "taskName"))
+
+
+def configure_logging(process: str) -> None:
+    """`process` names this process in each line, such as `decode-0/io`. Raises ConfigError."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_formatter(process))
+    level = (os.environ.get(LEVEL_VARIABLE) or "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"{LEVEL_VARIABLE} is {level!r}; it must be a level, such as DEBUG")
+    logging.basicConfig(handlers=[handler], level=level, force=True)
+    for noisy in ("httpx", "httpcore", "asyncio", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def about(sequence_id: str) -> dict[str, str]:
+    """The `extra` of a line about a sequence: its request, as `request_id`.
+
+    Sequence ids are `REQUEST#ATTEMPT` where it decodes and `REQUEST#LEASE` where it is prefilled.
+    """
+    request_id = sequence_id.rpartition("#")[0]
+    return {"request_id": request_id} if request_id else {}
+
+
+class JsonFormatter(logging.Formatter):
+    """Fields: time (RFC 3339, UTC), level, process, logger, message, exception, and the extras."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC)
+        line: dict[str, Any] = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        line.update((k, v) for k, v in record.__dict__.items() if k not in _OWN_FIELDS)
+        return msgspec.json.encode(line, enc_hook=_plain).decode()
+
+
+def _plain(value: Any) -> Any:
+    return value() if callable(value) else str(value)
+
+
+def _formatter(process: str) -> logging.Formatter:
+    match os.environ.get(FORMAT_VARIABLE) or "text":
+        case "text":
+            return logging.Formatter(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s")
+        case "json":
+            return JsonFormatter(process)
+        case other:
+            raise ConfigError(f"{FORMAT_VARIABLE} is {other!r}; it must be text or json")

@@ -1,0 +1,152 @@
+"""Which bytes one tensor-parallel rank reads of a source whose degree may be another.
+
+Heads are a block's outermost axis, so a rank's share of another rank's block is one span:
+
+    whole block       [ head 0 | head 1 | head 2 | head 3 ]      one head: [layers, 2, tokens, dim]
+    source, degree 2  [ rank 0          | rank 1          ]
+    reader, degree 4  [ rank 0 | rank 1 | rank 2 | rank 3 ]      rank 2 reads half of source rank 1
+    reader, degree 1  [ rank 0                            ]      reads source ranks 0 and 1
+    source, degree 8  [ 0   1  | 2   3  | 4   5  | 6   7  ]      each head is held twice
+
+Arithmetic alone: it opens no transfer and knows no addresses, only offsets into ranks' pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tandem.engine.layout import BlockLayout
+from tandem.errors import Incompatible
+from tandem.transfer.descriptors import BlockPairs
+
+# Of the whole model's layout; num_blocks is each side's own.
+_EQUAL = ("num_kv_heads", "num_layers", "block_size", "head_dim", "dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """The pools of all ranks of one worker: what is cut, and into how many.
+
+    `whole` has all KV heads of the model and the number of blocks of each rank's pool. Rank r of
+    T has the heads from r*H//T on: H/T of them, or one when T is larger, which T/H ranks hold.
+    Raises Incompatible when neither number divides the other.
+    """
+
+    whole: BlockLayout
+    degree: int
+
+    def __post_init__(self) -> None:
+        heads = self.whole.num_kv_heads
+        if self.degree < 1 or (heads % self.degree and self.degree % heads):
+            raise Incompatible(f"tensor_parallel {self.degree} does not divide {heads} KV heads")
+
+    @property
+    def heads_per_rank(self) -> int:
+        return max(1, self.whole.num_kv_heads // self.degree)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same heads."""
+        return max(1, self.degree // self.whole.num_kv_heads)
+
+    @property
+    def rank_layout(self) -> BlockLayout:
+        """Of each rank's own pool."""
+        return replace(self.whole, num_kv_heads=self.heads_per_rank)
+
+    def heads(self, rank: int) -> range:
+        """The model's heads that the rank holds."""
+        if not 0 <= rank < self.degree:
+            raise ValueError(f"there is no rank {rank} in a degree of {self.degree}")
+        first = rank * self.whole.num_kv_heads // self.degree
+        return range(first, first + self.heads_per_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes that go on at both sides; offsets from the start of each rank's pool."""
+
+    source_offset: int
+    local_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankRead:
+    """What is to be read of one source rank, in the order of the blocks."""
+
+    source_rank: int
+    parts: tuple[Part, ...]
+
+
+def descriptors(
+    source: ParallelLayout, local: ParallelLayout, blocks: BlockPairs, *, local_rank: int
+) -> list[RankRead]:
+    """What `local_rank` reads to have its heads of `blocks`, from the fewest source ranks.
+
+    Of ranks that hold the same heads, readers take different ones in turn.
+    Raises Incompatible naming all that differs besides the degree and the number of blocks.
+    """
+    _check_alike(source.whole, local.whole)
+    wanted = local.heads(local_rank)
+    reads = []
+    for group in range(
+        wanted.start // source.heads_per_rank, (wanted.stop - 1) // source.heads_per_rank + 1
+    ):
+        source_rank = group * source.replicas + local_rank % source.replicas
+        held = source.heads(source_rank)
+        shared = range(max(held.start, wanted.start), min(held.stop, wanted.stop))
+        parts = _parts(
+            source.rank_layout,
+            local.rank_layout,
+            blocks,
+            source_head=shared.start - held.start,
+            local_head=shared.start - wanted.start,
+            num_heads=len(shared),
+        )
+        reads.append(RankRead(source_rank, tuple(_merged(parts))))
+    return reads
+
+
+def _parts(
+    source: BlockLayout,
+    local: BlockLayout,
+    blocks: BlockPairs,
+    *,
+    source_head: int,
+    local_head: int,
+    num_heads: int,
+) -> Iterator[Part]:
+    head_bytes = source.block_bytes // source.num_kv_heads
+    for source_id, local_id in zip(blocks.source_ids, blocks.local_ids, strict=True):
+        yield Part(
+            source.offset(source_id) + source_head * head_bytes,
+            local.offset(local_id) + local_head * head_bytes,
+            num_heads * head_bytes,
+        )
+
+
+def _merged(parts: Iterator[Part]) -> list[Part]:
+    merged: list[Part] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.source_offset + last.num_bytes == part.source_offset
+            and last.local_offset + last.num_bytes == part.local_offset
+        ):
+            merged[-1] = replace(last, num_bytes=last.num_bytes + part.num_bytes)
+        else:
+            merged.append(part)
+    return merged
+
+
+def _check_alike(source: BlockLayout, local: BlockLayout) -> None:
+    differences = [
+        f"{name} is {getattr(source, name)!r}, not {getattr(local, name)!r}"
+        for name in _EQUAL
+        if getattr(source, name) != getattr(local, name)
+    ]
+    if differences:
+        raise Incompatible("the source's blocks cannot be read here: " + "; ".join(differences))

@@ -1,0 +1,46 @@
+"""Metrics of a worker's log in the prefix tree, read from its publisher at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from tandem.prefix_index.publisher import Publisher
+
+
+class IndexMetrics(Collector):
+    def __init__(self, labels: Mapping[str, str], publisher: Publisher) -> None:
+        self._labels = labels
+        self._publisher = publisher
+
+    def collect(self) -> Iterable[Metric]:
+        publisher = self._publisher
+        for name, text, value in (
+            ("index_blocks", "Blocks that it holds, as the tree should have them", "num_held"),
+            ("index_lag_blocks", "Changes that the prefix tree does not have yet", "lag"),
+        ):
+            yield self._filled(
+                GaugeMetricFamily(f"tandem_{name}", text, labels=list(self._labels)),
+                getattr(publisher, value),
+            )
+        for name, text, value in (
+            ("index_published_blocks", "Changes that the prefix tree took", "num_published"),
+            (
+                "index_logs",
+                "How often everything was published anew, the first time too",
+                "num_logs",
+            ),
+        ):
+            yield self._filled(
+                CounterMetricFamily(f"tandem_{name}", text, labels=list(self._labels)),
+                getattr(publisher, value),
+            )
+
+    def _filled(
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: float
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        family.add_metric(list(self._labels.values()), value)
+        return family

@@ -1,0 +1,96 @@
+"""A worker's place in the cluster: its record, its contract, its peers, its blocks in the tree.
+
+All of it is a cache of facts in Redis. Redis lost: the worker serves on, tries again, and publishes
+everything anew when Redis is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from tandem.config import ClusterConfig
+from tandem.engine.types import StepReport
+from tandem.prefix_index.publisher import Publisher
+from tandem.prefix_index.redis import RedisIndex
+from tandem.redis_client import UNREACHABLE, connect
+from tandem.registry import Contract, Registry, WorkerRecord
+
+log = logging.getLogger(__name__)
+
+
+class Membership:
+    """Writes this worker's record and reads the others', every `record_interval_s`."""
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        *,
+        worker_id: str,
+        epoch: str,
+        record: Callable[[], WorkerRecord],
+        on_records: Callable[[list[WorkerRecord]], None],
+    ) -> None:
+        self._cluster = cluster
+        self._worker_id = worker_id
+        self._record = record
+        self._on_records = on_records
+        self._redis = connect(cluster.redis_url)
+        self._registry = Registry(self._redis, cluster)
+        self._index = RedisIndex(self._redis, cluster.cluster_id)
+        self.publisher = Publisher(self._index, worker_id, epoch)
+        self._task: asyncio.Task[None] | None = None
+        self._reachable = True
+
+    async def join(self, contract: Contract) -> None:
+        """Waits for Redis, then joins. Raises Incompatible naming the differences."""
+        while True:
+            try:
+                await self._registry.check_contract(contract, self._record().generation)
+                break
+            except UNREACHABLE as error:
+                self._note_unreachable(error)
+                await asyncio.sleep(self._cluster.record_interval_s)
+        self.publisher.start()
+        await self.refresh()
+        self._task = asyncio.create_task(self._refresh_for_ever())
+
+    def on_report(self, report: StepReport) -> None:
+        """Queues what the step stored and removed for the tree."""
+        if report.stored or report.removed:
+            self.publisher.add((s.block_hash for s in report.stored), report.removed)
+
+    async def refresh(self) -> None:
+        """One round: write our record, read the others'."""
+        try:
+            await self._registry.write(self._record())
+            self._on_records(await self._registry.read())
+            if not self._reachable:
+                log.info("Redis answers again")
+            self._reachable = True
+        except UNREACHABLE as error:
+            self._note_unreachable(error)
+
+    async def leave(self) -> None:
+        """Takes the worker out of placement and out of the tree."""
+        if self._task is not None:
+            self._task.cancel()
+        try:
+            await self.publisher.aclose()
+            await self._registry.remove(self._worker_id)
+            await self._index.forget(self._worker_id)
+        except UNREACHABLE as error:
+            self._note_unreachable(error)
+        await self._redis.aclose()
+
+    async def _refresh_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._cluster.record_interval_s)
+            await self.refresh()
+
+    def _note_unreachable(self, error: Any) -> None:
+        if self._reachable:
+            log.warning("Redis does not answer (%s); serving goes on without it", error)
+        self._reachable = False

@@ -1,0 +1,281 @@
+"""Messages between a worker's two processes, msgpack over ZeroMQ.
+
+The I/O process sends `Command`s; the engine process applies them between two steps. It answers
+with one `Report` a step, and before it with one `BlocksFinal` when blocks become final in the step:
+their readers do not wait for its end. The transfer thread answers with one `PullsSettled` as soon
+as pulls settle: a long step does not delay a Release.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.engine.types import FinalBlocks, Mode, SequenceSpec, StepReport
+from tandem.transfer.protocol import LocalPool, PullResult, RemotePool
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    spec: SequenceSpec
+
+
+class StartLocalPrefill(msgspec.Struct, frozen=True, tag=True):
+    """An AWAIT_KV sequence is computed here after all; none of its blocks was pulled."""
+
+    sequence_id: str
+
+
+class Restart(msgspec.Struct, frozen=True, tag=True):
+    """Gives up what was pulled: the sequence waits again, at the queue's head, with `spec`."""
+
+    spec: SequenceSpec
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """Released came: the pulled blocks are good, and `first_token_id` follows the prompt."""
+
+    sequence_id: str
+    first_token_id: int
+
+
+class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):
+    """So many first blocks of a sequence that awaits its prefix are good; the rest is computed."""
+
+    sequence_id: str
+    num_blocks: int  # the cached ones counted in
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Keep what is cached of a chain for a reader, until `Remove`; reported `Held`."""
+
+    sequence_id: str
+    block_hashes: list[bytes]
+    first_wanted_block: int
+
+
+class Adopt(msgspec.Struct, frozen=True, tag=True):
+    """Take FREE blocks for a chain that comes from a peer; reported `Reserved`."""
+
+    sequence_id: str
+    block_hashes: list[bytes]
+
+
+class CommitAdopted(msgspec.Struct, frozen=True, tag=True):
+    """So many first blocks of an adopted chain are good: they are cached, and the chain is over."""
+
+    sequence_id: str
+    num_blocks: int
+
+
+class ListChains(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the chains used last; answered by `Chains`."""
+
+    request_id: int
+    blocks_max: int
+
+
+class ListBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the hashes from `first` to `end` (not counted in); answered by `Blocks`."""
+
+    request_id: int
+    first: bytes
+    end: bytes  # empty: to the last
+
+
+class Remove(msgspec.Struct, frozen=True, tag=True):
+    """The sequence or chain is over for whoever asked: abort it, or free what a peer held."""
+
+    sequence_id: str
+
+
+class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
+    """Make a peer's pool readable over NIXL; answered by `PeerConnected`."""
+
+    peer_id: str
+    metadata: bytes
+    pool: RemotePool
+
+
+class DisconnectPeer(msgspec.Struct, frozen=True, tag=True):
+    peer_id: str
+
+
+class StartPull(msgspec.Struct, frozen=True, tag=True):
+    """Pull a run into blocks first_block.. of the sequence's table."""
+
+    pull_id: str
+    sequence_id: str
+    peer_id: str
+    first_block: int
+    source_block_ids: list[int]
+    deadline_s: float
+
+
+class StoreBytes(msgspec.Struct, frozen=True, tag=True):
+    """The gRPC transport's pull, as its bytes came: the frame after this message has them."""
+
+    sequence_id: str
+    first_block: int
+    num_blocks: int
+
+
+class LoadBytes(msgspec.Struct, frozen=True, tag=True):
+    """Send the bytes of blocks that a FOR_PEER sequence holds; answered by `BlockData`."""
+
+    request_id: int
+    sequence_id: str
+    block_ids: list[int]
+
+
+class DescribeSource(msgspec.Struct, frozen=True, tag=True):
+    """Ask for what a reader needs to read from here; answered by `Source`."""
+
+    request_id: int
+
+
+class CheckIntegrity(msgspec.Struct, frozen=True, tag=True):
+    request_id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+Command = (
+    Add
+    | StartLocalPrefill
+    | Restart
+    | Commit
+    | ContinuePrefill
+    | Hold
+    | Adopt
+    | CommitAdopted
+    | ListChains
+    | ListBlocks
+    | Remove
+    | ConnectPeer
+    | DisconnectPeer
+    | StartPull
+    | StoreBytes
+    | LoadBytes
+    | DescribeSource
+    | CheckIntegrity
+    | Shutdown
+)
+
+
+# After these a read must not land in the sequence's blocks any more.
+ENDS_OF_PULLS = (Commit, CommitAdopted, ContinuePrefill, Remove, Restart)
+
+
+def sequence_id(command: Command) -> str:
+    """The sequence a command is about; empty for those about none."""
+    if isinstance(command, Add | Restart):
+        return command.spec.sequence_id
+    return str(getattr(command, "sequence_id", ""))
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine is loaded; sent once, first."""
+
+    model_fingerprint: str
+    compute_dtype: str
+    numerics: str
+    kv_dtype: str
+    layout: str
+    num_blocks: int
+    block_bytes: int
+    max_model_len: int
+    max_tokens_per_step: int
+    load_ms: dict[str, float]  # where the time to load went
+    pool_is_shared: bool = False  # it lies in the memfd of the settings
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """`tick` counts the loop's turns, steps or not: it stands still only when the engine hangs."""
+
+    tick: int
+    report: StepReport
+    num_commands: int = 0  # applied before it, since the start
+
+
+class BlocksFinal(msgspec.Struct, frozen=True, tag=True):
+    """Blocks that readers may pull from now on, sent while the step that made them goes on; what
+    else it brings comes in its `Report`, later."""
+
+    final_blocks: list[FinalBlocks]
+
+
+class PullsSettled(msgspec.Struct, frozen=True, tag=True):
+    results: list[PullResult]
+
+
+class ReaderRenewed(msgspec.Struct, frozen=True, tag=True):
+    """The NIXL reader was made anew, so that reads which were given up write nothing any more."""
+
+    num_times: int
+
+
+class TransferBroken(msgspec.Struct, frozen=True, tag=True):
+    """No pull over NIXL will succeed in this process any more."""
+
+    message: str
+
+
+class PeerConnected(msgspec.Struct, frozen=True, tag=True):
+    peer_id: str
+    error: str  # empty: connected, and all self-test reads passed
+    reads: list[tuple[int, float]] = []  # bytes and seconds of those
+
+
+class BlockData(msgspec.Struct, frozen=True, tag=True):
+    """The frame after this message has the bytes; `error` when there are none."""
+
+    request_id: int
+    error: str
+
+
+class Chains(msgspec.Struct, frozen=True, tag=True):
+    request_id: int
+    chains: list[list[bytes]]  # block hashes, each chain from its root on
+
+
+class Blocks(msgspec.Struct, frozen=True, tag=True):
+    request_id: int
+    hashes: list[bytes]
+
+
+class Source(msgspec.Struct, frozen=True, tag=True):
+    request_id: int
+    metadata: bytes  # empty without NIXL
+    pool: RemotePool
+    error: str = ""
+
+
+class Integrity(msgspec.Struct, frozen=True, tag=True):
+    request_id: int
+    message: str  # empty: all pools whole
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot go on; the worker exits with this message."""
+
+    message: str
+    code: str = ""  # of services/tandem/errors.py, where it is one of its errors
+
+
+TransferReply = PullsSettled | ReaderRenewed | TransferBroken
+Reply = (
+    Ready
+    | Report
+    | BlocksFinal
+    | TransferReply
+    | PeerConnected
+    | BlockData
+    | Chains
+    | Blocks
+    | Source
+    | Integrity
+    | Fatal
+)
+
+__all__ = ["Command", "LocalPool", "Mode", "Reply"]

@@ -1,0 +1,70 @@
+"""Which transport a pair uses, and what people are told of it. Pure.
+
+wanted nixl or grpc   that one
+auto                  NIXL, if its reads work and are not slower than gRPC; else gRPC, with a
+                      warning that says what would lift it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config import Transport
+from tandem.cost_model import PairRate
+from tandem.transfer.reach import Reach
+
+PULL_BYTES = 4 << 20  # the pull that transports are compared by
+SLOWER = 1.25  # how much slower a measurement must be to mean it
+_LIFT_NOTHING = (
+    "Let the two share a machine, its namespaces and a user (in Kubernetes hostPID and hostIPC), or"
+    " give both an RDMA port"
+)
+_LIFT_SLOW = (
+    "NIXL is measured again now and then; look at UCX_TLS and at what else the machine does"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One transport of a pair: `error` says why it does not work, `rate` is None if unmeasured."""
+
+    rate: PairRate | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    transport: str
+    reason: str = ""  # a word for why it is not the best one
+    warning: str = ""  # and a sentence, with figures and what would lift it
+
+
+def choose_transport(wanted: Transport, nixl: Way, grpc: Way, reach: Reach | None) -> Choice:
+    """`reach` is None when the peer did not tell where it runs. gRPC is always to be had."""
+    if wanted == "grpc":
+        return Choice("grpc")
+    if reach is Reach.NOTHING:
+        why = f"NIXL has {reach.value}. gRPC: {figures(grpc)}. {_LIFT_NOTHING}"
+        return Choice("grpc", "unreachable", why)
+    if wanted != "nixl" and nixl.error:
+        why = f"NIXL does not work: {nixl.error}. gRPC: {figures(grpc)}"
+        return Choice("grpc", "broken", why)
+    if wanted != "nixl" and is_slower(nixl.rate, grpc.rate):
+        why = f"NIXL is slower: {figures(nixl)}. gRPC: {figures(grpc)}. {_LIFT_SLOW}"
+        return Choice("grpc", "slow", why)
+    if reach is Reach.TCP:
+        return Choice("nixl", "tcp", f"NIXL uses {reach.value}")
+    return Choice("nixl")
+
+
+def is_slower(one: PairRate | None, other: PairRate | None) -> bool:
+    """Whether pulls of the first were measured to be clearly slower than the second's."""
+    if one is None or other is None:
+        return False
+    return one.seconds(PULL_BYTES) > SLOWER * other.seconds(PULL_BYTES)
+
+
+def figures(way: Way) -> str:
+    if way.rate is None:
+        return "not measured"
+    return f"{way.rate.bytes_per_s / 1e9:.2f} GB/s after {way.rate.latency_s * 1000:.2f} ms"
