@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -22,7 +22,35 @@ app.add_typer(bench, name="bench")
 index_app = typer.Typer(help="Look after the prefix tree.", no_args_is_help=True)
 app.add_typer(index_app, name="index")
 
+# A program with options of its own.
+_PROGRAM: Any = {
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
 _URL = Annotated[str, typer.Option(help="address of a router")]
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import version
+
+        print(f"tandem {version('tandem-llm')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Show the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -216,54 +244,51 @@ def verify(
         _fail(str(error))
 
 
-@bench.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@bench.command(**_PROGRAM)
 def transfer(context: typer.Context) -> None:
     """Compare NIXL and gRPC through Tandem with what they do raw (options: --help)."""
-    _run_bench("transfer", context)
+    _become("bench.transfer", context)
 
 
-@bench.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@bench.command(**_PROGRAM)
 def index(context: typer.Context) -> None:
     """Time look-ups and publishing of the prefix tree in Redis (options: --help)."""
-    _run_bench("index", context)
+    _become("bench.index", context)
 
 
-@bench.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@bench.command(**_PROGRAM)
 def engine(context: typer.Context) -> None:
     """Time prefill and decode of the model, compiled kernels beside torch (options: --help)."""
-    _run_bench("engine", context)
+    _become("bench.engine", context)
 
 
-@bench.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@bench.command(**_PROGRAM)
 def stages(context: typer.Context) -> None:
     """Show where the time of a model's step goes, stage by stage (options: --help)."""
-    _run_bench("engine_stages", context)
+    _become("bench.engine_stages", context)
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command(**_PROGRAM)
 def simulate(context: typer.Context) -> None:
     """Replay a trace on simulated workers, to compare policies and sizes (options: --help)."""
-    os.execv(sys.executable, [sys.executable, "-m", "tandem.simulator", *context.args])
+    _become("simulator", context)
 
 
-def _run_bench(name: str, context: typer.Context) -> NoReturn:
-    # As a command: this one loads no engine.
-    os.execv(sys.executable, [sys.executable, "-m", f"tandem.bench.{name}", *context.args])
+@app.command(**_PROGRAM)
+def router(context: typer.Context) -> None:
+    """Run one router; its secrets come from the environment (options: --help)."""
+    _become("router", context)
+
+
+@app.command(**_PROGRAM)
+def worker(context: typer.Context) -> None:
+    """Run one worker; its secrets come from the environment (options: --help)."""
+    _become("worker", context)
+
+
+def _become(module: str, context: typer.Context) -> NoReturn:
+    """Replaces this process: signals reach the program, and this one loads none of its modules."""
+    os.execv(sys.executable, [sys.executable, "-m", f"tandem.{module}", *context.args])
 
 
 def _fail(message: str) -> NoReturn:

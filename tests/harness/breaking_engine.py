@@ -1,6 +1,6 @@
 """A worker whose NIXL reader meets a bug at its first pull; all else of it is the real thing.
 
-`python -m tests.harness.breaking_engine worker OPTIONS...` is `python -m tandem.worker OPTIONS`,
+`python -m tests.harness.breaking_engine worker OPTIONS...` is `tandem worker OPTIONS`,
 with this module for its engine process.
 """
 

@@ -1,6 +1,6 @@
 """A worker whose engine dies of one token: as a request does that meets a bug in a kernel.
 
-`python -m tests.harness.poisoned_engine worker OPTIONS...` is `python -m tandem.worker OPTIONS`,
+`python -m tests.harness.poisoned_engine worker OPTIONS...` is `tandem worker OPTIONS`,
 with this module for its engine process.
 """
 

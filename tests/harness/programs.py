@@ -27,12 +27,12 @@ def router_defaults() -> dict[str, Any]:
 
 
 def parse_worker(command: list[str]) -> dict[str, Any]:
-    """Of `python -m tandem.worker ...`. Raises click's UsageError."""
-    assert command[:3] == ["python", "-m", "tandem.worker"]
-    return WORKER.make_context("worker", command[3:]).params
+    """Of `tandem worker ...`. Raises click's UsageError."""
+    assert command[:2] == ["tandem", "worker"]
+    return WORKER.make_context("worker", command[2:]).params
 
 
 def parse_router(command: list[str]) -> argparse.Namespace:
-    """Of `python -m tandem.router ...`. Raises SystemExit."""
-    assert command[:3] == ["python", "-m", "tandem.router"]
-    return router_main._parser().parse_args(command[3:])
+    """Of `tandem router ...`. Raises SystemExit."""
+    assert command[:2] == ["tandem", "router"]
+    return router_main._parser().parse_args(command[2:])

@@ -44,7 +44,7 @@ volumes:
 name: worker
 image: {{ include "tandem.image" (dict "root" .root "image" $image) }}
 imagePullPolicy: {{ default .root.Values.image.pullPolicy $image.pullPolicy }}
-command: [python, -m, tandem.worker]
+command: [tandem, worker]
 args:
   - --role
   - {{ .pool }}

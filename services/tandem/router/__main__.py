@@ -1,4 +1,4 @@
-"""`python -m tandem.router`: one replica. Secrets come from the environment, see config."""
+"""`tandem router`: one replica. Secrets come from the environment, see config."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tandem.router", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tandem router", description=__doc__)
     parser.add_argument("--model", required=True, help="a folder, a GGUF file or a hub name")
     parser.add_argument("--served-model-name", default="", help="default: the model's own name")
     parser.add_argument("--host", default="127.0.0.1")

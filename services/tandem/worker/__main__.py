@@ -1,4 +1,4 @@
-"""`python -m tandem.worker --role decode ...`: one worker, with or without Ray around it.
+"""`tandem worker --role decode ...`: one worker, with or without Ray around it.
 
 Exit status: 0 after a drain (SIGTERM or SIGINT), 1 when the engine ended or the worker drained
 itself because it could pull no more, 2 for wrong settings or a refused contract, which no restart

@@ -1,4 +1,4 @@
-"""The router as people start it: `python -m tandem.router`."""
+"""The router as people start it: `tandem router`."""
 
 from __future__ import annotations
 

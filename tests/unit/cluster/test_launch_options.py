@@ -8,7 +8,7 @@ from tests.harness.programs import parse_router
 
 
 def test_a_router_is_told_the_autoscalers_mode_and_bounds() -> None:
-    command = ["python", "-m", "tandem.router", "--model", "m", *autoscale_options("on", 3)]
+    command = ["tandem", "router", "--model", "m", *autoscale_options("on", 3)]
     given = parse_router(command)
 
     assert (given.autoscale, given.autoscale_prefill_max, given.autoscale_decode_max) == (

@@ -55,7 +55,7 @@ def test_the_option_is_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(worker_main, "_run", run)
     monkeypatch.setattr(worker_main, "configure_logging", lambda process: None)
-    command = ["python", "-m", "tandem.worker", "--role", "decode", "--model", "m"]
+    command = ["tandem", "worker", "--role", "decode", "--model", "m"]
     worker_main.main(**parse_worker([*command, "--start-deadline", "7"]))
     worker_main.main(**parse_worker(command))
     assert [c.start_deadline_s for c in seen] == [7, 1800]
