@@ -11,9 +11,9 @@ from functools import partial
 
 from tandem.transfer.nixl import NixlReader
 from tandem.transfer.protocol import Pull
-from tandem.worker.engine_process import EngineProcess
-from tandem.worker.engine_process import main as engine_main
-from tandem.worker.settings import EngineSettings
+from tandem.worker.engine_process.process import EngineProcess
+from tandem.worker.engine_process.process import main as engine_main
+from tandem.worker.engine_process.settings import EngineSettings
 
 
 class BreakingProcess(EngineProcess):
@@ -31,7 +31,7 @@ def worker_main(engine_module: str) -> None:
     import typer
 
     from tandem.worker import __main__ as command
-    from tandem.worker import worker
+    from tandem.worker.lifecycle import worker
 
     worker.EngineLink = partial(  # type: ignore[assignment, misc]
         worker.EngineLink, engine_module=engine_module

@@ -29,16 +29,16 @@ from tandem.rpc.tandem.v1.worker_pb2_grpc import (
     add_WorkerServicer_to_server,
 )
 from tandem.transfer.protocol import PullResult
-from tandem.worker.bulk_channels import BulkChannels
-from tandem.worker.decode_service import DecodeService
-from tandem.worker.lease import LeaseMaker, ReaderLease
-from tandem.worker.messages import Add, Command, Remove, StartPull
-from tandem.worker.metrics import WorkerMetrics
-from tandem.worker.peers import Peer
-from tandem.worker.prefix_choice import PrefixPlan
-from tandem.worker.prefix_pull import PrefixPuller
-from tandem.worker.pulls import Puller
-from tandem.worker.rates import Rates
+from tandem.worker.decode.service import DecodeService
+from tandem.worker.engine_process.messages import Add, Command, Remove, StartPull
+from tandem.worker.kv_pulls.lease import LeaseMaker, ReaderLease
+from tandem.worker.kv_pulls.puller import Puller
+from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.peers.bulk_channels import BulkChannels
+from tandem.worker.peers.peers import Peer
+from tandem.worker.peers.rates import Rates
+from tandem.worker.prefill.prefix_choice import PrefixPlan
+from tandem.worker.prefill.prefix_pull import PrefixPuller
 
 PROMPT = list(range(100))  # 7 blocks of 16
 PREFIX_BLOCKS = 6  # the full ones: the last token is computed always

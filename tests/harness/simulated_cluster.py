@@ -27,18 +27,18 @@ from tandem.transfer.nixl import NixlReader
 from tandem.transfer.nixl_source import remote_pool
 from tandem.transfer.thread import TransferThread
 from tandem.transfer.ucx_mode import UcxMode
-from tandem.worker import messages
-from tandem.worker.decode_service import DecodeService
-from tandem.worker.engine_link import EngineLink, _replies
-from tandem.worker.engine_process import EngineProcess
-from tandem.worker.lease import ReaderLease
-from tandem.worker.metrics import WorkerMetrics
-from tandem.worker.pool_view import MappedPool, PoolThroughEngine, Reservations
-from tandem.worker.prefill_service import PrefillService
-from tandem.worker.prefix_pull import PrefixPuller
-from tandem.worker.pull_ledger import PullLedger
-from tandem.worker.pulls import Puller
-from tandem.worker.rates import Rates
+from tandem.worker.decode.service import DecodeService
+from tandem.worker.engine_process import messages
+from tandem.worker.engine_process.link import EngineLink, _replies
+from tandem.worker.engine_process.pool_view import MappedPool, PoolThroughEngine, Reservations
+from tandem.worker.engine_process.process import EngineProcess
+from tandem.worker.engine_process.pull_ledger import PullLedger
+from tandem.worker.kv_pulls.lease import ReaderLease
+from tandem.worker.kv_pulls.puller import Puller
+from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.peers.rates import Rates
+from tandem.worker.prefill.prefix_pull import PrefixPuller
+from tandem.worker.prefill.service import PrefillService
 from tests.engine_driver import make_engine
 from tests.harness.simulated_loop import SimulatedLoop
 

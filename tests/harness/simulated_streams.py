@@ -202,7 +202,7 @@ class Fetch(Call):
 
 
 class PeersOf:
-    """tandem.worker.peers.Peers: knows who lives, and hands out simulated calls."""
+    """tandem.worker.peers.peers.Peers: knows who lives, and hands out simulated calls."""
 
     def __init__(
         self,

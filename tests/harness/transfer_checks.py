@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from tandem.block_hash import hash_blocks
 from tandem.engine.sequence import Sequence, Status
-from tandem.worker import messages
-from tandem.worker.engine_process import _decoder
-from tandem.worker.pool_view import Reservation
+from tandem.worker.engine_process import messages
+from tandem.worker.engine_process.pool_view import Reservation
+from tandem.worker.engine_process.process import _decoder
 from tests.harness.simulated_cluster import Node
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
 from tests.harness.simulated_streams import Call, Fetch, Stream

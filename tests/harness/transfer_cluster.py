@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.prefix_choice import Holder
+from tandem.worker.prefill.prefix_choice import Holder
 from tests.harness.simulated_cluster import Node
 from tests.harness.simulated_loop import SimulatedLoop
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
@@ -73,9 +73,11 @@ class TransferCluster(TransferChecks):
         self.patches: list[Any] = [
             patch("tandem.transfer.nixl_generation.NixlAgent", self._new_agent),
             patch("tandem.transfer.nixl.PieceSize", lambda: piece_size),
-            patch("tandem.worker.lease.time", clock),
-            patch("tandem.worker.prefix_pull.holders_worth_asking", _who_have_more),
-            patch("tandem.worker.prefix_pull._DEADLINE_MIN_S", 6.0),  # computing takes no time
+            patch("tandem.worker.kv_pulls.lease.time", clock),
+            patch("tandem.worker.prefill.prefix_pull.holders_worth_asking", _who_have_more),
+            patch(
+                "tandem.worker.prefill.prefix_pull._DEADLINE_MIN_S", 6.0
+            ),  # computing takes no time
         ]
         for each in self.patches:
             each.start()

@@ -26,8 +26,8 @@ from tandem.engine.types import (
     StepReport,
 )
 from tandem.errors import InternalError
-from tandem.worker.engine_process import EngineProcess, main
-from tandem.worker.settings import EngineSettings
+from tandem.worker.engine_process.process import EngineProcess, main
+from tandem.worker.engine_process.settings import EngineSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,12 +42,12 @@ from tandem.rpc.auth import token_metadata
 from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
-from tandem.worker.bulk_channels import BulkChannels
-from tandem.worker.lease import ReaderLease
-from tandem.worker.messages import Add, Remove
-from tandem.worker.peers import Peer
-from tandem.worker.pulls import Puller
-from tandem.worker.rates import Rates
+from tandem.worker.engine_process.messages import Add, Remove
+from tandem.worker.kv_pulls.lease import ReaderLease
+from tandem.worker.kv_pulls.puller import Puller
+from tandem.worker.peers.bulk_channels import BulkChannels
+from tandem.worker.peers.peers import Peer
+from tandem.worker.peers.rates import Rates
 
 RAW_MESSAGE_BYTES = 1 << 20
 _DEADLINE_S = 60.0

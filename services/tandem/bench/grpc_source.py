@@ -22,13 +22,13 @@ from tandem.rpc.block_bytes import EncodedByHandler
 from tandem.rpc.options import SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from tandem.worker.metrics import WorkerMetrics
-from tandem.worker.prefill_service import PrefillService
-from tandem.worker.rates import Rates
+from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.peers.rates import Rates
+from tandem.worker.prefill.service import PrefillService
 
 
 class SourceServicer(WorkerServicer):
-    """The two calls of a lease, as services/tandem/worker/servicer.py delegates them."""
+    """The two calls of a lease, as services/tandem/worker/lifecycle/servicer.py delegates them."""
 
     def __init__(self, prefill: PrefillService) -> None:
         self._prefill = prefill

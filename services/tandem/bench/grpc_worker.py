@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from tandem.worker.engine_link import EngineLink
+from tandem.worker.engine_process.link import EngineLink
 
 TOKEN = "bench"
 RAW_SERVICE = "tandem.bench.Raw"

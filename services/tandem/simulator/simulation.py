@@ -27,7 +27,7 @@ from tandem.simulator.scenario import Fault, Scenario
 from tandem.simulator.traces import Arrival
 from tandem.simulator.view import View
 from tandem.simulator.worker import Task, Worker
-from tandem.worker.prefill_choice import Candidate, Here, Prompt, plan_prefill
+from tandem.worker.decode.prefill_choice import Candidate, Here, Prompt, plan_prefill
 
 T = TypeVar("T")
 

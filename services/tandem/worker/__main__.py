@@ -150,7 +150,7 @@ def main(
 
 async def _run(config: WorkerConfig) -> None:
     # Imported late: --help and wrong settings answer at once.
-    from tandem.worker.worker import Worker
+    from tandem.worker.lifecycle.worker import Worker
 
     worker = Worker(config)
     loop = asyncio.get_running_loop()

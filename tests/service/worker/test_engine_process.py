@@ -8,13 +8,13 @@ import sys
 import msgspec
 
 from tandem.config import EngineConfig, TransferConfig
-from tandem.worker.settings import EngineSettings
+from tandem.worker.engine_process.settings import EngineSettings
 
 # Starts an engine process, hands it its settings, and is gone before that one has read them.
 _PARENT = """
 import os, subprocess, sys
 child = subprocess.Popen(
-    [sys.executable, "-m", "tandem.worker.engine_process"], stdin=subprocess.PIPE
+    [sys.executable, "-m", "tandem.worker.engine_process.process"], stdin=subprocess.PIPE
 )
 settings = sys.stdin.read().replace('"parent_pid":0', f'"parent_pid":{os.getpid()}')
 child.stdin.write(settings.encode())

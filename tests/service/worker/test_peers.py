@@ -23,11 +23,11 @@ from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.transfer.protocol import RemotePool
 from tandem.transfer.reach import host_identity
-from tandem.worker import peers as peers_module
 from tandem.worker.convert import contract_message, host_message
-from tandem.worker.messages import DisconnectPeer
-from tandem.worker.peers import FAILURES_MAX, Peers
-from tandem.worker.rates import Rates
+from tandem.worker.engine_process.messages import DisconnectPeer
+from tandem.worker.peers import peers as peers_module
+from tandem.worker.peers.peers import FAILURES_MAX, Peers
+from tandem.worker.peers.rates import Rates
 
 pytestmark = pytest.mark.service
 
@@ -67,7 +67,7 @@ class Source(WorkerServicer):
 
 @dataclass
 class Link:
-    """tandem.worker.engine_link.EngineLink, as far as peers need it."""
+    """tandem.worker.engine_process.link.EngineLink, as far as peers need it."""
 
     reads: list[tuple[int, float]] | Exception = field(default_factory=lambda: list(FAST))
     num_connected: int = 0

@@ -29,11 +29,11 @@ from tandem.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerStub,
     add_WorkerServicer_to_server,
 )
-from tandem.worker.messages import Add, ContinuePrefill, Hold, Remove, Report
-from tandem.worker.metrics import WorkerMetrics
-from tandem.worker.prefill_service import PrefillService
-from tandem.worker.prefix_choice import PrefixPlan
-from tandem.worker.rates import Rates
+from tandem.worker.engine_process.messages import Add, ContinuePrefill, Hold, Remove, Report
+from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.peers.rates import Rates
+from tandem.worker.prefill.prefix_choice import PrefixPlan
+from tandem.worker.prefill.service import PrefillService
 from tests.harness.scripted_source import BLOCK_BYTES, CONFIG, PROMPT, RecordingLink
 
 pytestmark = pytest.mark.service

@@ -28,14 +28,14 @@ from tandem.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerStub,
     add_WorkerServicer_to_server,
 )
-from tandem.worker.block_server import MESSAGE_BYTES, PROBE_BYTES_MAX, BlockServer
-from tandem.worker.bulk_channels import BulkChannels
-from tandem.worker.checksums import checksums
-from tandem.worker.leases import Lease, Leases
-from tandem.worker.metrics import WorkerMetrics
-from tandem.worker.peer import Peer
-from tandem.worker.pool_view import MappedPool, Reservations
-from tandem.worker.pulls import Puller, probe_grpc
+from tandem.worker.engine_process.pool_view import MappedPool, Reservations
+from tandem.worker.kv_pulls.checksums import checksums
+from tandem.worker.kv_pulls.puller import Puller
+from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.peers.bulk_channels import BulkChannels, probe_grpc
+from tandem.worker.peers.peer import Peer
+from tandem.worker.prefill.block_server import MESSAGE_BYTES, PROBE_BYTES_MAX, BlockServer
+from tandem.worker.prefill.leases import Lease, Leases
 
 pytestmark = pytest.mark.service
 

@@ -12,8 +12,8 @@ import pytest
 
 from tandem.engine.types import Failed, Reserved, StepReport
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.messages import Adopt, CommitAdopted, Remove
-from tandem.worker.warm import Warmer
+from tandem.worker.engine_process.messages import Adopt, CommitAdopted, Remove
+from tandem.worker.lifecycle.warm import Warmer
 from tests.harness.scripted_source import (
     CONFIG,
     PrefixReader,

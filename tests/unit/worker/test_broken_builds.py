@@ -16,12 +16,12 @@ import pytest
 
 from tandem.engine.sequence import Status
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker import messages
-from tandem.worker.engine_process import EngineProcess
-from tandem.worker.lease import ReaderLease
-from tandem.worker.lease_stream import LeaseStream
-from tandem.worker.pool_view import Reservation
-from tandem.worker.pulls import Puller
+from tandem.worker.engine_process import messages
+from tandem.worker.engine_process.pool_view import Reservation
+from tandem.worker.engine_process.process import EngineProcess
+from tandem.worker.kv_pulls.lease import ReaderLease
+from tandem.worker.kv_pulls.lease_stream import LeaseStream
+from tandem.worker.kv_pulls.puller import Puller
 from tests.harness.transfer_cluster import WORKERS
 from tests.unit.worker.test_transfer_properties import TransferMachine
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tandem.worker.bytes_in_flight import BytesInFlight
+from tandem.worker.kv_pulls.bytes_in_flight import BytesInFlight
 
 
 class Pulls:

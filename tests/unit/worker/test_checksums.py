@@ -9,8 +9,8 @@ import xxhash
 
 from tandem.errors import BlockMismatch, LeaseLost
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.checksums import checked, checksums, verify
-from tandem.worker.pool_view import MappedPool
+from tandem.worker.engine_process.pool_view import MappedPool
+from tandem.worker.kv_pulls.checksums import checked, checksums, verify
 
 SIZE = 64
 

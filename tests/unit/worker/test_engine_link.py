@@ -9,7 +9,7 @@ import pytest
 from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
 from tandem.errors import ConfigError, WorkerLost
 from tandem.worker import __main__ as worker_main
-from tandem.worker.engine_link import EngineLink
+from tandem.worker.engine_process.link import EngineLink
 from tests.harness.programs import parse_worker
 
 

@@ -5,7 +5,7 @@ import grpc.aio
 import pytest
 
 from tandem.errors import LeaseLost
-from tandem.worker.lease_stream import is_source_gone
+from tandem.worker.kv_pulls.lease_stream import is_source_gone
 
 UNAVAILABLE, ABORTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.tracing import Attributes
-from tandem.worker.decode_sequence import DecodeSequence
-from tandem.worker.lease import PullStats
-from tandem.worker.leases import Lease
-from tandem.worker.metrics import WorkerMetrics
-from tandem.worker.router_stream import RouterStream
+from tandem.worker.decode.router_stream import RouterStream
+from tandem.worker.decode.sequence import DecodeSequence
+from tandem.worker.kv_pulls.lease import PullStats
+from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.prefill.leases import Lease
 
 
 class KeptSpan:

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.engine.pool_memory import create_shared, map_shared, size_shared
 from tandem.errors import InternalError, LeaseLost
-from tandem.worker.pool_view import MappedPool, Reservations
+from tandem.worker.engine_process.pool_view import MappedPool, Reservations
 
 SIZE = 100
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cost_model import Holder, PairRate, PrefillRate, WorkerRates
-from tandem.worker.prefill_choice import (
+from tandem.worker.decode.prefill_choice import (
     Candidate,
     Here,
     Prompt,

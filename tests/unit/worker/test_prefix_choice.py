@@ -1,5 +1,5 @@
 from tandem.cost_model import PairRate, PrefillRate, WorkerRates
-from tandem.worker.prefix_choice import Holder, holders_worth_asking
+from tandem.worker.prefill.prefix_choice import Holder, holders_worth_asking
 
 BLOCK = 16
 RATES = WorkerRates(

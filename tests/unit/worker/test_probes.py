@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from tandem.registry import Load
-from tandem.worker import probes
-from tandem.worker.metrics import WorkerMetrics
-from tandem.worker.probes import Probes
+from tandem.worker.metrics import probes
+from tandem.worker.metrics.probes import Probes
+from tandem.worker.metrics.worker import WorkerMetrics
 
 
 class Served:

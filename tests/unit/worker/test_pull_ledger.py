@@ -1,5 +1,5 @@
 from tandem.transfer.protocol import Pull, PullResult
-from tandem.worker.pull_ledger import PullLedger
+from tandem.worker.engine_process.pull_ledger import PullLedger
 
 
 def pull(pull_id: str, *block_ids: int) -> Pull:

@@ -5,7 +5,7 @@ import pytest
 from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
 from tandem.cost_model import DEFAULT_PREFILL, default_pair, token_contexts
 from tandem.engine.types import StepReport
-from tandem.worker.rates import HANG_FLOOR_S, Rates, hang_timeout_s
+from tandem.worker.peers.rates import HANG_FLOOR_S, Rates, hang_timeout_s
 
 
 def make_rates(**transfer: float) -> Rates:

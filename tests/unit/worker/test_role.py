@@ -7,8 +7,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from tandem.worker.decode_service import DecodeService
-from tandem.worker.role import RoleChange
+from tandem.worker.decode.service import DecodeService
+from tandem.worker.lifecycle.role import RoleChange
 
 
 class Asker:

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.errors import WorkerLost
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.router_stream import RouterStream
+from tandem.worker.decode.router_stream import RouterStream
 
 
 async def test_what_gathered_is_one_message() -> None:

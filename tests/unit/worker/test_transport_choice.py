@@ -4,7 +4,7 @@ import pytest
 
 from tandem.cost_model import PairRate
 from tandem.transfer.reach import Reach
-from tandem.worker.transport_choice import Way, choose_transport, is_slower
+from tandem.worker.peers.transport_choice import Way, choose_transport, is_slower
 
 FAST = Way(PairRate("nixl", 2e-4, 4e9))
 SLOW = Way(PairRate("nixl", 2e-3, 2e8))

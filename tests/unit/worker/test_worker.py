@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from tandem.worker import worker as worker_module
-from tandem.worker.worker import Worker
+from tandem.worker.lifecycle import worker as worker_module
+from tandem.worker.lifecycle.worker import Worker
 from tests.harness.cluster import wait_for
 
 CONFIG = WorkerConfig(

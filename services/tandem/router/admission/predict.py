@@ -7,7 +7,7 @@ its time to first token where it was placed:
     meanwhile, and after that: the prompts queued where it is prefilled
     its own prompt; steps are longer by those who decode there
 
-Where it is prefilled the decode worker decides as `worker/prefill_choice.py` says: by itself only
+The decode worker decides where it is prefilled (`worker/decode/prefill_choice.py`): by itself only
 if that is clearly faster, the delay of all who decode there counted in. Rates and load are believed
 to be off, so a part of the limit is kept back; and while nobody has measured anything, nobody is
 refused for a guess.

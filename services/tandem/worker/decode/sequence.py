@@ -1,0 +1,93 @@
+"""One request on its decode worker, what is known of it so far, and where its time went.
+
+    submitted --queue--> admitted --prefill--> first token --transfer exposed--> released
+                                                    `--first decode--> second token --decode--> end
+
+A prompt that a prefill worker computes waits in its queue, too: that time counts as queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from tandem.engine.types import Reserved, SequenceSpec
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.tracing import NO_SPAN, Attributes, RequestSpan
+from tandem.worker.decode.router_stream import RouterStream
+from tandem.worker.kv_pulls.lease import PullStats
+from tandem.worker.prefill.prefix_choice import PrefixPlan
+
+
+@dataclass(slots=True)
+class DecodeSequence:
+    """Times are `time.monotonic()` seconds; 0: not yet."""
+
+    request_id: str
+    attempt: int
+    spec: SequenceSpec
+    candidates: list[pb.PrefillCandidate]
+    holders: list[pb.PrefixHolder]  # of the prompt's first blocks, other workers
+    stream: RouterStream
+    span: RequestSpan = NO_SPAN
+    submitted_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    second_token_at: float = 0.0
+    pulled: PullStats | None = None  # by the lease that brought its prompt
+    num_sent: int = 0
+    cached_tokens: int = 0
+    timings: pb.SequenceTimings = field(
+        default_factory=lambda: pb.SequenceTimings(transport="local")
+    )
+    reserved: asyncio.Future[Reserved] | None = None
+    prefilling: asyncio.Task[None] | None = None
+    may_ask: bool = True  # False: what it lacks is computed here
+    asks: asyncio.Timeout | None = None  # while a prefill worker computes its prompt: its end
+    prefix: PrefixPlan | None = None  # HERE: whom to pull its first blocks from
+    losses_max: int = 0  # prefill workers that may be lost under it; 0: as many as there are
+    num_lost: int = 0
+
+    @property
+    def sequence_id(self) -> str:
+        return self.spec.sequence_id
+
+    def note_first_token(self, now: float) -> None:
+        self.first_token_at = now
+        queue_s = max(0.0, (self.admitted_at or self.submitted_at) - self.submitted_at)
+        if self.pulled is not None:
+            queue_s += self.pulled.queue_s
+        self.timings.queue_ms = queue_s * 1000
+        self.timings.prefill_ms = max(0.0, now - self.submitted_at - queue_s) * 1000
+
+    def note_second_token(self, now: float) -> None:
+        self.second_token_at = now
+        self.timings.second_token_ms = (now - self.first_token_at) * 1000
+
+    def end_span(self, now: float, outcome: str) -> None:
+        """Tells the trace its stages, as far as it came. `outcome`: as the router gets it, or
+        `cancelled`, which is no error: it may go on at another worker."""
+        if self.span is NO_SPAN:
+            return
+        self.span.stage("queue", self.submitted_at, self.admitted_at)
+        self.span.stage("prefill", self.admitted_at, self.first_token_at)
+        decode_from = self.first_token_at
+        if (pulled := self.pulled) is not None and pulled.released_at:
+            decode_from = max(decode_from, pulled.released_at)
+            self.span.stage(
+                "transfer",
+                pulled.began_at,
+                pulled.released_at,
+                {
+                    "tandem.transport": self.timings.transport,
+                    "tandem.prefill_worker": self.timings.prefill_worker_id,
+                    "tandem.bytes_pulled": pulled.num_bytes,
+                    "tandem.exposed_ms": pulled.exposed_s * 1000,
+                },
+            )
+        self.span.stage("first_decode", decode_from, self.second_token_at)
+        self.span.stage("decode", self.second_token_at, now)
+        error = "" if outcome in ("stop", "length", "cancelled") else outcome
+        attributes: Attributes = {"tandem.outcome": outcome, "tandem.tokens_sent": self.num_sent}
+        self.span.end(attributes, error=error)

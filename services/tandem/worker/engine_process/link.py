@@ -1,0 +1,290 @@
+"""The I/O process's end of the engine process: starts it, talks to it, notices its end.
+
+Replies that answer one question (a peer, a source, an integrity check, block bytes) resolve a
+future here. Step reports and settled pulls go to the listeners that the services set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tandem.config import WorkerConfig
+from tandem.engine.pool_memory import create_shared, map_shared
+from tandem.engine.types import FinalBlocks
+from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
+from tandem.transfer.protocol import PullResult, RemotePool
+from tandem.worker.engine_process import messages
+from tandem.worker.engine_process.pool_view import (
+    MappedPool,
+    PoolThroughEngine,
+    PoolView,
+    Reservations,
+)
+from tandem.worker.engine_process.settings import EngineSettings
+
+log = logging.getLogger(__name__)
+
+ANSWER_DEADLINE_S = 30.0  # of a question that the engine answers between two steps
+_STOP_DEADLINE_S = 5.0
+_replies: msgspec.msgpack.Decoder[messages.Reply] = msgspec.msgpack.Decoder(messages.Reply)
+
+
+class EngineLink:
+    """One engine process. `on_report`, `on_final`, `on_transfer` are called on the event loop."""
+
+    pool: PoolView  # after `start`
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        epoch: str,
+        *,
+        engine_module: str = "tandem.worker.engine_process.process",
+    ) -> None:
+        """`engine_module` is run as a command: the engine process, or a bench's stand-in."""
+        self._config = config
+        self._epoch = epoch
+        self._engine_module = engine_module
+        self.on_report: Callable[[messages.Report], None] = lambda report: None
+        self.on_final: Callable[[list[FinalBlocks]], None] = lambda final_blocks: None
+        self.on_transfer: Callable[[messages.TransferReply], None] = lambda reply: None
+        self.num_reports = 0
+        self.num_sent = 0  # commands; a report tells how many of them it comes after
+        self.is_awaited = False  # a command was sent since the last report
+        self.reservations = Reservations()
+        self._pulls: dict[str, asyncio.Future[PullResult]] = {}
+        self._answers: dict[object, asyncio.Future[Any]] = {}
+        self._request_ids = itertools.count(1)
+        self._folder = Path(tempfile.mkdtemp(prefix="tandem-"))  # mode 700: only we may connect
+        self._context = zmq.asyncio.Context()
+        self._commands = self._context.socket(zmq.PAIR)
+        self._transfers = self._context.socket(zmq.PULL)
+        for socket in (self._commands, self._transfers):
+            socket.setsockopt(zmq.LINGER, 0)
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> messages.Ready:
+        """Starts the process and waits until its model is loaded, for `start_deadline_s` at most.
+        Raises WorkerLost then, and if the process ends; ConfigError if it refuses its settings."""
+        commands, transfers = (f"ipc://{self._folder}/{n}" for n in ("commands", "transfers"))
+        self._commands.bind(commands)
+        self._transfers.bind(transfers)
+        pool_fd = create_shared()
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", self._engine_module),
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=() if pool_fd is None else (pool_fd,),
+        )
+        settings = EngineSettings(
+            worker_id=self._config.worker_id,
+            epoch=self._epoch,
+            engine=self._config.engine,
+            transfer=self._config.transfer,
+            commands_address=commands,
+            transfers_address=transfers,
+            cores=list(self._config.cores),
+            parent_pid=os.getpid(),
+            pool_fd=pool_fd,
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(settings))
+        self._process.stdin.close()
+        ready = self._question("ready")
+        self._tasks = [
+            asyncio.create_task(self._read(self._commands)),
+            asyncio.create_task(self._read(self._transfers)),
+            asyncio.create_task(self._watch(self._process)),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_done)
+        deadline_s = self._config.start_deadline_s
+        await asyncio.wait([ready], timeout=deadline_s)
+        if not ready.done():  # an engine that ended has answered with its WorkerLost
+            raise WorkerLost(
+                f"the engine did not start: its model is not loaded after {deadline_s:g} s; "
+                "--start-deadline is how long it may take"
+            )
+        self._map_pool(ready.result(), pool_fd)
+        return ready.result()  # type: ignore[no-any-return]
+
+    async def ended(self) -> str:
+        """Waits until the engine process is gone; says why."""
+        return await asyncio.shield(self._ended)
+
+    def _map_pool(self, ready: messages.Ready, pool_fd: int | None) -> None:
+        if pool_fd is not None and ready.pool_is_shared:
+            memory = map_shared(pool_fd, ready.num_blocks * ready.block_bytes)
+            self.pool = MappedPool(memory, ready.block_bytes)
+            return
+        if pool_fd is not None:
+            os.close(pool_fd)
+        self.pool = PoolThroughEngine(self, ready.block_bytes)
+
+    def send(self, command: messages.Command, data: bytes | memoryview | None = None) -> None:
+        """Queues a command; commands are applied in the order they were sent."""
+        frames: list[Any] = [msgspec.msgpack.encode(command)]
+        if data is not None:
+            frames.append(data)
+        self.is_awaited = True
+        self.num_sent += 1
+        if isinstance(command, messages.ENDS_OF_PULLS):
+            self.reservations.end(messages.sequence_id(command))
+        # A PAIR socket's queue takes a thousand messages; the engine empties it every turn.
+        self._commands.send_multipart(frames, copy=data is None)
+
+    def pull(self, command: messages.StartPull) -> asyncio.Future[PullResult]:
+        """Starts a pull; the future has its one result."""
+        future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
+        self._pulls[command.pull_id] = future
+        self.send(command)
+        return future
+
+    async def connect_peer(
+        self, peer_id: str, metadata: bytes, pool: RemotePool
+    ) -> list[tuple[int, float]]:
+        """Bytes and seconds of a few reads. Raises Incompatible when the pool cannot be read."""
+        answer = self._question(("peer", peer_id))
+        self.send(messages.ConnectPeer(peer_id, metadata, pool))
+        reply: messages.PeerConnected = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        if reply.error:
+            raise Incompatible(reply.error)
+        return reply.reads
+
+    async def describe_source(self) -> messages.Source:
+        request_id = next(self._request_ids)
+        answer = self._question(request_id)
+        self.send(messages.DescribeSource(request_id))
+        return await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+
+    async def load_bytes(self, sequence_id: str, block_ids: list[int]) -> memoryview:
+        """Bytes of blocks that a FOR_PEER sequence holds. Raises InternalError if it does not."""
+        request_id = next(self._request_ids)
+        answer = self._question(request_id)
+        self.send(messages.LoadBytes(request_id, sequence_id, block_ids))
+        return await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+
+    async def list_chains(self, blocks_max: int) -> list[list[bytes]]:
+        """Block hashes of the chains used last, each from its root on."""
+        request_id = next(self._request_ids)
+        answer = self._question(request_id)
+        self.send(messages.ListChains(request_id, blocks_max))
+        reply: messages.Chains = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        return reply.chains
+
+    async def list_blocks(self, first: bytes, end: bytes) -> list[bytes]:
+        """Hashes that the engine holds from `first` on and before `end`; empty: to the last."""
+        request_id = next(self._request_ids)
+        answer = self._question(request_id)
+        self.send(messages.ListBlocks(request_id, first, end))
+        reply: messages.Blocks = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        return reply.hashes
+
+    async def check_integrity(self) -> str:
+        """Empty when all pools are whole, else what is wrong."""
+        request_id = next(self._request_ids)
+        answer = self._question(request_id)
+        self.send(messages.CheckIntegrity(request_id))
+        reply: messages.Integrity = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        return reply.message
+
+    def kill(self, reason: str) -> None:
+        """Ends an engine that hangs: `ended` answers with the reason."""
+        self._end(reason)
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """Asks the engine to end, and ends it after a bound."""
+        if self._process is not None and self._process.returncode is None:
+            self.send(messages.Shutdown())
+            try:
+                await asyncio.wait_for(self._process.wait(), _STOP_DEADLINE_S)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        for task in self._tasks:
+            task.cancel()
+        self._commands.close()
+        self._transfers.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _question(self, key: object) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._answers[key] = future
+        return future
+
+    def _answer(self, key: object, value: object) -> None:
+        future = self._answers.pop(key, None)
+        if future is not None and not future.done():
+            if isinstance(value, Exception):
+                future.set_exception(value)
+            else:
+                future.set_result(value)
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await socket.recv_multipart(copy=False)
+            self._dispatch(_replies.decode(frames[0].buffer), frames)
+
+    def _dispatch(self, reply: messages.Reply, frames: list[Any]) -> None:
+        match reply:
+            case messages.Report():
+                self.num_reports += 1
+                self.is_awaited = False
+                self.on_report(reply)
+            case messages.BlocksFinal(final_blocks):
+                self.on_final(final_blocks)
+            case messages.PullsSettled(results):
+                for result in results:
+                    future = self._pulls.pop(result.pull_id, None)
+                    if future is not None and not future.done():
+                        future.set_result(result)
+                self.on_transfer(reply)
+            case messages.ReaderRenewed() | messages.TransferBroken():
+                self.on_transfer(reply)
+            case messages.Ready():
+                self._answer("ready", reply)
+            case messages.PeerConnected():
+                self._answer(("peer", reply.peer_id), reply)
+            case messages.Source() | messages.Integrity() | messages.Chains() | messages.Blocks():
+                self._answer(reply.request_id, reply)
+            case messages.BlockData(request_id, error):
+                self._answer(request_id, InternalError(error) if error else frames[1].buffer)
+            case messages.Fatal(message, code):
+                fatal = from_code(code, message)
+                self._end(message, fatal if isinstance(fatal, ConfigError) else None)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.error("reading from the engine broke", exc_info=task.exception())
+            self._end(f"reading from the engine broke: {task.exception()!r}")
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        status = await process.wait()
+        await asyncio.sleep(0)  # a last word may still be in the socket
+        self._end(f"the engine process ended with status {status}")
+
+    def _end(self, reason: str, error: ConfigError | None = None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(reason)
+        for future in [*self._answers.values(), *self._pulls.values()]:
+            if not future.done():
+                future.set_exception(error or WorkerLost(reason))
+        self._answers.clear()
+        self._pulls.clear()

@@ -1,0 +1,364 @@
+"""The engine process of a worker: the step loop, the KV pool and, in its own thread, NIXL.
+
+It knows no gRPC, no Redis and no asyncio. It talks to the I/O process over two ZeroMQ sockets:
+
+    commands   PAIR   the I/O process's `Command`s; back, one `Report` a turn of the loop at most,
+                      and `BlocksFinal` from the middle of a step
+    transfers  PUSH   `PullsSettled`, `PeerConnected` and others, by the transfer thread, at once
+
+A turn: apply what came, make one step if there is work, report. Without work the loop sleeps in
+`poll`. While somebody waits for a sequence here it turns at least every `TICK_S`, so that a reader
+can tell a busy or idle engine from a hung one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+import zmq
+
+from tandem.engine.engine import Engine
+from tandem.engine.pool_bytes import pool_bytes
+from tandem.engine.pool_memory import populate
+from tandem.engine.runner import ModelRunner
+from tandem.engine.types import Failed, FinalBlocks, StepReport
+from tandem.errors import ConfigError, TandemError
+from tandem.models.source import resolve
+from tandem.telemetry import about, configure_logging
+from tandem.transfer import thread as transfer
+from tandem.transfer.protocol import LocalPool, Pull, PullResult, layout_fields
+from tandem.worker.engine_process import messages
+from tandem.worker.engine_process.pull_ledger import PullLedger
+from tandem.worker.engine_process.settings import EngineSettings
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+_IDLE_S = 3600.0
+_COMMANDS_PER_TURN_MAX = 1024
+_PR_SET_PDEATHSIG = 1
+_decoder: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
+
+
+class EngineProcess:
+    """Applies commands to the engine and the transfer thread, and runs steps."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        load_ms: dict[str, float] = {}
+        self._runner, self._engine, fingerprint = self._load(settings, load_ms)
+        on_cpu = self._runner.kv.device.type == "cpu"
+        self._pool_is_shared = on_cpu and settings.pool_fd is not None
+        self._bytes = pool_bytes(self._runner.kv, self._engine.layout)
+        self._context = zmq.Context()
+        self._commands = self._context.socket(zmq.PAIR)
+        self._commands.connect(settings.commands_address)
+        self._transfers_address = settings.transfers_address
+        self._transfers: Any = None  # made in the transfer thread: sockets belong to one thread
+        self._wake = self._context.socket(zmq.PULL)
+        self._wake.bind("inproc://settled")
+        self._wake_sender: Any = None
+        self._settled: SimpleQueue[transfer.TransferEvent] = SimpleQueue()
+        self._ledger = PullLedger()
+        self._transfer = transfer.TransferThread(
+            self._local_pool(),
+            settings.transfer,
+            f"{settings.worker_id}-{settings.epoch}",
+            self._on_transfer_event,
+        )
+        self._tick = 0
+        self._num_commands = 0  # applied
+        self._failed: list[Failed] = []
+        self._stopping = False
+        self._send(self._ready(fingerprint, load_ms))
+        if on_cpu:
+            populate(self._runner.kv.data_ptr(), self._runner.kv.nbytes)
+
+    def _load(
+        self, settings: EngineSettings, load_ms: dict[str, float]
+    ) -> tuple[ModelRunner, Engine, str]:
+        """The model, the engine and the model's fingerprint; where the time went, in `load_ms`."""
+        started = time.perf_counter()
+        folder = resolve(settings.engine.model)
+        load_ms["resolve"] = _ms_since(started)
+        started = time.perf_counter()
+        runner = ModelRunner(folder, settings.engine, pool_fd=settings.pool_fd)
+        load_ms["weights"] = _ms_since(started)
+        started = time.perf_counter()
+        engine = Engine(settings.engine, runner, folder.fingerprint)
+        load_ms["kv_pool"] = _ms_since(started)
+        return runner, engine, folder.fingerprint
+
+    def run(self) -> None:
+        """Turns until `Shutdown` comes or the I/O process dies."""
+        poller = zmq.Poller()
+        poller.register(self._commands, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        self._transfer.start()
+        try:
+            while not self._stopping:
+                poller.poll(round(self._wait_ms()))
+                self._tick += 1
+                self._apply_transfer_events()
+                self._apply_commands()
+                self._turn()
+        finally:
+            self._transfer.stop()
+
+    def _wait_ms(self) -> float:
+        if self._engine.has_work():
+            return 0
+        load = self._engine.load()
+        anyone = load.num_running + load.num_waiting + load.num_awaiting_kv + load.num_for_peer
+        return (TICK_S if anyone or load.blocks_quarantined else _IDLE_S) * 1000
+
+    def _turn(self) -> None:
+        if self._engine.has_work():
+            report = self._engine.step(self._send_final)
+        else:
+            report = StepReport(load=self._engine.load())
+        report.failed = [*self._failed, *report.failed]
+        self._failed = []
+        self._send(messages.Report(self._tick, report, self._num_commands))
+
+    def _send_final(self, final_blocks: list[FinalBlocks]) -> None:
+        self._send(messages.BlocksFinal(final_blocks))
+
+    def _apply_commands(self) -> None:
+        for _ in range(_COMMANDS_PER_TURN_MAX):
+            try:
+                frames = self._commands.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            command = _decoder.decode(frames[0])
+            self._num_commands += 1
+            if log.isEnabledFor(logging.DEBUG) and (sequence_id := messages.sequence_id(command)):
+                name = type(command).__name__
+                log.debug("%s %s", name, sequence_id, extra=about(sequence_id))
+            try:
+                self._apply(command, frames)
+            except TandemError as error:
+                self._refuse(command, error)
+
+    def _apply(self, command: messages.Command, frames: list[bytes]) -> None:
+        if isinstance(command, messages.ENDS_OF_PULLS):
+            # They may follow from a pull that settled in this very turn: the ledger must know.
+            self._apply_transfer_events()
+        match command:
+            case messages.Add(spec):
+                self._engine.add(spec)
+            case messages.StartLocalPrefill(sequence_id):
+                self._engine.start_local_prefill(sequence_id)
+            case messages.Restart(spec):
+                self._engine.restart(spec, self._give_up(spec.sequence_id))
+            case messages.Commit(sequence_id, first_token_id):
+                self._engine.commit(sequence_id, first_token_id)
+            case messages.ContinuePrefill(sequence_id, num_blocks):
+                unsafe = self._give_up(sequence_id)
+                self._engine.continue_prefill(sequence_id, num_blocks, unsafe)
+            case messages.Hold(sequence_id, block_hashes, first_wanted_block):
+                self._engine.hold(sequence_id, block_hashes, first_wanted_block)
+            case messages.Adopt(sequence_id, block_hashes):
+                self._engine.adopt(sequence_id, block_hashes)
+            case messages.CommitAdopted(sequence_id, num_blocks):
+                unsafe = self._give_up(sequence_id)
+                self._engine.commit_adopted(sequence_id, num_blocks, unsafe)
+            case messages.ListChains(request_id, blocks_max):
+                chains = self._engine.hot_chains(blocks_max)
+                self._send(messages.Chains(request_id, chains))
+            case messages.ListBlocks(request_id, first, end):
+                hashes = self._engine.block_hashes(first, end)
+                self._send(messages.Blocks(request_id, hashes))
+            case messages.Remove(sequence_id):
+                self._engine.remove(sequence_id, self._give_up(sequence_id))
+            case messages.StartPull():
+                self._start_pull(command)
+            case messages.StoreBytes(sequence_id, first_block, num_blocks):
+                block_ids = self._engine.block_ids(sequence_id)
+                self._bytes.write(block_ids[first_block : first_block + num_blocks], frames[1])
+            case messages.LoadBytes(request_id, sequence_id, block_ids):
+                self._load_bytes(request_id, sequence_id, block_ids)
+            case messages.ConnectPeer(peer_id, metadata, pool):
+                self._transfer.connect(peer_id, metadata, pool)
+            case messages.DisconnectPeer(peer_id):
+                self._transfer.disconnect(peer_id)
+            case messages.DescribeSource(request_id):
+                self._transfer.source(request_id)
+            case messages.CheckIntegrity(request_id):
+                self._send(messages.Integrity(request_id, self._integrity()))
+            case messages.Shutdown():
+                self._stopping = True
+
+    def _refuse(self, command: messages.Command, error: TandemError) -> None:
+        """The request at fault ends, and whoever waits for an answer gets it; the others go on."""
+        name, sequence_id = type(command).__name__, messages.sequence_id(command)
+        log.warning("%s %s: %s", name, sequence_id, error, extra=about(sequence_id))
+        match command:
+            case messages.StartPull(pull_id):
+                failed = PullResult(pull_id, done=False, error=error.message)
+                self._send(messages.PullsSettled([failed]))
+            case messages.LoadBytes(request_id):
+                self._send(messages.BlockData(request_id, error.message))
+            case _:
+                self._failed.append(Failed(sequence_id, error.code, error.message))
+
+    def _give_up(self, sequence_id: str) -> list[int]:
+        pull_ids, unsafe = self._ledger.give_up(sequence_id)
+        for pull_id in pull_ids:
+            self._transfer.cancel(pull_id)
+        return unsafe
+
+    def _start_pull(self, command: messages.StartPull) -> None:
+        table = self._engine.block_ids(command.sequence_id)
+        last = command.first_block + len(command.source_block_ids)
+        pull = Pull(
+            pull_id=command.pull_id,
+            peer_id=command.peer_id,
+            source_block_ids=command.source_block_ids,
+            local_block_ids=table[command.first_block : last],
+            deadline_s=command.deadline_s,
+        )
+        self._transfer.submit(pull)
+        self._ledger.start(command.sequence_id, pull)
+
+    def _load_bytes(self, request_id: int, sequence_id: str, block_ids: list[int]) -> None:
+        held = set(self._engine.block_ids(sequence_id))
+        if not held.issuperset(block_ids):
+            self._send(messages.BlockData(request_id, "the lease does not hold these blocks"))
+            return
+        self._send(messages.BlockData(request_id, ""), self._bytes.read(block_ids))
+
+    def _integrity(self) -> str:
+        try:
+            self._engine.check_integrity()
+        except AssertionError as error:
+            return str(error) or "a check without a message failed"
+        return ""
+
+    def _on_transfer_event(self, event: transfer.TransferEvent) -> None:
+        """Runs in the transfer thread."""
+        if self._transfers is None:
+            self._transfers = self._context.socket(zmq.PUSH)
+            self._transfers.connect(self._transfers_address)
+            self._wake_sender = self._context.socket(zmq.PUSH)
+            self._wake_sender.connect("inproc://settled")
+        match event:
+            case transfer.Settled(result):
+                self._settled.put(event)
+                self._transfers.send(msgspec.msgpack.encode(messages.PullsSettled([result])))
+                self._wake_sender.send(b"")
+            case transfer.Unfenced():
+                self._settled.put(event)
+                self._wake_sender.send(b"")
+            case transfer.PeerConnected(peer_id, error, reads):
+                connected = messages.PeerConnected(peer_id, error, list(reads))
+                self._transfers.send(msgspec.msgpack.encode(connected))
+            case transfer.Renewed(num_times):
+                renewed = messages.ReaderRenewed(num_times)
+                self._transfers.send(msgspec.msgpack.encode(renewed))
+            case transfer.Broken(message):
+                broken = messages.TransferBroken(message)
+                self._transfers.send(msgspec.msgpack.encode(broken))
+            case transfer.SourceReady():
+                source = messages.Source(event.request_id, event.metadata, event.pool, event.error)
+                self._transfers.send(msgspec.msgpack.encode(source))
+
+    def _apply_transfer_events(self) -> None:
+        while self._wake.poll(0):
+            self._wake.recv(zmq.NOBLOCK)
+        while True:
+            try:
+                event = self._settled.get_nowait()
+            except Empty:
+                return
+            if isinstance(event, transfer.Settled):
+                safe = self._ledger.settled(event.result)
+            else:
+                assert isinstance(event, transfer.Unfenced)
+                safe = self._ledger.unfenced(event.block_ids)
+            if safe:
+                self._engine.unquarantine(safe)
+
+    def _send(self, reply: messages.Reply, data: bytes | memoryview | None = None) -> None:
+        frames: list[bytes | memoryview] = [msgspec.msgpack.encode(reply)]
+        if data is not None:
+            frames.append(data)
+        self._commands.send_multipart(frames, copy=len(frames) == 1)
+
+    def _local_pool(self) -> LocalPool:
+        kv = self._runner.kv
+        return LocalPool(
+            address=kv.data_ptr(),
+            num_bytes=self._engine.layout.pool_bytes,
+            device_id=kv.device.index or 0,
+            memory="VRAM" if kv.device.type == "cuda" else "DRAM",
+            layout=layout_fields(self._engine.layout),
+        )
+
+    def _ready(self, fingerprint: str, load_ms: dict[str, float]) -> messages.Ready:
+        layout = self._engine.layout
+        return messages.Ready(
+            model_fingerprint=fingerprint,
+            compute_dtype=self._runner.dtype_name,
+            numerics=self._runner.numerics_name,
+            kv_dtype=self._runner.kv_dtype_name,
+            layout=layout.describe(),
+            num_blocks=layout.num_blocks,
+            block_bytes=layout.block_bytes,
+            max_model_len=self._engine.max_model_len,
+            max_tokens_per_step=self._engine.max_tokens_per_step,
+            load_ms=load_ms,
+            pool_is_shared=self._pool_is_shared,
+        )
+
+
+def _ms_since(started: float) -> float:
+    return (time.perf_counter() - started) * 1000
+
+
+def main(kind: type[EngineProcess] = EngineProcess) -> None:
+    """The entry of the engine process, which only the I/O process starts."""
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineSettings)
+    configure_logging(f"{settings.worker_id}/engine")
+    _tie_to_parent(settings.parent_pid)
+    if settings.cores:
+        os.sched_setaffinity(0, set(settings.cores) & os.sched_getaffinity(0) or {0})
+    context: zmq.Context[Any] = zmq.Context.instance()
+    try:
+        kind(settings).run()
+    except BaseException as error:
+        if not isinstance(error, ConfigError):  # one line, which the I/O process writes
+            log.exception("the engine ends")
+        if isinstance(error, TandemError):
+            fatal = messages.Fatal(error.message, error.code)
+        else:
+            fatal = messages.Fatal(repr(error))
+        _report_fatal(context, settings.transfers_address, fatal)
+        raise SystemExit(1) from None
+
+
+def _tie_to_parent(parent_pid: int) -> None:
+    """Dies with the I/O process, and leaves signals of the terminal and of drains to it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before prctl, maybe while we imported torch
+        raise SystemExit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _report_fatal(context: zmq.Context[Any], address: str, fatal: messages.Fatal) -> None:
+    socket = context.socket(zmq.PUSH)
+    socket.connect(address)
+    socket.send(msgspec.msgpack.encode(fatal))
+    socket.close(linger=1000)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Checksums of blocks on both sides of a transfer: `--verify-blocks off|sample|all`.
+
+The source names XXH3 (64 bits) of blocks when it announces them, the reader compares once they are
+in place and before they count. That catches bytes that changed on the way, and blocks that changed
+at the source while it had promised that they would not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import xxhash
+
+from tandem.errors import BlockMismatch, LeaseLost
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.worker.engine_process.pool_view import PoolView
+
+_BLOCKS_A_TURN = 8  # hashed before others on the event loop have their turn
+
+
+def checked(first_block: int, num_blocks: int, every: int) -> range:
+    """Which blocks of a run have a checksum: each `every`-th of the prompt's; 0: none."""
+    return range(-first_block % every, num_blocks, every) if every else range(0)
+
+
+async def checksums(
+    pool: PoolView, sequence_id: str, first_block: int, block_ids: Sequence[int], every: int
+) -> list[pb.BlockChecksum]:
+    """Of a run that is to be announced; the sequence holds its blocks."""
+    indices = checked(first_block, len(block_ids), every)
+    hashes = await _hashes(pool, sequence_id, [block_ids[index] for index in indices])
+    return [
+        pb.BlockChecksum(index=index, xxh3=value)
+        for index, value in zip(indices, hashes, strict=True)
+    ]
+
+
+async def verify(
+    pool: PoolView, sequence_id: str, run: pb.BlockRun, targets: Sequence[int], every: int
+) -> None:
+    """Compares what came. Raises BlockMismatch; LeaseLost when checksums are missing."""
+    expected = {each.index: each.xxh3 for each in run.checksums}
+    indices = checked(run.first_block, len(targets), every)
+    if list(expected) != list(indices):
+        raise LeaseLost(f"checksums of {list(expected)}, not of {list(indices)}")
+    hashes = await _hashes(pool, sequence_id, [targets[index] for index in indices])
+    for index, value in zip(indices, hashes, strict=True):
+        if value != expected[index]:
+            raise BlockMismatch(
+                f"block {run.first_block + index} has the checksum {value:016x} here and "
+                f"{expected[index]:016x} at its source (its block {run.block_ids[index]})"
+            )
+
+
+async def _hashes(pool: PoolView, sequence_id: str, block_ids: Sequence[int]) -> list[int]:
+    hashes: list[int] = []
+    for first in range(0, len(block_ids), _BLOCKS_A_TURN):
+        if first:
+            await asyncio.sleep(0)
+        blocks = await pool.read(sequence_id, block_ids[first : first + _BLOCKS_A_TURN])
+        hashes += [xxhash.xxh3_64_intdigest(block) for block in blocks]
+    return hashes

@@ -1,0 +1,251 @@
+"""The reader's side of one lease: a `Prefill` stream, and the pulls that it protects.
+
+    open --> reading events, each run pulled at once --> prefilled or held --> released --> done
+      |                 `--> all blocks here: release ----------------------------^
+      `---------------------------`------> LeaseLost (stream closed)
+
+The stream is the lease: leaving `run` or `hold` in any way closes it, and the source frees its
+blocks. Until they return, nothing that was pulled may be trusted; they return only after `released`
+of the same epoch and lease came back whole. `release` is sent as soon as every read is DONE, also
+before the source has sampled the first token: then nothing is left to wait for after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tandem.config import WorkerConfig
+from tandem.engine.types import SequenceSpec
+from tandem.errors import LeaseLost, WorkerLost
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.worker.convert import rate_message, sequence_input
+from tandem.worker.kv_pulls.lease_stream import LeaseStream, open_stream
+from tandem.worker.kv_pulls.puller import Puller
+from tandem.worker.peers.peer import Peer
+from tandem.worker.peers.rates import Rates
+
+
+@dataclass(slots=True)
+class PullStats:
+    """What one lease moved, and when. Times are of time.monotonic(); 0: it did not come to it."""
+
+    num_blocks: int = 0
+    num_skipped: int = 0  # blocks before the first missing one: here already
+    num_bytes: int = 0
+    queue_s: float = 0.0  # in the source's queue
+    pull_s: float = 0.0  # of all pulls together, while others ran or not
+    began_at: float = 0.0  # the first of them
+    prefilled_at: float = 0.0  # when the first token came
+    released_at: float = 0.0
+    cached_tokens: int = 0  # of the prompt, at the source
+
+    @property
+    def exposed_s(self) -> float:
+        """From the first token until decode may begin."""
+        return self.released_at - self.prefilled_at
+
+
+class ReaderLease:
+    """One attempt to have blocks of `peer` here: a prompt that it prefills, or a chain it has."""
+
+    def __init__(self, peer: Peer, *, puller: Puller, rates: Rates, config: WorkerConfig) -> None:
+        self.peer = peer
+        self._puller = puller
+        self._rates = rates
+        self._config = config
+        self._lease_id = uuid.uuid4().hex
+        self._epoch = ""
+        self._next_block = 0
+        self._end_block: int | None = None  # None: the source did not say yet
+        self._is_answered = False  # by `prefilled` or `held`: its engine has done its part
+        self._is_release_sent = False
+        self._may_pull = asyncio.Event()
+        if config.transfer.overlap:
+            self._may_pull.set()
+        self.stats = PullStats()
+        self.pulled_anything = False
+
+    async def run(
+        self,
+        spec: SequenceSpec,
+        *,
+        request_id: str,
+        first_missing_block: int,
+        targets: list[int],
+        prefix_holders: Sequence[pb.PrefixHolder] = (),
+        trace: Mapping[str, str] | None = None,
+        on_first_token: Callable[[int, PullStats], None],
+    ) -> int:
+        """Has the prompt prefilled, and pulls every missing block into `targets`, blocks of the
+        sequence's table from the first missing one on. Returns the first token.
+
+        `trace` are the headers of the request's span. Raises TandemError.
+        """
+        self._lease_id = f"{request_id}#{self._lease_id}"  # so that the source's logs name it
+        start = pb.StartPrefill(
+            lease_id=self._lease_id,
+            request_id=request_id,
+            input=sequence_input(spec),
+            first_missing_block=first_missing_block,
+            reader_worker_id=self._config.worker_id,
+            transport=self.peer.transport,
+            prefix_holders=prefix_holders,
+            verify_every=self._config.transfer.verify_every,
+            trace=pb.TraceContext(**trace) if trace else None,
+        )
+        if (rate := self._rates.pair(self.peer.worker_id, self.peer.transport)) is not None:
+            start.rate.CopyFrom(rate_message(rate))
+        self._end_block = -(-len(spec.token_ids) // self._config.engine.block_size)
+        blocks = _Targets(spec.sequence_id, first_missing_block, targets)
+        first_token_id = -1
+
+        def on_event(event: pb.PrefillEvent) -> None:
+            nonlocal first_token_id
+            if event.WhichOneof("event") != "prefilled":
+                raise LeaseLost(f"{self.peer.worker_id} answered {event}")
+            self.stats.prefilled_at = time.monotonic()
+            self.stats.cached_tokens = event.prefilled.cached_tokens
+            self.stats.queue_s = event.prefilled.queue_ms / 1000
+            first_token_id = int(event.prefilled.first_token_id)
+            on_first_token(first_token_id, self.stats)
+
+        await self._follow(pb.PrefillCommand(start=start), blocks, on_event)
+        return first_token_id
+
+    async def hold(
+        self,
+        sequence_id: str,
+        block_hashes: list[bytes],
+        *,
+        first_missing_block: int,
+        targets: list[int],
+    ) -> int:
+        """Pulls what the source has of a chain, from the first missing block on, into `targets`.
+
+        Returns how many of the chain's first blocks it has. Raises TandemError.
+        """
+        hold = pb.HoldBlocks(
+            lease_id=self._lease_id,
+            block_hashes=block_hashes,
+            first_missing_block=first_missing_block,
+            reader_worker_id=self._config.worker_id,
+            transport=self.peer.transport,
+            verify_every=self._config.transfer.verify_every,
+        )
+        num_held = 0
+
+        def on_event(event: pb.PrefillEvent) -> None:
+            nonlocal num_held
+            num_held = event.held.num_blocks
+            if event.WhichOneof("event") != "held" or num_held > len(block_hashes):
+                raise LeaseLost(f"{self.peer.worker_id} answered {event}")
+            self._end_block = max(first_missing_block, num_held)
+
+        blocks = _Targets(sequence_id, first_missing_block, targets)
+        await self._follow(pb.PrefillCommand(hold=hold), blocks, on_event)
+        return num_held
+
+    async def _follow(
+        self,
+        opening: pb.PrefillCommand,
+        blocks: _Targets,
+        on_answer: Callable[[pb.PrefillEvent], None],
+    ) -> None:
+        """Reads events until `released`, which must confirm the whole lease."""
+        self._next_block = blocks.first_block
+        self.stats.num_skipped = blocks.first_block
+        async with (
+            open_stream(self.peer, self._config, opening) as stream,
+            asyncio.timeout(None) as self._ending,
+            asyncio.TaskGroup() as pulls,
+        ):
+            while True:
+                event = await stream.read()
+                match event.WhichOneof("event"):
+                    case "accepted":
+                        self._epoch = event.accepted.epoch
+                    case "refused":
+                        raise WorkerLost(
+                            f"{self.peer.worker_id} refused: {event.refused.message}",
+                            retry_after_s=event.refused.wait_estimate_s,
+                        )
+                    case "run":
+                        self._take(event.run)
+                        pulls.create_task(self._pull(stream, blocks, event.run))
+                    case "released":
+                        self._check_released(event.released, blocks)
+                        return
+                    case _ if self._is_answered:
+                        raise LeaseLost(f"{self.peer.worker_id} answered twice")
+                    case _:
+                        on_answer(event)
+                        if self._next_block != self._end_block:
+                            came = f"{self._next_block} of {self._end_block} blocks"
+                            raise LeaseLost(f"{self.peer.worker_id} named {came}")
+                        self._is_answered, stream.engine_waited_for = True, False
+                        self._may_pull.set()
+                        await self._release_if_done(stream, blocks)
+
+    def _take(self, run: pb.BlockRun) -> None:
+        if run.first_block != self._next_block:
+            raise LeaseLost(f"a run starts at block {run.first_block}, not {self._next_block}")
+        self._next_block += len(run.block_ids)
+        self.pulled_anything = True
+
+    async def _pull(self, stream: LeaseStream, blocks: _Targets, run: pb.BlockRun) -> None:
+        await self._may_pull.wait()
+        started = time.monotonic()
+        self.stats.began_at = self.stats.began_at or started
+        index = run.first_block - blocks.first_block
+        targets = blocks.targets[index : index + len(run.block_ids)]
+        if len(targets) != len(run.block_ids):
+            raise LeaseLost(f"a run ends at block {self._next_block}, after the last one")
+        await self._puller.pull(
+            self.peer,
+            lease_id=self._lease_id,
+            sequence_id=blocks.sequence_id,
+            run=run,
+            targets=targets,
+        )
+        # Counted by pulls that ended well, so that a task which vanished is missed, too.
+        self.stats.num_blocks += len(targets)
+        self.stats.num_bytes += len(targets) * self._rates.worker.block_bytes
+        self.stats.pull_s += time.monotonic() - started
+        await self._release_if_done(stream, blocks)
+
+    async def _release_if_done(self, stream: LeaseStream, blocks: _Targets) -> None:
+        """Says that the reads are done, once they are; only the answer makes them good."""
+        if self._is_whole(blocks) and not self._is_release_sent:
+            self._is_release_sent = True
+            await stream.write(pb.PrefillCommand(release=pb.ReleaseLease()))
+        if self._is_answered and self._is_release_sent:
+            now = asyncio.get_running_loop().time()
+            self._ending.reschedule(now + self._config.transfer.release_deadline_s)
+
+    def _is_whole(self, blocks: _Targets) -> bool:
+        return blocks.first_block + self.stats.num_blocks == self._end_block
+
+    def _check_released(self, released: pb.Released, blocks: _Targets) -> None:
+        same = released.epoch == self._epoch and released.lease_id == self._lease_id
+        if not (same and released.whole):
+            raise LeaseLost(f"{self.peer.worker_id} did not hold the lease to its end")
+        if not (self._is_answered and self._is_release_sent and self._is_whole(blocks)):
+            raise LeaseLost(f"{self.peer.worker_id} released before all was read")
+        self.stats.released_at = time.monotonic()
+
+
+# Makes a lease of a peer; what all leases of a worker share is in it.
+LeaseMaker = Callable[[Peer], ReaderLease]
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """Where blocks go: the sequence's block table from `first_block` on."""
+
+    sequence_id: str
+    first_block: int
+    targets: list[int]

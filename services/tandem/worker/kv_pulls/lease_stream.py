@@ -1,0 +1,153 @@
+"""A `Prefill` stream as its reader has it: whatever breaks it is `LeaseLost`.
+
+Broken, closed, silent for longer than heartbeats allow, or with an engine behind it whose turns
+have stopped: the reader learns of each in bounded time, and leaving the stream closes it, which
+frees at the source what was held for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem.config import TransferConfig, WorkerConfig
+from tandem.errors import LeaseLost, TandemError
+from tandem.rpc.auth import token_metadata
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.worker.peers.peer import Peer
+from tandem.worker.peers.rates import hang_timeout_s
+
+_SILENCES = 10  # heartbeats that may be missed in a row before the source counts as gone
+
+# What grpc.aio raises when the other side or the channel is gone; a write to a call that has ended
+# is an InvalidStateError, a call on a closed channel a UsageError.
+_BROKEN_CALL = (
+    grpc.aio.AioRpcError,
+    grpc.aio.UsageError,
+    asyncio.InvalidStateError,
+    TimeoutError,
+)
+# How gRPC tells of a connection on which nobody answers, or nobody ever did: in the details of
+# UNAVAILABLE.
+_NOT_CLOSED = re.compile("timed out|timeout|failed to connect", re.IGNORECASE)
+
+
+@asynccontextmanager
+async def open_stream(
+    peer: Peer, config: WorkerConfig, opening: pb.PrefillCommand
+) -> AsyncIterator[LeaseStream]:
+    """Raises LeaseLost, or the TandemError that a task inside it raised."""
+    call = peer.stub.Prefill(metadata=token_metadata(config.cluster.token))
+    try:
+        stream = LeaseStream(peer, config.transfer, call)
+        await stream.write(opening)
+        yield stream
+    except BaseExceptionGroup as group:
+        raise _first_error(group) from group
+    except _BROKEN_CALL as error:
+        raise LeaseLost(f"{peer.worker_id}: {_describe(error)}") from error
+    except asyncio.CancelledError:
+        # A channel that is closed under a call cancels it; that is not our cancellation.
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        raise LeaseLost(f"the connection to {peer.worker_id} was closed") from None
+    finally:
+        call.cancel()
+
+
+class LeaseStream:
+    """`engine_waited_for`: whether the source's engine still has something to do for the lease."""
+
+    def __init__(self, peer: Peer, config: TransferConfig, call: Any) -> None:
+        self._peer = peer
+        self._config = config
+        self._call = call
+        self._step = -1
+        self._moved_at = self._now()
+        self.engine_waited_for = True
+
+    async def write(self, command: pb.PrefillCommand) -> None:
+        async with asyncio.timeout(self._silence_s):
+            await self._call.write(command)
+
+    async def read(self) -> pb.PrefillEvent:
+        """The next event that is no heartbeat."""
+        while True:
+            event = await self._read()
+            if event.WhichOneof("event") != "heartbeat":
+                self._moved_at = self._now()
+                return event
+            self._check_engine(event.heartbeat)
+
+    def _check_engine(self, heartbeat: pb.Heartbeat) -> None:
+        if heartbeat.step != self._step or not self.engine_waited_for:
+            self._step, self._moved_at = heartbeat.step, self._now()
+            return
+        limit_s = hang_timeout_s(heartbeat.turn_s_max, self._config.heartbeat_timeout_s)
+        if self._now() - self._moved_at > limit_s:
+            raise LeaseLost(f"the engine of {self._peer.worker_id} hangs")
+
+    async def _read(self) -> pb.PrefillEvent:
+        try:
+            # Not wait_for: in Python 3.11 it can swallow a cancellation.
+            async with asyncio.timeout(self._silence_s):
+                event: pb.PrefillEvent = await self._call.read()
+        except TimeoutError:
+            silence = f"was silent for {self._silence_s} s"
+            raise LeaseLost(f"{self._peer.worker_id} {silence}") from None
+        if event is grpc.aio.EOF:  # type: ignore[attr-defined]
+            raise LeaseLost(f"{self._peer.worker_id} closed the stream")
+        return event
+
+    @property
+    def _silence_s(self) -> float:
+        return self._config.heartbeat_interval_s * _SILENCES
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def is_source_gone(error: BaseException | None) -> bool:
+    """Whether a lease was lost because the source's process ended under it.
+
+    The system then closes its connections at once. One that times out says that the way is cut or
+    the process stands still, one that cannot be made that it had ended before: neither is a
+    request's doing.
+    """
+    causes, seen = [error], set[int]()
+    while causes:
+        cause = causes.pop()
+        if cause is None or id(cause) in seen:
+            continue  # an error that was raised from the group it was in is its own cause
+        seen.add(id(cause))
+        if isinstance(cause, grpc.aio.AioRpcError):
+            is_closed = not _NOT_CLOSED.search(cause.details() or "")
+            if cause.code() is grpc.StatusCode.UNAVAILABLE and is_closed:
+                return True
+        elif isinstance(cause, BaseExceptionGroup):
+            causes += cause.exceptions
+        elif isinstance(cause, LeaseLost):
+            causes.append(cause.__cause__)
+    return False
+
+
+def _first_error(group: BaseExceptionGroup) -> BaseException:
+    """What to report of a group: our own errors before what they caused."""
+    errors = [e for e in group.exceptions if not isinstance(e, BaseExceptionGroup)]
+    ours = [e for e in errors if isinstance(e, TandemError)]
+    if ours:
+        return ours[0]
+    if broken := [e for e in errors if isinstance(e, _BROKEN_CALL)]:
+        return LeaseLost(f"a pull failed: {_describe(broken[0])}")
+    return errors[0] if errors else group
+
+
+def _describe(error: BaseException) -> str:
+    return error.code().name if isinstance(error, grpc.aio.AioRpcError) else repr(error)

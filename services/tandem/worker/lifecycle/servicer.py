@@ -1,0 +1,167 @@
+"""The gRPC face of a worker: proto/tandem/v1/worker.proto onto the services behind it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Protocol, get_args
+
+import grpc
+import msgspec
+
+from tandem.config import Role, WorkerConfig
+from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
+from tandem.registry import Contract, Load, State
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
+from tandem.transfer.reach import host_identity
+from tandem.worker.convert import (
+    contract_from,
+    contract_message,
+    host_message,
+    load_message,
+    rate_message,
+)
+from tandem.worker.decode.service import DecodeService
+from tandem.worker.engine_process.link import EngineLink
+from tandem.worker.peers.rates import Rates
+from tandem.worker.prefill.service import PrefillService
+
+log = logging.getLogger(__name__)
+
+
+class Served(Protocol):
+    """What a worker shows to its servicer."""
+
+    config: WorkerConfig
+    epoch: str
+    contract: Contract
+    link: EngineLink
+    rates: Rates
+    decode: DecodeService
+    prefill: PrefillService
+
+    @property
+    def draining(self) -> bool: ...
+
+    @property
+    def state(self) -> State: ...
+
+    async def set_role(self, role: Role) -> float: ...
+
+    def load(self) -> Load: ...
+
+    def stop(self, deadline_s: float) -> None: ...
+
+
+class Servicer(WorkerServicer):
+    """Translates and delegates; holds no state."""
+
+    def __init__(self, worker: Served) -> None:
+        self._worker = worker
+
+    async def Decode(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any
+    ) -> AsyncIterator[pb.DecodeUpdate]:
+        load = load_message(self._worker.load())
+        async for update in self._worker.decode.serve(request_iterator, load):
+            yield update
+
+    async def Prefill(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.PrefillCommand], context: Any
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        async for event in self._worker.prefill.serve(request_iterator, context):
+            yield event
+
+    async def FetchBlocks(  # noqa: N802
+        self, request: pb.FetchBlocksRequest, context: Any
+    ) -> AsyncIterator[bytes]:
+        async for message in self._worker.prefill.blocks.fetch(request, context):
+            yield message
+
+    async def Probe(  # noqa: N802
+        self, request: pb.ProbeRequest, context: Any
+    ) -> AsyncIterator[bytes]:
+        async for message in self._worker.prefill.blocks.probe(request, context):
+            yield message
+
+    async def ListChains(  # noqa: N802
+        self, request: pb.ListChainsRequest, context: Any
+    ) -> pb.ListChainsResponse:
+        chains = await self._worker.link.list_chains(request.blocks_max)
+        return pb.ListChainsResponse(chains=[pb.BlockChain(block_hashes=chain) for chain in chains])
+
+    async def ListBlocks(  # noqa: N802
+        self, request: pb.ListBlocksRequest, context: Any
+    ) -> pb.ListBlocksResponse:
+        first, end = max(0, request.first_bucket), request.end_bucket
+        if not first < end <= NUM_BUCKETS:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"buckets {first} to {end} are no range of 0 to {NUM_BUCKETS}",
+            )
+        hashes = await self._worker.link.list_blocks(bucket_start(first), bucket_start(end))
+        return pb.ListBlocksResponse(hashes=b"".join(h[:ENTRY_BYTES] for h in hashes))
+
+    async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:  # noqa: N802
+        contract = self._worker.contract
+        if differences := contract.differences(contract_from(request.contract)):
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{request.worker_id} cannot read from {self._worker.config.worker_id}: here "
+                + "; ".join(differences),
+            )
+        response = pb.ConnectResponse(
+            worker_id=self._worker.config.worker_id,
+            epoch=self._worker.epoch,
+            contract=contract_message(contract),
+            transports=["grpc"],
+            host=host_message(host_identity(self._worker.config.transfer.nixl_tcp)),
+        )
+        if "nixl" in request.transports and self._worker.config.transfer.transport != "grpc":
+            source = await self._worker.link.describe_source()
+            if source.metadata:
+                response.transports.insert(0, "nixl")
+                response.nixl_metadata = source.metadata
+                response.pool = msgspec.msgpack.encode(source.pool)
+            else:
+                log.warning("NIXL cannot serve blocks here: %s", source.error)
+        if self._worker.config.transfer.transport == "nixl":
+            response.transports.remove("grpc")
+        return response
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
+        self._worker.stop(request.deadline_s or self._worker.config.drain_deadline_s)
+        return pb.DrainResponse()
+
+    async def SetRole(  # noqa: N802
+        self, request: pb.SetRoleRequest, context: Any
+    ) -> pb.SetRoleResponse:
+        wanted: dict[str, Role] = {role: role for role in get_args(Role)}
+        if request.role not in wanted:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"role is {request.role!r}; it must be one of {', '.join(wanted)}",
+            )
+        if self._worker.state != "ready":
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"this worker is {self._worker.state}"
+            )
+        took_s = await self._worker.set_role(wanted[request.role])
+        return pb.SetRoleResponse(role=request.role, took_s=took_s)
+
+    async def GetState(  # noqa: N802
+        self, request: pb.GetStateRequest, context: Any
+    ) -> pb.GetStateResponse:
+        message = await self._worker.link.check_integrity()
+        pairs = self._worker.rates.pairs
+        return pb.GetStateResponse(
+            load=load_message(self._worker.load()),
+            worker_id=self._worker.config.worker_id,
+            epoch=self._worker.epoch,
+            draining=self._worker.draining,
+            integrity_ok=not message,
+            integrity_message=message,
+            transports={peer: rate.transport for peer, rate in pairs.items()},
+            rates={peer: rate_message(rate) for peer, rate in pairs.items()},
+        )

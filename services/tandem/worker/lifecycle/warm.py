@@ -1,0 +1,112 @@
+"""Fills a new worker's cache from its peers, so that it does not start cold.
+
+    ListChains of a peer --> Adopt a chain (FREE blocks only) --> pull it --> CommitAdopted
+
+In the background, after the worker has joined: requests come first, and nothing is evicted for it.
+What fails is left cold. A chain is the path from a root to a leaf, so that what two chains share is
+adopted with the first and found in the cache by the second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Iterable
+
+import grpc.aio
+
+from tandem.config import WorkerConfig
+from tandem.engine.types import Reserved, StepReport
+from tandem.errors import TandemError, from_code
+from tandem.rpc.auth import token_metadata
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.worker.engine_process.link import ANSWER_DEADLINE_S, EngineLink
+from tandem.worker.engine_process.messages import Adopt, CommitAdopted, Remove
+from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.peers.peer import Peer
+from tandem.worker.prefill.prefix_pull import PrefixPuller
+
+log = logging.getLogger(__name__)
+
+CHAIN_DEADLINE_S = 60.0
+
+
+class Warmer:
+    """Adopts up to `warm_blocks` blocks. `on_step` hears of every step here."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        link: EngineLink,
+        prefixes: PrefixPuller,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._link = link
+        self._prefixes = prefixes
+        self._block_size = config.engine.block_size
+        self._reserved: dict[str, asyncio.Future[Reserved]] = {}
+        self._num_warmed = 0
+
+    def on_step(self, step: StepReport) -> None:
+        for reserved in step.reserved:
+            if (future := self._waiting(reserved.sequence_id)) is not None:
+                future.set_result(reserved)
+        for failed in step.failed:
+            if (future := self._waiting(failed.sequence_id)) is not None:
+                future.set_exception(from_code(failed.code, failed.message))
+
+    async def run(self, peers: Iterable[Peer]) -> None:
+        """Ends when enough blocks came or no peer has more. Raises nothing but CancelledError."""
+        for peer in peers:
+            try:
+                for chain in await self._chains(peer):
+                    if self._num_warmed >= self._config.warm_blocks:
+                        return
+                    num_blocks = await self._adopt(peer, chain)
+                    self._num_warmed += num_blocks
+                    self._metrics.blocks_warmed.inc(num_blocks)
+            except Exception as error:
+                expected = isinstance(error, (TandemError, TimeoutError, grpc.aio.AioRpcError))
+                told = None if expected else error
+                log.warning("not warmed from %s: %r", peer.worker_id, error, exc_info=told)
+
+    def _waiting(self, sequence_id: str) -> asyncio.Future[Reserved] | None:
+        future = self._reserved.pop(sequence_id, None)
+        return future if future is not None and not future.done() else None
+
+    async def _chains(self, peer: Peer) -> list[list[bytes]]:
+        request = pb.ListChainsRequest(blocks_max=self._config.warm_blocks - self._num_warmed)
+        response: pb.ListChainsResponse = await peer.stub.ListChains(
+            request,
+            timeout=ANSWER_DEADLINE_S,
+            metadata=token_metadata(self._config.cluster.token),
+        )
+        return [list(chain.block_hashes) for chain in response.chains]
+
+    async def _adopt(self, peer: Peer, block_hashes: list[bytes]) -> int:
+        """How many blocks came."""
+        sequence_id = f"warm-{uuid.uuid4().hex}"
+        future: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+        self._reserved[sequence_id] = future
+        try:
+            async with asyncio.timeout(CHAIN_DEADLINE_S):
+                self._link.send(Adopt(sequence_id, block_hashes))
+                reserved = await future
+                num_cached = reserved.num_cached_tokens // self._block_size
+                if not reserved.block_ids:
+                    return 0
+                num_blocks = await self._prefixes.pull(
+                    peer,
+                    sequence_id,
+                    block_hashes[: num_cached + len(reserved.block_ids)],
+                    num_cached=num_cached,
+                    targets=reserved.block_ids,
+                )
+            self._link.send(CommitAdopted(sequence_id, num_blocks))
+            return num_blocks - num_cached
+        finally:
+            self._reserved.pop(sequence_id, None)
+            self._link.send(Remove(sequence_id))  # an adoption that was committed is gone already

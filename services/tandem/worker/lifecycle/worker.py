@@ -1,0 +1,396 @@
+"""The I/O process of a worker: gRPC, Redis and metrics on asyncio, around one engine process.
+
+starting --> ready --> draining --> gone
+   `-----------`----------------------^      (stopped while it loads; the engine ended, or the
+                                              contract was refused)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import socket
+import time
+import uuid
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from tandem.block_hash import HASH_VERSION
+from tandem.config import Role, WorkerConfig
+from tandem.errors import ConfigError, WorkerLost
+from tandem.memory import read_memory
+from tandem.registry import Contract, Load, State, WorkerRecord
+from tandem.rpc.auth import TokenInterceptor
+from tandem.rpc.block_bytes import EncodedByHandler
+from tandem.rpc.failures import FailureInterceptor, log_lost_peers_calmly
+from tandem.rpc.options import SERVER_OPTIONS
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from tandem.tracing import make_tracing
+from tandem.worker.convert import load_message
+from tandem.worker.decode.service import DecodeService
+from tandem.worker.engine_process import messages
+from tandem.worker.engine_process.link import EngineLink
+from tandem.worker.engine_process.watch import EngineWatch
+from tandem.worker.kv_pulls.lease import ReaderLease
+from tandem.worker.kv_pulls.puller import Puller
+from tandem.worker.lifecycle.membership import Membership
+from tandem.worker.lifecycle.role import RoleChange
+from tandem.worker.lifecycle.servicer import Servicer
+from tandem.worker.lifecycle.warm import Warmer
+from tandem.worker.metrics.probes import Probes
+from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.peers.peers import Peers
+from tandem.worker.peers.rates import Rates
+from tandem.worker.prefill.prefix_pull import PrefixPuller
+from tandem.worker.prefill.service import PrefillService
+
+log = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.05
+_CLOSE_S = 1.0
+
+
+class Worker:
+    """Composes the parts, and moves the worker through its states."""
+
+    link: EngineLink
+    rates: Rates
+    peers: Peers
+    decode: DecodeService
+    prefill: PrefillService
+    contract: Contract
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.epoch = uuid.uuid4().hex[:16]
+        self.state: State = "starting"
+        self._drain_until = math.inf  # by time.monotonic(), from `stop` on
+        self._stopping = asyncio.Event()
+        self._broken = ""  # why this process must end and be started anew
+        self._load = Load()
+        self._address = ""
+        self._metrics_address = ""
+        self._model = ""
+        self._max_model_len = 0
+        self._started_at = time.time()
+        self._tracing = make_tracing(f"tandem-{config.role}", config.worker_id)
+
+    @property
+    def draining(self) -> bool:
+        return self.state == "draining"
+
+    def stop(self, deadline_s: float) -> None:
+        """Begins to drain; `run` returns when nothing is held any more, or at the deadline.
+
+        Told again: the earliest deadline holds, for whoever set it ends this process then.
+        """
+        self._drain_until = min(self._drain_until, time.monotonic() + deadline_s)
+        self._stopping.set()
+
+    async def set_role(self, role: Role) -> float:
+        """To the other pool, or back; seconds that it took."""
+        return await self._role.to(role)
+
+    async def _tell_role(self) -> None:
+        self._metrics.role = self._role.role
+        await self._membership.refresh()
+
+    def load(self) -> Load:
+        return self._load
+
+    async def run(self) -> None:
+        """Serves until `stop`. Raises WorkerLost when the engine ends, or cannot pull any more."""
+        self.link = EngineLink(self.config, self.epoch)
+        if self.config.transfer.nixl_tcp == "insecure":
+            log.warning(
+                "--nixl-tcp insecure: anyone who reaches this worker's UCX port can write into the "
+                "engine's memory; use it on a network of your own"
+            )
+        try:
+            if (ready := await self._start_engine()) is not None:
+                await self._serve(ready)
+        finally:
+            await self.link.stop()
+            await asyncio.to_thread(self._tracing.close)
+        if self._broken:
+            raise WorkerLost(self._broken)
+
+    async def _start_engine(self) -> messages.Ready | None:
+        """None when `stop` came before the model was loaded."""
+        starting = asyncio.create_task(self.link.start())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                return await starting
+            log.info("stopped before the model was loaded")
+            while not starting.done():
+                # Not asked: one that loads reads no command. Again: it may have had no process yet.
+                self.link.kill("stopped before the model was loaded")
+                await asyncio.wait([starting], timeout=_DRAIN_POLL_S)
+            starting.exception()  # what `kill` said
+            return None
+        finally:
+            starting.cancel()
+            stopping.cancel()
+
+    async def _serve(self, ready: messages.Ready) -> None:
+        self._compose(ready)
+        server = await self._start_server()
+        membership = Membership(
+            self.config.cluster,
+            worker_id=self.config.worker_id,
+            epoch=self.epoch,
+            record=self._record,
+            on_records=self._on_records,
+        )
+        self._membership = membership
+        self._role = RoleChange(self.config.role, self.decode, self.prefill, self._tell_role)
+        self._metrics.watch(membership.publisher)
+        watch = EngineWatch(
+            self.config, self.link, self.load, is_used=self._is_used, give_up=self._give_up
+        )
+        self.link.on_report = self._on_report
+        self.link.on_final = self.prefill.on_final_blocks
+        self.link.on_transfer = self._on_transfer
+        probes = asyncio.create_task(self._probes.turn_for_ever())
+        self.state = "ready"
+        try:
+            if await self._unless(self._stopping.wait(), membership.join(self.contract)):
+                log.info(
+                    "%s %s ready at %s", self.config.role, self.config.worker_id, self._address
+                )
+                warming = asyncio.create_task(self._warm())
+                try:
+                    await self._unless(self._stopping.wait(), watch.turn_for_ever())
+                finally:
+                    warming.cancel()
+            self._leave_placement()
+            await membership.refresh()
+            await self._unless(self._drain(), watch.turn_for_ever())
+        except WorkerLost:
+            await server.stop(None)  # at once: no stream may wait for an engine that is gone
+            raise
+        finally:
+            probes.cancel()
+            await self.peers.aclose()
+            await membership.leave()
+            self.decode.end_streams()
+            await server.stop(_CLOSE_S)
+
+    def _compose(self, ready: messages.Ready) -> None:
+        config = self.config
+        log.info(
+            "engine loaded: %s, %d blocks of %d KiB; ms: %s",
+            ready.compute_dtype,
+            ready.num_blocks,
+            ready.block_bytes >> 10,
+            {name: round(ms) for name, ms in ready.load_ms.items()},
+        )
+        self._load = Load(queue_max=config.engine.queue_max, blocks_total=ready.num_blocks)
+        self._model, self._max_model_len = config.engine.model, ready.max_model_len
+        self.contract = Contract(
+            model_fingerprint=ready.model_fingerprint,
+            compute_dtype=ready.compute_dtype,
+            numerics=ready.numerics,
+            block_size=config.engine.block_size,
+            kv_dtype=ready.kv_dtype,
+            layout=ready.layout,
+            hash_version=HASH_VERSION,
+        )
+        self._metrics = WorkerMetrics(worker_id=config.worker_id, role=config.role)
+        self.rates = Rates(
+            config, block_bytes=ready.block_bytes, step_tokens=ready.max_tokens_per_step
+        )
+        self.peers = Peers(config, self.epoch, self.link, self.rates, self.contract)
+        puller = Puller(
+            config.transfer,
+            self.link,
+            token=config.cluster.token,
+            block_bytes=ready.block_bytes,
+            rates=self.rates,
+            on_mismatch=self._metrics.block_mismatches.inc,
+        )
+        make_lease = partial(ReaderLease, puller=puller, rates=self.rates, config=config)
+        prefixes = PrefixPuller(
+            config, self.contract, self.peers, self.rates, self._metrics, make_lease
+        )
+        self._probes = Probes(lambda: self.state, lambda: self.link.send(messages.ListChains(0, 0)))
+        self._warmer = Warmer(config, self.link, prefixes, self._metrics)
+        self.prefill = PrefillService(
+            config,
+            self.epoch,
+            self.link,
+            self._metrics,
+            self.rates,
+            prefixes,
+            block_bytes=ready.block_bytes,
+            num_blocks=ready.num_blocks,
+            tracing=self._tracing,
+        )
+        self.decode = DecodeService(
+            config,
+            self.link,
+            self.peers,
+            self._metrics,
+            rates=self.rates,
+            prefixes=prefixes,
+            make_lease=make_lease,
+            block_bytes=ready.block_bytes,
+            max_model_len=ready.max_model_len,
+            tracing=self._tracing,
+        )
+        port = self._metrics.serve(
+            config.host, config.metrics_port, self.load, lambda: self.rates.pairs, self._probes
+        )
+        self._metrics_address = f"{config.host}:{port}"
+
+    async def _start_server(self) -> grpc.aio.Server:
+        log_lost_peers_calmly()
+        server = grpc.aio.server(
+            interceptors=[
+                TokenInterceptor(self.config.cluster.token),
+                FailureInterceptor(),
+                EncodedByHandler(),
+            ],
+            options=SERVER_OPTIONS,
+        )
+        add_WorkerServicer_to_server(Servicer(self), server)  # type: ignore[no-untyped-call]
+        wanted = f"{self.config.host}:{self.config.port}"
+        try:
+            port = server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {wanted}: {error}") from error
+        self._address = f"{self.config.host}:{port}"
+        self.decode.identity = pb.PrefixHolder(
+            worker_id=self.config.worker_id, epoch=self.epoch, address=self._address
+        )
+        await server.start()
+        return server
+
+    def _on_report(self, report: messages.Report) -> None:
+        step = report.report
+        engine = step.load
+        self.rates.on_step(step)
+        self.prefill.on_report(report)
+        self._warmer.on_step(step)
+        self._load = Load(
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            queue_max=self.config.engine.queue_max,
+            queued_tokens=engine.queued_tokens,
+            blocks_total=engine.blocks_total,
+            blocks_used=engine.blocks_used,
+            blocks_cached=engine.blocks_cached,
+            blocks_quarantined=engine.blocks_quarantined,
+            num_leases=self.prefill.num_leases,
+            num_pulls=engine.num_awaiting_kv,
+            step=report.tick,
+            tokens_wasted=engine.tokens_wasted,
+            num_seats=engine.num_seats,
+            chunk_tokens=engine.chunk_tokens,
+        )
+        self.decode.on_report(report, load_message(self._load))
+        self._membership.on_report(step)
+        if step.num_prefill_tokens or step.num_decode_tokens:
+            self._metrics.steps.inc()
+            self._metrics.step_s.observe(step.step_ms / 1000)
+            self._metrics.prefill_tokens.inc(step.num_prefill_tokens)
+            self._metrics.decode_tokens.inc(step.num_decode_tokens)
+
+    async def _warm(self) -> None:
+        if self.config.warm_blocks:
+            await self._warmer.run(await self.peers.all_connected())
+
+    def _on_records(self, records: list[WorkerRecord]) -> None:
+        records = [r for r in records if not self.contract.differences(r.contract)]
+        self.peers.update(records)
+        self.decode.planner.update(records)
+
+    def _on_transfer(self, reply: messages.TransferReply) -> None:
+        self._metrics.on_transfer(reply)
+        if isinstance(reply, messages.TransferBroken):
+            self._give_up(reply.message)
+
+    def _give_up(self, message: str) -> None:
+        """Drains what is here; `run` then raises, so that whoever keeps workers starts another.
+
+        One that drains already leaves as it was told to: what is left may need no pull.
+        """
+        if not self._stopping.is_set():
+            log.error("this worker drains itself: %s", message)
+            self._broken = message
+            self.stop(self.config.drain_deadline_s)
+
+    def _record(self) -> WorkerRecord:
+        memory = read_memory()
+        return WorkerRecord(
+            worker_id=self.config.worker_id,
+            epoch=self.epoch,
+            role=self._role.role,
+            pool=self.config.role,
+            generation=self.config.generation,
+            state=self.state,
+            address=self._address,
+            metrics_address=self._metrics_address,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            model=self._model,
+            max_model_len=self._max_model_len,
+            contract=self.contract,
+            load=self._load,
+            rates=self.rates.worker,
+            pairs=self.rates.pairs,
+            started_at=self._started_at,
+            memory_free_bytes=memory.free_bytes,
+            memory_total_bytes=memory.total_bytes,
+        )
+
+    async def _unless(
+        self, ending: Coroutine[Any, Any, object], work: Coroutine[Any, Any, None]
+    ) -> bool:
+        """Works until `ending` is done; whether the work was done first.
+
+        Raises what either of them raised, and WorkerLost when the engine ends first.
+        """
+        working, until = asyncio.create_task(work), asyncio.create_task(ending)
+        ended = asyncio.create_task(self.link.ended())
+        try:
+            await asyncio.wait([working, until, ended], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                await working
+                return True
+            if ended.done():
+                raise WorkerLost(ended.result())
+            await until
+            return False
+        finally:
+            for task in (working, until, ended):
+                task.cancel()
+
+    def _leave_placement(self) -> None:
+        """Nothing new is taken. Routers move what they can; its blocks can be had meanwhile."""
+        self.state = "draining"
+        self.prefill.draining = True
+        self.decode.leave_pool()
+
+    def _is_used(self) -> bool:
+        return bool(self.decode.num_sequences or self.prefill.num_leases)
+
+    async def _drain(self) -> None:
+        """Waits until nobody holds anything here any more, at most until the deadline."""
+        while self._is_used():
+            if time.monotonic() > self._drain_until:
+                log.warning(
+                    "drain deadline: %d sequences and %d leases are cut off",
+                    self.decode.num_sequences,
+                    self.prefill.num_leases,
+                )
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)

@@ -1,0 +1,208 @@
+"""The workers that this worker can read from: every one that can hold blocks, prefill or decode.
+
+    (found in the registry) --> connecting --> connected (nixl or grpc) --> gone
+                                          `--> refused (or unreachable): tried again later
+
+A peer is one *process* (worker id and epoch): a restarted worker is another peer, and the stale one
+is disconnected. Connecting happens beside the requests, not on their path (`pairing.py`).
+
+A pair whose NIXL reads fail in a row goes on over gRPC at once; one whose NIXL fell behind gRPC, or
+that is not on NIXL though it might be, is measured again now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tandem.config import WorkerConfig
+from tandem.errors import Incompatible, TandemError, WorkerLost
+from tandem.registry import Contract, WorkerRecord
+from tandem.worker.engine_process.link import EngineLink
+from tandem.worker.engine_process.messages import DisconnectPeer
+from tandem.worker.peers.pairing import Pairing
+from tandem.worker.peers.peer import Peer, peer_id
+from tandem.worker.peers.rates import Rates
+from tandem.worker.peers.transport_choice import Choice, is_slower
+
+__all__ = ["Peer", "Peers"]
+
+log = logging.getLogger(__name__)
+
+FAILURES_MAX = 3  # NIXL reads in a row, until the pair goes on over gRPC
+# With more decode workers than this a pair with one is made on first demand, not at joining.
+EAGER_DECODE_PEERS_MAX = 16
+_RETRY_S = 5.0
+_RETRY_INCOMPATIBLE_S = 300.0  # neither process changes; a new one is another peer
+_AGAIN_MIN_S = 30.0  # between two measurements of a pair, doubled each time
+_AGAIN_MAX_S = 600.0
+
+
+@dataclass(slots=True)
+class _Entry:
+    record: tuple[str, str, str]  # worker id, epoch, address
+    connecting: asyncio.Task[Peer]
+    failed_at: float = 0.0
+    retry_s: float = _RETRY_S
+    failure: str = ""  # what the last attempt ended with: said once, however often it is tried
+    seen_at: float = field(default_factory=time.monotonic)  # in the registry, or by a request
+    measured_at: float = field(default_factory=time.monotonic)
+    again_s: float = field(default_factory=lambda: _AGAIN_MIN_S)
+    measuring: asyncio.Task[None] | None = None
+
+
+class Peers:
+    """Keeps a connection to each source. `get` answers from what stands, or waits a bound."""
+
+    def __init__(
+        self, config: WorkerConfig, epoch: str, link: EngineLink, rates: Rates, contract: Contract
+    ) -> None:
+        self._config = config
+        self._link = link
+        self._rates = rates
+        self._pairing = Pairing(config, epoch, link, rates, contract)
+        self._entries: dict[str, _Entry] = {}  # by peer id: a worker id and an epoch
+
+    async def get(self, worker_id: str, epoch: str, address: str) -> Peer:
+        """A connected peer. Raises TandemError when it cannot be had in `connect_deadline_s`."""
+        entry = self._entries.get(peer_id(worker_id, epoch))
+        if entry is None:
+            entry = self._open(worker_id, epoch, address)
+        try:
+            async with asyncio.timeout(self._config.transfer.connect_deadline_s):
+                peer = await asyncio.shield(entry.connecting)
+        except TimeoutError:
+            raise WorkerLost(f"no connection to {worker_id} yet") from None
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise WorkerLost(f"{worker_id} went while it was connected") from None
+        self._give_up_failing_nixl(peer)
+        return peer
+
+    def get_now(self, worker_id: str, epoch: str, address: str) -> Peer | None:
+        """A peer that is connected already; else None, and it is connected beside."""
+        entry = self._entries.get(peer_id(worker_id, epoch))
+        if entry is None or self._may_retry(entry):
+            entry = self._open(worker_id, epoch, address)
+        if not _succeeded(entry.connecting):
+            return None
+        peer = entry.connecting.result()
+        self._give_up_failing_nixl(peer)
+        return peer
+
+    async def all_connected(self) -> list[Peer]:
+        """Every peer that is connected, once all attempts under way have ended."""
+        attempts = [entry.connecting for entry in self._entries.values()]
+        if attempts:
+            await asyncio.wait(attempts)
+        return [attempt.result() for attempt in attempts if _succeeded(attempt)]
+
+    def update(self, records: Iterable[WorkerRecord]) -> None:
+        """Connects to sources that are new and forgets those that are gone for long.
+
+        One that is merely missing is kept for a time to live: a Redis that was restarted empty
+        lacks records of workers that are well.
+        """
+        now = time.monotonic()
+        records = [r for r in records if r.worker_id != self._config.worker_id]
+        ready = [r for r in records if r.state == "ready"]
+        eager = sum(r.role == "decode" for r in ready) <= EAGER_DECODE_PEERS_MAX
+        for record in records:
+            entry = self._entries.get(peer_id(record.worker_id, record.epoch))
+            if entry is not None:
+                entry.seen_at = now
+        for record in ready:
+            entry = self._entries.get(peer_id(record.worker_id, record.epoch))
+            if not (eager or record.role == "prefill"):
+                continue
+            if entry is None or self._may_retry(entry):
+                self._open(record.worker_id, record.epoch, record.address)
+        for key, entry in list(self._entries.items()):
+            if now - entry.seen_at > self._config.cluster.record_ttl_s:
+                self._close(key)
+            elif _succeeded(entry.connecting):
+                self._look_after(entry, now)
+
+    async def aclose(self) -> None:
+        for key in list(self._entries):
+            self._close(key)
+
+    def _look_after(self, entry: _Entry, now: float) -> None:
+        """Switches or measures again a pair that is not on the transport it should be on."""
+        peer = entry.connecting.result()
+        self._give_up_failing_nixl(peer)
+        if entry.measuring is not None or self._config.transfer.transport != "auto":
+            return
+        if peer.transport == "nixl":
+            by_nixl = self._rates.pair(peer.worker_id, "nixl")
+            doubtful = is_slower(by_nixl, self._rates.pair(peer.worker_id, "grpc"))
+        else:
+            doubtful = peer.reason in ("slow", "broken")
+        if doubtful and now - entry.measured_at > entry.again_s:
+            entry.measuring = asyncio.create_task(self._measure_again(entry, peer))
+
+    async def _measure_again(self, entry: _Entry, peer: Peer) -> None:
+        try:
+            await self._pairing.again(peer)
+        except TandemError as error:
+            log.info("%s is not measured again: %s", peer.worker_id, error)
+        finally:
+            entry.measured_at = time.monotonic()
+            entry.again_s = min(_AGAIN_MAX_S, 2 * entry.again_s)
+            entry.measuring = None
+
+    def _give_up_failing_nixl(self, peer: Peer) -> None:
+        failures = self._rates.failures(peer.worker_id, "nixl")
+        may = self._config.transfer.transport == "auto" and peer.offers_grpc
+        if peer.transport == "nixl" and failures >= FAILURES_MAX and may:
+            why = f"{failures} NIXL reads failed in a row; it is tried again now and then"
+            self._pairing.use(peer, Choice("grpc", "broken", why))
+
+    def _may_retry(self, entry: _Entry) -> bool:
+        failed = entry.connecting.done() and not _succeeded(entry.connecting)
+        return failed and time.monotonic() - entry.failed_at > entry.retry_s
+
+    def _open(self, worker_id: str, epoch: str, address: str) -> _Entry:
+        key = peer_id(worker_id, epoch)
+        before = self._entries.get(key)
+        self._close(key)
+        connecting = asyncio.create_task(self._pairing.make(worker_id, epoch, address))
+        entry = _Entry((worker_id, epoch, address), connecting)
+        entry.failure = before.failure if before else ""
+        connecting.add_done_callback(lambda task: self._opened(entry, task))
+        self._entries[key] = entry
+        return entry
+
+    def _opened(self, entry: _Entry, task: asyncio.Task[Peer]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            entry.failed_at = time.monotonic()
+            entry.retry_s = _RETRY_INCOMPATIBLE_S if isinstance(error, Incompatible) else _RETRY_S
+            told, entry.failure = entry.failure, str(error)
+            level = logging.DEBUG if told == entry.failure else logging.WARNING
+            log.log(level, "cannot read from %s at %s: %s", entry.record[0], entry.record[2], error)
+
+    def _close(self, key: str) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        if entry.measuring is not None:
+            entry.measuring.cancel()
+        worker_id = entry.record[0]
+        if all(other.record[0] != worker_id for other in self._entries.values()):
+            self._rates.forget(worker_id)
+        if _succeeded(entry.connecting):
+            self._link.send(DisconnectPeer(key))
+            peer = entry.connecting.result()
+            peer.bulk.close()
+            closing = asyncio.ensure_future(peer.channel.close(None))
+            closing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        else:
+            entry.connecting.cancel()
+
+
+def _succeeded(task: asyncio.Task[Peer]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

@@ -1,0 +1,93 @@
+"""What this worker lends as a source right now, and how much it may: bookkeeping without I/O.
+
+A lease is *ahead* from the moment its blocks are all there until its stream ends: then only its
+reader keeps them. What is ahead is bounded by a share of the pool, so that readers that do not keep
+up find another source or compute themselves; sequences that still wait here hold no blocks, and the
+engine's queue bounds those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tandem.config import TransferConfig
+from tandem.tracing import NO_SPAN, RequestSpan
+from tandem.worker.prefill.prefix_choice import PrefixPlan
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One reader's hold on the blocks of one sequence or chain."""
+
+    lease_id: str
+    reader_id: str
+    verify_every: int = 0
+    span: RequestSpan = NO_SPAN
+    # Times are `time.monotonic()` seconds; 0: not yet.
+    opened_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
+    prefilled_at: float = 0.0
+    # What the engine brought, and one release: at most one event for each block of the prompt.
+    events: asyncio.Queue[object] = field(default_factory=asyncio.Queue)
+    block_ids: list[int] = field(default_factory=list)  # that the reader was told of
+    is_ahead: bool = False
+    plan: PrefixPlan | None = None  # whom to pull its first blocks from, once it is admitted
+    prefix: asyncio.Task[None] | None = None  # that pull
+
+    @property
+    def queue_s(self) -> float:
+        return max(0.0, self.admitted_at - self.opened_at)
+
+    def end_span(self, now: float, outcome: str) -> None:
+        """Tells the trace its stages, as far as it came."""
+        self.span.stage("queue", self.opened_at, self.admitted_at)
+        self.span.stage("prefill", self.admitted_at, self.prefilled_at)
+        self.span.stage("transfer", self.prefilled_at, now)
+        self.span.end({"tandem.outcome": outcome, "tandem.blocks": len(self.block_ids)})
+
+
+class Leases:
+    """All open leases of one source, by id."""
+
+    def __init__(self, config: TransferConfig, *, num_blocks: int) -> None:
+        """`num_blocks` is the whole pool."""
+        self._config = config
+        self._ahead_max = int(config.leased_blocks_max_share * num_blocks)
+        self._leases: dict[str, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._leases
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def get(self, lease_id: str) -> Lease | None:
+        return self._leases.get(lease_id)
+
+    @property
+    def num_blocks_ahead(self) -> int:
+        return sum(len(lease.block_ids) for lease in self if lease.is_ahead)
+
+    def refusal(self, reader_id: str) -> str:
+        """Why this reader gets no lease now; empty: it may have one."""
+        if len(self) >= self._config.leases_max:
+            return f"{len(self)} leases are open here, which is the most"
+        of_reader = sum(lease.reader_id == reader_id for lease in self)
+        if of_reader >= self._config.leases_per_reader_max:
+            return f"{of_reader} leases are open for {reader_id}, which is the most for one reader"
+        if (ahead := self.num_blocks_ahead) > self._ahead_max:
+            return f"{ahead} finished blocks wait for their readers; at most {self._ahead_max} may"
+        return ""
+
+    def open(self, lease: Lease) -> None:
+        assert lease.lease_id not in self._leases
+        self._leases[lease.lease_id] = lease
+
+    def close(self, lease: Lease) -> None:
+        del self._leases[lease.lease_id]

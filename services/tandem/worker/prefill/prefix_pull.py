@@ -1,0 +1,185 @@
+"""Pulls finished blocks from whoever has them, by hash: a prompt's prefix, or a chain to be warm.
+
+    plan --> (the engine admits the sequence: Reserved) --> fill --> ContinuePrefill(num_blocks)
+               hold --> runs pulled --> release --> released whole: the blocks are good
+
+The holder computes and allocates nothing for it, so it never waits for blocks: whoever waits here
+waits for one turn of an engine and for a read. Nothing that was pulled counts before `released`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+import msgspec
+
+from tandem.block_hash import hash_blocks
+from tandem.config import WorkerConfig
+from tandem.cost_model import PairRate, default_pair, prefill_seconds
+from tandem.engine.types import Reserved, SequenceSpec
+from tandem.errors import TandemError
+from tandem.registry import Contract
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.telemetry import about
+from tandem.worker.kv_pulls.lease import LeaseMaker, ReaderLease
+from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.peers.peer import Peer
+from tandem.worker.peers.peers import Peers
+from tandem.worker.peers.rates import Rates
+from tandem.worker.prefill.prefix_choice import Holder, PrefixPlan, holders_worth_asking
+
+log = logging.getLogger(__name__)
+
+_HOLDERS_MAX = 2  # that are asked for one prefix
+_DEADLINE_MIN_S = 1.0
+_PATIENCE = 2  # so many times as long as computing takes: then it is computed
+
+
+class PrefixPuller:
+    """One a worker. A holder that is not connected is passed over, and connected beside."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        contract: Contract,
+        peers: Peers,
+        rates: Rates,
+        metrics: WorkerMetrics,
+        make_lease: LeaseMaker,
+    ) -> None:
+        self._config = config
+        self._contract = contract
+        self._block_size = contract.block_size
+        self._peers = peers
+        self._rates = rates
+        self._metrics = metrics
+        self._make_lease = make_lease
+
+    def plan(
+        self,
+        spec: SequenceSpec,
+        holders: Iterable[pb.PrefixHolder],
+        *,
+        num_cached_blocks: int = 0,
+    ) -> PrefixPlan | None:
+        """None: computing is predicted to be as fast. Else the plan's spec is the one to add."""
+        num_reusable = (len(spec.token_ids) - 1) // self._block_size
+        connected = [
+            Holder(each.worker_id, each.epoch, each.address, num_blocks, rate)
+            for each in holders
+            if each.worker_id != self._config.worker_id
+            and (num_blocks := min(each.num_blocks, num_reusable))
+            and (rate := self._rate(each)) is not None
+        ]
+        chosen = self._worth_asking(connected, spec, num_cached_blocks)
+        if not chosen:
+            return None
+        prefix_blocks = max(holder.num_blocks for holder in chosen)
+        return PrefixPlan(msgspec.structs.replace(spec, prefix_blocks=prefix_blocks), chosen)
+
+    async def fill(self, plan: PrefixPlan, reserved: Reserved) -> int:
+        """Pulls what is missing; how many of the sequence's first blocks are good then.
+
+        Whatever goes wrong, the cached ones are. Only cancelling ends it otherwise.
+        """
+        num_cached = reserved.num_cached_tokens // self._block_size
+        token_ids = plan.spec.token_ids
+        holders = self._worth_asking(plan.holders, plan.spec, num_cached)[:_HOLDERS_MAX]
+        if not holders:
+            return num_cached
+        root = self._contract.chain_root(plan.spec.cache_salt)
+        block_hashes = hash_blocks(root, token_ids, self._block_size)
+        computed_s = prefill_seconds(
+            self._rates.worker, len(token_ids), num_cached * self._block_size
+        )
+        patience_s = max(_DEADLINE_MIN_S, _PATIENCE * computed_s)
+        try:
+            async with asyncio.timeout(min(self._config.transfer.pull_deadline_s, patience_s)):
+                return await self._ask(plan, holders, block_hashes, num_cached, reserved.block_ids)
+        except TimeoutError:
+            sequence_id = plan.spec.sequence_id
+            log.warning(
+                "the prefix of %s did not come in time", sequence_id, extra=about(sequence_id)
+            )
+            return num_cached
+
+    async def pull(
+        self,
+        peer: Peer,
+        sequence_id: str,
+        block_hashes: list[bytes],
+        *,
+        num_cached: int,
+        targets: list[int],
+    ) -> int:
+        """Pulls what the peer has of a chain after its first `num_cached` blocks, into `targets`.
+
+        Answers how many of its first blocks are good now. Raises TandemError.
+        """
+        lease = self._make_lease(peer)
+        return await self._hold(lease, sequence_id, block_hashes, num_cached, targets)
+
+    async def _ask(
+        self,
+        plan: PrefixPlan,
+        holders: list[Holder],
+        block_hashes: list[bytes],
+        num_cached: int,
+        targets: list[int],
+    ) -> int:
+        sequence_id = plan.spec.sequence_id
+        for holder in holders:
+            peer = self._peers.get_now(holder.worker_id, holder.epoch, holder.address)
+            if peer is None:
+                continue
+            lease = self._make_lease(peer)
+            wanted = block_hashes[: holder.num_blocks]
+            try:
+                return await self._hold(lease, sequence_id, wanted, num_cached, targets)
+            except Exception as error:
+                # Whatever it was, nothing that was pulled is trusted: the prefix is computed.
+                log.warning(
+                    "no prefix of %s from %s: %s",
+                    sequence_id,
+                    peer.worker_id,
+                    error,
+                    exc_info=None if isinstance(error, TandemError) else error,
+                    extra=about(sequence_id),
+                )
+                if lease.pulled_anything:
+                    break  # a read may still land where the next holder's blocks would go
+        return num_cached
+
+    async def _hold(
+        self,
+        lease: ReaderLease,
+        sequence_id: str,
+        block_hashes: list[bytes],
+        num_cached: int,
+        targets: list[int],
+    ) -> int:
+        num_blocks = await lease.hold(
+            sequence_id, block_hashes, first_missing_block=num_cached, targets=targets
+        )
+        self._metrics.on_prefix_pull(lease.peer, lease.stats)
+        return max(num_cached, num_blocks)
+
+    def _worth_asking(
+        self, holders: Iterable[Holder], spec: SequenceSpec, num_cached_blocks: int
+    ) -> list[Holder]:
+        return holders_worth_asking(
+            holders,
+            rates=self._rates.worker,
+            block_size=self._block_size,
+            num_tokens=len(spec.token_ids),
+            num_cached_blocks=num_cached_blocks,
+        )
+
+    def _rate(self, holder: pb.PrefixHolder) -> PairRate | None:
+        """None: not connected."""
+        peer = self._peers.get_now(holder.worker_id, holder.epoch, holder.address)
+        if peer is None:
+            return None
+        return self._rates.pair(peer.worker_id, peer.transport) or default_pair(peer.transport)

@@ -1,0 +1,253 @@
+"""The source's side of a lease: `Prefill` streams, and bytes for readers without NIXL.
+
+    start --> (refused)
+          `-> leased: (awaiting a prefix) --> computing --> prefilled --> released
+    hold ---> leased: ----------------------------------------> held -------^
+                  `-------------------`------------`-------------`--> stream closed
+
+Whatever way the stream ends, its `finally` removes the sequence from the engine, which frees the
+blocks: nothing outlives the stream. The reader promises in `release` that its reads are done, as
+soon as they are; the answer `released`, which comes after `prefilled` or `held`, says that every
+block was held until then. A hold waits for nothing and allocates nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from tandem.config import WorkerConfig
+from tandem.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Reserved
+from tandem.errors import QueueFull
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.telemetry import about
+from tandem.tracing import NO_SPAN, NO_TRACING, Tracing
+from tandem.worker.convert import sequence_spec, trace_headers
+from tandem.worker.engine_process.link import EngineLink
+from tandem.worker.engine_process.messages import (
+    Add,
+    Command,
+    ContinuePrefill,
+    Hold,
+    Remove,
+    Report,
+)
+from tandem.worker.kv_pulls.checksums import checksums
+from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.peers.rates import Rates
+from tandem.worker.prefill.block_server import BlockServer
+from tandem.worker.prefill.leases import Lease, Leases
+from tandem.worker.prefill.prefix_choice import PrefixPlan
+from tandem.worker.prefill.prefix_pull import PrefixPuller
+
+log = logging.getLogger(__name__)
+
+_START_DEADLINE_S = 5.0
+
+
+class PrefillService:
+    """All leases of this worker as a source."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        epoch: str,
+        link: EngineLink,
+        metrics: WorkerMetrics,
+        rates: Rates,
+        prefixes: PrefixPuller | None,
+        *,
+        block_bytes: int,
+        num_blocks: int,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
+        """`num_blocks` and `block_bytes` are of the KV pool. Without `prefixes` all is computed."""
+        self._config = config
+        self._epoch = epoch
+        self._link = link
+        self._metrics = metrics
+        self._rates = rates
+        self._prefixes = prefixes
+        self._tracing = tracing
+        self._leases = Leases(config.transfer, num_blocks=num_blocks)
+        self.blocks = BlockServer(link, self._leases, metrics, block_bytes=block_bytes)
+        self._tick = 0
+        self.draining = False
+        self.takes_prompts = True  # False in the decode pool, after a change of role
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def on_report(self, report: Report) -> None:
+        """Hands each lease what a step brought for it."""
+        self._tick = report.tick
+        step = report.report
+        self.on_final_blocks(step.final_blocks)
+        for admitted in step.admitted:
+            if (lease := self._leases.get(admitted.sequence_id)) is not None:
+                lease.admitted_at = lease.admitted_at or admitted.at
+        for reserved in step.reserved:
+            lease = self._leases.get(reserved.sequence_id)
+            if lease is not None and lease.plan is not None:
+                lease.prefix = asyncio.create_task(self._fill(lease.plan, reserved))
+        events: list[Prefilled | Held | Failed] = [*step.prefilled, *step.held, *step.failed]
+        for event in events:
+            if (lease := self._leases.get(event.sequence_id)) is not None:
+                if isinstance(event, Prefilled):
+                    lease.prefilled_at = time.monotonic()
+                lease.is_ahead = not isinstance(event, Failed)
+                lease.events.put_nowait(event)
+
+    def on_final_blocks(self, final_blocks: list[FinalBlocks]) -> None:
+        for final in final_blocks:
+            if (lease := self._leases.get(final.sequence_id)) is not None:
+                lease.block_ids += final.block_ids
+                lease.events.put_nowait(final)
+
+    async def serve(
+        self, commands: AsyncIterator[pb.PrefillCommand], context: Any
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        try:
+            async with asyncio.timeout(_START_DEADLINE_S):
+                first = await anext(aiter(commands))
+        except (StopAsyncIteration, TimeoutError):
+            return  # the reader is gone again, or never said what it wants
+        holds = first.WhichOneof("command") == "hold"
+        opening = first.hold if holds else first.start
+        if not opening.lease_id:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "the first command is `start` or `hold`"
+            )
+        if opening.lease_id in self._leases:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"lease {opening.lease_id} is open")
+        reader_id = opening.reader_worker_id
+        if self.draining and not holds:
+            # Holds go on: who takes its sequences over pulls their blocks from here.
+            yield _refused("this worker is draining")
+            return
+        if not holds and not self.takes_prompts:
+            yield _refused("this worker is in the decode pool now")
+            return
+        if why := self._leases.refusal(reader_id):
+            yield _refused(why, wait_estimate_s=self._rates.retry_after_s)
+            return
+        span = NO_SPAN
+        if first.start.HasField("trace"):
+            attributes = {
+                "gen_ai.response.id": first.start.request_id,
+                "tandem.decode_worker": reader_id,
+            }
+            headers = trace_headers(first.start.trace)
+            span = self._tracing.begin("prefill_worker", headers, attributes)
+        lease = Lease(opening.lease_id, reader_id, opening.verify_every, span=span)
+        self._leases.open(lease)
+        outcome = "cancelled"
+        reading = asyncio.create_task(self._read_commands(lease, commands))
+        try:
+            self._link.send(self._begin(lease, first))
+            yield pb.PrefillEvent(accepted=pb.Accepted(epoch=self._epoch))
+            async for event in self._events(lease):
+                yield event
+            outcome = "released"
+        finally:
+            reading.cancel()
+            if lease.prefix is not None:
+                lease.prefix.cancel()
+            self._leases.close(lease)
+            self._link.send(Remove(lease.lease_id))
+            now = time.monotonic()
+            self._rates.on_end(now)
+            self._metrics.requests.on_lease_end(lease, now)
+            lease.end_span(now, outcome)
+            log.debug("%s ended: %s", lease.lease_id, outcome, extra=about(lease.lease_id))
+
+    def _begin(self, lease: Lease, first: pb.PrefillCommand) -> Command:
+        """What the engine is told of a new lease."""
+        if first.WhichOneof("command") == "hold":
+            hold = first.hold
+            return Hold(lease.lease_id, list(hold.block_hashes), hold.first_missing_block)
+        start = first.start
+        spec = sequence_spec(
+            start.input,
+            sequence_id=lease.lease_id,
+            mode=Mode.FOR_PEER,
+            first_wanted_block=start.first_missing_block,
+            reader_rate=(start.rate.latency_s, start.rate.bytes_per_s)
+            if start.rate.bytes_per_s > 0  # also when the field is absent
+            else None,
+        )
+        if self._prefixes is not None:
+            lease.plan = self._prefixes.plan(spec, start.prefix_holders)
+        return Add(lease.plan.spec if lease.plan is not None else spec)
+
+    async def _fill(self, plan: PrefixPlan, reserved: Reserved) -> None:
+        """Ends with the lease: the engine then keeps what a read may still write in quarantine."""
+        assert self._prefixes is not None, "no plan without it"
+        num_blocks = await self._prefixes.fill(plan, reserved)
+        self._link.send(ContinuePrefill(plan.spec.sequence_id, num_blocks))
+
+    async def _events(self, lease: Lease) -> AsyncIterator[pb.PrefillEvent]:
+        """What the reader is told, to the end of the lease."""
+        interval_s = self._config.transfer.heartbeat_interval_s
+        is_answered = is_released = False
+        while not (is_answered and is_released):
+            try:
+                async with asyncio.timeout(interval_s):
+                    event = await lease.events.get()
+            except TimeoutError:
+                yield self._heartbeat()
+                continue
+            match event:
+                case FinalBlocks(_, first_block, block_ids):
+                    run = pb.BlockRun(first_block=first_block, block_ids=block_ids)
+                    if every := lease.verify_every:
+                        pool = self._link.pool
+                        run.checksums.extend(
+                            await checksums(pool, lease.lease_id, first_block, block_ids, every)
+                        )
+                    yield pb.PrefillEvent(run=run)
+                case Prefilled():
+                    prefilled = pb.Prefilled(
+                        first_token_id=event.first_token_id,
+                        cached_tokens=event.num_cached_tokens,
+                        queue_ms=lease.queue_s * 1000,
+                    )
+                    yield pb.PrefillEvent(prefilled=prefilled)
+                    is_answered = True
+                case Held(_, num_blocks):
+                    yield pb.PrefillEvent(held=pb.Held(num_blocks=num_blocks))
+                    is_answered = True
+                case Failed(_, code, message):
+                    may_wait = code == QueueFull.code
+                    wait_s = self._rates.retry_after_s if may_wait else 0.0
+                    yield _refused(f"{code}: {message}", wait_estimate_s=wait_s)
+                    return
+                case pb.ReleaseLease():
+                    is_released = True
+        yield pb.PrefillEvent(
+            released=pb.Released(epoch=self._epoch, lease_id=lease.lease_id, whole=True)
+        )
+
+    async def _read_commands(
+        self, lease: Lease, commands: AsyncIterator[pb.PrefillCommand]
+    ) -> None:
+        async for command in commands:
+            if command.WhichOneof("command") == "release":
+                lease.events.put_nowait(command.release)
+                return
+
+    def _heartbeat(self) -> pb.PrefillEvent:
+        beat = pb.Heartbeat(step=self._tick, turn_s_max=self._rates.turn_s_max)
+        return pb.PrefillEvent(heartbeat=beat)
+
+
+def _refused(message: str, *, wait_estimate_s: float = 0.0) -> pb.PrefillEvent:
+    """Without an estimate: waiting would not help."""
+    refused = pb.Refused(message=message, wait_estimate_s=wait_estimate_s)
+    return pb.PrefillEvent(refused=refused)
