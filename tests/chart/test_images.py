@@ -84,7 +84,7 @@ def test_cuda_has_the_compiler_that_triton_needs() -> None:
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
     """A folder with programs that only say how they were called."""
-    for name in ("python", "valkey-server"):
+    for name in ("tandem", "valkey-server"):
         (tmp_path / name).write_text(SHIM.format(python=sys.executable))
         (tmp_path / name).chmod(0o755)
     return tmp_path
