@@ -9,7 +9,7 @@ import grpc
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.router.move_budget import MOVE_REASONS
+from tandem.router.request.move_budget import MOVE_REASONS
 from tests.chaos.faults import Happened
 from tests.chaos.load import Outcome
 from tests.harness.client import metric, moves

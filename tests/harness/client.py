@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.router.move_budget import MoveReason
+from tandem.router.request.move_budget import MoveReason
 from tests.harness.cluster import Served
 
 GOLDEN: list[dict[str, Any]] = json.loads(

@@ -17,7 +17,7 @@ from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
 from tandem.redis_client import UNREACHABLE, Client, connect, wait_until_answers, warm
 from tandem.registry import Registry
-from tandem.router.pools import ask_sizes, read_pools
+from tandem.router.workers.pools import ask_sizes, read_pools
 from tests.harness.redis_kinds import (
     HOST,
     QUOTED,

@@ -12,8 +12,8 @@ Prefill is counted in seconds of one worker for each second, decode in tokens a 
 carries them are the workers' own measured rates: the two pools differ in size as their work does.
 Where there is no prefill pool (its bounds are 0) decode workers carry both.
 
-Knows no clock, no network and no Ray: the router runs it (`router/autoscale.py`), and the simulator
-(`simulator/autoscaled.py`).
+Knows no clock, no network and no Ray: the router runs it (`router/scaling/autoscale.py`), and the
+simulator (`simulator/autoscaled.py`).
 """
 
 from __future__ import annotations

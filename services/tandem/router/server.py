@@ -23,20 +23,20 @@ from tandem.models.tokenizer import Tokenizer
 from tandem.prefix_index.inspect import TreeInspector
 from tandem.prefix_index.redis import RedisIndex
 from tandem.redis_client import REPLY_TIMEOUT_S, UNREACHABLE, Client, connect
-from tandem.router.api.grpc_api import GrpcApi
-from tandem.router.api.grpc_cluster import GrpcCluster
-from tandem.router.api.http_app import make_app
-from tandem.router.api.http_index import add_index_routes
-from tandem.router.api.http_server import HttpServer
-from tandem.router.autoscale import AutoscaleGauges, AutoscaleLoop
-from tandem.router.cluster_view import ClusterView
-from tandem.router.dispatch import Dispatcher
-from tandem.router.generate import Generator, LoadedModel
+from tandem.router.api.grpc.cluster import GrpcCluster
+from tandem.router.api.grpc.inference import GrpcApi
+from tandem.router.api.http.app import make_app
+from tandem.router.api.http.index import add_index_routes
+from tandem.router.api.http.server import HttpServer
 from tandem.router.index.audit import IndexAudit
 from tandem.router.index.metrics import CountedLookup, IndexMetrics
 from tandem.router.index.trust import IndexTrust
-from tandem.router.metrics import Metrics
-from tandem.router.prompts import PromptPreparer
+from tandem.router.metrics.router import Metrics
+from tandem.router.request.dispatcher import Dispatcher
+from tandem.router.request.generator import Generator, LoadedModel
+from tandem.router.request.prompts import PromptPreparer
+from tandem.router.scaling.autoscale import AutoscaleGauges, AutoscaleLoop
+from tandem.router.workers.cluster_view import ClusterView
 from tandem.tracing import make_tracing
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from tandem.autoscaler.policy import Autoscaler, Decision
 from tandem.autoscaler.signals import Observation
 from tandem.config import AutoscaleConfig
 from tandem.router.placement.choose import choose
-from tandem.router.pool_signals import likely_decode, see_pool
+from tandem.router.scaling.pool_signals import likely_decode, see_pool
 from tandem.simulator.fleet import Fleet
 from tandem.simulator.scenario import Scenario
 from tandem.simulator.simulation import Simulation

@@ -8,7 +8,7 @@ from tandem.router.placement.shares import Sent
 from tandem.simulator.traces import Arrival
 from tandem.simulator.worker import Task, Worker
 
-MOVES_MAX = 2  # as services/tandem/router/move_budget.py
+MOVES_MAX = 2  # as services/tandem/router/request/move_budget.py
 
 
 class Request:

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tandem.config import AutoscaleConfig
-from tandem.router.autoscale import AutoscaleLoop
+from tandem.router.scaling.autoscale import AutoscaleLoop
 from tests.harness.scripted_worker import saying
 from tests.service.router.conftest import RunningRouter, eventually
 

@@ -23,9 +23,9 @@ import pytest
 from tandem.autoscaler.signals import DemandMeter
 from tandem.config import AutoscaleConfig, parse_scale_objects
 from tandem.errors import DeadlineExceeded, NotNow, ScaleAway, ScaleRefused, TandemError
-from tandem.router import kubernetes_scale
-from tandem.router.autoscale import AutoscaleLoop
-from tandem.router.kubernetes_scale import KubernetesScale
+from tandem.router.scaling import kubernetes as kubernetes_scale
+from tandem.router.scaling.autoscale import AutoscaleLoop
+from tandem.router.scaling.kubernetes import KubernetesScale
 from tandem.rpc.tandem.v1 import cluster_pb2 as pb
 from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
 from tests.harness.api_server import MERGE_PATCH, ApiServer

@@ -10,7 +10,7 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from tandem.router.dispatch import FINISH_TOKENS
+from tandem.router.request.dispatcher import FINISH_TOKENS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_worker import Say, Script, ScriptedWorker, refusing, update
 from tests.service.router.conftest import RunningRouter, eventually

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from tandem.errors import BadRequest, ContextTooLong, QueueFull, TandemError
-from tandem.router.api.choices import interleave
-from tandem.router.generate import Delta, Usage
+from tandem.router.api.openai.choices import interleave
+from tandem.router.request.generator import Delta, Usage
 
 
 class Scripted:

@@ -9,9 +9,9 @@ from tandem.config import ClusterConfig, RouterConfig
 from tandem.cost_model import DecodeRate, PrefillRate, WorkerRates
 from tandem.router.admission.calibration import Promise
 from tandem.router.admission.gate import Gate
-from tandem.router.cluster_view import ClusterView
-from tandem.router.metrics import Metrics
+from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot, choose
+from tandem.router.workers.cluster_view import ClusterView
 
 RATES = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), DecodeRate(0.0, 0.0), 512, measured=True)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.errors import BadRequest
-from tandem.router.api.http_body import parse_object
+from tandem.router.api.http.body import parse_object
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from tandem.config import ClusterConfig, RouterConfig
-from tandem.router.api.http_guard import RequestGuard
+from tandem.router.api.http.guard import RequestGuard
 
 
 async def status(bound: str, reached: str, host: str, path: str, allowed: str = "") -> int:

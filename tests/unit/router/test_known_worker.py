@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tandem.registry import Load, WorkerRecord
-from tandem.router.known_worker import KnownWorker
+from tandem.router.workers.known_worker import KnownWorker
 from tests.harness.scripted_worker import contract
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tandem.router.move_budget import MOVES_MIN, MoveBudget
+from tandem.router.request.move_budget import MOVES_MIN, MoveBudget
 
 
 def test_few_requests_may_still_move() -> None:

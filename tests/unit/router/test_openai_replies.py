@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tandem.router.api.openai_replies import Replies
-from tandem.router.api.openai_requests import parse_chat, parse_completion
-from tandem.router.generate import Delta, Usage
+from tandem.router.api.openai.replies import Replies
+from tandem.router.api.openai.requests import parse_chat, parse_completion
+from tandem.router.request.generator import Delta, Usage
 
 FIRST = Delta("he", [5], Usage(3, 1, 2), prompt_token_ids=[1, 2, 3])
 LAST = Delta("y", [6, 7], Usage(3, 3, 2), finish_reason="length")

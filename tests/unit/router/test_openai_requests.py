@@ -6,16 +6,16 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from tandem.errors import BadRequest
-from tandem.router.api.openai_fields import _NEUTRAL
-from tandem.router.api.openai_replies import Replies
-from tandem.router.api.openai_requests import (
+from tandem.router.api.openai.fields import _NEUTRAL
+from tandem.router.api.openai.replies import Replies
+from tandem.router.api.openai.requests import (
     PROMPTS_MAX,
     ParsedRequest,
     parse_chat,
     parse_completion,
 )
-from tandem.router.generate import Delta, Usage
-from tandem.router.request import ALLOWED, Conversation, Message
+from tandem.router.request.generator import Delta, Usage
+from tandem.router.request.request import ALLOWED, Conversation, Message
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound
-from tandem.router.request import (
+from tandem.router.request.request import (
     ALLOWED,
     Conversation,
     GenerationRequest,

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tandem.errors import QueueFull, RequestNotFound
-from tandem.router.request_log import RequestLog, RequestRecord
-from tandem.router.timeline import Timeline
+from tandem.router.metrics.timeline import Timeline
+from tandem.router.request.log import RequestLog, RequestRecord
 
 
 def record(request_id: str) -> RequestRecord:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
-from tandem.router.text import Piece, TextStream
+from tandem.router.request.text import Piece, TextStream
 
 EOS = 2
 

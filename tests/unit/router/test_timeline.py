@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tandem.router.timeline import Timeline
+from tandem.router.metrics.timeline import Timeline
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
 

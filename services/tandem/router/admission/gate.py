@@ -22,10 +22,10 @@ from tandem.router.admission.predict import (
     expected_ttft_s,
 )
 from tandem.router.admission.room import QUEUED_MAX_S, has_room, work_s
-from tandem.router.cluster_view import ClusterView
-from tandem.router.metrics import Metrics
+from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work
 from tandem.router.placement.costs import computing_s
+from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
 

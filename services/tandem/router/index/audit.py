@@ -18,10 +18,10 @@ from tandem.prefix_index.audit import Differences, Held, Patience, audit_all, au
 from tandem.prefix_index.entries import split_entries
 from tandem.prefix_index.inspect import CALL_ENTRIES, TreeInspector
 from tandem.redis_client import UNREACHABLE
-from tandem.router.cluster_view import ClusterView
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.index.trust import IndexTrust
-from tandem.router.known_worker import KnownWorker
+from tandem.router.workers.cluster_view import ClusterView
+from tandem.router.workers.known_worker import KnownWorker
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb

@@ -17,10 +17,10 @@ import time
 from typing import Literal, Protocol
 
 from tandem.redis_client import REPLY_TIMEOUT_S, UNREACHABLE
-from tandem.router.cluster_view import ClusterView
-from tandem.router.dispatch import Job
 from tandem.router.index.hit_watch import HitWatch
 from tandem.router.index.metrics import IndexMetrics
+from tandem.router.request.dispatcher import Job
+from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,95 @@
+"""The gRPC API `tandem.v1.Cluster`, for operators: translates only, as `http_cluster` does."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+import grpc.aio
+
+from tandem.config import RouterConfig
+from tandem.router.scaling.control import ClusterControl
+from tandem.router.workers.cluster_view import ClusterView
+from tandem.router.workers.pools import pool_states
+from tandem.rpc.tandem.v1 import cluster_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Cluster"].full_name
+
+
+class GrpcCluster:
+    """`handlers` are to be added to a server."""
+
+    def __init__(self, config: RouterConfig, view: ClusterView) -> None:
+        self._view = view
+        self._control = ClusterControl(config, view)
+
+    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "GetCluster": _handler(self._get_cluster, pb.GetClusterRequest),
+                "ScalePools": _handler(self._scale_pools, pb.ScalePoolsRequest),
+                "FlipWorker": _handler(self._flip_worker, pb.FlipWorkerRequest),
+                "DrainWorker": _handler(self._drain_worker, pb.DrainWorkerRequest),
+            },
+        )
+
+    async def _get_cluster(self, request: pb.GetClusterRequest, who: str) -> pb.GetClusterResponse:
+        records = [(w.record, w.load) for w in self._view.known()]
+        fields = ("wanted", "running", "ready", "serving")
+        return pb.GetClusterResponse(
+            pools=[
+                pb.PoolState(name=name, **{f: state.get(f, 0) for f in fields})
+                for name, state in pool_states(
+                    [record for record, _ in records], self._view.pools_json
+                ).items()
+            ],
+            workers=[
+                pb.WorkerState(
+                    worker_id=record.worker_id,
+                    role=record.role,
+                    pool=record.pool or record.role,
+                    state=record.state,
+                    num_running=load.num_running,
+                    num_waiting=load.num_waiting,
+                    num_leases=load.num_leases,
+                    kv_use=load.blocks_used / load.blocks_total if load.blocks_total else 0.0,
+                )
+                for record, load in sorted(records, key=lambda r: r[0].worker_id)
+            ],
+            decisions=[
+                pb.AutoscaleDecision(pool=d.role, size=d.to, why=d.line)
+                for d in self._view.decisions
+            ],
+        )
+
+    async def _scale_pools(self, request: pb.ScalePoolsRequest, who: str) -> pb.ScalePoolsResponse:
+        return pb.ScalePoolsResponse(wanted=await self._control.scale(dict(request.sizes), who=who))
+
+    async def _flip_worker(self, request: pb.FlipWorkerRequest, who: str) -> pb.FlipWorkerResponse:
+        flipped = await self._control.flip(request.worker_id, request.role, who=who)
+        return pb.FlipWorkerResponse(
+            worker_id=flipped.worker_id, role=flipped.role, took_s=flipped.took_s
+        )
+
+    async def _drain_worker(
+        self, request: pb.DrainWorkerRequest, who: str
+    ) -> pb.DrainWorkerResponse:
+        await self._control.drain(request.worker_id, request.deadline_s, who=who)
+        return pb.DrainWorkerResponse()
+
+
+def _handler(
+    answer: Callable[[Any, str], Awaitable[Any]], request_type: Any
+) -> grpc.RpcMethodHandler[Any, Any]:
+    async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        # A peer is `ipv4:127.0.0.1:40312` or `ipv6:%5B::1%5D:40312`.
+        return await answer(request, f"{unquote(context.peer()).partition(':')[2]} over gRPC")
+
+    return grpc.unary_unary_rpc_method_handler(
+        serve,
+        request_deserializer=request_type.FromString,
+        response_serializer=lambda message: message.SerializeToString(),
+    )

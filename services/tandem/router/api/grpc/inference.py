@@ -1,0 +1,232 @@
+"""The gRPC API `tandem.v1.Inference`, with health and reflection services.
+
+Translates only, as `http_app` does. Requests arrive as bytes and are parsed here: gRPC would answer
+invalid UTF-8 in a string field with UNKNOWN before any code of ours ran.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from tandem.config import RouterConfig
+from tandem.errors import BadRequest, ConfigError, TandemError
+from tandem.router.admission.tenants import TENANT_HEADER, read_tenant
+from tandem.router.api.grpc.cluster import SERVICE as CLUSTER_SERVICE
+from tandem.router.api.grpc.cluster import GrpcCluster
+from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
+from tandem.router.request.generator import Delta, Generator
+from tandem.router.request.request import (
+    Conversation,
+    GenerationRequest,
+    Message,
+    Prompt,
+    Sampling,
+    refusal,
+)
+from tandem.rpc.failures import FailureInterceptor, abort, log_lost_peers_calmly
+from tandem.rpc.options import SERVER_OPTIONS
+from tandem.rpc.tandem.v1 import inference_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+METADATA_BYTES_MAX = 16 << 10  # of one call, by HTTP/2's count: 32 bytes more for each field
+IDLE_S = 300.0  # of a connection without calls; channels connect again by themselves
+_TRACE_KEYS = ("traceparent", "tracestate")
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+class GrpcApi:
+    """`start` binds; `set_ready` is what the health service says; `stop` drains."""
+
+    def __init__(self, config: RouterConfig, generator: Generator, cluster: GrpcCluster) -> None:
+        self._config = config
+        self._generator = generator
+        self._address = f"{config.host}:{config.grpc_port}"
+        log_lost_peers_calmly()
+        self._server = grpc.aio.server(
+            interceptors=[FailureInterceptor()],
+            options=[
+                *((k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"),
+                ("grpc.max_receive_message_length", config.body_bytes_max),
+                *_bounds(config),
+            ],
+        )
+        self._health = HealthServicer()
+        self._server.add_generic_rpc_handlers((self._handlers(), cluster.handlers()))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, CLUSTER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self) -> int:
+        """The bound port. Raises ConfigError when it is taken."""
+        try:
+            port: int = self._server.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"gRPC port {self._address} cannot be bound (is it in use?); choose another with "
+                "--grpc-port"
+            ) from error
+        await self.set_ready(ready=False)
+        await self._server.start()
+        return port
+
+    async def set_ready(self, *, ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE):
+            await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, waits for live ones, then cancels them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+    def _handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Generate": grpc.unary_stream_rpc_method_handler(
+                    self._generate, response_serializer=pb.GenerateResponse.SerializeToString
+                ),
+                "GetRequest": grpc.unary_unary_rpc_method_handler(
+                    self._get_request, response_serializer=pb.RequestRecord.SerializeToString
+                ),
+                "ListModels": grpc.unary_unary_rpc_method_handler(
+                    self._list_models, response_serializer=pb.ListModelsResponse.SerializeToString
+                ),
+            },
+        )
+
+    async def _generate(
+        self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        try:
+            named = _metadata(context, TENANT_HEADER)
+            tenant = read_tenant(named, trusted=self._config.trust_tenant_header)
+            request = replace(parse_request(body), tenant=tenant)
+            wants_placement = any(map(asks, _metadata(context, PLACEMENT_HEADER)))
+            wants_timing = any(map(asks, _metadata(context, TIMING_HEADER)))
+            trace = {n: v for n in _TRACE_KEYS for v in _metadata(context, n)}
+            async with aclosing(self._generator.generate(request, trace)) as deltas:
+                async for delta in deltas:
+                    if wants_timing and delta.finish_reason and delta.timeline is not None:
+                        timing = delta.timeline.server_timing()
+                        context.set_trailing_metadata((("server-timing", timing),))
+                    if delta.prompt_token_ids is not None and wants_placement:
+                        placement = ((PLACEMENT_HEADER, delta.placement),)
+                        await context.send_initial_metadata(placement)
+                    yield _response(request.request_id, delta)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def _get_request(
+        self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.RequestRecord:
+        asked = _parse(pb.GetRequestRequest(), body)
+        found = self._generator.requests.find(asked.request_id).as_dict()
+        request_id, _ = found.pop("id"), found.pop("object")
+        return pb.RequestRecord(request_id=request_id, **found)
+
+    async def _list_models(
+        self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ListModelsResponse:
+        _parse(pb.ListModelsRequest(), body)
+        if self._generator.model is None:
+            return pb.ListModelsResponse()
+        model = pb.Model(
+            id=self._generator.served_name, max_model_len=self._generator.max_model_len
+        )
+        return pb.ListModelsResponse(models=[model])
+
+
+def _bounds(config: RouterConfig) -> list[tuple[str, int]]:
+    """Bounds of a connection, as of one over HTTP where they are the same."""
+    return [
+        ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+        ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+        ("grpc.server_handshake_timeout_ms", round(config.header_deadline_s * 1000)),
+        ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
+        ("grpc.max_allowed_incoming_connections", config.connections_max),
+    ]
+
+
+def parse_request(body: bytes) -> GenerationRequest:
+    """Raises BadRequest naming the field at fault and what is allowed."""
+    message = _parse(pb.GenerateRequest(), body)
+    sampling = message.sampling
+    defaults = Sampling()
+    return GenerationRequest(
+        prompt=_prompt(message),
+        model=message.model,
+        sampling=Sampling(
+            temperature=_given(sampling, "temperature", defaults.temperature),
+            top_k=_given(sampling, "top_k", defaults.top_k),
+            top_p=_given(sampling, "top_p", defaults.top_p),
+            min_p=_given(sampling, "min_p", defaults.min_p),
+            seed=_given(sampling, "seed", None),
+        ),
+        max_tokens=_given(message, "max_tokens", None),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def _prompt(message: pb.GenerateRequest) -> Prompt:
+    kind = message.WhichOneof("prompt")
+    if kind == "text":
+        return message.text
+    if kind == "token_ids":
+        return tuple(message.token_ids.ids)
+    if kind == "chat":
+        return Conversation(tuple(Message(m.role, m.content) for m in message.chat.messages))
+    raise refusal("prompt", "missing: set text, token_ids or chat")
+
+
+def _given(message: Any, name: str, default: Any) -> Any:
+    return getattr(message, name) if message.HasField(name) else default
+
+
+def _parse(message: Any, body: bytes) -> Any:
+    try:
+        message.ParseFromString(body)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(
+            f"the message must be a valid {message.DESCRIPTOR.full_name} whose strings are UTF-8: "
+            f"{error}"
+        ) from None
+    return message
+
+
+def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(
+        request_id=request_id, text=delta.text, token_ids=delta.token_ids
+    )
+    if delta.prompt_token_ids is not None:
+        response.prompt_tokens = delta.usage.prompt_tokens
+    if delta.finish_reason:
+        response.finish_reason = delta.finish_reason
+        response.usage.CopyFrom(
+            pb.Usage(
+                prompt_tokens=delta.usage.prompt_tokens,
+                completion_tokens=delta.usage.completion_tokens,
+                cached_tokens=delta.usage.cached_tokens,
+            )
+        )
+    return response
+
+
+def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> list[str]:
+    """All that the client sent under this key."""
+    sent = context.invocation_metadata() or ()
+    return [str(value) for key, value in sent if key == name]

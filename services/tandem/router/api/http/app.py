@@ -1,0 +1,140 @@
+"""The HTTP API: OpenAI's completions and chats, models, health, metrics.
+
+Translates only: what a request may be is decided in `request`, what becomes of it in `generate`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from tandem.config import RouterConfig
+from tandem.errors import ModelNotFound, NoWorkers
+from tandem.router.admission.tenants import TENANT_HEADER, read_tenant
+from tandem.router.api.http.body import read_json_object
+from tandem.router.api.http.cluster import add_cluster_routes
+from tandem.router.api.http.errors import JsonResponse, error_response, install_handlers
+from tandem.router.api.http.guard import RequestGuard
+from tandem.router.api.http.requests import (
+    add_request_routes,
+    answer_headers,
+    asks_timing,
+    trace_headers,
+)
+from tandem.router.api.http.stream import EventStream, first_delta, whole_answer
+from tandem.router.api.openai.choices import generate_choices
+from tandem.router.api.openai.openapi import ErrorReply, add_schemas, generation_route
+from tandem.router.api.openai.replies import Replies
+from tandem.router.api.openai.requests import (
+    ChatBody,
+    CompletionBody,
+    ParsedRequest,
+    parse_chat,
+    parse_completion,
+)
+from tandem.router.metrics.router import Metrics
+from tandem.router.request.generator import Generator
+from tandem.router.workers.cluster_view import ClusterView
+
+Parse = Callable[[dict[str, Any], str], ParsedRequest]
+
+
+def make_app(
+    config: RouterConfig, generator: Generator, view: ClusterView, metrics: Metrics
+) -> FastAPI:
+    app = FastAPI(
+        title="Tandem",
+        description="OpenAI's API on prefill and decode workers apart from each other",
+        redirect_slashes=False,
+        responses={"default": {"description": "An error", "model": ErrorReply}},
+    )
+    install_handlers(app)
+    add_schemas(app)
+    app.add_middleware(RequestGuard, config=config)
+    _add_generation(app, config, generator)
+    _add_models(app, generator)
+    _add_operations(app, generator, metrics)
+    add_request_routes(app, generator)
+    add_cluster_routes(app, config, generator, view)
+    return app
+
+
+def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) -> None:
+    async def serve(request: Request, parse: Parse) -> Response:
+        body = await read_json_object(request, config)
+        request_id = request.state.request_id = uuid.uuid4().hex
+        parsed = parse(body, request_id)
+        replies = Replies(parsed, generator.served_name)
+        sent = request.headers.getlist(TENANT_HEADER)
+        tenant = read_tenant(sent, trusted=config.trust_tenant_header)
+        asked = [replace(r, tenant=tenant) for r in parsed.requests]
+        deltas = generate_choices(generator, asked, trace_headers(request))
+        if parsed.stream:
+            first = await first_delta(request, deltas)
+            headers = answer_headers(request, request_id, first.delta)
+            return EventStream(first, deltas, replies, headers, tells_timing=asks_timing(request))
+        answer, last = await whole_answer(request, deltas, replies)
+        return JsonResponse(answer, headers=answer_headers(request, request_id, last))
+
+    @app.post("/v1/completions", **generation_route(CompletionBody))
+    async def completions(request: Request) -> Response:
+        return await serve(request, parse_completion)
+
+    @app.post("/v1/chat/completions", **generation_route(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        return await serve(request, parse_chat)
+
+
+def _add_models(app: FastAPI, generator: Generator) -> None:
+    def model_body() -> dict[str, Any]:
+        return {
+            "id": generator.served_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "tandem",
+            "max_model_len": generator.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        data = [model_body()] if generator.model is not None else []
+        return JsonResponse({"object": "list", "data": data})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        if generator.model is None or model != generator.served_name:
+            raise ModelNotFound(
+                f"the model {model[:80]!r} is not served here; {generator.served_name!r} is",
+                param="model",
+            )
+        return JsonResponse(model_body())
+
+
+def _add_operations(app: FastAPI, generator: Generator, metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """The process answers; see /ready for whether requests are served."""
+        return JsonResponse({"status": "ok"})
+
+    @app.get("/started")
+    async def started() -> Response:
+        """The model is loaded: requests are taken, and wait while no decode worker is there."""
+        if generator.model is None:
+            return error_response(NoWorkers(generator.not_ready_reason(), retry_after_s=1.0))
+        return JsonResponse({"status": "started"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if reason := generator.not_ready_reason():
+            return error_response(NoWorkers(reason, retry_after_s=1.0))
+        return JsonResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,133 @@
+"""The guard in front of all routes: it refuses calls that a web page made a browser send.
+
+A browser sends a page's call with the user's reach, which includes a router on loopback. Two rules
+stop that. Completions and chats have only the first rule: they change nothing in the cluster.
+
+Host      A page can point its own name at 127.0.0.1 (DNS rebinding). A router on a loopback address
+          refuses each call whose `Host` is not a loopback name, its own `host` or an allowed name.
+          A router on other addresses does so for the cluster's routes and over loopback only:
+          probes, sidecars and clients in a cluster use many names.
+Origin,   A call that may change something has to come as `application/json`, which a foreign page
+Content-  cannot send without a preflight, and the router answers none with leave. An `Origin`,
+Type      where the call has one, has to be the address that the call went to.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import logging
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem.config import RouterConfig
+from tandem.errors import ForeignPage, NotJson, TandemError
+from tandem.router.api.http.errors import error_response
+
+log = logging.getLogger(__name__)
+
+# Every other route is guarded, so that a new one is guarded without a word here.
+_UNGUARDED = frozenset(("/v1/completions", "/v1/chat/completions"))
+_PORTS = {"http": 80, "https": 443}
+_TEXT_MAX = 100  # characters of what a client sent, in messages and logs
+
+
+class RequestGuard:
+    """ASGI middleware. Answers 403 or 415 itself, and logs each refusal."""
+
+    def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
+        self._app = app
+        self._names = {"localhost", config.host.lower(), *config.allowed_hosts}
+        self._on_loopback = _is_loopback(config.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["type"] == "http":
+                self._check(scope)
+        except TandemError as error:
+            asked = f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
+            log.warning("refused %r of %s: %s", asked, caller(scope), error.message)
+            await error_response(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        path: str = scope["path"]
+        is_cluster = path == "/" or path == "/v1/cluster" or path.startswith("/v1/cluster/")
+        if (self._on_loopback or is_cluster) and _is_loopback((scope["server"] or ("",))[0]):
+            self._check_host(headers.getlist("host"))
+        if scope["method"] not in ("GET", "HEAD") and path not in _UNGUARDED:
+            _check_origin(headers)
+            _check_json(headers)
+
+    def _check_host(self, hosts: list[str]) -> None:
+        for host in hosts:
+            name = _host_name(host)
+            if name not in self._names and not _is_loopback(name):
+                raise ForeignPage(
+                    f"the Host {host[:_TEXT_MAX]!r} is not this router's; use localhost, 127.0.0.1 "
+                    "or a name of --allowed-hosts"
+                )
+
+
+def caller(scope: Mapping[str, Any]) -> str:
+    """Who sent a request, for logs: the peer's address, and whom a proxy says it asks for."""
+    peer = ":".join(map(str, scope["client"] or ("unknown",)))
+    forwarded = Headers(scope=scope).get("x-forwarded-for")  # type: ignore[arg-type]
+    return f"{peer} over HTTP" + (f" for {forwarded[:_TEXT_MAX]!r}" if forwarded else "")
+
+
+def _check_origin(headers: Headers) -> None:
+    """A page cannot set `X-Forwarded-Proto` without a preflight, so that a proxy is believed."""
+    scheme = headers.get("x-forwarded-proto", "http").partition(",")[0].strip().lower()
+    here = _address(f"{scheme}://{headers.get('host', '')}")
+    for origin in headers.getlist("origin"):
+        if here is None or _address(origin) != here:
+            raise ForeignPage(
+                f"the Origin {origin[:_TEXT_MAX]!r} is not this router's: a web page of another "
+                "origin may change nothing here"
+            )
+
+
+def _check_json(headers: Headers) -> None:
+    sent = headers.getlist("content-type")
+    if [value.partition(";")[0].strip().lower() for value in sent] != ["application/json"]:
+        raise NotJson(
+            "send the header Content-Type: application/json, not "
+            + repr(", ".join(sent)[:_TEXT_MAX] or "none")
+        )
+
+
+def _address(origin: str) -> tuple[str, str, int] | None:
+    """Scheme, host and port; None for `null` and whatever else is no origin."""
+    try:
+        parts = urlsplit(origin)
+        port = parts.port or _PORTS[parts.scheme]
+    except (ValueError, KeyError):
+        return None
+    return (parts.scheme, parts.hostname, port) if parts.hostname else None
+
+
+def _host_name(host: str) -> str:
+    """The name or address in a Host header, without its port; empty where it is malformed."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+@functools.lru_cache(maxsize=64)
+def _is_loopback(name: str) -> bool:
+    if name == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

@@ -1,0 +1,285 @@
+"""The HTTP server: uvicorn, with bounds on what a connection may cost before a request is there.
+
+    header --complete--> body --complete--> idle --first byte--> header
+      |                   |                  |
+      408 or closed       408 (http_body)    closed after `keep_alive_s`, or for a new connection
+
+A connection starts in `header`, and goes through `body` even where there is none. Answers are on
+their way in each phase. The bytes of a header are counted before the parser sees them: it keeps
+all of them until the header is complete. A connection that is refused gets an answer (400, 408,
+431, or 503 if there are too many), unless an earlier request is still being answered: then it ends
+with that answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import functools
+import logging
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from tandem.config import RouterConfig
+from tandem.router.api.http.errors import plain_error
+
+log = logging.getLogger(__name__)
+
+_PIPELINED_MAX = 16  # requests that were sent before the answer to an earlier one
+_LINGER_S = 1.0  # that a client has to read why it is refused, before its unread bytes reset it
+_LINGERING_MAX = 64  # connections at once; beyond it they are closed without delay
+_OTHER_FILES = 256  # descriptors for everything but HTTP connections
+_FULL_INTERVAL_S = 60.0  # between two lines in the log that say that the server is full
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers, and without its ten wake-ups a second."""
+
+    def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
+        connections = _Connections(_affordable_connections(config.connections_max))
+        protocol: Any = functools.partial(BoundedProtocol, limits=config, others=connections)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                ws="none",  # an upgrade would leave the bounds
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                proxy_headers=False,  # the log of changes names the peer, and a proxy's word apart
+                server_header=False,
+                date_header=False,
+                timeout_graceful_shutdown=round(config.drain_deadline_s),
+            )
+        )
+        self._stopping = asyncio.Event()
+
+    def begin_stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        await self._stopping.wait()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Phase(enum.Enum):
+    IDLE = enum.auto()  # between two requests; uvicorn's keep-alive timer runs
+    HEADER = enum.auto()
+    BODY = enum.auto()
+
+
+class _Connections:
+    """What the connections of one server share."""
+
+    def __init__(self, num_max: int) -> None:
+        self.num_max = num_max
+        self.num_lingering = 0
+        self.idle: dict[BoundedProtocol, None] = {}  # the longest idle first
+        self._full_told_at = -_FULL_INTERVAL_S
+
+    def tell_full(self, now: float) -> None:
+        if now - self._full_told_at >= _FULL_INTERVAL_S:
+            self._full_told_at = now
+            log.warning("HTTP connections are refused: %d are open", self.num_max)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *, limits: RouterConfig, others: _Connections, **more: Any) -> None:
+        super().__init__(**more)
+        self.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]
+        self._limits = limits
+        self._others = others
+        self._phase = _Phase.HEADER
+        self._num_phases = 0  # entered so far
+        self._watched_phase = -1  # the one that the timer is for
+        self._timer: asyncio.TimerHandle | None = None
+        self._header_bytes = 0  # given to the parser since it last gave something back
+        self._is_refused = False
+        self._lingers = False
+        self._answered: RequestResponseCycle | None = None  # not a pipelined one that waits
+        self._refusal: tuple[int, str, str] | None = None  # raised in a callback of the parser
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._others.num_max and not self._close_an_idle_one():
+            self._others.tell_full(self.loop.time())
+            self._refuse(503, "too_many_connections", "the router has too many connections")
+        else:
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set_timer(None)
+        self._others.idle.pop(self, None)
+        self._others.num_lingering -= self._lingers
+        self._lingers = False
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True  # uvicorn tells the latest request only
+            self._answered.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._others.idle.pop(self, None)
+        if self._phase is _Phase.IDLE:
+            self._enter(_Phase.HEADER)
+        while data and not (self._is_refused or self.transport.is_closing()):
+            room = self._limits.header_bytes_max - self._header_bytes
+            part, data = data[:room], data[room:]
+            self._header_bytes += len(part)
+            super().data_received(part)
+            if self._header_bytes >= self._limits.header_bytes_max and not self._is_refused:
+                message = f"the header is larger than {self._limits.header_bytes_max} bytes"
+                self._refuse(431, "header_too_large", message)
+        if not self._is_refused:
+            self._watch()
+
+    def on_message_begin(self) -> None:
+        if self._phase is _Phase.IDLE:
+            self._enter(_Phase.HEADER)
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        num, num_max = len(self.headers), self._limits.headers_max
+        if num > num_max:
+            message = f"the header has {num} fields; at most {num_max} are taken"
+            self._refusal = (431, "too_many_headers", message)
+        elif len(self.pipeline) >= _PIPELINED_MAX:
+            self._refusal = (503, "too_many_requests", "too many requests wait for an answer")
+        if self._refusal is not None:
+            raise ValueError(self._refusal)  # ends the parser, which calls `send_400_response`
+        super().on_headers_complete()
+        # uvicorn stops reading after a pipelined request, and would not see that the client is
+        # gone; their number is bounded here, and their bodies pause the reading by themselves.
+        self.flow.resume_reading()
+        self._header_bytes = 0
+        self._enter(_Phase.BODY)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_body(self, body: bytes) -> None:
+        self._header_bytes = 0  # what else a chunk has, and fields after the body, stay bounded
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._header_bytes = 0
+        self._enter(_Phase.IDLE)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._phase is _Phase.IDLE and not (self.pipeline or self.transport.is_closing()):
+            self._others.idle[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls this for every error of the parser."""
+        self._refuse(*(self._refusal or (400, "invalid_request", msg)))
+
+    def _enter(self, phase: _Phase) -> None:
+        self._phase = phase
+        self._num_phases += 1
+
+    def _watch(self) -> None:
+        """Starts the deadline of the current phase, once; a request that came whole needs none."""
+        if self._watched_phase == self._num_phases:
+            return
+        self._watched_phase = self._num_phases
+        self._set_timer(
+            {
+                _Phase.IDLE: None,
+                _Phase.HEADER: self._limits.header_deadline_s,
+                _Phase.BODY: self._limits.body_deadline_s,
+            }[self._phase]
+        )
+
+    def _set_timer(self, deadline_s: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if deadline_s is not None:
+            self._timer = self.loop.call_later(deadline_s, self._on_late)
+
+    def _on_late(self) -> None:
+        if self._phase is _Phase.HEADER and self._header_bytes:
+            late_s = self._limits.header_deadline_s
+            message = f"the header was not complete within {late_s:g} s"
+            self._refuse(408, "header_too_late", message)
+        elif self._phase is _Phase.BODY and not self.cycle.response_complete:
+            # The route that reads the body has the same deadline, and answers; look again.
+            self._set_timer(self._limits.body_deadline_s)
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        self._is_refused = True
+        self._set_timer(None)
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if self._phase is not _Phase.BODY or cycle.response_started or self.pipeline:
+                cycle.keep_alive = False
+                return
+            cycle.disconnected = True  # its body cannot come any more
+            cycle.message_event.set()
+        body = msgspec.json.encode(plain_error(status, message, code))
+        head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+        if status == 503:
+            head += b"retry-after: 1\r\n"
+        self.transport.write(STATUS_LINE[status] + head + b"connection: close\r\n\r\n" + body)
+        if self._others.num_lingering >= _LINGERING_MAX:
+            self.transport.close()
+            return
+        self.connections.discard(self)  # its place is free
+        self._others.num_lingering += 1
+        self._lingers = True
+        self.flow.pause_reading()
+        self.transport.write_eof()
+        self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
+
+    def _close_an_idle_one(self) -> bool:
+        for other in self._others.idle:
+            del self._others.idle[other]
+            self.connections.discard(other)
+            other.transport.close()
+            return True
+        return False
+
+
+def _affordable_connections(num_wanted: int) -> int:
+    """Raises the process's limit of open files as far as is needed and allowed; what fits in."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    infinite = resource.RLIM_INFINITY
+    needed = num_wanted + _OTHER_FILES
+    if soft != infinite and soft < needed:
+        soft = needed if hard == infinite else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == infinite or soft >= needed:
+        return num_wanted
+    num = max(1, soft - _OTHER_FILES)
+    log.warning(
+        "connections-max is %d, but only %d open files are allowed: at most %d connections are "
+        "taken; raise `ulimit -n` to %d",
+        num_wanted,
+        soft,
+        num,
+        needed,
+    )
+    return num

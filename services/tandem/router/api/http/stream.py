@@ -1,0 +1,130 @@
+"""Answers that end when their client does: a whole one and a stream of server-sent events.
+
+Both listen to the connection while they wait, in every phase of the request: starlette's own
+StreamingResponse would notice only when it sends, and a queued request sends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tandem.errors import TandemError
+from tandem.router.api.http.errors import error_body
+from tandem.router.api.openai.choices import ChoiceDelta
+from tandem.router.api.openai.replies import Replies
+from tandem.router.request.generator import Delta
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_encode = msgspec.json.Encoder().encode
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Awaits `work`; raises ClientDisconnect, after `work` was cancelled, when the client goes."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events of a generation whose first delta came: then the status is known."""
+
+    def __init__(
+        self,
+        first: ChoiceDelta,
+        rest: AsyncGenerator[ChoiceDelta, None],
+        replies: Replies,
+        headers: Mapping[str, str],
+        *,
+        tells_timing: bool = False,
+    ) -> None:
+        """`tells_timing`: a comment at the end has the timeline of the choice that ended last."""
+        super().__init__(
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
+            media_type="text/event-stream",
+        )
+        # An open stream has no length.
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+        self._replies = replies
+        self._tells_timing = tells_timing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        except (ClientDisconnect, OSError):
+            log.debug("the client of %s is gone", self._replies.reply_id)
+        finally:
+            await self._rest.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        last = self._first
+        await self._send_delta(send, last)
+        try:
+            async for last in self._rest:
+                await self._send_delta(send, last)
+            ending = b"data: [DONE]\n\n"
+            if self._tells_timing and last.delta.timeline is not None:
+                timing = f": server-timing: {last.delta.timeline.server_timing()}\n\n"
+                ending = timing.encode() + ending
+        except TandemError as error:
+            ending = b"data: " + _encode(error_body(error)) + b"\n\n"
+        await send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    async def _send_delta(self, send: Send, came: ChoiceDelta) -> None:
+        events = [b"data: " + _encode(c) + b"\n\n" for c in self._replies.chunks(*came)]
+        await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+
+
+async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
+    """Until it came nothing is sent: a refusal still gets a status of its own."""
+    try:
+        return await until_disconnect(request.receive, anext(deltas))
+    except BaseException:
+        await deltas.aclose()
+        raise
+
+
+async def whole_answer(
+    request: Request, deltas: AsyncGenerator[ChoiceDelta, None], replies: Replies
+) -> tuple[dict[str, Any], Delta]:
+    """The body of an answer that is not streamed, and its last delta."""
+    return await until_disconnect(request.receive, _collect(deltas, replies))
+
+
+async def _collect(
+    deltas: AsyncGenerator[ChoiceDelta, None], replies: Replies
+) -> tuple[dict[str, Any], Delta]:
+    made: list[list[Delta]] = [[] for _ in replies.parsed.requests]
+    last: Delta | None = None
+    async with aclosing(deltas):
+        async for index, last in deltas:
+            made[index].append(last)
+    assert last is not None
+    return replies.whole(made), last

@@ -1,0 +1,58 @@
+"""`/openapi.json`: FastAPI's document of the routes, with the bodies that routes read themselves.
+
+Routes bound a body before they parse it, so FastAPI does not know its model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, Field
+from pydantic.json_schema import models_json_schema
+
+from tandem.router.api.openai.requests import ChatBody, CompletionBody
+
+_REF = "#/components/schemas/{model}"
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = Field(description="the field at fault")
+    code: str
+    retry_after_s: int | None = Field(None, description="there only where a retry may help")
+
+
+class ErrorReply(BaseModel):
+    """Every error of every route, as `http_errors` builds it."""
+
+    error: ErrorDetail
+
+
+def generation_route(body: type[BaseModel]) -> dict[str, Any]:
+    """The arguments of a route that takes one of the two bodies and may stream its answer."""
+    schema = {"$ref": _REF.format(model=body.__name__)}
+    content = {"application/json": {"schema": schema}}
+    return {
+        "openapi_extra": {"requestBody": {"content": content, "required": True}},
+        "responses": {200: {"description": "The answer", "content": {"text/event-stream": {}}}},
+    }
+
+
+def add_schemas(app: FastAPI) -> None:
+    """Puts the bodies, and every model that they refer to, where references look for them."""
+    bodies: list[tuple[type[BaseModel], Any]] = [
+        (CompletionBody, "validation"),
+        (ChatBody, "validation"),
+    ]
+    _, schemas = models_json_schema(bodies, ref_template=_REF)
+    document_routes = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            components = document_routes().setdefault("components", {})
+            components.setdefault("schemas", {}).update(schemas["$defs"])
+        return document_routes()
+
+    app.openapi = openapi  # type: ignore[method-assign]

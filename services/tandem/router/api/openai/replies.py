@@ -1,0 +1,132 @@
+"""What OpenAI's clients get back: whole answers and the chunks of a stream, as plain data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tandem.router.api.openai.requests import ParsedRequest
+from tandem.router.request.generator import Delta, Usage
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def summed(usages: Iterable[Usage]) -> Usage:
+    total = Usage(0, 0, 0)
+    for usage in usages:
+        total = Usage(
+            total.prompt_tokens + usage.prompt_tokens,
+            total.completion_tokens + usage.completion_tokens,
+            total.cached_tokens + usage.cached_tokens,
+        )
+    return total
+
+
+@dataclass(slots=True)
+class Replies:
+    """The replies to one body. Token ids are told where vLLM tells them."""
+
+    parsed: ParsedRequest
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    _begun: set[int] = field(default_factory=set)  # choices
+    _ended: list[Usage] = field(default_factory=list)  # of each choice that ended
+
+    @property
+    def is_chat(self) -> bool:
+        return self.parsed.requests[0].kind == "chat"
+
+    @property
+    def reply_id(self) -> str:
+        prefix = "chatcmpl-" if self.is_chat else "cmpl-"
+        return prefix + self.parsed.request_id
+
+    def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+        """The answer of these choices, each given by all of its deltas."""
+        body = self._head("chat.completion" if self.is_chat else "text_completion")
+        body["choices"] = [self._whole_choice(i, deltas) for i, deltas in enumerate(choices)]
+        if self.parsed.return_token_ids and self.is_chat:
+            body["prompt_token_ids"] = choices[0][0].prompt_token_ids
+        body["usage"] = usage_body(summed(deltas[-1].usage for deltas in choices))
+        return body
+
+    def _whole_choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
+        text = "".join(delta.text for delta in deltas)
+        choice: dict[str, Any] = {
+            "index": index,
+            "logprobs": None,
+            "finish_reason": deltas[-1].finish_reason,
+        }
+        if self.is_chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        if self.parsed.return_token_ids:
+            choice["token_ids"] = [t for delta in deltas for t in delta.token_ids]
+            if not self.is_chat:
+                choice["prompt_token_ids"] = deltas[0].prompt_token_ids
+        return choice
+
+    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """What a delta of a choice becomes: one chunk.
+
+        Before it a chat's first; after the last one of all choices the usage.
+        """
+        chunks = []
+        if self.is_chat and index not in self._begun:
+            head = {"role": "assistant", "content": ""}
+            chunks.append(self._chunk(index, head, delta, is_head=True))
+        chunks.append(self._chunk(index, {"content": delta.text}, delta))
+        self._begun.add(index)
+        if delta.finish_reason:
+            self._ended.append(delta.usage)
+            if self.parsed.include_usage and len(self._ended) == len(self.parsed.requests):
+                usage = usage_body(summed(self._ended))
+                chunks.append({**self._chunk_head(), "choices": [], "usage": usage})
+        return chunks
+
+    def _chunk(
+        self, index: int, message: dict[str, Any], delta: Delta, *, is_head: bool = False
+    ) -> dict[str, Any]:
+        finish_reason = None if is_head else delta.finish_reason or None
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish_reason}
+        body = self._chunk_head()
+        if self.is_chat:
+            choice["delta"] = message
+        else:
+            choice["text"] = delta.text
+        if self.parsed.return_token_ids:
+            if not is_head:
+                choice["token_ids"] = delta.token_ids
+            if index not in self._begun and is_head == self.is_chat:
+                target = body if self.is_chat else choice
+                target["prompt_token_ids"] = delta.prompt_token_ids
+        body["choices"] = [choice]
+        if self.parsed.include_usage:
+            body["usage"] = None
+        if self.parsed.continuous_usage:
+            # As at vLLM: a chat's first chunk comes before any token.
+            usage = replace(delta.usage, completion_tokens=0) if is_head else delta.usage
+            body["usage"] = usage_body(usage)
+        return body
+
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self.is_chat else "text_completion")
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.reply_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+        }

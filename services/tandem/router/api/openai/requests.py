@@ -1,0 +1,261 @@
+"""Bodies of OpenAI's completions and chat completions, and their way into GenerationRequests.
+
+pydantic checks types here; ranges are checked in one place for HTTP and gRPC, in `request`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+from tandem.errors import BadRequest
+from tandem.router.api.openai.fields import strip_unused
+from tandem.router.request.request import (
+    ALLOWED,
+    Conversation,
+    GenerationRequest,
+    Message,
+    Prompt,
+    Sampling,
+    name_prompt,
+    refusal,
+)
+
+# OpenAI's and vLLM's default for completions; chats run to the end of the context.
+COMPLETION_MAX_TOKENS = 16
+_ROLE_ALIASES = {"developer": "system"}
+_ALTERNATIVES = ("str", "list[int]", "list[str]")
+# Each prompt is a request of its own for the workers, which queue 256 by default.
+PROMPTS_MAX = 128
+_ALLOWED = {
+    **ALLOWED,
+    "prompt": f"{ALLOWED['prompt']}, or a list of at most {PROMPTS_MAX} such prompts",
+}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False  # vLLM's; without include_usage it has no effect
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+def _refuse_content(value: object) -> None:
+    if value:
+        raise PydanticCustomError("unsupported", "it is not supported; leave it out or send null")
+
+
+# A part of a message that Tandem does not act on. Answers have it too, empty or null, and clients
+# put them back into the conversation.
+_Unsupported = Annotated[None, BeforeValidator(_refuse_content)]
+
+
+class ChatMessage(BaseModel):
+    """A message ignores keys that are not named here: some clients keep notes of their own."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+    annotations: _Unsupported = None
+    audio: _Unsupported = None
+    function_call: _Unsupported = None
+    reasoning_content: _Unsupported = None
+    refusal: _Unsupported = None
+    tool_calls: _Unsupported = None
+
+    def to_message(self) -> Message:
+        text = self.content
+        if not isinstance(text, str):
+            text = "".join(part.text for part in text)
+        return Message(role=_ROLE_ALIASES.get(self.role, self.role), content=text)
+
+
+class _Body(BaseModel):
+    """What completions and chat completions share."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str = Field("", description=ALLOWED["model"])
+    temperature: float = Field(1.0, description=ALLOWED["temperature"])
+    top_p: float = Field(1.0, description=ALLOWED["top_p"])
+    top_k: int = Field(0, description=ALLOWED["top_k"])
+    min_p: float = Field(0.0, description=ALLOWED["min_p"])
+    seed: int | None = Field(None, description=ALLOWED["seed"])
+    max_tokens: int | None = Field(None, description=ALLOWED["max_tokens"])
+    stop: str | list[str] = Field([], description=ALLOWED["stop"])
+    stop_token_ids: list[int] = Field([], description=ALLOWED["stop_token_ids"])
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = Field(None, description=ALLOWED["stream_options"])
+    return_token_ids: bool = False
+
+    supported: ClassVar[frozenset[str]]
+
+    def to_request(
+        self,
+        *,
+        prompt: Prompt,
+        request_id: str,
+        max_tokens: int | None,
+        default_max_tokens: int | None = None,
+    ) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options")
+        return GenerationRequest(
+            prompt=prompt,
+            model=self.model,
+            sampling=Sampling(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                seed=self.seed,
+            ),
+            max_tokens=max_tokens,
+            default_max_tokens=default_max_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            request_id=request_id,
+        )
+
+
+def _prompt_kind(prompt: object) -> str | None:
+    if isinstance(prompt, str):
+        return "str"
+    if not isinstance(prompt, list):
+        return None
+    return "list[str]" if prompt and isinstance(prompt[0], str | list) else "list[int]"
+
+
+# Told apart by a function, so that an error says where the prompt that was meant is wrong.
+_Text = Annotated[str, Tag("str")]
+_TokenIds = Annotated[list[int], Tag("list[int]")]
+_Prompt = Annotated[_Text | _TokenIds, Discriminator(_prompt_kind)]
+_Prompts = Annotated[list[_Prompt], Field(max_length=PROMPTS_MAX), Tag("list[str]")]
+
+
+class CompletionBody(_Body):
+    prompt: Annotated[_Text | _TokenIds | _Prompts, Discriminator(_prompt_kind)] = Field(
+        description=_ALLOWED["prompt"]
+    )
+
+    def prompts(self) -> list[str] | list[str | list[int]]:
+        """At least one."""
+        if _prompt_kind(self.prompt) == "list[str]":
+            return cast("list[str | list[int]]", self.prompt)
+        return [cast("str | list[int]", self.prompt)]
+
+
+class ChatBody(_Body):
+    messages: list[ChatMessage] = Field(description=ALLOWED["messages"])
+    max_completion_tokens: int | None = Field(None, description=ALLOWED["max_tokens"])
+
+
+CompletionBody.supported = frozenset(CompletionBody.model_fields)
+ChatBody.supported = frozenset(ChatBody.model_fields)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """The requests of one body, one a choice, and how its client wants the answer told."""
+
+    request_id: str
+    requests: tuple[GenerationRequest, ...]  # not empty, all of one kind
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool  # in each chunk: its choice's so far
+    return_token_ids: bool
+
+
+def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
+    """Raises BadRequest naming the field at fault and what is allowed."""
+    parsed = _validate(CompletionBody, body)
+    prompts = parsed.prompts()
+    requests = []
+    for index, prompt in enumerate(prompts):
+        try:
+            request = parsed.to_request(
+                prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                max_tokens=parsed.max_tokens,
+                default_max_tokens=COMPLETION_MAX_TOKENS,
+            )
+        except BadRequest as error:
+            is_about_one = error.param == "prompt" and len(prompts) > 1
+            raise name_prompt(error, index) if is_about_one else error from None
+        requests.append(request)
+    return _told(parsed, request_id, *requests)
+
+
+def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
+    """Raises BadRequest naming the field at fault and what is allowed."""
+    parsed = _validate(ChatBody, body)
+    if parsed.max_tokens is not None and parsed.max_completion_tokens is not None:
+        raise BadRequest(
+            "only one of max_tokens and max_completion_tokens may be sent", param="max_tokens"
+        )
+    limit = parsed.max_completion_tokens
+    request = parsed.to_request(
+        prompt=Conversation(tuple(m.to_message() for m in parsed.messages)),
+        request_id=request_id,
+        max_tokens=parsed.max_tokens if limit is None else limit,
+    )
+    return _told(parsed, request_id, request)
+
+
+def _told(body: _Body, request_id: str, *requests: GenerationRequest) -> ParsedRequest:
+    options = body.stream_options or StreamOptions()
+    return ParsedRequest(
+        request_id=request_id,
+        requests=requests,
+        stream=body.stream,
+        include_usage=options.include_usage,
+        continuous_usage=options.include_usage and options.continuous_usage_stats,
+        return_token_ids=body.return_token_ids,
+    )
+
+
+_BodyT = TypeVar("_BodyT", bound=_Body)
+
+
+def _validate(kind: type[_BodyT], body: dict[str, Any]) -> _BodyT:
+    try:
+        return kind.model_validate(strip_unused(body, kind.supported))
+    except ValidationError as error:
+        raise _as_bad_request(error) from None
+
+
+def _as_bad_request(error: ValidationError) -> BadRequest:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = first["loc"]
+    name = str(place[0])
+    verb = (
+        "is missing; it" if first["type"] == "missing" and len(place) == 1 else "is not valid; it"
+    )
+    # Names of the alternatives of a union, such as `str`, are pydantic's and tell a client nothing.
+    inside = [str(part) for part in place[1:4] if part not in _ALTERNATIVES]
+    where = ".".join([name, *inside])
+    detail = f" ({where}: {first['msg']})" if inside else ""
+    return BadRequest(f"{name} {verb} must be {_ALLOWED[name]}{detail}", param=name)

@@ -1,0 +1,271 @@
+"""The life of a request in the router, from a checked GenerationRequest to text and usage.
+
+    prepare (tokenize, hash; off the event loop) -> dispatch (place, submit, follow) -> detokenize,
+    stop strings -> deltas
+
+Every request ends in exactly one outcome, counted in one place: stop, length, cancelled, or the
+code of an error. HTTP and gRPC both stand on this and know nothing of workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from tandem.config import RouterConfig
+from tandem.errors import DeadlineExceeded, InternalError, NoWorkers, QueueFull, TandemError
+from tandem.models.source import ModelFolder
+from tandem.models.tokenizer import Tokenizer
+from tandem.router.admission.tenants import cache_salt
+from tandem.router.metrics.router import Metrics
+from tandem.router.metrics.timeline import Timeline
+from tandem.router.request.dispatcher import Dispatcher, Job
+from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
+from tandem.router.request.prompts import Chain, PromptPreparer
+from tandem.router.request.request import GenerationRequest
+from tandem.router.request.text import TextStream
+from tandem.router.workers.cluster_view import ClusterView
+from tandem.tracing import NO_TRACING, Attributes, Tracing
+
+log = logging.getLogger(__name__)
+
+# Beyond it a router refuses: each open request costs memory and a share of the event loop.
+REQUESTS_MAX = 4096
+_NO_TRACE: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What became known since the delta before.
+
+    The first comes with the first token and has the prompt's ids; the last has `finish_reason`.
+    `usage` counts all up to here.
+    """
+
+    text: str
+    token_ids: list[int]
+    usage: Usage
+    finish_reason: str = ""  # "stop" or "length"
+    prompt_token_ids: list[int] | None = None
+    placement: str = ""  # why it was placed where it was
+    timeline: Timeline | None = None  # where its time went until now
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What the router needs of the model: its tokenizer and limits, no weights."""
+
+    folder: ModelFolder
+    tokenizer: Tokenizer
+    preparer: PromptPreparer
+
+
+class Generator:
+    """Shared by all requests of a router. `model` is None until it is loaded."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        view: ClusterView,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
+        self.model: LoadedModel | None = None
+        self.config = config
+        self._view = view
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._tracing = tracing
+        self.requests = RequestLog()
+        self._num_running = 0
+        self.draining = False  # what runs goes on; nothing new is to come
+
+    @property
+    def served_name(self) -> str:
+        if self.config.served_model_name or self.model is None:
+            return self.config.served_model_name
+        return self.model.folder.name
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens, prompt and completion together; 0 until the model is loaded."""
+        if self.model is None:
+            return 0
+        limits = [self.model.folder.config.max_model_len, self._view.max_model_len()]
+        return min(limit for limit in limits if limit is not None)
+
+    def not_ready_reason(self) -> str:
+        """Empty when requests can be served."""
+        if self.draining:
+            return "this router is draining"
+        if self.model is None:
+            return "the model is not loaded yet"
+        if self._view.has_decode_worker():
+            return ""
+        known = self._view.known()
+        if known and not any(self._view.is_compatible(w.record) for w in known):
+            return "all workers serve another model than this router"
+        return "no decode worker is ready"
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        trace: Mapping[str, str] = _NO_TRACE,
+        together: asyncio.Barrier | None = None,
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas, at least one; closing the generator cancels the request wherever it is.
+
+        `trace`: the client's headers `traceparent` and `tracestate`, if it sent them. `together`:
+        it is awaited once the prompt is prepared, so that of the requests that share it none is
+        placed unless all are valid. Raises errors of services/tandem/errors.py only.
+        """
+        record = self._open(request, trace)
+        self._num_running += 1
+        self._metrics.requests_running.inc()
+        try:
+            if self._num_running > REQUESTS_MAX:
+                raise QueueFull(f"{REQUESTS_MAX} requests are open already", retry_after_s=1.0)
+            async with aclosing(self._run(request, record, together)) as deltas:
+                async for delta in deltas:
+                    if delta.finish_reason:
+                        record.outcome = delta.finish_reason
+                    yield delta
+        except TandemError as error:
+            record.fail(error)
+            raise
+        except Exception as error:
+            about = {"request_id": request.request_id}
+            log.exception("request %s failed", request.request_id, extra=about)
+            hidden = InternalError(f"an error inside the router: {type(error).__name__}")
+            record.fail(hidden)
+            raise hidden from error
+        finally:
+            if record.outcome == RUNNING:
+                record.outcome = "cancelled"
+            self._num_running -= 1
+            record.end()
+            self._metrics.on_end(record)
+
+    def _open(self, request: GenerationRequest, trace: Mapping[str, str]) -> RequestRecord:
+        operation = "chat" if request.kind == "chat" else "text_completion"
+        attributes: Attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.request.model": self.served_name,
+            "gen_ai.response.id": request.request_id,
+            "gen_ai.request.temperature": request.sampling.temperature,
+        }
+        span = self._tracing.begin(f"{operation} {self.served_name}", trace, attributes)
+        record = RequestRecord(request.request_id, request.kind, Timeline(span))
+        self.requests.open(record)
+        return record
+
+    async def _run(
+        self, request: GenerationRequest, record: RequestRecord, together: asyncio.Barrier | None
+    ) -> AsyncGenerator[Delta, None]:
+        model = self.model
+        if model is None:
+            raise NoWorkers("the model is not loaded yet", retry_after_s=1.0)
+        deadline = asyncio.get_running_loop().time() + self.config.request_deadline_s
+        timeline = record.timeline
+        with timeline.stage("tokenize"):
+            job = await self._prepare(request, model)
+            if together is not None:
+                await together.wait()
+        job.timeline, record.job = timeline, job
+        text = TextStream(model.tokenizer, request.stop)
+        steps = self._dispatcher.run(job)
+        num_sent = 0
+        async with aclosing(steps):
+            while True:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        step = await anext(steps)
+                except TimeoutError:
+                    raise DeadlineExceeded(
+                        f"the request took longer than {self.config.request_deadline_s:g} s"
+                    ) from None
+                piece = text.push(step.token_ids, step.finish_reason)
+                now = time.monotonic()
+                elapsed_s = now - timeline.last_token_s
+                self._observe_latency(elapsed_s, len(piece.token_ids), first=num_sent == 0)
+                self._count_demand(job, elapsed_s, len(piece.token_ids), first=num_sent == 0)
+                if piece.token_ids:
+                    timeline.note_tokens(now)
+                delta = Delta(
+                    text=piece.text,
+                    token_ids=piece.token_ids,
+                    usage=Usage(
+                        len(job.token_ids), num_sent + len(piece.token_ids), job.cached_tokens
+                    ),
+                    finish_reason=piece.finish_reason,
+                    prompt_token_ids=job.token_ids if num_sent == 0 else None,
+                    placement=job.reason,
+                    timeline=timeline,
+                )
+                num_sent += len(piece.token_ids)
+                record.num_sent = num_sent
+                self._metrics.generation_tokens.inc(len(piece.token_ids))
+                if piece.finish_reason:
+                    # Before the last delta, so that the worker is free however slow the client is.
+                    await steps.aclose()
+                    self._metrics.demand.ended(len(job.made))
+                yield delta
+                if piece.finish_reason:
+                    return
+
+    async def _prepare(self, request: GenerationRequest, model: LoadedModel) -> Job:
+        max_model_len = self.max_model_len
+        request.check_against(
+            model=self.served_name,
+            vocab_size=model.folder.config.vocab_size,
+            max_model_len=max_model_len,
+        )
+        contract = self._view.contract()
+        salt = cache_salt(self.config.cluster.token, request.tenant)
+        chain = Chain.of(contract, salt) if contract else None
+        prepared = await model.preparer.prepare(request.prompt, chain)
+        seed = request.sampling.seed
+        stop_token_ids = set(request.stop_token_ids)
+        if not request.ignore_eos:
+            stop_token_ids.update(model.tokenizer.eos_token_ids)
+        return Job(
+            request=request,
+            seed=secrets.randbits(64) if seed is None else seed % 2**64,
+            token_ids=prepared.token_ids,
+            block_hashes=prepared.block_hashes,
+            max_tokens=request.completion_limit(
+                len(prepared.token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
+            ),
+            stop_token_ids=sorted(stop_token_ids),
+            cache_salt=salt,
+        )
+
+    def _observe_latency(self, elapsed_s: float, num_tokens: int, *, first: bool) -> None:
+        if not num_tokens:
+            return
+        if first:
+            self._metrics.ttft_s.observe(elapsed_s)
+            return
+        for _ in range(num_tokens):
+            self._metrics.itl_s.observe(elapsed_s / num_tokens)
+
+    def _count_demand(self, job: Job, elapsed_s: float, num_tokens: int, *, first: bool) -> None:
+        """For the autoscaler: by how much of what its service level allows."""
+        slo, meter = self.config.autoscale, self._metrics.demand
+        if num_tokens and first:
+            meter.first_token(elapsed_s / (slo.ttft_s + slo.ttft_token_s * len(job.token_ids)))
+        elif num_tokens:
+            meter.next_tokens(elapsed_s / num_tokens / slo.itl_s, num_tokens)

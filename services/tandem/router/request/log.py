@@ -1,0 +1,140 @@
+"""The requests that this router served of late: outcome, placement, stages, tokens, moves.
+
+    open --> running (its job is looked at when somebody asks) --> ended (only facts are kept)
+
+Bounded: the oldest are forgotten. In memory alone, and each router replica knows its own. Holds no
+prompt and no text.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.errors import RequestNotFound, TandemError
+from tandem.router.metrics.timeline import Timeline
+from tandem.router.request.dispatcher import Job
+
+log = logging.getLogger(__name__)
+
+REQUESTS_MAX = 4096
+RUNNING = "running"
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request; `job` is there from when its prompt is tokenized until it ends."""
+
+    request_id: str
+    kind: str
+    timeline: Timeline
+    created: float = field(default_factory=time.time)  # seconds since 1970
+    outcome: str = RUNNING
+    error: str = ""
+    num_sent: int = 0
+    e2e_s: float | None = None
+    job: Job | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def fail(self, error: TandemError) -> None:
+        self.outcome, self.error = error.code, error.message
+
+    def end(self) -> None:
+        self.e2e_s = time.monotonic() - self.timeline.began_s
+        self.facts, self.job = self._facts(), None
+        span = self.timeline.span
+        ok = self.outcome in ("stop", "length")
+        attributes: dict[str, str | int | float | bool] = {
+            "gen_ai.usage.input_tokens": self.facts["usage"]["prompt_tokens"],
+            "gen_ai.usage.output_tokens": self.num_sent,
+            "tandem.placement": self.facts["placement"],
+            "tandem.moves": self.facts["moves"],
+        }
+        if ok:
+            attributes["gen_ai.response.finish_reasons"] = self.outcome
+        is_error = not ok and self.outcome != "cancelled"
+        attributes["tandem.outcome"] = self.outcome
+        span.end(attributes, error=self.outcome if is_error else "")
+        log.info(
+            "%s ended: %s, %d tokens in %.3f s",
+            self.request_id,
+            self.outcome,
+            self.num_sent,
+            self.e2e_s,
+            extra={"request_id": self.request_id, "request": self.as_dict},
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        timeline = self.timeline
+        return {
+            "id": self.request_id,
+            "object": "request",
+            "kind": self.kind,
+            "created": self.created,
+            "outcome": self.outcome,
+            "error": self.error,
+            **(self.facts or self._facts()),
+            "ttft_ms": _ms(timeline.ttft_s),
+            "e2e_ms": _ms(self.e2e_s),
+            "stages_ms": {name: _ms(seconds) for name, seconds in timeline.stages_s.items()},
+            "trace_id": timeline.span.trace_id,
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        job = self.job
+        placement = job.placement if job else None
+        timings = job.timings if job else None
+        return {
+            "placement": job.reason if job else "",
+            "decode_worker": placement.decode.worker_id if placement else "",
+            "prefill_worker": timings.prefill_worker_id if timings else "",
+            "transport": timings.transport if timings else "",
+            "blocks_pulled": timings.blocks_pulled if timings else 0,
+            "bytes_pulled": timings.bytes_pulled if timings else 0,
+            "usage": {
+                "prompt_tokens": len(job.token_ids) if job else 0,
+                "completion_tokens": self.num_sent,
+                "cached_tokens": job.cached_tokens if job else 0,
+            },
+            "moves": job.num_moves if job else 0,
+            "workers_lost": job.num_lost if job else 0,
+        }
+
+
+class RequestLog:
+    """One a router."""
+
+    def __init__(self, requests_max: int = REQUESTS_MAX) -> None:
+        self._requests_max = requests_max
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def open(self, record: RequestRecord) -> None:
+        self._records[record.request_id] = record
+        while len(self._records) > self._requests_max:
+            self._records.popitem(last=False)
+
+    def find(self, name: str) -> RequestRecord:
+        """By the request's id, or that of its reply (`cmpl-...`). Raises RequestNotFound."""
+        record = self._records.get(_request_id(name))
+        if record is None:
+            raise RequestNotFound(
+                f"this router knows no request {name[:80]!r}: it keeps the last "
+                f"{self._requests_max} of its own; another replica may know it"
+            )
+        return record
+
+    def find_choices(self, name: str) -> list[RequestRecord]:
+        """The requests `ID-0`, `ID-1`, ... of an answer to several prompts; empty: it is none."""
+        request_id = _request_id(name)
+        return [r for i, r in self._records.items() if i.startswith(f"{request_id}-")]
+
+
+def _request_id(name: str) -> str:
+    return name.removeprefix("chatcmpl-").removeprefix("cmpl-")
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

@@ -1,0 +1,157 @@
+"""Prompts to token ids and block hashes, off the event loop.
+
+Short prompts go to a thread (tokenizing runs without the GIL, and is over before a process had
+been asked); long ones, and the hashing of many blocks, which holds the GIL, go to a pool of
+processes that have loaded the tokenizer and nothing else. Knows no worker and no placement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from array import array
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from tandem.block_hash import HASH_BYTES, hash_blocks
+from tandem.errors import BadRequest
+from tandem.models.tokenizer import Tokenizer
+from tandem.registry import Contract
+from tandem.router.request.request import Conversation, Prompt
+
+log = logging.getLogger(__name__)
+
+INLINE_CHARACTERS_MAX = 8_192
+INLINE_TOKENS_MAX = 2_048
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What the block hashes of a prompt start from."""
+
+    root: bytes
+    block_size: int
+
+    @classmethod
+    def of(cls, contract: Contract, cache_salt: bytes = b"") -> Chain:
+        return cls(root=contract.chain_root(cache_salt), block_size=contract.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    token_ids: list[int]
+    block_hashes: list[bytes]  # of the full blocks; empty without a chain
+
+
+class PromptPreparer:
+    """Threads and processes that prepare prompts. `close` ends them."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, *, num_processes: int) -> None:
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._num_processes = num_processes
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._processes = self._new_processes()
+
+    def warm_up(self) -> None:
+        """Starts the first process now rather than with the first long prompt."""
+        self._processes.submit(os.getpid)
+
+    async def prepare(self, prompt: Prompt, chain: Chain | None) -> PreparedPrompt:
+        """Raises BadRequest for a chat that the model's template refuses."""
+        loop = asyncio.get_running_loop()
+        if _is_short(prompt):
+            return await loop.run_in_executor(
+                self._threads, _prepare, self._tokenizer, prompt, chain
+            )
+        try:
+            packed = await loop.run_in_executor(self._processes, _prepare_there, prompt, chain)
+        except BrokenProcessPool:
+            log.exception("a tokenizer process died; starting anew")
+            self._processes.shutdown(wait=False)
+            self._processes = self._new_processes()
+            packed = await loop.run_in_executor(self._processes, _prepare_there, prompt, chain)
+        return packed.unpack()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._processes.shutdown(wait=False, cancel_futures=True)
+
+    def _new_processes(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            self._num_processes,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_process,
+            initargs=(self._folder,),
+        )
+
+
+def _is_short(prompt: Prompt) -> bool:
+    if isinstance(prompt, tuple):
+        return len(prompt) <= INLINE_TOKENS_MAX
+    if isinstance(prompt, Conversation):
+        return sum(len(m.content) for m in prompt.messages) <= INLINE_CHARACTERS_MAX
+    return len(prompt) <= INLINE_CHARACTERS_MAX
+
+
+def _prepare(tokenizer: Tokenizer, prompt: Prompt, chain: Chain | None) -> PreparedPrompt:
+    if isinstance(prompt, tuple):
+        token_ids = list(prompt)
+    elif isinstance(prompt, str):
+        token_ids = tokenizer.encode(prompt)
+    else:
+        messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
+        # The template writes the special tokens itself.
+        token_ids = tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    hashes = hash_blocks(chain.root, token_ids, chain.block_size) if chain else []
+    return PreparedPrompt(token_ids, hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A PreparedPrompt as two byte strings: a list of 100,000 ints is slow to unpickle."""
+
+    token_ids: bytes
+    block_hashes: bytes
+
+    def unpack(self) -> PreparedPrompt:
+        ids = array("I")
+        ids.frombytes(self.token_ids)
+        starts = range(0, len(self.block_hashes), HASH_BYTES)
+        return PreparedPrompt(ids.tolist(), [self.block_hashes[i : i + HASH_BYTES] for i in starts])
+
+
+_process_tokenizer: Tokenizer | None = None
+
+
+def _start_process(folder: Path) -> None:
+    global _process_tokenizer
+    # Ctrl-C reaches the whole process group; the router ends this process when it is ready to.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _process_tokenizer = Tokenizer(folder)
+
+
+def _exit_with_parent() -> None:
+    """A killed router leaves nothing behind: its pool's pipes alone would not tell."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(0)
+
+
+def _prepare_there(prompt: Prompt, chain: Chain | None) -> _Packed:
+    assert _process_tokenizer is not None
+    try:
+        prepared = _prepare(_process_tokenizer, prompt, chain)
+    except BadRequest as error:
+        # Its keyword arguments do not survive pickling.
+        raise BadRequest(error.message) from None
+    return _Packed(array("I", prepared.token_ids).tobytes(), b"".join(prepared.block_hashes))

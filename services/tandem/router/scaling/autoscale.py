@@ -1,0 +1,196 @@
+"""The autoscaler in a router: what all routers were asked for, one decision, and its word.
+
+    {tandem:CLUSTER}:demand      HASH, router -> msgpack (when, held, Demand); each writes its own
+    {tandem:CLUSTER}:autoscaler  STRING, who decides, for a few intervals: another one if it is gone
+    {tandem:CLUSTER}:autoscale   STRING, JSON of the last decisions, for a few intervals
+
+Every router counts and tells; one of them runs the policy (`autoscaler/policy.py`) and
+asks the owner of the sizes, as `tandem scale` does. Where that is an HPA or KEDA, it reads the
+metric `tandem:desired_workers`, which every router exports. Redis lost: sizes stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tandem.autoscaler.policy import Autoscaler, Decision
+from tandem.autoscaler.signals import Demand, DemandMeter, Observation
+from tandem.config import RouterConfig
+from tandem.errors import TandemError
+from tandem.redis_client import UNREACHABLE
+from tandem.redis_script import Script
+from tandem.router.scaling.pool_signals import likely_decode, see_pool
+from tandem.router.scaling.size_owner import SizeOwner
+from tandem.router.workers.cluster_view import ClusterView
+
+log = logging.getLogger(__name__)
+
+_Told = tuple[float, int, Demand]  # by a router: when (Unix seconds), requests held, counters
+_LEASE_INTERVALS = 3  # that a router may miss before another one decides
+_GONE_AFTER_S = 600.0  # a router's counters that are older are dropped
+
+# KEYS: 1 who decides. ARGV: 1 who asks, 2 time to live in ms. Returns 1 when that is the same.
+_LEAD = """
+if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 1 end
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
+
+
+class AutoscaleLoop:
+    """`run` it beside the router; who serves requests tells `meter` of them."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        view: ClusterView,
+        meter: DemandMeter,
+        *,
+        num_held: Callable[[], int],
+    ) -> None:
+        """`num_held()`: requests that this router holds because a pool is empty."""
+        self._owner = SizeOwner(config, view)
+        self._meter = meter
+        self._config = config
+        self._view = view
+        self._num_held = num_held
+        self._name = f"{config.router_id}/{secrets.token_hex(4)}"  # of this process
+        prefix = f"{{tandem:{config.cluster.cluster_id}}}"
+        self._demand_key, self._told_key = f"{prefix}:demand", f"{prefix}:autoscale"
+        self._leader_key, self._lead = f"{prefix}:autoscaler", Script(_LEAD)
+        self._policy: Autoscaler | None = None  # while this router decides
+        self._last: dict[str, Demand] = {}  # of each router
+        self._total = Demand()
+
+    async def run(self) -> None:
+        """Until cancelled; not to be run when it is off."""
+        interval_s = self._config.autoscale.interval_s
+        while True:
+            try:
+                await self._turn()
+            except UNREACHABLE as error:
+                log.warning("no autoscaling, Redis does not answer: %r", error)
+            except TandemError as error:
+                log.warning("pool sizes are not asked for: %s", error.message)
+            except Exception:
+                # A bug, or what a router of another version wrote: sizes stay, requests go on.
+                self._policy = None
+                log.exception("autoscaling broke")
+            await asyncio.sleep(interval_s)
+
+    async def _turn(self) -> None:
+        redis, config = self._view.redis, self._config.autoscale
+        if self._view.redis_state != "ok":
+            return  # nobody is known yet, or any more
+        mine = msgspec.msgpack.encode((time.time(), self._num_held(), self._meter.demand()))
+        await redis.hset(self._demand_key, self._name, mine)
+        keep_ms = round(_LEASE_INTERVALS * config.interval_s * 1000)
+        if not await self._lead(redis, [self._leader_key], self._name, keep_ms):
+            self._policy = None
+            told = await redis.get(self._told_key)
+            self._view.decisions = msgspec.json.decode(told or b"[]", type=list[Decision])
+            return
+        num_held = await self._sum_demand()
+        owned = await self._owned()
+        decisions = self._decide(num_held, owned)
+        self._view.decisions = decisions
+        await redis.set(self._told_key, msgspec.json.encode(decisions), px=keep_ms)
+        changes: dict[str, int] = {
+            d.role: max(0, owned[d.role] + d.to - d.size)  # without those that are lent
+            for d in decisions
+            if d.to != d.size and d.role in owned
+        }
+        if changes and config.mode == "on":
+            await self._owner.set_sizes(changes, who=f"autoscaler of {self._config.router_id}")
+
+    async def _owned(self) -> dict[str, int]:
+        """Sizes as their owner has them; without those that cannot be asked for here, or now."""
+        try:
+            return await self._owner.sizes()
+        except TandemError as error:
+            log.warning("pool sizes cannot be read: %s", error.message)
+            return {}
+
+    async def _sum_demand(self) -> int:
+        """Adds what each router counted since the last turn; how many requests all hold."""
+        redis, now, is_first = self._view.redis, time.time(), self._policy is None
+        num_held, seen = 0, dict[str, Demand]()
+        for field, value in (await redis.hgetall(self._demand_key)).items():
+            assert isinstance(value, bytes)
+            try:
+                told_at, holds, demand = msgspec.msgpack.decode(value, type=_Told)
+            except msgspec.DecodeError as error:
+                log.warning("a router's demand cannot be read, and is left out: %s", error)
+                await redis.hdel(self._demand_key, field)
+                continue
+            if now - told_at > _GONE_AFTER_S:
+                await redis.hdel(self._demand_key, field)
+                continue
+            name = field.decode() if isinstance(field, bytes) else field
+            num_held += holds if now - told_at < 3 * self._config.autoscale.interval_s else 0
+            seen[name] = demand
+            if not is_first:  # else it cannot be told when they counted it
+                self._total = self._total.plus(demand.since(self._last.get(name, Demand())))
+        self._last = seen
+        return num_held
+
+    def _decide(self, num_held: int, owned: dict[str, int]) -> list[Decision]:
+        now_s = time.monotonic()
+        if self._policy is None:
+            log.info("autoscaling is %s, and decided here", self._config.autoscale.mode)
+            self._policy = Autoscaler(self._config.autoscale, now_s)
+        workers = self._view.snapshots()
+        seen = Observation(
+            now_s=now_s,
+            demand=self._total,
+            prefill=see_pool("prefill", workers, wanted=self._size("prefill", owned)),
+            decode=see_pool("decode", workers, wanted=self._size("decode", owned)),
+            decode_rate=likely_decode(workers),
+            num_held=num_held,
+        )
+        decisions = list(self._policy.decide(seen))
+        for decision in decisions:
+            if decision.to != decision.size:
+                log.info("autoscale %s: %s", self._config.autoscale.mode, decision.line)
+        return decisions
+
+    def _size(self, role: str, owned: dict[str, int]) -> int:
+        """As its owner has it; where that cannot be asked, what was decided last: it follows that
+        later, and a size that is counted would have it decided again until it has followed."""
+        records = [w.record for w in self._view.known()]
+        if role not in owned:
+            decided: dict[str, int] = {d.role: d.to for d in self._view.decisions}
+            counted = sum(r.role == role and r.state != "draining" for r in records)
+            return decided.get(role, counted)
+        lent = [r for r in records if r.pool and r.pool != r.role]
+        return owned[role] + sum(1 if r.role == role else -1 for r in lent)
+
+
+class AutoscaleGauges(Collector):
+    """What the pools should be, for people, an HPA or KEDA."""
+
+    def __init__(self, view: ClusterView) -> None:
+        self._view = view
+
+    def collect(self) -> Iterator[Metric]:
+        desired = GaugeMetricFamily(
+            "tandem:desired_workers", "Size that the pool should have now", labels=["role"]
+        )
+        wanted = GaugeMetricFamily(
+            "tandem:wanted_workers",
+            "Size that its signals ask for, before it is kept steady",
+            labels=["role", "reason"],
+        )
+        for decision in self._view.decisions:
+            desired.add_metric([decision.role], decision.to)
+            wanted.add_metric([decision.role, decision.why], decision.wanted)
+        yield from (desired, wanted)

@@ -1,0 +1,128 @@
+"""What operators may change, over HTTP and gRPC alike: pool sizes, a worker's role, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+
+from tandem.config import RouterConfig
+from tandem.errors import BadRequest, NotNow, WorkerLost, WorkerNotFound
+from tandem.registry import WorkerRecord
+from tandem.router.scaling.changes import logged_change, shown_sizes
+from tandem.router.scaling.size_owner import SizeOwner
+from tandem.router.workers.cluster_view import ClusterView
+from tandem.router.workers.pools import check_sizes
+from tandem.rpc.auth import token_metadata
+from tandem.rpc.options import CHANNEL_OPTIONS
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+
+log = logging.getLogger(__name__)
+
+CALL_DEADLINE_S = 10.0
+SEEN_DEADLINE_S = 3.0
+DRAIN_DEADLINE_MAX_S = 3600.0
+_OTHER = {"prefill": "decode", "decode": "prefill"}
+
+
+class Flipped(msgspec.Struct, frozen=True):
+    worker_id: str
+    role: str
+    took_s: float  # at the worker
+    seen_s: float  # until this router placed by it
+
+
+class ClusterControl:
+    """One a router. Raises errors of errors.py. `who` asks, for the log of changes."""
+
+    def __init__(self, config: RouterConfig, view: ClusterView) -> None:
+        self._cluster = config.cluster
+        self._view = view
+        self._sizes = SizeOwner(config, view)
+
+    async def scale(self, wanted: dict[str, Any], *, who: str) -> dict[str, int]:
+        """Asks who owns the sizes; the state of the pools tells when it is so. Raises NotNow where
+        that is nobody whom a router can ask."""
+        try:
+            sizes = check_sizes(wanted)
+        except BadRequest:
+            with logged_change(who, "sizes") as change:
+                change.after = shown_sizes(wanted)
+                raise
+        await self._sizes.set_sizes(sizes, who=who)
+        return sizes
+
+    async def flip(self, worker_id: str, role: str = "", *, who: str) -> Flipped:
+        """Moves a worker to the pool of this role, or to the other one, and waits until this
+        router sees it there. The last decode worker stays: nobody could answer without it."""
+        started = time.monotonic()
+        with logged_change(who, f"role of {worker_id}") as change:
+            change.after = role or "the other"
+            record = self._record(worker_id)
+            change.before = record.role
+            change.after = role = role or _OTHER[record.role]
+            if role not in _OTHER:
+                message = f"role is {role[:80]!r}; it must be prefill or decode"
+                raise BadRequest(message, param="role")
+            if role == "prefill" and record.role == "decode":
+                self._check_another_decodes(worker_id)
+            reply = await self._call(record, "SetRole", pb.SetRoleRequest(role=role))
+        try:
+            async with asyncio.timeout(SEEN_DEADLINE_S):
+                while not self._is_seen(worker_id, role):
+                    await self._view.wait_change()
+        except TimeoutError:
+            log.warning("worker %s is in the %s pool and not seen there yet", worker_id, role)
+        return Flipped(worker_id, role, reply.took_s, time.monotonic() - started)
+
+    async def drain(self, worker_id: str, deadline_s: Any, *, who: str) -> None:
+        """Returns when the worker has begun to leave; 0: its own deadline. It does the rest itself:
+        it leaves placement at once, routers move its sequences, and it ends when it is empty."""
+        with logged_change(who, f"drain of {worker_id}") as change:
+            change.after = "draining"
+            is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+            if not is_number or not 0 <= deadline_s <= DRAIN_DEADLINE_MAX_S:
+                raise BadRequest(
+                    f"deadline_s must be seconds from 0 (the worker's own) to "
+                    f"{DRAIN_DEADLINE_MAX_S:g}",
+                    param="deadline_s",
+                )
+            record = self._record(worker_id)
+            change.before = record.state
+            await self._call(record, "Drain", pb.DrainRequest(deadline_s=deadline_s))
+
+    async def _call(self, record: WorkerRecord, method: str, request: Any) -> Any:
+        async with grpc.aio.insecure_channel(record.address, options=CHANNEL_OPTIONS) as channel:
+            stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
+            metadata = token_metadata(self._cluster.token)
+            try:
+                return await getattr(stub, method)(
+                    request, timeout=CALL_DEADLINE_S, metadata=metadata
+                )
+            except grpc.aio.AioRpcError as error:
+                message = f"{record.worker_id} did not do it ({method}): {error.details()}"
+                if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+                    raise NotNow(message) from error
+                raise WorkerLost(message) from error
+
+    def _record(self, worker_id: str) -> WorkerRecord:
+        known = {w.record.worker_id: w.record for w in self._view.known()}
+        if worker_id not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise WorkerNotFound(f"there is no worker {worker_id[:80]!r}; there are: {names}")
+        return known[worker_id]
+
+    def _check_another_decodes(self, worker_id: str) -> None:
+        snapshots = self._view.snapshots()
+        if not any(w.usable and w.role == "decode" for w in snapshots if w.worker_id != worker_id):
+            raise NotNow(f"{worker_id} is the only decode worker: nobody would answer requests")
+
+    def _is_seen(self, worker_id: str, role: str) -> bool:
+        seen = self._view.roster().by_id.get(worker_id)
+        return seen is not None and seen.role == role and seen.usable

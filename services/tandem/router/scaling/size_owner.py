@@ -1,0 +1,73 @@
+"""Who owns the sizes of the pools, and whom a router asks to change them.
+
+a pool controller       (Ray, `tandem up`)  by its list in Redis
+Kubernetes' API server  (`--scale-objects`) by the scale of each pool's object
+nobody                  an HPA, KEDA or a person reads what is wanted, and acts by itself
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.config import RouterConfig
+from tandem.errors import NotNow, TandemError
+from tandem.router.scaling.changes import logged_change, shown_sizes
+from tandem.router.workers.cluster_view import ClusterView
+from tandem.router.workers.pools import ask_sizes, has_controller, told_pools
+
+if TYPE_CHECKING:
+    from tandem.router.scaling.kubernetes import KubernetesScale
+
+_BEFORE_DEADLINE_S = 1.0  # the log's `before` may not use up the time of who waits for an answer
+
+
+class SizeOwner:
+    """As one router reaches it. Raises errors of services/tandem/errors.py."""
+
+    def __init__(self, config: RouterConfig, view: ClusterView) -> None:
+        self._cluster_id = config.cluster.cluster_id
+        self._view = view
+        self._kubernetes: KubernetesScale | None = None
+        if config.scale_objects:
+            # Imported late: it brings an HTTP client that no router needs elsewhere.
+            from tandem.router.scaling.kubernetes import KubernetesScale
+
+            self._kubernetes = KubernetesScale(config.scale_objects, Path(config.service_account))
+
+    async def sizes(self) -> dict[str, int]:
+        """Of the pools whose size can be asked for here, those that still start counted in."""
+        if self._kubernetes is not None:
+            return await self._kubernetes.sizes()
+        told = told_pools(self._view.pools_json)
+        return {pool: int(state["wanted"]) for pool, state in told.items() if "wanted" in state}
+
+    async def set_sizes(self, sizes: Mapping[str, int], *, who: str) -> None:
+        """Asks for the sizes and logs who did; the state of the pools tells when they are reached.
+        Raises NotNow where there is nobody whom a router can ask."""
+        with logged_change(who, "sizes") as change:
+            change.after = shown_sizes(sizes)
+            before = await self._sizes_before()
+            change.before = shown_sizes({pool: before.get(pool, "unknown") for pool in sizes})
+            await self._ask(sizes)
+
+    async def _sizes_before(self) -> dict[str, int]:
+        try:
+            async with asyncio.timeout(_BEFORE_DEADLINE_S):
+                return await self.sizes()
+        except (TandemError, TimeoutError):
+            return {}
+
+    async def _ask(self, sizes: Mapping[str, int]) -> None:
+        if self._kubernetes is not None:
+            await self._kubernetes.set_sizes(sizes)
+        elif await has_controller(self._view.redis, self._cluster_id):
+            await ask_sizes(self._view.redis, self._cluster_id, dict(sizes))
+        else:
+            raise NotNow(
+                "no pool controller runs here, and this router may patch no scale: sizes belong to "
+                "who started the workers. On Kubernetes that is `kubectl scale statefulset NAME "
+                "--replicas=N`, or the pool's HPA, KEDA or RayCluster"
+            )

@@ -1,0 +1,196 @@
+"""The router's end of one Decode stream to one worker: every request there shares it.
+
+States, moved by `run` alone:
+
+    down -> connecting -> up -> down (every attempt on it fails with WorkerLost) -> connecting ...
+                           `-> draining (its attempts are told, and go on) -> down (WorkerLeft)
+
+An `Attempt` is one request on this worker (attempt.py). Commands wait in a queue that holds at most
+a submit and a cancel for each live request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem.errors import WorkerLeft, WorkerLost
+from tandem.registry import Load
+from tandem.router.workers.attempt import Attempt
+from tandem.rpc.auth import token_metadata
+from tandem.rpc.options import CHANNEL_OPTIONS
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1 import worker_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+CONNECT_DEADLINE_S = 5.0
+BACKOFF_MIN_S = 0.1
+BACKOFF_MAX_S = 2.0
+CLOSE_DEADLINE_S = 2.0
+_LOAD_FIELDS = tuple(Load.__struct_fields__)
+
+
+class WorkerClient:
+    """Connects by itself, for ever, with a bounded back-off, until `close`."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        address: str,
+        token: str,
+        *,
+        on_change: Callable[[], None],
+        on_load: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change`: it went up or down. `on_load`: its load, or what was sent since, changed."""
+        self.worker_id = worker_id
+        self.address = address
+        self.is_up = False
+        self.is_draining = False
+        self.load: Load | None = None
+        self.tokens_unreported = 0
+        # Tokens to prefill of each submission that the worker's load does not show yet. A load is
+        # told while submissions are on their way: the worker says how many it had seen.
+        self._unreported: deque[int] = deque()
+        self._num_reported = 0
+        self._token = token
+        self._on_change = on_change
+        self._on_load = on_load
+        self._attempts: dict[str, Attempt] = {}
+        self._commands: deque[pb.DecodeCommand] = deque()
+        self._command_waits = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"decode-stream-{worker_id}")
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._attempts)
+
+    @property
+    def num_unreported(self) -> int:
+        return len(self._unreported)
+
+    def submit(self, message: pb.SubmitSequence, *, tokens_to_prefill: int) -> Attempt:
+        """Raises WorkerLost at once when the stream is down."""
+        if not self.is_up:
+            raise WorkerLost(f"worker {self.worker_id} is not connected")
+        made = len(message.input.token_ids) - message.input.num_prompt_tokens
+        tokens_max = message.input.max_tokens - made
+        request_id = message.request_id
+
+        def on_close(attempt: Attempt) -> None:
+            if self._attempts.get(request_id) is attempt:
+                del self._attempts[request_id]
+                if self.is_up and not attempt.is_over:
+                    cancel = pb.CancelSequence(request_id=request_id)
+                    self._send(pb.DecodeCommand(cancel=cancel))
+
+        attempt = Attempt(self.worker_id, message.attempt, tokens_max, on_close)
+        self._attempts[request_id] = attempt
+        self._unreported.append(tokens_to_prefill)
+        self.tokens_unreported += tokens_to_prefill
+        self._send(pb.DecodeCommand(submit=message))
+        self._on_load()
+        return attempt
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task], timeout=CLOSE_DEADLINE_S)
+
+    def _send(self, command: pb.DecodeCommand) -> None:
+        self._commands.append(command)
+        self._command_waits.set()
+
+    async def _run(self) -> None:
+        backoff_s = BACKOFF_MIN_S
+        while True:
+            was_up = False
+            try:
+                async with grpc.aio.insecure_channel(
+                    self.address, options=CHANNEL_OPTIONS
+                ) as channel:
+                    await asyncio.wait_for(channel.channel_ready(), CONNECT_DEADLINE_S)
+                    was_up = True
+                    await self._serve(pb_grpc.WorkerStub(channel))  # type: ignore[no-untyped-call]
+                reason = "the worker ended the stream"
+            except TimeoutError:
+                reason = f"no connection within {CONNECT_DEADLINE_S:g} s"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except Exception as error:
+                log.exception("the stream to worker %s broke", self.worker_id)
+                reason = repr(error)
+            finally:
+                self._go_down("the router stops")
+            if was_up:
+                backoff_s = BACKOFF_MIN_S
+            log.warning(
+                "worker %s at %s is not connected: %s", self.worker_id, self.address, reason
+            )
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+
+    async def _serve(self, stub: pb_grpc.WorkerStub) -> None:
+        call = stub.Decode(metadata=token_metadata(self._token))
+        self._commands.clear()
+        writer = asyncio.create_task(self._write(call))
+        self.is_up = True
+        log.info("worker %s at %s is connected", self.worker_id, self.address)
+        self._on_change()
+        try:
+            async for update in call:
+                self._take(update)
+            if self.is_draining:
+                self._go_down("it has left", WorkerLeft)
+        finally:
+            # The stream is down: no attempt may be added while what is left is cleaned up.
+            self._go_down("its stream broke")
+            writer.cancel()
+            call.cancel()
+            await asyncio.wait([writer], timeout=CLOSE_DEADLINE_S)
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        try:
+            while True:
+                while self._commands:
+                    await call.write(self._commands.popleft())
+                self._command_waits.clear()
+                await self._command_waits.wait()
+        except Exception as error:
+            # The reader of the same call ends with the reason and cleans up.
+            log.debug("writing to worker %s ended: %r", self.worker_id, error)
+            call.cancel()
+
+    def _take(self, update: pb.DecodeUpdate) -> None:
+        if update.HasField("load"):
+            self.load = Load(**{name: getattr(update.load, name) for name in _LOAD_FIELDS})
+            while self._num_reported < update.num_submits and self._unreported:
+                self.tokens_unreported -= self._unreported.popleft()
+                self._num_reported += 1
+            self._on_load()
+        for sequence in update.sequences:
+            attempt = self._attempts.get(sequence.request_id)
+            if attempt is not None:
+                attempt.take(sequence)
+        if update.draining != self.is_draining:
+            self.is_draining = update.draining
+            self._on_change()
+            for attempt in self._attempts.values():
+                attempt.note_draining(update.draining)
+
+    def _go_down(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
+        was_up, self.is_up, self.is_draining = self.is_up, False, False
+        self._unreported.clear()
+        self._num_reported = self.tokens_unreported = 0
+        for attempt in self._attempts.values():
+            attempt.fail(kind(f"decode worker {self.worker_id} was lost: {reason}"))
+        self._attempts.clear()
+        if was_up:
+            self._on_change()

@@ -1,0 +1,271 @@
+"""Which workers there are, as this router sees them: records in Redis, streams, reported load.
+
+    record seen, ready, same model            -> may be chosen, if decode once its stream is up
+    record expired while Redis is well        -> gone; its stream is closed when no request is on it
+    Redis lost, or back or emptied for less than a TTL, or this process stood still
+                                              -> the last table stands; a stream that is up is alive
+
+A record's epoch changes whenever a worker publishes its blocks again; only another process
+(address, pid, start) is another connection. Places nothing and knows no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from tandem.autoscaler.policy import Decision
+from tandem.config import ClusterConfig
+from tandem.redis_client import UNREACHABLE, Client
+from tandem.registry import Contract, Registry, WorkerRecord
+from tandem.router.placement.choose import Roster, WorkerSnapshot
+from tandem.router.placement.shares import Shares
+from tandem.router.workers.client import WorkerClient
+from tandem.router.workers.known_worker import KnownWorker
+from tandem.router.workers.pools import read_pools
+
+log = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.5
+
+
+@dataclass(slots=True)
+class ClusterView:
+    """`run` keeps it; everybody else only reads. `on_news` is called when load was told."""
+
+    cluster: ClusterConfig
+    redis: Client
+    model_fingerprint: str = ""  # empty until the model is loaded: then nothing is compatible
+    redis_state: Literal["unknown", "ok", "lost"] = "unknown"
+    pools_json: bytes | None = None  # as the pool controller wrote it
+    decisions: list[Decision] = field(default_factory=list)  # of the autoscaler, the last ones
+    on_news: Callable[[], None] = lambda: None
+    _workers: dict[str, KnownWorker] = field(default_factory=dict)
+    _roster: Roster = field(default_factory=Roster)
+    _shares: Shares = field(default_factory=Shares)  # of the prefill that this router gave out
+    _made_at: float = field(default_factory=time.monotonic)
+    _stale: set[str] = field(default_factory=set)  # ids whose snapshot in the roster is old
+    _read_at: float = 0.0  # monotonic seconds, when the records were read last
+    _leaving: list[WorkerClient] = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _data_set: bytes = b""
+    _trusted_from: float = 0.0  # monotonic seconds: until then Redis may not know all workers yet
+
+    async def run(self) -> None:
+        """Polls until cancelled; then closes every stream."""
+        registry = Registry(self.redis, self.cluster)
+        try:
+            while True:
+                try:
+                    await self._poll(registry)
+                except UNREACHABLE as error:
+                    self._lose_redis(error)
+                await asyncio.sleep(POLL_INTERVAL_S)
+        finally:
+            clients = [w.client for w in self._workers.values() if w.client] + self._leaving
+            await asyncio.gather(*(c.close() for c in clients))
+
+    def roster(self) -> Roster:
+        """All workers as of now; a snapshot is made anew only when something changed there."""
+        now_s = time.monotonic() - self._made_at
+        if self._shares.rebase(now_s):
+            self._roster = Roster()
+            self._stale.update(self._workers)
+        for worker_id in self._stale:
+            worker = self._workers[worker_id]
+            compatible, placed = self.is_compatible(worker.record), self._shares.placed(worker_id)
+            self._roster.put(worker.snapshot(compatible=compatible, placed=placed))
+        self._stale.clear()
+        self._roster.second = self._shares.second(now_s)
+        return self._roster
+
+    def snapshots(self) -> list[WorkerSnapshot]:
+        return list(self.roster().by_id.values())
+
+    def has_decode_worker(self, refused: frozenset[str] = frozenset()) -> bool:
+        """Whether a request could be placed now, on a worker whose epoch is not in `refused`."""
+        return any(
+            w.usable and w.role == "decode" and w.epoch not in refused for w in self.snapshots()
+        )
+
+    def known(self) -> list[KnownWorker]:
+        return list(self._workers.values())
+
+    def client(self, worker_id: str) -> WorkerClient | None:
+        worker = self._workers.get(worker_id)
+        return worker.client if worker else None
+
+    def note_prefill(self, worker_id: str, num_tokens: int) -> float:
+        """Counts work sent to a prefill worker until its next record shows it; when it was sent."""
+        now = time.monotonic()
+        if worker := self._workers.get(worker_id):
+            worker.note_prefill(num_tokens, now, forgotten_before=self._forgotten_before(now))
+            self._stale.add(worker_id)
+        return now
+
+    def note_prefilled(
+        self, worker_id: str, num_tokens: int, sent_at: float, *, by_it: bool
+    ) -> None:
+        """Work sent to a prefill worker then waits there no more; it need not be who did it."""
+        if worker := self._workers.get(worker_id):
+            worker.note_prefilled(num_tokens, sent_at, by_it=by_it)
+            self._stale.add(worker_id)
+            self.on_news()
+
+    def note_share(self, worker_id: str, prefill_s: float) -> None:
+        """Counts a prompt that takes so long there to what the worker was given of late."""
+        if worker_id in self._workers:
+            self._shares.sent(worker_id, prefill_s, time.monotonic() - self._made_at)
+            self._stale.add(worker_id)
+
+    def contract(self) -> Contract | None:
+        """What blocks are hashed under; None while no compatible worker is known."""
+        records = (w.record for w in self._workers.values())
+        return next((r.contract for r in records if self.is_compatible(r)), None)
+
+    def max_model_len(self) -> int | None:
+        """The shortest context among compatible workers; None while there are none."""
+        records = [w.record for w in self._workers.values()]
+        return min((r.max_model_len for r in records if self.is_compatible(r)), default=None)
+
+    def pool_tokens(self) -> int | None:
+        """Tokens that the smallest KV pool of a decode worker holds; None while none is known."""
+        workers = [w for w in self._workers.values() if w.record.role == "decode"]
+        sizes = [
+            w.load.blocks_total * w.record.contract.block_size
+            for w in workers
+            if self.is_compatible(w.record)
+        ]
+        return min((size for size in sizes if size), default=None)
+
+    def is_compatible(self, record: WorkerRecord) -> bool:
+        return record.contract.model_fingerprint == self.model_fingerprint
+
+    async def wait_change(self) -> None:
+        """Returns when a worker came, went, or changed its state or connection."""
+        changed = self._changed
+        await changed.wait()
+
+    def tell_change(self) -> None:
+        self._stale.update(self._workers)
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self.on_news()
+
+    def _note_load(self, worker_id: str) -> None:
+        if worker_id in self._workers:
+            self._stale.add(worker_id)
+            self.on_news()
+
+    async def _poll(self, registry: Registry) -> None:
+        read_at = time.monotonic()
+        records = await registry.read()
+        data_set = await registry.data_set()
+        self.pools_json = await read_pools(self.redis, self.cluster.cluster_id)
+        now = time.monotonic()
+        if self.redis_state != "ok" or data_set != self._data_set:
+            if self.redis_state == "lost":
+                log.info("Redis answers again")
+            self.redis_state, self._data_set = "ok", data_set
+            self._trusted_from = now + self.cluster.record_ttl_s
+        elif now - self._read_at > self.cluster.record_ttl_s - self.cluster.record_interval_s:
+            # A laptop that slept, a host that was paused: the workers may have stood still, too.
+            log.info("no records were read for %.1f s: workers get time", now - self._read_at)
+            self._trusted_from = now + self.cluster.record_ttl_s
+        self._merge({r.worker_id: r for r in records}, complete=now >= self._trusted_from)
+        self._read_at = read_at
+
+    def _merge(self, records: dict[str, WorkerRecord], *, complete: bool) -> None:
+        changed = False
+        for worker_id, record in records.items():
+            changed |= self._merge_one(worker_id, record)
+        for worker_id in [w for w in self._workers if w not in records]:
+            worker = self._workers[worker_id]
+            if complete or not worker.is_up:
+                log.warning("worker %s is gone: it left, or its record expired", worker_id)
+                self._drop(worker_id)
+                changed = True
+        for client in [c for c in self._leaving if not c.num_inflight]:
+            self._leaving.remove(client)
+            # Closing is bounded; the view must not wait for it.
+            asyncio.create_task(client.close())  # noqa: RUF006
+        if changed:
+            self.tell_change()
+        elif self._stale:
+            self.on_news()
+
+    def _merge_one(self, worker_id: str, record: WorkerRecord) -> bool:
+        """Takes a record in. True when something changed that a waiting request may care about."""
+        known = self._workers.get(worker_id)
+        if known is not None and _process(known.record) != _process(record):
+            log.info("worker %s is another process now, at %s", worker_id, record.address)
+            self._drop(worker_id)
+            known = None
+        if known is None:
+            known = self._workers[worker_id] = KnownWorker(record)
+            self._shares.join(worker_id, self._roster.mean_placed(record.role))
+            self._report_incompatible(record)
+            changed = True
+        else:
+            changed = (known.record.state, known.record.role) != (record.state, record.role)
+            if known.record.role != record.role:
+                log.info("worker %s is in the %s pool now", worker_id, record.role)
+                self._shares.join(worker_id, self._roster.mean_placed(record.role))
+            if known.take_record(
+                record,
+                last_read_at=self._read_at,
+                forgotten_before=self._forgotten_before(time.monotonic()),
+            ):
+                self._stale.add(worker_id)
+        if record.role != "decode" and known.client is not None:
+            self._leaving.append(known.client)  # what runs on it goes on
+            known.client = None
+        if record.role == "decode" and known.client is None:
+            known.client = WorkerClient(
+                worker_id,
+                record.address,
+                self.cluster.token,
+                on_change=self.tell_change,
+                on_load=partial(self._note_load, worker_id),
+            )
+        return changed
+
+    def _forgotten_before(self, now: float) -> float:
+        """What was sent before shows in a record by now, or never will."""
+        return now - 2 * self.cluster.record_interval_s
+
+    def _drop(self, worker_id: str) -> None:
+        worker = self._workers.pop(worker_id)
+        self._roster.remove(worker_id)
+        self._shares.leave(worker_id)
+        self._stale.discard(worker_id)
+        if worker.client is not None:
+            self._leaving.append(worker.client)
+
+    def _lose_redis(self, error: BaseException) -> None:
+        if self.redis_state != "lost":
+            log.warning("Redis is lost, the last known workers stand: %r", error)
+        self.redis_state = "lost"
+        self.on_news()
+
+    def _report_incompatible(self, record: WorkerRecord) -> None:
+        theirs = record.contract.model_fingerprint
+        if not self.model_fingerprint or theirs == self.model_fingerprint:
+            return
+        log.error(
+            "worker %s serves another model than this router: its fingerprint is %s (%s), ours %s; "
+            "it gets no requests",
+            record.worker_id,
+            theirs,
+            record.model,
+            self.model_fingerprint,
+        )
+
+
+def _process(record: WorkerRecord) -> tuple[str, str, int, float]:
+    return record.address, record.host, record.pid, record.started_at

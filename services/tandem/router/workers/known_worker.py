@@ -1,0 +1,95 @@
+"""What this router knows of one worker: its record, its stream, and what it sent there since.
+
+Load is told late: by a prefill worker in its record, by a decode worker on its stream. What was
+sent and cannot be in the load yet is added to it, until a load that was taken later comes. What a
+prefill worker has done since is taken off: first tokens are seen long before its next record.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from tandem.registry import Load, WorkerRecord
+from tandem.router.placement.choose import WorkerSnapshot
+from tandem.router.workers.client import WorkerClient
+
+
+@dataclass(slots=True)
+class KnownWorker:
+    """Only decode workers have a client."""
+
+    record: WorkerRecord
+    client: WorkerClient | None = None
+    # Prompts sent to a prefill worker, not in its record yet: monotonic seconds, tokens to prefill.
+    _sent: deque[tuple[float, int]] = field(default_factory=deque)
+    _tokens_done: int = 0  # since its record, of prompts that its record counts in
+
+    @property
+    def load(self) -> Load:
+        """The newer of what its stream and its record say."""
+        told = self.client.load if self.client is not None else None
+        return told if told is not None and told.step >= self.record.load.step else self.record.load
+
+    @property
+    def is_up(self) -> bool:
+        return self.client is not None and self.client.is_up
+
+    def note_prefill(self, num_tokens: int, now: float, *, forgotten_before: float) -> None:
+        self._drop_sent(forgotten_before)
+        self._sent.append((now, num_tokens))
+
+    def note_prefilled(self, num_tokens: int, sent_at: float, *, by_it: bool) -> None:
+        """A prompt that was sent then has its first token, or ended without: it waits no more."""
+        if (sent_at, num_tokens) in self._sent:
+            self._sent.remove((sent_at, num_tokens))
+        elif by_it:
+            self._tokens_done += num_tokens
+
+    def take_record(
+        self, record: WorkerRecord, *, last_read_at: float, forgotten_before: float
+    ) -> bool:
+        """Whether placement sees another worker now.
+
+        A load that differs was taken after the records were last read, so it shows what was sent
+        before that. What never reached the worker never changes its load: it is forgotten in time.
+        """
+        shown_before = last_read_at if record.load != self.record.load else forgotten_before
+        if record.load != self.record.load:
+            self._tokens_done = 0
+        num_sent = len(self._sent)
+        self._drop_sent(max(shown_before, forgotten_before))
+        changed = record != self.record or len(self._sent) != num_sent
+        self.record = record
+        return changed
+
+    def _drop_sent(self, before: float) -> None:
+        while self._sent and self._sent[0][0] < before:
+            self._sent.popleft()
+
+    def snapshot(self, *, compatible: bool, placed: float = 0.0) -> WorkerSnapshot:
+        load, client = self.load, self.client
+        waiting = client.num_unreported if client else 0
+        tokens = client.tokens_unreported if client else sum(tokens for _, tokens in self._sent)
+        queued = max(0, load.queued_tokens - self._tokens_done)
+        return WorkerSnapshot(
+            worker_id=self.record.worker_id,
+            epoch=self.record.epoch,
+            address=self.record.address,
+            role=self.record.role,
+            state="draining" if client and client.is_draining else self.record.state,
+            reachable=compatible and (self.record.role != "decode" or self.is_up),
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + waiting,
+            queued_tokens=queued + tokens,
+            num_leases=load.num_leases + len(self._sent),
+            num_pulls=load.num_pulls,
+            num_seats=load.num_seats,
+            chunk_tokens=load.chunk_tokens,
+            blocks_total=load.blocks_total,
+            blocks_used=load.blocks_used,
+            rates=self.record.rates,
+            pairs=self.record.pairs,
+            pairing_key=self.record.contract.pairing_key(),
+            placed=placed,
+        )
