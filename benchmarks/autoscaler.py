@@ -26,7 +26,7 @@ from tandem.router.admission.predict import TtftLimit
 from tandem.router.placement.choose import choose
 from tandem.simulator.autoscaled import reversals
 from tandem.simulator.autoscaled import run_autoscaled as simulate
-from tandem.simulator.report import is_good, summarize
+from tandem.simulator.output.report import is_good, summarize
 from tandem.simulator.scenario import Scenario, Slo
 from tandem.simulator.simulation import Simulation
 from tandem.simulator.traces import BLOCK_SIZE, DAY_S, Arrival, lay_on_day, read_trace

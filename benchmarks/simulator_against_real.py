@@ -44,14 +44,14 @@ from benchmarks.small_mix import BLOCK, make_mix, replay, send
 from tandem.cluster.embedded_redis import EmbeddedRedis
 from tandem.config import ClusterConfig
 from tandem.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
-from tandem.redis_client import connect
-from tandem.registry import Registry, WorkerRecord
 from tandem.router.admission.predict import TtftLimit
+from tandem.simulator.output.report import summarize
 from tandem.simulator.policies import make_policy
-from tandem.simulator.report import summarize
 from tandem.simulator.scenario import Scenario, Slo, full_load_factor
 from tandem.simulator.simulation import Simulation
 from tandem.simulator.traces import Arrival, scale_load
+from tandem.store.client import connect
+from tandem.store.registry import Registry, WorkerRecord
 from tests.harness.client import open_client
 from tests.harness.cluster import LocalCluster
 

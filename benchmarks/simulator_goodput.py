@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 from goodput_plot import plot
 
+from tandem.simulator.output.report import Report, summarize
 from tandem.simulator.policies import POLICIES, make_policy
-from tandem.simulator.report import Report, summarize
 from tandem.simulator.scenario import Scenario, full_load_factor
 from tandem.simulator.simulation import Simulation
 from tandem.simulator.traces import (

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from tandem.cluster.embedded_redis import EmbeddedRedis
 from tandem.config import ClusterConfig
-from tandem.redis_client import connect
+from tandem.store.client import connect
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported first, which any test may bring about.

@@ -20,7 +20,6 @@ import grpc.aio
 from tandem.block_hash import HASH_VERSION
 from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
 from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
-from tandem.registry import Contract
 from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import (
@@ -28,6 +27,7 @@ from tandem.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerStub,
     add_WorkerServicer_to_server,
 )
+from tandem.store.registry import Contract
 from tandem.transfer.protocol import PullResult
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process.messages import Add, Command, Remove, StartPull

@@ -16,12 +16,12 @@ from redis.asyncio import Redis
 from tandem.config import ClusterConfig
 from tandem.cost_model import PairRate, WorkerRates
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
-from tandem.redis_client import UNREACHABLE
-from tandem.registry import Contract, Load, Registry, State, WorkerRecord
 from tandem.rpc.auth import TokenInterceptor
 from tandem.rpc.options import SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from tandem.store.client import UNREACHABLE
+from tandem.store.registry import Contract, Load, Registry, State, WorkerRecord
 
 RECORD_INTERVAL_S = 0.3
 Say = Callable[[pb.SequenceUpdate], None]

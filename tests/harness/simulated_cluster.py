@@ -21,8 +21,8 @@ import zmq
 from tandem.block_hash import HASH_VERSION
 from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
 from tandem.engine.pool_bytes import pool_bytes
-from tandem.registry import Contract
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.store.registry import Contract
 from tandem.transfer.nixl import NixlReader
 from tandem.transfer.nixl_source import remote_pool
 from tandem.transfer.thread import TransferThread

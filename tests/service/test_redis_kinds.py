@@ -15,9 +15,9 @@ from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
-from tandem.redis_client import UNREACHABLE, Client, connect, wait_until_answers, warm
-from tandem.registry import Registry
 from tandem.router.workers.pools import ask_sizes, read_pools
+from tandem.store.client import UNREACHABLE, Client, connect, wait_until_answers, warm
+from tandem.store.registry import Registry
 from tests.harness.redis_kinds import (
     HOST,
     QUOTED,

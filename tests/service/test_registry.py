@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from tandem.config import ClusterConfig
 from tandem.cost_model import PairRate
 from tandem.errors import Incompatible
-from tandem.registry import Contract, Load, Registry, WorkerRecord
+from tandem.store.registry import Contract, Load, Registry, WorkerRecord
 
 pytestmark = pytest.mark.service
 

@@ -9,8 +9,8 @@ from redis.asyncio import Redis, RedisCluster, SSLConnection
 from redis.asyncio.sentinel import SentinelManagedSSLConnection
 
 from tandem.errors import ConfigError
-from tandem.redis_client import connect
-from tandem.redis_url import parse
+from tandem.store.client import connect
+from tandem.store.url import parse
 
 
 def test_one_server() -> None:

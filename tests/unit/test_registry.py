@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.registry import Contract
+from tandem.store.registry import Contract
 
 CONTRACT = Contract(
     model_fingerprint="f" * 32,

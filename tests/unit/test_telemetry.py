@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.telemetry import about, configure_logging
+from tandem.observability.logs import about, configure_logging
 
 
 @pytest.fixture(autouse=True)

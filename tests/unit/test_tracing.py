@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem import tracing
 from tandem.errors import ConfigError
-from tandem.tracing import NO_SPAN, NO_TRACING, make_tracing
+from tandem.observability import traces as tracing
+from tandem.observability.traces import NO_SPAN, NO_TRACING, make_tracing
 from tests.harness.cluster import wait_for
 from tests.harness.otlp_receiver import OtlpReceiver
 
@@ -38,7 +38,7 @@ def test_off_without_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_off_loads_nothing_of_it() -> None:
     code = (
-        "import sys; from tandem.tracing import make_tracing; make_tracing('a', 'b');"
+        "import sys; from tandem.observability.traces import make_tracing; make_tracing('a', 'b');"
         "assert not any(m.startswith('opentelemetry') for m in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

@@ -40,7 +40,7 @@ from tandem.cluster.embedded_redis import EmbeddedRedis
 from tandem.errors import ConfigError
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.redis import RedisIndex
-from tandem.redis_client import connect
+from tandem.store.client import connect
 
 LOOKUP_BLOCKS = (32, 512, 8192)
 HOLDERS = (1, 8, 64)

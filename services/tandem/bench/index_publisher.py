@@ -15,7 +15,7 @@ from collections import deque
 
 from tandem.prefix_index.publisher import PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
-from tandem.redis_client import connect
+from tandem.store.client import connect
 
 BATCH_BLOCKS = PublisherConfig().batch_blocks
 READY = "ready"

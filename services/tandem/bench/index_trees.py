@@ -13,7 +13,7 @@ from tandem.errors import ConfigError
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.protocol import PrefixIndex
 from tandem.prefix_index.redis import RedisIndex
-from tandem.redis_client import Client
+from tandem.store.client import Client
 
 CHAIN_BLOCKS = 8192
 EXISTS_KEYS_MAX = 1_000_000

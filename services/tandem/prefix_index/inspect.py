@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tandem.prefix_index.entries import NUM_BUCKETS, split_entries
 from tandem.prefix_index.redis import RedisIndex
-from tandem.redis_client import Client
-from tandem.redis_script import Script
+from tandem.store.client import Client
+from tandem.store.script import Script
 
 _LUA = Path(__file__).parent / "lua"
 CALL_ENTRIES = 2048  # looked at in one call, about 1 ms of Redis's time

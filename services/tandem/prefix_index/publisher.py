@@ -30,7 +30,7 @@ from itertools import islice
 
 from tandem.errors import TandemError
 from tandem.prefix_index.protocol import PrefixIndex
-from tandem.redis_client import UNREACHABLE
+from tandem.store.client import UNREACHABLE
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.redis_client import Client, warm
-from tandem.redis_script import Script
+from tandem.store.client import Client, warm
+from tandem.store.script import Script
 
 _LUA = Path(__file__).parent / "lua"
 _SHARDS_MAX = 64

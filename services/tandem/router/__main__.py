@@ -11,7 +11,7 @@ def main(argv: list[str] | None = None) -> int:
     # Tokenizer processes import this module again: all that is heavy is imported inside.
     from tandem.config import AutoscaleConfig, ClusterConfig, RouterConfig, parse_scale_objects
     from tandem.errors import TandemError
-    from tandem.telemetry import configure_logging
+    from tandem.observability.logs import configure_logging
 
     args = _parser().parse_args(argv)
     try:

@@ -20,9 +20,9 @@ from tandem.config import RouterConfig
 from tandem.errors import ConfigError
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
+from tandem.observability.traces import make_tracing
 from tandem.prefix_index.inspect import TreeInspector
 from tandem.prefix_index.redis import RedisIndex
-from tandem.redis_client import REPLY_TIMEOUT_S, UNREACHABLE, Client, connect
 from tandem.router.api.grpc.cluster import GrpcCluster
 from tandem.router.api.grpc.inference import GrpcApi
 from tandem.router.api.http.app import make_app
@@ -37,7 +37,7 @@ from tandem.router.request.generator import Generator, LoadedModel
 from tandem.router.request.prompts import PromptPreparer
 from tandem.router.scaling.autoscale import AutoscaleGauges, AutoscaleLoop
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.tracing import make_tracing
+from tandem.store.client import REPLY_TIMEOUT_S, UNREACHABLE, Client, connect
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from tandem.autoscaler.signals import Observation
 from tandem.config import AutoscaleConfig
 from tandem.router.placement.choose import choose
 from tandem.router.scaling.pool_signals import likely_decode, see_pool
-from tandem.simulator.fleet import Fleet
 from tandem.simulator.scenario import Scenario
 from tandem.simulator.simulation import Simulation
 from tandem.simulator.traces import Arrival
+from tandem.simulator.workers.fleet import Fleet
 
 
 class Autoscaled:

@@ -18,11 +18,11 @@ from tandem.cost_model import WorkerRates
 from tandem.errors import ConfigError
 from tandem.router.admission.predict import TtftLimit
 from tandem.simulator.autoscaled import run_autoscaled
+from tandem.simulator.output.report import Report, summarize, to_json
+from tandem.simulator.output.table import make_table
 from tandem.simulator.policies import POLICIES, make_policy
-from tandem.simulator.report import Report, summarize, to_json
 from tandem.simulator.scenario import DEFAULT_RATES, Fault, Scenario, Slo, full_load_factor
 from tandem.simulator.simulation import Simulation
-from tandem.simulator.table import make_table
 from tandem.simulator.traces import (
     Arrival,
     TraceError,
@@ -199,7 +199,7 @@ def _write(
     result = {"title": title, "scenario": settings, "reports": to_json(reports)}
     (folder / "simulation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     try:
-        from tandem.simulator.plots import write_page, write_plots
+        from tandem.simulator.output.plots import write_page, write_plots
     except ImportError:
         console.print("no plots: they need matplotlib (pip install 'tandem-llm[simulate]')")
         return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tandem.router.placement.shares import Sent
 from tandem.simulator.traces import Arrival
-from tandem.simulator.worker import Task, Worker
+from tandem.simulator.workers.worker import Task, Worker
 
 MOVES_MAX = 2  # as services/tandem/router/request/move_budget.py
 

@@ -20,13 +20,13 @@ from tandem.router.admission.predict import wait_s
 from tandem.router.placement.choose import Placement, Work
 from tandem.router.placement.costs import computing_s
 from tandem.simulator.clock import Clock
-from tandem.simulator.host import Host
 from tandem.simulator.policies import Policy
 from tandem.simulator.requests import MOVES_MAX, Request
 from tandem.simulator.scenario import Fault, Scenario
 from tandem.simulator.traces import Arrival
 from tandem.simulator.view import View
-from tandem.simulator.worker import Task, Worker
+from tandem.simulator.workers.host import Host
+from tandem.simulator.workers.worker import Task, Worker
 from tandem.worker.decode.prefill_choice import Candidate, Here, Prompt, plan_prefill
 
 T = TypeVar("T")

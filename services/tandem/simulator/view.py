@@ -11,12 +11,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tandem.cost_model import PairRate, WorkerRates, prefill_seconds
-from tandem.registry import Load
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Sent, Shares, paced
 from tandem.simulator.clock import Clock
 from tandem.simulator.scenario import Scenario
-from tandem.simulator.worker import Worker
+from tandem.simulator.workers.worker import Worker
+from tandem.store.registry import Load
 
 
 @dataclass(slots=True)

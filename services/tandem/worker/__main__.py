@@ -17,7 +17,7 @@ import typer
 
 from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
 from tandem.errors import ConfigError, Incompatible, TandemError
-from tandem.telemetry import configure_logging
+from tandem.observability.logs import configure_logging
 
 log = logging.getLogger("tandem.worker")
 

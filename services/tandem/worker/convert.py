@@ -6,8 +6,8 @@ import msgspec
 
 from tandem.cost_model import PairRate
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
-from tandem.registry import Contract, Load
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.store.registry import Contract, Load
 from tandem.transfer.reach import HostIdentity
 
 

@@ -13,7 +13,7 @@ import pytest
 from tandem.cluster.embedded_redis import EmbeddedRedis
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
-from tandem.redis_client import connect
+from tandem.store.client import connect
 
 pytestmark = pytest.mark.service
 

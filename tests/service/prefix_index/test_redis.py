@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tandem.prefix_index.redis import RedisIndex
-from tandem.redis_client import connect
+from tandem.store.client import connect
 
 pytestmark = pytest.mark.service
 

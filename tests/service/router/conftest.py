@@ -16,8 +16,8 @@ from tandem.cluster.embedded_redis import EmbeddedRedis
 from tandem.config import ClusterConfig, RouterConfig
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
-from tandem.redis_client import connect
 from tandem.router.server import Router
+from tandem.store.client import connect
 from tests.harness.scripted_worker import ScriptedWorker, silent
 
 MODEL = "smollm2"

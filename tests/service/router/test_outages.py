@@ -16,10 +16,10 @@ from tandem.cluster.embedded_redis import EmbeddedRedis
 from tandem.config import ClusterConfig, RouterConfig
 from tandem.cost_model import PrefillRate, WorkerRates
 from tandem.models.source import resolve
-from tandem.redis_client import connect
-from tandem.registry import Load
 from tandem.router.server import Router
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.store.client import connect
+from tandem.store.registry import Load
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying, update
 from tests.service.router.conftest import MODEL, eventually
 

@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from tandem.cluster.operate import show_status
 from tandem.cost_model import PairRate, PrefillRate, WorkerRates
-from tandem.registry import Load
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.rpc.tandem.v1 import worker_pb2
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.store.registry import Load
 from tests.harness.scripted_worker import Say, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 

@@ -17,10 +17,10 @@ import pytest
 
 from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
 from tandem.errors import Incompatible, WorkerLost
-from tandem.registry import Contract, WorkerRecord
 from tandem.rpc.options import SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from tandem.store.registry import Contract, WorkerRecord
 from tandem.transfer.protocol import RemotePool
 from tandem.transfer.reach import host_identity
 from tandem.worker.convert import contract_message, host_message

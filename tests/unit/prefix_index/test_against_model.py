@@ -15,7 +15,7 @@ from tandem.cluster.embedded_redis import EmbeddedRedis
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.protocol import PrefixIndex
 from tandem.prefix_index.redis import RedisIndex
-from tandem.redis_client import connect
+from tandem.store.client import connect
 
 pytestmark = pytest.mark.service
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from tandem.registry import Load, WorkerRecord
 from tandem.router.workers.known_worker import KnownWorker
+from tandem.store.registry import Load, WorkerRecord
 from tests.harness.scripted_worker import contract
 
 

@@ -13,11 +13,11 @@ from tandem.router.admission.predict import TtftLimit
 from tandem.router.placement.choose import choose
 from tandem.simulator.autoscaled import Autoscaled, reversals
 from tandem.simulator.clock import Clock
-from tandem.simulator.fleet import Fleet
 from tandem.simulator.scenario import Scenario, Slo
 from tandem.simulator.simulation import Simulation
 from tandem.simulator.traces import Arrival
-from tandem.simulator.worker import Worker
+from tandem.simulator.workers.fleet import Fleet
+from tandem.simulator.workers.worker import Worker
 
 SCENARIO = Scenario(
     num_prefill=6,

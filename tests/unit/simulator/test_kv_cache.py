@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.simulator.kv_cache import KvCache
+from tandem.simulator.workers.kv_cache import KvCache
 
 
 def chain(name: str, length: int) -> list[bytes]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.simulator.output.report import summarize
 from tandem.simulator.policies import POLICIES, make_policy
-from tandem.simulator.report import summarize
 from tandem.simulator.scenario import Fault, Scenario, full_load_factor
 from tandem.simulator.simulation import Simulation
 from tandem.simulator.traces import Arrival, read_trace, repeat, scale_load, spread_bursts

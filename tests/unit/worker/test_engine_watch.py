@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from tandem.registry import Load
+from tandem.store.registry import Load
 from tandem.worker.engine_process.watch import TURN_S, EngineWatch
 
 NUM_TURNS = 10  # that an engine may be silent

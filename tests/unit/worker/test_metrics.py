@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
-from tandem.tracing import Attributes
+from tandem.observability.traces import Attributes
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence
 from tandem.worker.kv_pulls.lease import PullStats

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from tandem.registry import Load
+from tandem.store.registry import Load
 from tandem.worker.metrics import probes
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.worker import WorkerMetrics

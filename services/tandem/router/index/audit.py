@@ -17,7 +17,6 @@ from tandem.errors import QueueFull
 from tandem.prefix_index.audit import Differences, Held, Patience, audit_all, audit_sample
 from tandem.prefix_index.entries import split_entries
 from tandem.prefix_index.inspect import CALL_ENTRIES, TreeInspector
-from tandem.redis_client import UNREACHABLE
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.index.trust import IndexTrust
 from tandem.router.workers.cluster_view import ClusterView
@@ -26,6 +25,7 @@ from tandem.rpc.auth import token_metadata
 from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.store.client import UNREACHABLE
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import logging
 import time
 from typing import Literal, Protocol
 
-from tandem.redis_client import REPLY_TIMEOUT_S, UNREACHABLE
 from tandem.router.index.hit_watch import HitWatch
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.request.dispatcher import Job
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.store.client import REPLY_TIMEOUT_S, UNREACHABLE
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from contextlib import (
 )
 from typing import Literal, get_args
 
+from tandem.observability.traces import NO_SPAN, RequestSpan
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.tracing import NO_SPAN, RequestSpan
 
 Stage = Literal["tokenize", "route", "queue", "prefill", "transfer_exposed", "first_decode", "move"]
 STAGES: tuple[Stage, ...] = get_args(Stage)

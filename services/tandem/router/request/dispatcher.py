@@ -26,7 +26,6 @@ from typing import Protocol
 
 from tandem.config import RouterConfig
 from tandem.errors import NeverFits, NoWorkers, QueueFull, TandemError, WorkerLost
-from tandem.redis_client import UNREACHABLE
 from tandem.router.admission.gate import Gate
 from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work, choose
@@ -38,6 +37,7 @@ from tandem.router.request.move_budget import LOSSES_MAX
 from tandem.router.request.moves import REFUSALS, RETRY_AFTER_DEFAULT_S, Moves, lost_for_good
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.store.client import UNREACHABLE
 
 __all__ = ["Dispatcher", "Job", "PrefixLookup", "Step"]
 

@@ -21,6 +21,7 @@ from tandem.config import RouterConfig
 from tandem.errors import DeadlineExceeded, InternalError, NoWorkers, QueueFull, TandemError
 from tandem.models.source import ModelFolder
 from tandem.models.tokenizer import Tokenizer
+from tandem.observability.traces import NO_TRACING, Attributes, Tracing
 from tandem.router.admission.tenants import cache_salt
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.timeline import Timeline
@@ -30,7 +31,6 @@ from tandem.router.request.prompts import Chain, PromptPreparer
 from tandem.router.request.request import GenerationRequest
 from tandem.router.request.text import TextStream
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.tracing import NO_TRACING, Attributes, Tracing
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from tandem.block_hash import block_hash
 from tandem.errors import NeverFits
-from tandem.registry import Contract
 from tandem.router.admission.calibration import Promise
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement, WorkerSnapshot
 from tandem.router.request.move_budget import LOSSES_MAX
 from tandem.router.request.request import GenerationRequest
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.store.registry import Contract
 
 
 @dataclass(slots=True)

@@ -23,8 +23,8 @@ from pathlib import Path
 from tandem.block_hash import HASH_BYTES, hash_blocks
 from tandem.errors import BadRequest
 from tandem.models.tokenizer import Tokenizer
-from tandem.registry import Contract
 from tandem.router.request.request import Conversation, Prompt
+from tandem.store.registry import Contract
 
 log = logging.getLogger(__name__)
 

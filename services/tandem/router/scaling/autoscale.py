@@ -25,11 +25,11 @@ from tandem.autoscaler.policy import Autoscaler, Decision
 from tandem.autoscaler.signals import Demand, DemandMeter, Observation
 from tandem.config import RouterConfig
 from tandem.errors import TandemError
-from tandem.redis_client import UNREACHABLE
-from tandem.redis_script import Script
 from tandem.router.scaling.pool_signals import likely_decode, see_pool
 from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.store.client import UNREACHABLE
+from tandem.store.script import Script
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ import msgspec
 
 from tandem.config import RouterConfig
 from tandem.errors import BadRequest, NotNow, WorkerLost, WorkerNotFound
-from tandem.registry import WorkerRecord
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
@@ -22,6 +21,7 @@ from tandem.rpc.auth import token_metadata
 from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.store.registry import WorkerRecord
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ import grpc
 import grpc.aio
 
 from tandem.errors import WorkerLeft, WorkerLost
-from tandem.registry import Load
 from tandem.router.workers.attempt import Attempt
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1 import worker_pb2_grpc as pb_grpc
+from tandem.store.registry import Load
 
 log = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ from typing import Literal
 
 from tandem.autoscaler.policy import Decision
 from tandem.config import ClusterConfig
-from tandem.redis_client import UNREACHABLE, Client
-from tandem.registry import Contract, Registry, WorkerRecord
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Shares
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.pools import read_pools
+from tandem.store.client import UNREACHABLE, Client
+from tandem.store.registry import Contract, Registry, WorkerRecord
 
 log = logging.getLogger(__name__)
 

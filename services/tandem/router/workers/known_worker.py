@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from tandem.registry import Load, WorkerRecord
 from tandem.router.placement.choose import WorkerSnapshot
 from tandem.router.workers.client import WorkerClient
+from tandem.store.registry import Load, WorkerRecord
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ import msgspec
 
 from tandem.config import Pool
 from tandem.errors import BadRequest, NoWorkers
-from tandem.redis_client import UNREACHABLE, Client
-from tandem.registry import WorkerRecord
+from tandem.store.client import UNREACHABLE, Client
+from tandem.store.registry import WorkerRecord
 
 POOLS: tuple[str, ...] = get_args(Pool)
 POOL_SIZE_MAX = 64

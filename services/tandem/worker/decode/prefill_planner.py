@@ -13,8 +13,8 @@ import msgspec
 
 from tandem.config import WorkerConfig
 from tandem.cost_model import Holder, PairRate, WorkerRates, default_pair
-from tandem.registry import WorkerRecord
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.store.registry import WorkerRecord
 from tandem.worker.decode.prefill_choice import Candidate, Here, Plan, Prompt, plan_prefill
 from tandem.worker.peers.rates import Rates
 

@@ -20,8 +20,8 @@ import msgspec
 from tandem.config import WorkerConfig
 from tandem.engine.types import Mode, Reserved
 from tandem.errors import LeaseLost, TandemError
+from tandem.observability.logs import about
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.telemetry import about
 from tandem.worker.decode.prefill_choice import Plan
 from tandem.worker.decode.prefill_planner import PrefillPlanner
 from tandem.worker.decode.sequence import DecodeSequence

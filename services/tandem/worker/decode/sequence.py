@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass, field
 
 from tandem.engine.types import Reserved, SequenceSpec
+from tandem.observability.traces import NO_SPAN, Attributes, RequestSpan
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.tracing import NO_SPAN, Attributes, RequestSpan
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.kv_pulls.lease import PullStats
 from tandem.worker.prefill.prefix_choice import PrefixPlan

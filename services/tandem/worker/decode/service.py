@@ -22,9 +22,9 @@ import msgspec
 from tandem.config import WorkerConfig
 from tandem.engine.types import Failed, Mode, NewTokens, Reserved
 from tandem.errors import WorkerLost
+from tandem.observability.logs import about
+from tandem.observability.traces import NO_SPAN, NO_TRACING, Attributes, Tracing
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.telemetry import about
-from tandem.tracing import NO_SPAN, NO_TRACING, Attributes, Tracing
 from tandem.worker.convert import sequence_spec, trace_headers
 from tandem.worker.decode.prefill_planner import PrefillPlanner
 from tandem.worker.decode.prompt_prefill import PromptPrefill

@@ -32,7 +32,7 @@ from tandem.engine.runner import ModelRunner
 from tandem.engine.types import Failed, FinalBlocks, StepReport
 from tandem.errors import ConfigError, TandemError
 from tandem.models.source import resolve
-from tandem.telemetry import about, configure_logging
+from tandem.observability.logs import about, configure_logging
 from tandem.transfer import thread as transfer
 from tandem.transfer.protocol import LocalPool, Pull, PullResult, layout_fields
 from tandem.worker.engine_process import messages

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 
 from tandem.config import WorkerConfig
-from tandem.registry import Load
+from tandem.store.registry import Load
 from tandem.worker.engine_process.link import EngineLink
 
 TURN_S = 1.0

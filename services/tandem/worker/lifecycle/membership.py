@@ -15,8 +15,8 @@ from tandem.config import ClusterConfig
 from tandem.engine.types import StepReport
 from tandem.prefix_index.publisher import Publisher
 from tandem.prefix_index.redis import RedisIndex
-from tandem.redis_client import UNREACHABLE, connect
-from tandem.registry import Contract, Registry, WorkerRecord
+from tandem.store.client import UNREACHABLE, connect
+from tandem.store.registry import Contract, Registry, WorkerRecord
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import msgspec
 
 from tandem.config import Role, WorkerConfig
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
-from tandem.registry import Contract, Load, State
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
+from tandem.store.registry import Contract, Load, State
 from tandem.transfer.reach import host_identity
 from tandem.worker.convert import (
     contract_from,

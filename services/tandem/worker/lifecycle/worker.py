@@ -24,14 +24,14 @@ from tandem.block_hash import HASH_VERSION
 from tandem.config import Role, WorkerConfig
 from tandem.errors import ConfigError, WorkerLost
 from tandem.memory import read_memory
-from tandem.registry import Contract, Load, State, WorkerRecord
+from tandem.observability.traces import make_tracing
 from tandem.rpc.auth import TokenInterceptor
 from tandem.rpc.block_bytes import EncodedByHandler
 from tandem.rpc.failures import FailureInterceptor, log_lost_peers_calmly
 from tandem.rpc.options import SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from tandem.tracing import make_tracing
+from tandem.store.registry import Contract, Load, State, WorkerRecord
 from tandem.worker.convert import load_message
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process import messages

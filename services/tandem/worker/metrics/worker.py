@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from tandem.cost_model import PairRate
 from tandem.memory import read_memory
 from tandem.prefix_index.publisher import Publisher
-from tandem.registry import Load
+from tandem.store.registry import Load
 from tandem.worker.engine_process.messages import PullsSettled, ReaderRenewed, TransferReply
 from tandem.worker.kv_pulls.lease import PullStats
 from tandem.worker.metrics.index import IndexMetrics

@@ -16,11 +16,11 @@ import msgspec
 
 from tandem.config import WorkerConfig
 from tandem.errors import Incompatible, LeaseLost, TandemError, WorkerLost
-from tandem.registry import Contract
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.store.registry import Contract
 from tandem.transfer.protocol import PROBE_BYTES, RemotePool
 from tandem.transfer.reach import Reach, host_identity, reach
 from tandem.worker.convert import contract_from, contract_message, host_from, host_message

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from tandem.config import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
-from tandem.registry import Contract, WorkerRecord
+from tandem.store.registry import Contract, WorkerRecord
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.messages import DisconnectPeer
 from tandem.worker.peers.pairing import Pairing

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tandem.config import TransferConfig
-from tandem.tracing import NO_SPAN, RequestSpan
+from tandem.observability.traces import NO_SPAN, RequestSpan
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 
 

@@ -20,9 +20,9 @@ from tandem.config import WorkerConfig
 from tandem.cost_model import PairRate, default_pair, prefill_seconds
 from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import TandemError
-from tandem.registry import Contract
+from tandem.observability.logs import about
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.telemetry import about
+from tandem.store.registry import Contract
 from tandem.worker.kv_pulls.lease import LeaseMaker, ReaderLease
 from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.peers.peer import Peer

@@ -24,9 +24,9 @@ import grpc
 from tandem.config import WorkerConfig
 from tandem.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Reserved
 from tandem.errors import QueueFull
+from tandem.observability.logs import about
+from tandem.observability.traces import NO_SPAN, NO_TRACING, Tracing
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.telemetry import about
-from tandem.tracing import NO_SPAN, NO_TRACING, Tracing
 from tandem.worker.convert import sequence_spec, trace_headers
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.messages import (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from tandem.simulator.clock import Clock
-from tandem.simulator.worker import Worker
+from tandem.simulator.workers.worker import Worker
 
 _State = Literal["off", "starting", "ready", "draining"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from redis.asyncio import RedisCluster
 from redis.exceptions import NoScriptError
 
-from tandem.redis_client import Client
+from tandem.store.client import Client
 
 Argument = bytes | str | int
 

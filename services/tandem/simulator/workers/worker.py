@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tandem.cost_model import WorkerRates
-from tandem.registry import Load
 from tandem.simulator.clock import Clock
-from tandem.simulator.engine import Engine
-from tandem.simulator.host import Host
-from tandem.simulator.kv_cache import KvCache
+from tandem.simulator.workers.engine import Engine
+from tandem.simulator.workers.host import Host
+from tandem.simulator.workers.kv_cache import KvCache
+from tandem.store.registry import Load
 
 
 class Task:

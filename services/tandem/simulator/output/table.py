@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from tandem.simulator.report import Report
+from tandem.simulator.output.report import Report
 
 COLUMNS = (
     "load",

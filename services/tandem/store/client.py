@@ -2,7 +2,7 @@
 
 redis-py's own retries would hide an outage for seconds from callers that all have a better answer
 to one: the router places without the tree, a worker publishes again, a record is written next time.
-One server, Sentinel and Cluster (redis_url.py) give clients that take the same calls; keys that one
+One server, Sentinel and Cluster (store/url.py) give clients that take the same calls; keys that one
 call or script touches share a hash tag, so that they also work on a Cluster.
 """
 
@@ -25,7 +25,7 @@ from redis.exceptions import AuthenticationError, RedisClusterException, RedisEr
 from redis.retry import Retry as SyncRetry
 
 from tandem.errors import ConfigError
-from tandem.redis_url import RedisAddress, parse
+from tandem.store.url import RedisAddress, parse
 
 Client: TypeAlias = Redis | RedisCluster
 SyncClient: TypeAlias = SyncRedis | SyncRedisCluster

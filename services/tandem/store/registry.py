@@ -30,8 +30,8 @@ from tandem.block_hash import chain_root
 from tandem.config import ClusterConfig
 from tandem.cost_model import PairRate, WorkerRates
 from tandem.errors import Incompatible
-from tandem.redis_client import Client
-from tandem.redis_script import Script
+from tandem.store.client import Client
+from tandem.store.script import Script
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from tandem.simulator.report import Report
-from tandem.simulator.table import COLUMNS, mean, rows
+from tandem.simulator.output.report import Report
+from tandem.simulator.output.table import COLUMNS, mean, rows
 
 _PLOTS: dict[str, tuple[str, Callable[[Report], float]]] = {
     "goodput": ("goodput under SLO, %", lambda r: r.goodput * 100),
