@@ -4,8 +4,8 @@ import sys
 
 import grpc
 
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.client import InferenceStub
+from tandem.client import inference as pb
 
 
 def main(address: str = "127.0.0.1:8001", question: str = "What is gravity?") -> None:
