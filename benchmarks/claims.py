@@ -35,7 +35,7 @@ from benchmarks.load import percentile, random_prompt
 from benchmarks.peers.machine import conditions
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.runner import ModelRunner
+from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, StepReport
 from tandem.models.source import resolve
 

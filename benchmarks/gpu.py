@@ -29,9 +29,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_model import LLAMA_3_8B, SMOKE, Size, make_weights, weight_bytes
 from benchmarks.gpu_peer import generate_with_transformers
-from tandem.engine.batch import SequenceSlice, StepBatch
-from tandem.engine.triton_steps import TritonSteps
-from tandem.engine.weights import ModelWeights
+from tandem.engine.executor.triton_steps import TritonSteps
+from tandem.engine.executor.weights import ModelWeights
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
 from tandem_kernels.kv_cache import layer_of
 from tandem_kernels.sampling import Draw

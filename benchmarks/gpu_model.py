@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engine.weights import LayerWeights, Linear, ModelWeights
+from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.models.config import ModelConfig
 
 

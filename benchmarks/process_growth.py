@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from tandem.cluster.guardian import cluster_processes
+from tandem.cluster.processes.guardian import cluster_processes
 
 HOUR_S = 3600.0
 SETTLE = 1 / 3  # of a series, left out of its slope

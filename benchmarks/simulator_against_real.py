@@ -41,7 +41,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.small_mix import BLOCK, make_mix, replay, send
-from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.config import ClusterConfig
 from tandem.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
 from tandem.router.admission.predict import TtftLimit

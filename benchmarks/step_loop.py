@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.load import random_prompt
 from benchmarks.peers.machine import conditions
 from tandem.config import EngineConfig
+from tandem.engine.cache.pool_memory import populate
 from tandem.engine.engine import Engine
-from tandem.engine.native_decoder import NativeDecoder
-from tandem.engine.pool_memory import populate
-from tandem.engine.runner import ModelRunner
+from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.models.source import resolve
 

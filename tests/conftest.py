@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from redis.asyncio import Redis
 
-from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.config import ClusterConfig
 from tandem.store.client import connect
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engine.batch import SequenceSlice, StepBatch
-from tandem.engine.runner import ModelRunner
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 
 
 @dataclass(slots=True)

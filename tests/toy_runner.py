@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import torch
 
-from tandem.engine.batch import SequenceSlice, StepBatch
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem_kernels.sampling import sample
 
 VOCABULARY = 16

@@ -20,9 +20,9 @@ def main(model: str, dtype: str, threads: str, weights: str = "auto") -> None:
     import torch
 
     from tandem.config import EngineConfig
+    from tandem.engine.cache.pool_memory import populate
     from tandem.engine.engine import Engine
-    from tandem.engine.pool_memory import populate
-    from tandem.engine.runner import ModelRunner
+    from tandem.engine.executor.runner import ModelRunner
     from tandem.engine.types import Mode, SamplingParams, SequenceSpec
     from tandem.models.source import resolve
 

@@ -115,12 +115,12 @@ def up(
     ] = 0,
 ) -> None:
     """Start a whole cluster on this machine; Ctrl-C stops all of it."""
-    from tandem.cluster.launch_options import (
+    from tandem.cluster.launch.launcher import up as launch
+    from tandem.cluster.launch.options import (
         LaunchOptions,
         autoscale_options,
         check_worker_options,
     )
-    from tandem.cluster.launcher import up as launch
     from tandem.errors import ConfigError
 
     engine: dict[str, str | int | float] = {

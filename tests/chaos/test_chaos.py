@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tests.chaos.checks import (
     errors_logged,
     router_outcomes,

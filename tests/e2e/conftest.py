@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tests.harness.cluster import LocalCluster
 
 StartCluster = Callable[..., AbstractContextManager[LocalCluster]]

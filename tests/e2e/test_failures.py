@@ -13,7 +13,7 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
-from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.prefix_index.redis import RedisIndex
 from tests.e2e.conftest import StartCluster, running_cluster
 from tests.harness.client import complete_all, golden, open_client, stream_completion, tokens_of

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
-from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tests.e2e.conftest import running_cluster
 from tests.harness.client import complete, golden, metric, open_client
 from tests.harness.cluster import LocalCluster, wait_for

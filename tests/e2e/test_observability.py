@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tests.harness.client import golden, open_client
 from tests.harness.cluster import LocalCluster, wait_for
 from tests.harness.monitoring import ALERTS, DASHBOARDS, alerts, queries

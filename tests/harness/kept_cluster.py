@@ -20,12 +20,12 @@ import httpx
 import msgspec
 import psutil
 
-from tandem.cluster import guardian
-from tandem.cluster.embedded_redis import EmbeddedRedis
-from tandem.cluster.head_process import HeadProcess
-from tandem.cluster.launch_options import LaunchOptions, make_spec
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.options import LaunchOptions, make_spec
 from tandem.cluster.operate import differences
 from tandem.cluster.pools import PoolCommand
+from tandem.cluster.processes import guardian
+from tandem.cluster.ray.head_process import HeadProcess
 from tandem.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
 from tandem.models.source import resolve
 from tandem.rpc.auth import token_metadata

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from tandem.engine.batch import StepBatch
+from tandem.engine.scheduler.batch import StepBatch
 from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.engine_process.process import main as engine_main
 from tandem.worker.engine_process.settings import EngineSettings

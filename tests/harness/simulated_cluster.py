@@ -20,7 +20,7 @@ import zmq
 
 from tandem.block_hash import HASH_VERSION
 from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
-from tandem.engine.pool_bytes import pool_bytes
+from tandem.engine.cache.pool_bytes import pool_bytes
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.registry import Contract
 from tandem.transfer.nixl import NixlReader

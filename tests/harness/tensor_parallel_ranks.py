@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
 from tandem.transfer.descriptors import BlockPairs
 from tandem.transfer.tensor_parallel import ParallelLayout
 

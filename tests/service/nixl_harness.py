@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.config import TransferConfig
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
 from tandem.transfer import thread as transfer
 from tandem.transfer.protocol import LocalPool, Pull, PullResult, RemotePool, layout_fields
 

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.cluster import guardian
+from tandem.cluster.processes import guardian
 
 pytestmark = pytest.mark.service
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
-from tandem.cluster.scale_channel import ScaleChannel
+from tandem.cluster.ray.scale_channel import ScaleChannel
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.prefix_index.publisher import Publisher, PublisherConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import TandemError
 from tandem.transfer.descriptors import BlockPairs
 from tandem.transfer.nixl_agent import NixlAgent, ReadState, load_nixl

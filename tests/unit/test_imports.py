@@ -32,7 +32,7 @@ def loaded_by(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["tandem.router.server", "tandem.cli", "tandem.cluster.launcher"]
+    "module", ["tandem.router.server", "tandem.cli", "tandem.cluster.launch.launcher"]
 )
 def test_the_router_and_the_launcher_load_no_engine(module: str) -> None:
     assert loaded_by(module).isdisjoint(HEAVY)
@@ -51,7 +51,7 @@ def test_the_simulator_is_light_too() -> None:
 
 def test_only_the_cluster_knows_ray() -> None:
     assert "ray" not in loaded_by("tandem.router.server")
-    assert "ray" not in loaded_by("tandem.cluster.launcher")
+    assert "ray" not in loaded_by("tandem.cluster.launch.launcher")
 
 
 def test_no_hand_written_file_is_longer_than_400_lines() -> None:

@@ -96,7 +96,7 @@ def _fast_modes() -> list[str]:
     """All, but torch in bf16 only where the hardware multiplies it: else it takes minutes."""
     import torch
 
-    from tandem.engine.runner import has_bfloat16
+    from tandem.engine.executor.runner import has_bfloat16
 
     has = has_bfloat16(torch.device("cpu"))
     return [mode for mode in MODES if has or mode != "torch bf16"]
@@ -176,7 +176,7 @@ def _work(
 ) -> Iterator[tuple[str, Callable[[], float]]]:
     """Name of what is computed, and what computes it and answers the seconds."""
     from tandem.bench.engine_steps import blocks_needed, decode_step, prefill_steps
-    from tandem.engine.runner import ModelRunner
+    from tandem.engine.executor.runner import ModelRunner
 
     config = EngineConfig(model="", device="cpu", num_threads=threads, **MODES[mode])  # type: ignore[arg-type]
     runner = ModelRunner(folder, config)

@@ -28,9 +28,9 @@ from rich.table import Table
 from tandem.bench.engine import MODES, idle_percent, limits
 from tandem.bench.engine_steps import blocks_needed, decode_step, prefill_steps
 from tandem.config import EngineConfig
-from tandem.engine.batch import SequenceSlice, StepBatch
-from tandem.engine.pool_memory import own_pages
-from tandem.engine.runner import ModelRunner
+from tandem.engine.cache.pool_memory import own_pages
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import TandemError
 from tandem.models.config import ModelConfig
 from tandem.models.source import resolve

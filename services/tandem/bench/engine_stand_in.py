@@ -14,9 +14,9 @@ import torch
 
 from tandem.bench.pool import fill, pool_memory
 from tandem.bench.sizes import layout_of, scattered
+from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.engine import Engine
-from tandem.engine.layout import BlockLayout
-from tandem.engine.runner import ModelRunner
+from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import (
     EngineLoad,
     FinalBlocks,

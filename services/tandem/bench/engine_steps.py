@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 
 STEP_TOKENS = 512
 DECODE_CONTEXT = 256

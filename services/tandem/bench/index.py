@@ -36,7 +36,7 @@ from rich.table import Table
 from tandem.bench.index_publisher import BATCH_BLOCKS, READY, SILENT_S, random_chain
 from tandem.bench.index_trees import Trees, exists, fill, fill_others, hold
 from tandem.bench.radix_tree import RadixTree
-from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.errors import ConfigError
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.redis import RedisIndex

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
 
 BLOCKS = (1, 4, 16, 64, 256, 512, 1024)
 POOL_BYTES_MAX = 1 << 30  # of each side

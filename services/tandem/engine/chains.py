@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.block_table import check_own, check_trusted, give_back, store_blocks
+from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.block_table import check_own, check_trusted, give_back, store_blocks
 from tandem.errors import InternalError
 
 _ROOT_UNKNOWN = b""  # hashes come without their chain's root, and nobody looks for it

@@ -15,18 +15,18 @@ import torch
 
 from tandem.block_hash import chain_root
 from tandem.config import EngineConfig
-from tandem.engine.admission import check_spec
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.block_table import check_own, check_trusted, give_back, store_blocks
+from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.block_table import check_own, check_trusted, give_back, store_blocks
+from tandem.engine.cache.layout import num_blocks_of
 from tandem.engine.chains import Chains
-from tandem.engine.layout import num_blocks_of
+from tandem.engine.executor.sampler import sample_next
 from tandem.engine.load import measure_load
-from tandem.engine.pace import Pace
 from tandem.engine.report import PendingReport
 from tandem.engine.runner_protocol import Runner
-from tandem.engine.sampler import sample_next
-from tandem.engine.scheduler import Chunk, Schedule, Scheduler
-from tandem.engine.seats import STEP_SHARE, Seats
+from tandem.engine.scheduler.admission import check_spec
+from tandem.engine.scheduler.pace import Pace
+from tandem.engine.scheduler.scheduler import Chunk, Schedule, Scheduler
+from tandem.engine.scheduler.seats import STEP_SHARE, Seats
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import EngineLoad, FinalBlocks, Mode, SequenceSpec, StepReport
 from tandem.errors import InternalError, QueueFull, TandemError

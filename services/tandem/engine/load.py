@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tandem.engine.block_pool import BlockPool
+from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.chains import Chains
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import EngineLoad, Mode

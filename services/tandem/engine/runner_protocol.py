@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from tandem.engine.batch import StepBatch
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.scheduler.batch import StepBatch
 from tandem_kernels.sampling import Draw
 
 

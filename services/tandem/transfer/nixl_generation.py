@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import TandemError
 from tandem.transfer.nixl_agent import NixlAgent
 from tandem.transfer.protocol import LocalPool, RemotePool

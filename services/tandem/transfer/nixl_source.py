@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
 from tandem.transfer.nixl_agent import NixlAgent
 from tandem.transfer.protocol import LocalPool, RemotePool
 from tandem.transfer.ucx_mode import UcxMode

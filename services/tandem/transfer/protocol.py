@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
 
 PROBE_BYTES = 4 << 20  # that two reads of a joining pair move, to see its bandwidth
 

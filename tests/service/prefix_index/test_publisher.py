@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
 from tandem.store.client import connect

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.config import ClusterConfig, RouterConfig
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer

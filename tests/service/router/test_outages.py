@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from tandem.cluster.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.config import ClusterConfig, RouterConfig
 from tandem.cost_model import PrefillRate, WorkerRates
 from tandem.models.source import resolve

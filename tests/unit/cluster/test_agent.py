@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster import agent as agent_module
-from tandem.cluster import process
-from tandem.cluster.agent import Agent
-from tandem.cluster.owned import Owned
 from tandem.cluster.pools import ClusterSpec, Member, MemberState, PoolCommand
+from tandem.cluster.processes import process
+from tandem.cluster.processes.owned import Owned
+from tandem.cluster.ray import agent as agent_module
+from tandem.cluster.ray.agent import Agent
 
 WAIT = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
 MEMBER = Member(member_id="decode-0", pool="decode", ordinal=3)  # as it was when Ray first made it

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem.cluster.end_watch import EndWatch
+from tandem.cluster.processes.end_watch import EndWatch
 
 
 @pytest.fixture

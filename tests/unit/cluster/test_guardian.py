@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster import guardian
+from tandem.cluster.processes import guardian
 from tandem.config import CLUSTER_ID_VARIABLE
 
 DEAF = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"

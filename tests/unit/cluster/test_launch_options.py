@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.cluster.launch_options import autoscale_options
+from tandem.cluster.launch.options import autoscale_options
 from tandem.errors import ConfigError
 from tests.harness.programs import parse_router
 

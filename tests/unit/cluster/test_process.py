@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.cluster import process
-from tandem.cluster.process import DetachedProcess
+from tandem.cluster.processes import process
+from tandem.cluster.processes.process import DetachedProcess
 from tandem.errors import ConfigError
 
 WAIT = [sys.executable, "-S", "-c", "import signal; print('up', flush=True); signal.pause()"]

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tandem.engine.batch import SequenceSlice, StepBatch
-from tandem.engine.native_decoder import NativeDecoder
-from tandem.engine.torch_steps import TorchSteps
-from tandem.engine.weights import LayerWeights, Linear, ModelWeights
+from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.torch_steps import TorchSteps
+from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
 from tandem_kernels.native import library
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.admission import check_spec
+from tandem.engine.scheduler.admission import check_spec
 from tandem.engine.types import Mode
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
 from tests.engine_driver import make_spec

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cost_model import PrefillRate
-from tandem.engine.chunking import Link, finish_s, lag_after, next_chunk, tail_chunk
+from tandem.engine.scheduler.chunking import Link, finish_s, lag_after, next_chunk, tail_chunk
 
 BUDGET = 512
 RATES = st.builds(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tandem.engine.batch import StepBatch
+from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.types import (
     EngineLoad,
     FinalBlocks,

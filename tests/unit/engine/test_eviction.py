@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.engine.eviction import LeastRecentlyUsed
+from tandem.engine.cache.eviction import LeastRecentlyUsed
 
 
 def test_pops_by_last_use() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.runner import ModelRunner
+from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import FinalBlocks, Mode, SamplingParams, SequenceSpec
 from tandem.models.source import resolve
 from tests.engine_driver import Outcome, drive, make_spec

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tandem.config import EngineConfig
-from tandem.engine.kernel_choice import choose_kernels, why_not_triton
+from tandem.engine.executor.kernel_choice import choose_kernels, why_not_triton
 from tandem.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tandem.config import EngineConfig
-from tandem.engine.batch import SequenceSlice, StepBatch
-from tandem.engine.runner import ModelRunner
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tests.step_batches import mixed_steps
 from tests.tiny_models import FAMILIES, make_tiny_model
 

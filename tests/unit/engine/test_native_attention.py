@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.engine.batch import SequenceSlice, StepBatch
-from tandem.engine.native_decoder import NativeDecoder
+from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tests.unit.engine import native_shapes
 from tests.unit.engine.native_shapes import BASE, Shape
 from tests.unit.engine.test_native_decoder import INSTRUCTIONS

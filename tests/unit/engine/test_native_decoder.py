@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tandem.config import EngineConfig
-from tandem.engine.batch import SequenceSlice, StepBatch
-from tandem.engine.native_decoder import NativeDecoder
-from tandem.engine.runner import ModelRunner
-from tandem.engine.weights import Linear
+from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.weights import Linear
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import ConfigError
 from tandem.models.source import resolve
 from tandem_kernels.native import library

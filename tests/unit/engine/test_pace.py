@@ -10,12 +10,12 @@ from random import Random
 import pytest
 from torch import Tensor
 
-from tandem.engine.batch import StepBatch
-from tandem.engine.block_pool import BlockPool
+from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.engine import Engine
-from tandem.engine.pace import Pace, StepWork
-from tandem.engine.scheduler import Schedule, Scheduler
-from tandem.engine.seats import Seats
+from tandem.engine.scheduler.batch import StepBatch
+from tandem.engine.scheduler.pace import Pace, StepWork
+from tandem.engine.scheduler.scheduler import Schedule, Scheduler
+from tandem.engine.scheduler.seats import Seats
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode, StepReport
 from tests.engine_driver import Outcome, drive, make_engine, make_spec

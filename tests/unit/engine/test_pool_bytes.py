@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.engine.layout import BlockLayout
-from tandem.engine.pool_bytes import pool_bytes
+from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.pool_bytes import pool_bytes
 from tandem.errors import InternalError
 
 

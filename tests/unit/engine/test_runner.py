@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tandem.config import EngineConfig
-from tandem.engine.batch import StepBatch
-from tandem.engine.runner import ModelRunner
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
 from tandem.models.source import ModelFolder, resolve
 from tests.step_batches import Progress, logits_after, mixed_steps, place

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.engine.sampler import sample_next
+from tandem.engine.executor.sampler import sample_next
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import SamplingParams
 from tests.engine_driver import make_spec

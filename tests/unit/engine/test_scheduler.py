@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.pace import Pace
-from tandem.engine.scheduler import Schedule, Scheduler
-from tandem.engine.seats import Seats
+from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.scheduler.pace import Pace
+from tandem.engine.scheduler.scheduler import Schedule, Scheduler
+from tandem.engine.scheduler.seats import Seats
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import Mode, StepReport
 from tests.engine_driver import make_spec

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.cost_model import DecodeRate
-from tandem.engine.seats import Seats
+from tandem.engine.scheduler.seats import Seats
 
 
 def seats(itl_limit_s: float, rate: DecodeRate | None = DecodeRate(1e-2, 2e-3)) -> int:

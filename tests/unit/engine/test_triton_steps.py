@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tandem.config import EngineConfig
-from tandem.engine.batch import SequenceSlice, StepBatch
-from tandem.engine.decode_graphs import bucket_sizes
-from tandem.engine.runner import ModelRunner
-from tandem.engine.triton_inputs import DecodeRows, StepShape, StepViews, write_step
+from tandem.engine.executor.decode_graphs import bucket_sizes
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.triton_inputs import DecodeRows, StepShape, StepViews, write_step
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import ConfigError
 from tandem.models.source import ModelFolder
 from tests.step_batches import mixed_steps, place

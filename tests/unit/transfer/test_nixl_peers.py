@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
 from tandem.transfer import nixl, nixl_generation
 from tandem.transfer.nixl import NixlReader
 from tandem.transfer.protocol import LocalPool, Pull, RemotePool, layout_fields

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import Incompatible
 from tandem.transfer.descriptors import BlockPairs
 from tandem.transfer.tensor_parallel import ParallelLayout, Part, RankRead, descriptors

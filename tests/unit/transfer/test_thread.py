@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tandem.config import TransferConfig
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import Incompatible, InternalError
 from tandem.transfer import nixl, nixl_agent, thread
 from tandem.transfer.nixl import NixlReader

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tandem.engine.pool_memory import create_shared, map_shared, size_shared
+from tandem.engine.cache.pool_memory import create_shared, map_shared, size_shared
 from tandem.errors import InternalError, LeaseLost
 from tandem.worker.engine_process.pool_view import MappedPool, Reservations
 

@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from tandem.config import WorkerConfig
-from tandem.engine.pool_memory import create_shared, map_shared
+from tandem.engine.cache.pool_memory import create_shared, map_shared
 from tandem.engine.types import FinalBlocks
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
 from tandem.transfer.protocol import PullResult, RemotePool

@@ -25,10 +25,10 @@ from typing import Any
 import msgspec
 import zmq
 
+from tandem.engine.cache.pool_bytes import pool_bytes
+from tandem.engine.cache.pool_memory import populate
 from tandem.engine.engine import Engine
-from tandem.engine.pool_bytes import pool_bytes
-from tandem.engine.pool_memory import populate
-from tandem.engine.runner import ModelRunner
+from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Failed, FinalBlocks, StepReport
 from tandem.errors import ConfigError, TandemError
 from tandem.models.source import resolve

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tandem.engine.batch import SequenceSlice, StepBatch
-from tandem.engine.decode_graphs import DecodeGraphs
-from tandem.engine.triton_decoder import TritonDecoder
-from tandem.engine.triton_inputs import StepViews, write_step
-from tandem.engine.weights import ModelWeights
+from tandem.engine.executor.decode_graphs import DecodeGraphs
+from tandem.engine.executor.triton_decoder import TritonDecoder
+from tandem.engine.executor.triton_inputs import StepViews, write_step
+from tandem.engine.executor.weights import ModelWeights
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
 from tandem_kernels.sampling import Draw
 from tandem_kernels.triton.sampling import sample

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from tandem.engine.batch import StepBatch
-from tandem.engine.model import Decoder
-from tandem.engine.step_inputs import make_step_inputs
-from tandem.engine.weights import ModelWeights
+from tandem.engine.executor.model import Decoder
+from tandem.engine.executor.step_inputs import make_step_inputs
+from tandem.engine.executor.weights import ModelWeights
+from tandem.engine.scheduler.batch import StepBatch
 from tandem.models.config import ModelConfig
 from tandem_kernels.dispatch import kernels_for
 from tandem_kernels.kv_cache import KvPool

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import ray
 
-from tandem.cluster import owned, process
 from tandem.cluster.pools import ClusterSpec, Member, MemberState
-from tandem.cluster.process import DetachedProcess
+from tandem.cluster.processes import owned, process
+from tandem.cluster.processes.process import DetachedProcess
 from tandem.errors import ConfigError
 from tandem.observability.logs import configure_logging
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem_kernels.attention_groups import QuerySpan, batch_order
 from tandem_kernels.kv_cache import KvPool
 

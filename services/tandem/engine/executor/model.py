@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import silu
 
-from tandem.engine.step_inputs import StepInputs
-from tandem.engine.weights import LayerWeights, Linear, ModelWeights
+from tandem.engine.executor.step_inputs import StepInputs
+from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.models.config import ModelConfig
 from tandem_kernels.dispatch import Angles, Kernels
 from tandem_kernels.kv_cache import KvPool

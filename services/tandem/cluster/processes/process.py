@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.cluster import detach
+from tandem.cluster.processes import detach
 from tandem.errors import ConfigError
 
 _DETACH_DEADLINE_S = 30.0

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from tandem.engine.batch import SequenceSlice
-from tandem.engine.triton_inputs import DecodeRows, StepShape, StepViews
+from tandem.engine.executor.triton_inputs import DecodeRows, StepShape, StepViews
+from tandem.engine.scheduler.batch import SequenceSlice
 
 log = logging.getLogger(__name__)
 

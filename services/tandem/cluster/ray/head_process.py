@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.cluster import guardian
 from tandem.cluster.pools import ClusterSpec
-from tandem.cluster.ray_head import HeadStarted, head_environment
+from tandem.cluster.processes import guardian
+from tandem.cluster.ray.head import HeadStarted, head_environment
 from tandem.errors import ConfigError
 
 _LOG_TAIL_LINES = 15
@@ -47,7 +47,7 @@ class HeadProcess:
         self.end()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tandem.cluster.ray_head", str(self._run_folder)],
+                [sys.executable, "-m", "tandem.cluster.ray.head", str(self._run_folder)],
                 env=head_environment(self._environment, self._run_folder),
                 cwd=self._run_folder,
                 stdin=subprocess.PIPE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from tandem.engine.block_pool import BlockPool
+from tandem.engine.cache.block_pool import BlockPool
 from tandem.errors import InternalError
 
 

@@ -21,15 +21,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tandem.cluster import guardian, process
-from tandem.cluster.embedded_redis import EmbeddedRedis
-from tandem.cluster.end_watch import EndWatch
-from tandem.cluster.head_process import HeadProcess
-from tandem.cluster.launch_options import LaunchOptions, make_spec
-from tandem.cluster.launch_screen import LaunchScreen
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.launch.options import LaunchOptions, make_spec
+from tandem.cluster.launch.readiness import Readiness
+from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import ClusterSpec, Member, plan
-from tandem.cluster.readiness import Readiness
-from tandem.cluster.signals import Interrupted, StopSignals
+from tandem.cluster.processes import guardian, process
+from tandem.cluster.processes.end_watch import EndWatch
+from tandem.cluster.processes.signals import Interrupted, StopSignals
+from tandem.cluster.ray.head_process import HeadProcess
 from tandem.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
 from tandem.errors import ConfigError
 from tandem.memory import read_memory, why_too_much, worker_need

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.engine.batch import SequenceSlice, StepBatch
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 
 Ints = npt.NDArray[np.int32]
 

@@ -25,11 +25,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tandem.cost_model import token_contexts
-from tandem.engine.batch import SequenceSlice, StepBatch
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.chunking import Link, lag_after, next_chunk, tail_chunk
-from tandem.engine.pace import Pace, StepWork
-from tandem.engine.seats import Seats
+from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
+from tandem.engine.scheduler.pace import Pace, StepWork
+from tandem.engine.scheduler.seats import Seats
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import Mode
 

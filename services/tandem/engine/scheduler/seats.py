@@ -8,7 +8,7 @@ no mean foretells: of a hundred steps 99 are to be within the limit. Who finds n
 
 from __future__ import annotations
 
-from tandem.engine.pace import Pace
+from tandem.engine.scheduler.pace import Pace
 
 SEATS_SHARE = 0.5
 STEP_SHARE = 0.75  # of the limit, that a step with chunks of prompts is planned to take

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tandem.engine.eviction import EvictionPolicy, LeastRecentlyUsed
+from tandem.engine.cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from tandem.engine.types import StoredBlock
 
 _LISTED_PER_BLOCK_MAX = 16  # hot chains: bounds how often long shared prefixes are repeated

@@ -15,20 +15,20 @@ import torch
 
 from tandem.config import EngineConfig
 from tandem.dtypes import compute_dtype, cpu_has_bfloat16
-from tandem.engine.batch import StepBatch
-from tandem.engine.kernel_choice import choose_kernels
-from tandem.engine.layout import BlockLayout
-from tandem.engine.native_decoder import NativeDecoder
-from tandem.engine.pool_memory import own_pages, size_shared
-from tandem.engine.torch_steps import TorchSteps
-from tandem.engine.weights import load_weights
+from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.pool_memory import own_pages, size_shared
+from tandem.engine.executor.kernel_choice import choose_kernels
+from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.torch_steps import TorchSteps
+from tandem.engine.executor.weights import load_weights
+from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
 from tandem.memory import Memory, read_memory, why_too_much, worker_need
 from tandem.models.source import ModelFolder
 from tandem_kernels.sampling import Draw
 
 if TYPE_CHECKING:
-    from tandem.engine.triton_steps import TritonSteps
+    from tandem.engine.executor.triton_steps import TritonSteps
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ class ModelRunner:
         self._large: NativeDecoder | TorchSteps | TritonSteps
         self._triton: TritonSteps | None = None
         if kernels == "triton":
-            from tandem.engine.triton_steps import TritonSteps  # Triton is not on every machine
+            from tandem.engine.executor.triton_steps import (
+                TritonSteps,  # Triton is not on every machine
+            )
 
             self._small = self._large = self._triton = TritonSteps(
                 folder.config,

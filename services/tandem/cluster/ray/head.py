@@ -1,6 +1,6 @@
 """A Ray head for one machine, as small as it gets, and the pool controller on it.
 
-    python -m tandem.cluster.ray_head RUN_FOLDER
+    python -m tandem.cluster.ray.head RUN_FOLDER
 
 starts GCS and raylet on free ports of 127.0.0.1, with a token, reads a `ClusterSpec` as JSON from
 standard input (which may come later than the start), makes the pool controller, prints one line of
@@ -108,7 +108,7 @@ def main(run_folder: Path) -> None:
     started = time.monotonic()
     import ray
 
-    from tandem.cluster.controller import start_controller
+    from tandem.cluster.ray.controller import start_controller
 
     address, pids = start_head(run_folder / "ray")
     head_s = time.monotonic() - started

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.engine.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
 

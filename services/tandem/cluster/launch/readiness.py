@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.head_process import HeadProcess
-from tandem.cluster.launch_options import LaunchOptions
-from tandem.cluster.launch_screen import LaunchScreen
+from tandem.cluster.launch.options import LaunchOptions
+from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import Member
-from tandem.cluster.process import DetachedProcess
-from tandem.cluster.ray_head import HeadStarted
+from tandem.cluster.processes.process import DetachedProcess
+from tandem.cluster.ray.head import HeadStarted
+from tandem.cluster.ray.head_process import HeadProcess
 from tandem.errors import ConfigError
 from tandem.store.client import SyncClient, connect_blocking
 from tandem.store.registry import WorkerRecord

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from tandem.cluster.launch_options import LaunchOptions
+from tandem.cluster.launch.options import LaunchOptions
 from tandem.cluster.pools import Member
 
 # Greedy and with wide margins: the small model answers it the same in bf16 and fp32, cold and warm.

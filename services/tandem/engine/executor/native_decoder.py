@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.engine.batch import StepBatch
-from tandem.engine.model import rope_frequencies
-from tandem.engine.pool_memory import own_pages
-from tandem.engine.weights import LayerWeights, Linear, ModelWeights
+from tandem.engine.cache.pool_memory import own_pages
+from tandem.engine.executor.model import rope_frequencies
+from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
+from tandem.engine.scheduler.batch import StepBatch
 from tandem.models.config import ModelConfig
 from tandem_kernels.native.library import (
     PANEL,

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import embedding, linear
 
-from tandem.engine.model import rope_frequencies
-from tandem.engine.triton_inputs import StepViews
-from tandem.engine.weights import LayerWeights, Linear, ModelWeights
+from tandem.engine.executor.model import rope_frequencies
+from tandem.engine.executor.triton_inputs import StepViews
+from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.models.config import ModelConfig
 from tandem_kernels.kv_cache import layer_of
 from tandem_kernels.rope import rotary_angles

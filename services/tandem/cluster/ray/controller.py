@@ -19,9 +19,6 @@ from typing import Any
 import msgspec
 import ray
 
-from tandem.cluster import owned
-from tandem.cluster.agent import CONTROLLER_NAME, Agent
-from tandem.cluster.owned import Owned
 from tandem.cluster.pools import (
     ClusterSpec,
     Member,
@@ -30,7 +27,10 @@ from tandem.cluster.pools import (
     describe,
     plan,
 )
-from tandem.cluster.scale_channel import ScaleChannel
+from tandem.cluster.processes import owned
+from tandem.cluster.processes.owned import Owned
+from tandem.cluster.ray.agent import CONTROLLER_NAME, Agent
+from tandem.cluster.ray.scale_channel import ScaleChannel
 from tandem.config import REDIS_URL_VARIABLE
 from tandem.observability.logs import configure_logging
 
