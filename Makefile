@@ -71,6 +71,10 @@ imports: $(DEV)
 proto: $(DEV) ## generate services/tandem/rpc/tandem from proto/
 	@$(call PROTOC,services)
 
+.PHONY: options
+options: $(DEV) ## write the options' page and the chart's options from the settings
+	@$(BIN)/python docs/reference/generate.py
+
 .PHONY: proto-check
 proto-check: $(DEV)
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call PROTOC,$$fresh) \

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from tandem.config import AutoscaleConfig
-from tandem.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
 from tandem.router.admission.predict import TtftLimit
 from tandem.router.placement.choose import choose
 from tandem.simulator.autoscaled import reversals

@@ -12,8 +12,8 @@ from random import Random
 
 import grpc.aio
 import httpx
-from chat_load import SYSTEMS, WORDS
 
+from chat_load import SYSTEMS, WORDS
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 

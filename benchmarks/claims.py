@@ -72,7 +72,7 @@ class Bench:
                 name,
                 prompt,
                 len(prompt),
-                Mode.HERE,
+                Mode.LOCAL,
                 SamplingParams(),
                 max_tokens,
                 cache_salt=salt,

@@ -97,7 +97,6 @@ def make_weights(size: Size, device: torch.device) -> tuple[ModelConfig, ModelWe
         mlp_bias=False,
         qk_norm=False,
         max_model_len=8192,
-        bos_token_id=None,
         eos_token_ids=(),
         torch_dtype="bfloat16",
     )

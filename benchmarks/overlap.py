@@ -5,7 +5,7 @@
 Three clusters of one prefill and one decode worker, one core each, NIXL, take turns:
 
     overlapped  blocks travel while the next chunk is computed (the default)
-    after       the same, but the reader pulls only when the prompt is computed whole
+    after       the same, but the consumer pulls only when the prompt is computed whole
     local       the decode worker prefills itself; nothing travels
 
 For each prompt length, medians over the repeats: time to first token (TTFT) as the client sees it,

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from chat_load import Chat, LoopLag, Seen, ask, chats, quantile
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

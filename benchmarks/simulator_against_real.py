@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.small_mix import BLOCK, make_mix, replay, send
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.config import ClusterConfig
-from tandem.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
 from tandem.router.admission.predict import TtftLimit
 from tandem.simulator.output.report import summarize
 from tandem.simulator.policies import make_policy

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from goodput_plot import plot
 
+from goodput_plot import plot
 from tandem.simulator.output.report import Report, summarize
 from tandem.simulator.policies import POLICIES, make_policy
 from tandem.simulator.scenario import Scenario, full_load_factor

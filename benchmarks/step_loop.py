@@ -61,7 +61,7 @@ def measure(engine: Engine, decoder: NativeDecoder, batch: int, steps: int) -> d
     rng, names = Random(batch), [f"{batch}-{number}" for number in range(batch)]
     for name in names:
         prompt = random_prompt(rng, PROMPT)
-        engine.add(SequenceSpec(name, prompt, PROMPT, Mode.HERE, SamplingParams(), 10 * steps))
+        engine.add(SequenceSpec(name, prompt, PROMPT, Mode.LOCAL, SamplingParams(), 10 * steps))
     waiting = set(names)
     while waiting:
         waiting -= {each.sequence_id for each in engine.step().new_tokens}

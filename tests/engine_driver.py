@@ -24,7 +24,7 @@ def make_spec(
     sequence_id: str,
     token_ids: list[int],
     *,
-    mode: Mode = Mode.HERE,
+    mode: Mode = Mode.LOCAL,
     max_tokens: int = 5,
     **fields: Any,
 ) -> SequenceSpec:

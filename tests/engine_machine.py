@@ -22,7 +22,7 @@ STEPS_MAX = 2000
 CLIENTS_MAX = 4  # at once; with more of them most of a run is about a queue that stands still
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN - 1)
-modes = st.sampled_from([Mode.HERE, Mode.AWAIT_KV])
+modes = st.sampled_from([Mode.LOCAL, Mode.WAITING_FOR_REMOTE_KV])
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Client:
     expected: list[int]  # the oracle's whole completion
     made: list[int]  # of it, what is known already
     num_cached_blocks: int | None = None  # of a sequence that was reserved and awaits KV
-    lent: list[int] | None = None  # FOR_PEER: reported blocks from first_wanted_block on
+    lent: list[int] | None = None  # PREFILL_ONLY: reported blocks from first_wanted_block on
     prefilled: bool = False
 
     @property
@@ -60,7 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.clients) < CLIENTS_MAX)
     @rule(
         prompt=prompts,
-        num_made=st.integers(0, 3),
+        num_output_tokens=st.integers(0, 3),
         mode=modes,
         max_tokens=st.integers(1, 8),
         stop=st.sets(st.integers(0, 15), max_size=2),
@@ -70,7 +70,7 @@ class EngineMachine(RuleBasedStateMachine):
     def add(
         self,
         prompt: list[int],
-        num_made: int,
+        num_output_tokens: int,
         mode: Mode,
         max_tokens: int,
         stop: set[int],
@@ -79,7 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         room = min(max_tokens, MAX_MODEL_LEN - len(prompt))
         expected = continuation(prompt, room, stop)
-        made = expected[:num_made]
+        made = expected[:num_output_tokens]
         spec = make_spec(
             self.new_id(),
             prompt + made,
@@ -94,11 +94,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.clients) < CLIENTS_MAX)
     @rule(prompt=prompts, first_wanted=st.integers(0, 3), prefix_blocks=st.integers(0, 4))
-    def add_for_peer(self, prompt: list[int], first_wanted: int, prefix_blocks: int) -> None:
+    def add_prefill_only(self, prompt: list[int], first_wanted: int, prefix_blocks: int) -> None:
         spec = make_spec(
             self.new_id(),
             prompt,
-            mode=Mode.FOR_PEER,
+            mode=Mode.PREFILL_ONLY,
             first_wanted_block=first_wanted,
             prefix_blocks=prefix_blocks,
         )
@@ -168,9 +168,9 @@ class EngineMachine(RuleBasedStateMachine):
         """One that waits for KV from outside gets on, in one of the ways of its mode."""
         client = data.draw(st.sampled_from(self._reserved()))
         ways = {
-            Mode.AWAIT_KV: [self.commit, self.start_local_prefill, self.restart],
-            Mode.HERE: [self.continue_prefill, self.restart],
-            Mode.FOR_PEER: [self.continue_prefill],
+            Mode.WAITING_FOR_REMOTE_KV: [self.commit, self.start_local_prefill, self.restart],
+            Mode.LOCAL: [self.continue_prefill, self.restart],
+            Mode.PREFILL_ONLY: [self.continue_prefill],
         }
         data.draw(st.sampled_from(ways[client.spec.mode]))(data, client)
 
@@ -271,7 +271,7 @@ class EngineMachine(RuleBasedStateMachine):
             for client in list(self.clients.values()):
                 if (num_cached_blocks := client.num_cached_blocks) is not None:
                     client.num_cached_blocks = None
-                    if client.spec.mode is Mode.AWAIT_KV:
+                    if client.spec.mode is Mode.WAITING_FOR_REMOTE_KV:
                         self.engine.start_local_prefill(client.spec.sequence_id)
                     else:
                         self.engine.continue_prefill(client.spec.sequence_id, num_cached_blocks)

@@ -45,7 +45,7 @@ def main(model: str, dtype: str, threads: str, weights: str = "auto") -> None:
         nonlocal count
         count += 1
         spec = SequenceSpec(
-            str(count), prompt, len(prompt), Mode.HERE, SamplingParams(), max_tokens
+            str(count), prompt, len(prompt), Mode.LOCAL, SamplingParams(), max_tokens
         )
         engine.add(spec)
 

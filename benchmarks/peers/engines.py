@@ -33,11 +33,11 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.peers.vllm_processes import ENVIRONMENT, preloads
-from tandem.bench.engine import idle_percent
 from tandem.models.source import built_in_file, resolve
+from tandem_bench.engine import idle_percent
 
-HERE = Path(__file__).parent
-RESULTS = HERE.parent / "results" / "engines_peers.json"
+LOCAL = Path(__file__).parent
+RESULTS = LOCAL.parent / "results" / "engines_peers.json"
 PEERS = Path.home() / ".cache" / "tandem" / "peers"
 CONTEXT = 256
 WORK = (
@@ -49,9 +49,9 @@ WORK = (
 def commands(model: str, threads: int) -> dict[str, list[str]]:
     """How each engine is started; the built-in model's GGUF is what all weights come from."""
     gguf, folder = str(built_in_file()), str(resolve(model).path)
-    vllm = [str(ENVIRONMENT / "bin/python"), str(HERE / "engine_vllm.py"), folder]
-    llama = [str(PEERS / "llama-cpp/bin/python"), str(HERE / "engine_llama_cpp.py"), gguf]
-    own = [sys.executable, str(HERE / "engine_tandem.py"), folder]
+    vllm = [str(ENVIRONMENT / "bin/python"), str(LOCAL / "engine_vllm.py"), folder]
+    llama = [str(PEERS / "llama-cpp/bin/python"), str(LOCAL / "engine_llama_cpp.py"), gguf]
+    own = [sys.executable, str(LOCAL / "engine_tandem.py"), folder]
     count = str(threads)
     return {
         "tandem bf16": [*own, "bfloat16", count],
@@ -78,7 +78,7 @@ class Engine:
         preloaded = preloads(ENVIRONMENT) if "vllm" in name else []
         variables = {
             "OMP_NUM_THREADS": str(threads),
-            "PYTHONPATH": str(HERE.parents[1]) if "tandem" in name else str(HERE),
+            "PYTHONPATH": str(LOCAL.parents[1]) if "tandem" in name else str(LOCAL),
             **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {}),
         }
         process = subprocess.Popen(

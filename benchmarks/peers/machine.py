@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tandem.bench.engine import idle_percent
+from tandem_bench.engine import idle_percent
 
 
 def machine() -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: what a decoder computes, an operation a file; in C++ whole: native."""
+"""The operations that a decoder computes, one per file; `native` is the whole decoder in C++."""

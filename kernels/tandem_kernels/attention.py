@@ -77,7 +77,7 @@ def _attend_chunk(
 
 
 def _mask(group: AttentionGroup, pool: KvPool, dtype: torch.dtype) -> torch.Tensor | None:
-    """[B, 1, num_queries, padded context]: 0 where a query sees a key, -inf elsewhere."""
+    """Returns [B, 1, num_queries, padded context]: 0 where a query sees a key, -inf elsewhere."""
     longest = max(group.context_lens)
     if group.num_queries == longest and group.num_queries > 1:
         return None

@@ -1,4 +1,4 @@
-"""Which sequences of a step are attended together, and where their KV lies: made once a step.
+"""Groups the sequences of a step that are attended together, and locates their KV, once a step.
 
 Sequences with one query each are gathered side by side, padded to the longest of the group, so a
 group holds only contexts of like length and at most `_GATHERED_TOKENS_MAX` padded tokens. A

@@ -1,4 +1,4 @@
-"""attention.py's formula in fp32, where a query's bits depend on its own sequence alone.
+"""Computes attention.py's formula in fp32; a query's bits depend on its own sequence alone.
 
 Not on what shares the step, where a chunk ends, how the KV is cut into blocks or on threads: all
 products have one shape, rows [16, D] by keys [64, D], and all sums one order.
@@ -87,8 +87,8 @@ class InvariantPagedAttention:
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
     def _tiled(self, group: AttentionGroup) -> _TiledGroup:
-        """With its mask. Row tiles come in the order of their last visible key, so that those that
-        see a key tile are the last ones: sequences by context length, queries by position."""
+        """Tiles a group, with its mask. Row tiles come by their last visible key, so that those
+        that see a key tile are the last ones: sequences by context length, queries by position."""
         device = self._pool.device
         if group.num_queries == 1:
             tiles_per_sequence = self._pool.num_kv_heads * self._tiles_per_query
@@ -113,7 +113,7 @@ class InvariantPagedAttention:
 
 
 def _padded_rows(rows: torch.Tensor) -> torch.Tensor:
-    """[..., r, D] with zero rows behind, to a multiple of the row tile."""
+    """Pads [..., r, D] with zero rows to a multiple of the row tile."""
     num_groups, num_rows, head_dim = rows.shape
     padded = rows.new_zeros(num_groups, -(-num_rows // ROW_TILE) * ROW_TILE, head_dim)
     padded[:, :num_rows] = rows

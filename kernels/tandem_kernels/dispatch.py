@@ -1,4 +1,4 @@
-"""Which of the torch implementations of each operation runs where, by numerics.
+"""Chooses the torch implementation of each operation for a device, by numerics.
 
 The C++ and Triton kernels compute whole steps and do not come by here; the engine chooses.
 """

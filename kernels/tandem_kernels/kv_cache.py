@@ -22,7 +22,7 @@ class KvPool:
         self._heads = torch.arange(self.num_kv_heads, device=kv.device)
 
     def token_rows(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Where tokens in slots (block id, offset), each [T], keep the K of layer 0: [T, heads]."""
+        """Returns the rows [T, heads] of layer 0's K, for slots (block id, offset), each [T]."""
         return self._first_runs(block_ids) * self.block_size + offsets.unsqueeze(-1)
 
     def write(
@@ -34,7 +34,7 @@ class KvPool:
         self._tokens.index_put_((rows + self.block_size,), values.to(self.dtype))
 
     def block_rows(self, block_tables: torch.Tensor) -> torch.Tensor:
-        """Where blocks [B, M] keep the K and the V of layer 0: [2 * B * heads * M]."""
+        """Returns the runs of layer 0's K and V in blocks [B, M]: [2 * B * heads * M]."""
         runs = self._first_runs(block_tables).transpose(1, 2)
         return torch.stack((runs, runs + 1)).flatten()
 
@@ -44,7 +44,7 @@ class KvPool:
         return runs.view(2, num_seqs, self.num_kv_heads, -1, self.head_dim)
 
     def _first_runs(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """[..., heads]: the run of layer 0's K in each block, for each head."""
+        """Returns the run of layer 0's K in each block, for each head: [..., heads]."""
         heads = block_ids.unsqueeze(-1) * self.num_kv_heads + self._heads
         return heads * (2 * self.num_layers)
 

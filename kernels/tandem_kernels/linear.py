@@ -16,7 +16,7 @@ def linear(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, out]; the last bits of a row may depend on T."""
+    """Returns [T, out]; the last bits of a row may depend on T."""
     if out is None:
         return torch.nn.functional.linear(x, weight, bias)
     if bias is None:
@@ -30,7 +30,7 @@ def linear_invariant(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, out]; each row's bits depend on that row alone. T is a multiple of TILE_ROWS.
+    """Returns [T, out]; each row's bits depend on that row alone. T is a multiple of TILE_ROWS.
 
     A BLAS chooses its kernel, and with it the order of additions, by the shape of the product, so
     every product here has the same shape.

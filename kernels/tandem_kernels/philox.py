@@ -26,7 +26,7 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def uniform(seed: int, position: int) -> float:
-    """In [0, 1), 53 random bits: a function of the seed's and the position's low 64 bits."""
+    """Returns 53 random bits in [0, 1): a function of the seed's and the position's low 64 bits."""
     counter = (position & _MASK, (position >> 32) & _MASK, 0, 0)
     high, low, _, _ = philox4x32(counter, (seed & _MASK, (seed >> 32) & _MASK))
     return ((high << 32 | low) >> 11) * 2.0**-53

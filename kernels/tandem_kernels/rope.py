@@ -15,7 +15,7 @@ import torch
 
 
 def rotary_frequencies(head_dim: int, theta: float) -> torch.Tensor:
-    """theta^(-2i / D) for pair i."""
+    """Returns theta^(-2i / D) for each pair i."""
     return 1.0 / (theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
 
 
@@ -66,7 +66,7 @@ def scale_yarn(
 def rotary_angles(
     positions: torch.Tensor, frequencies: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) times `scale`, each [T, 1, D / 2] in fp32, to be used in every layer."""
+    """Returns (cos, sin) times `scale`, each [T, 1, D / 2] in fp32, to be used in every layer."""
     angles = (positions.float().unsqueeze(-1) * frequencies).unsqueeze(1)
     return angles.cos() * scale, angles.sin() * scale
 

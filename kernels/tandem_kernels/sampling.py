@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, or drawn by (seed, position) and nothing else.
+"""Turns logits into tokens: greedy, or drawn by (seed, position) and nothing else.
 
 Tokens are ranked by logit, ties by token id. Filters cut that ranking off, in vLLM's order, each
 on what the one before left:
@@ -31,7 +31,7 @@ Ids = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is sampled. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+    """Parameters of one row's draw. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off."""
 
     temperature: float
     top_k: int
@@ -78,7 +78,7 @@ def _draw(logits: Floats, draw: Draw) -> int:
 def _token_at(
     u: float, logits: Floats, weights: Floats, num_left: int, mass: float, top_p: float
 ) -> int:
-    """Where u falls in the first `num_left` ranks, which hold `mass`, once top_p has cut them.
+    """Returns the token at u in the first `num_left` ranks, of mass `mass`, once top_p cut them.
 
     Ranks no more tokens than it needs, because sorting a whole vocabulary takes milliseconds.
     """

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tandem.config import EngineConfig
+from tandem.config import EngineOptions
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's two, arm64's one
 
 
-def compute_dtype(config: EngineConfig, *, has_bfloat16: bool) -> str:
+def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:
     """A key of DTYPE_BYTES. `has_bfloat16` tells whether the hardware multiplies bfloat16."""
     if config.numerics == "invariant":
         return "float32"
@@ -18,7 +18,7 @@ def compute_dtype(config: EngineConfig, *, has_bfloat16: bool) -> str:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16; elsewhere it is emulated, slower than float32."""
+    """Returns whether this CPU multiplies bfloat16; emulated, it is slower than float32."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
             flags = next(

@@ -4,7 +4,6 @@
       BadRequest            400  INVALID_ARGUMENT     client's input; says what is allowed
         ContextTooLong      400  INVALID_ARGUMENT
         NeverFits           400  INVALID_ARGUMENT     larger than the whole KV pool
-      Unauthenticated       401  UNAUTHENTICATED
       ScaleRefused          403  PERMISSION_DENIED    by who owns the pools' sizes
       ForeignPage           403  PERMISSION_DENIED    a browser sent the call for a foreign web page
       ModelNotFound         404  NOT_FOUND
@@ -21,7 +20,7 @@
       WorkerLost            503  UNAVAILABLE          the worker died, hung or was cut off
         WorkerLeft          503  UNAVAILABLE          it ended in order, as it had said
         LeaseLost           503  UNAVAILABLE          before `released`: the pulled is worthless
-          BlockMismatch     503  UNAVAILABLE          a block's checksum is not the source's
+          BlockMismatch     503  UNAVAILABLE          a block's checksum is not the producer's
       DeadlineExceeded      504  DEADLINE_EXCEEDED
       Incompatible          500  FAILED_PRECONDITION  two parts that may not work together
       ConfigError           500  FAILED_PRECONDITION  wrong settings, found at start
@@ -37,6 +36,8 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+_BY_CODE: dict[str, type[TandemError]] = {}
+
 
 class TandemError(Exception):
     """Root of the tree. `param` names the request's field at fault, where there is one."""
@@ -44,7 +45,11 @@ class TandemError(Exception):
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
     grpc_code: ClassVar[str] = "INTERNAL"
-    retryable: ClassVar[bool] = False
+
+    def __init_subclass__(cls, *, code: str, http: int = 0, grpc: str = "") -> None:
+        """HTTP's status and gRPC's code are the parent's where none is given."""
+        cls.code, _BY_CODE[code] = code, cls
+        cls.http_status, cls.grpc_code = http or cls.http_status, grpc or cls.grpc_code
 
     def __init__(
         self, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -56,160 +61,85 @@ class TandemError(Exception):
 
     @property
     def retry_after_whole_s(self) -> int | None:
-        """Rounded up, at least 1: who comes back sooner is refused again."""
+        """Seconds until a retry, rounded up, at least 1: a sooner one is refused again."""
         return None if self.retry_after_s is None else max(1, math.ceil(self.retry_after_s))
 
 
-class BadRequest(TandemError):
-    code = "invalid_request"
-    http_status = 400
-    grpc_code = "INVALID_ARGUMENT"
+class BadRequest(TandemError, code="invalid_request", http=400, grpc="INVALID_ARGUMENT"): ...
 
 
-class ContextTooLong(BadRequest):
-    code = "context_length_exceeded"
+class ContextTooLong(BadRequest, code="context_length_exceeded"): ...
 
 
-class NeverFits(BadRequest):
-    code = "kv_capacity_exceeded"
+class NeverFits(BadRequest, code="kv_capacity_exceeded"): ...
 
 
-class Unauthenticated(TandemError):
-    code = "unauthenticated"
-    http_status = 401
-    grpc_code = "UNAUTHENTICATED"
+class ScaleRefused(TandemError, code="scale_refused", http=403, grpc="PERMISSION_DENIED"): ...
 
 
-class ScaleRefused(TandemError):
-    code = "scale_refused"
-    http_status = 403
-    grpc_code = "PERMISSION_DENIED"
+class ForeignPage(TandemError, code="foreign_page", http=403, grpc="PERMISSION_DENIED"): ...
 
 
-class ForeignPage(TandemError):
-    code = "foreign_page"
-    http_status = 403
-    grpc_code = "PERMISSION_DENIED"
+class ModelNotFound(TandemError, code="model_not_found", http=404, grpc="NOT_FOUND"): ...
 
 
-class ModelNotFound(TandemError):
-    code = "model_not_found"
-    http_status = 404
-    grpc_code = "NOT_FOUND"
+class WorkerNotFound(TandemError, code="worker_not_found", http=404, grpc="NOT_FOUND"): ...
 
 
-class WorkerNotFound(TandemError):
-    code = "worker_not_found"
-    http_status = 404
-    grpc_code = "NOT_FOUND"
+class RequestNotFound(TandemError, code="request_not_found", http=404, grpc="NOT_FOUND"): ...
 
 
-class RequestNotFound(TandemError):
-    code = "request_not_found"
-    http_status = 404
-    grpc_code = "NOT_FOUND"
+class NotNow(TandemError, code="not_now", http=409, grpc="FAILED_PRECONDITION"): ...
 
 
-class NotNow(TandemError):
-    code = "not_now"
-    http_status = 409
-    grpc_code = "FAILED_PRECONDITION"
+class BodyTooLate(TandemError, code="body_too_late", http=408, grpc="DEADLINE_EXCEEDED"): ...
 
 
-class BodyTooLate(TandemError):
-    code = "body_too_late"
-    http_status = 408
-    grpc_code = "DEADLINE_EXCEEDED"
+class BodyTooLarge(TandemError, code="body_too_large", http=413, grpc="RESOURCE_EXHAUSTED"): ...
 
 
-class BodyTooLarge(TandemError):
-    code = "body_too_large"
-    http_status = 413
-    grpc_code = "RESOURCE_EXHAUSTED"
+class NotJson(TandemError, code="content_type_not_json", http=415, grpc="INVALID_ARGUMENT"): ...
 
 
-class NotJson(TandemError):
-    code = "content_type_not_json"
-    http_status = 415
-    grpc_code = "INVALID_ARGUMENT"
+class QueueFull(TandemError, code="queue_full", http=429, grpc="RESOURCE_EXHAUSTED"): ...
 
 
-class QueueFull(TandemError):
-    code = "queue_full"
-    http_status = 429
-    grpc_code = "RESOURCE_EXHAUSTED"
-    retryable = True
+class Overloaded(QueueFull, code="overloaded"): ...
 
 
-class Overloaded(QueueFull):
-    code = "overloaded"
+class NoWorkers(TandemError, code="no_workers", http=503, grpc="UNAVAILABLE"): ...
 
 
-class NoWorkers(TandemError):
-    code = "no_workers"
-    http_status = 503
-    grpc_code = "UNAVAILABLE"
-    retryable = True
+class ScaleAway(TandemError, code="scale_away", http=503, grpc="UNAVAILABLE"): ...
 
 
-class ScaleAway(TandemError):
-    code = "scale_away"
-    http_status = 503
-    grpc_code = "UNAVAILABLE"
-    retryable = True
+class WorkerLost(TandemError, code="worker_lost", http=503, grpc="UNAVAILABLE"): ...
 
 
-class WorkerLost(TandemError):
-    code = "worker_lost"
-    http_status = 503
-    grpc_code = "UNAVAILABLE"
-    retryable = True
+class WorkerLeft(WorkerLost, code="worker_left"): ...
 
 
-class WorkerLeft(WorkerLost):
-    code = "worker_left"
+class LeaseLost(WorkerLost, code="lease_lost"): ...
 
 
-class LeaseLost(WorkerLost):
-    code = "lease_lost"
+class BlockMismatch(LeaseLost, code="block_mismatch"): ...
 
 
-class BlockMismatch(LeaseLost):
-    code = "block_mismatch"
+class DeadlineExceeded(
+    TandemError, code="deadline_exceeded", http=504, grpc="DEADLINE_EXCEEDED"
+): ...
 
 
-class DeadlineExceeded(TandemError):
-    code = "deadline_exceeded"
-    http_status = 504
-    grpc_code = "DEADLINE_EXCEEDED"
+class Incompatible(TandemError, code="incompatible", grpc="FAILED_PRECONDITION"): ...
 
 
-class Incompatible(TandemError):
-    code = "incompatible"
-    grpc_code = "FAILED_PRECONDITION"
+class ConfigError(TandemError, code="config_error", grpc="FAILED_PRECONDITION"): ...
 
 
-class ConfigError(TandemError):
-    code = "config_error"
-    grpc_code = "FAILED_PRECONDITION"
+class UnsupportedModel(ConfigError, code="unsupported_model"): ...
 
 
-class UnsupportedModel(ConfigError):
-    code = "unsupported_model"
-
-
-class InternalError(TandemError):
-    pass
-
-
-def _tree(root: type[TandemError]) -> dict[str, type[TandemError]]:
-    found = {root.code: root}
-    for child in root.__subclasses__():
-        found.update(_tree(child))
-    return found
-
-
-_BY_CODE: dict[str, type[TandemError]] = {**_tree(TandemError), InternalError.code: InternalError}
+class InternalError(TandemError, code="internal_error"): ...
 
 
 def from_code(code: str, message: str, *, retry_after_s: float | None = None) -> TandemError:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from tandem.config import EngineConfig
+from tandem.config import EngineOptions
 from tandem.dtypes import DTYPE_BYTES, compute_dtype, cpu_has_bfloat16
 from tandem.models.source import ModelFolder
 
@@ -57,7 +57,7 @@ def read_memory(
 
 
 def _cgroup_memory(folder: Path) -> Memory | None:
-    """None where there is no limit. Cached file pages count as free: the system takes them back."""
+    """Returns the memory; None without a limit. Cached file pages count as free (reclaimable)."""
     try:
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
@@ -69,7 +69,7 @@ def _cgroup_memory(folder: Path) -> Memory | None:
 
 
 def worker_need(
-    config: EngineConfig, model: ModelFolder | None, *, dtype: str = "", kernels: str = ""
+    config: EngineOptions, model: ModelFolder | None, *, dtype: str = "", kernels: str = ""
 ) -> Need:
     """`dtype` and `kernels` are what an engine has chosen; default: what a CPU here would."""
     dtype = dtype or compute_dtype(config, has_bfloat16=cpu_has_bfloat16())

@@ -25,7 +25,7 @@ import grpc
 import httpx
 import psutil
 
-from tests.harness.cluster import LocalCluster, Served, WorkerProcess
+from tests.harness.cluster import LocalCluster, Served, WorkerProcess, wait_for
 from tests.harness.network import Network, Place
 
 Kind = Literal["kill", "drain", "flip", "scale", "stop", "hang", "cut"]
@@ -93,6 +93,19 @@ class Keeper:
                         self.ends.append((worker_id, status))
                     start()
             await asyncio.sleep(_POLL_S)
+
+    def wait_ready(self) -> None:
+        """Waits until every worker is back, one that was killed last too, and pairs are connected.
+
+        Call it in a thread while `run` goes on: it is `run` that starts the worker again.
+        """
+        workers = self._cluster.workers
+        wait_for(
+            lambda: all(self._cluster.is_ready(worker) for worker in workers.values()),
+            deadline_s=_BACK_WITHIN_S,
+            what="the workers' return",
+        )
+        self._cluster.wait_ready()
 
 
 class Striker:

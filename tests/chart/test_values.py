@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import pytest
 from helm_python import HelmError
 
 from tandem import config
+from tandem.options import to_text
 from tests.harness.chart import (
     EXAMPLES,
     chart,
@@ -19,7 +20,7 @@ from tests.harness.chart import (
     render,
     values_of,
 )
-from tests.harness.programs import parse_router, parse_worker, router_defaults, worker_defaults
+from tests.harness.programs import parse_router, parse_worker, program_defaults
 
 # Set by the chart itself, from what it knows of the pod.
 CHART_SETS = {
@@ -38,24 +39,24 @@ def kebab(name: str) -> str:
     return "".join(f"-{c.lower()}" if c.isupper() or c.isdigit() else c for c in name)
 
 
-def program_defaults(program: str) -> dict[str, Any]:
-    """Options of a program that the chart mirrors, by their names on the command line."""
-    found = worker_defaults() if program == "worker" else router_defaults()
-    left_out = CHART_SETS[program] | CHART_LEAVES
-    return {name: default for name, default in found.items() if name not in left_out}
-
-
 @pytest.mark.parametrize("program", ["worker", "router"])
 def test_defaults_are_the_programs(program: str) -> None:
     mirrored = {kebab(k): v for k, v in chart().values[program]["options"].items()}
-    assert mirrored == program_defaults(program)
+    left_out = CHART_SETS[program] | CHART_LEAVES
+    defaults = {k: v for k, v in program_defaults(program).items() if k not in left_out}
+    assert mirrored.keys() == defaults.keys()
+    for name, value in mirrored.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            assert value == float(defaults[name]), name
+        else:
+            assert to_text(value) == defaults[name], name
 
 
 def test_choices_are_the_programs() -> None:
     schema = chart().schema
     assert schema
     properties = schema["$defs"]["options"]["properties"]
-    for name, choices in (
+    for name, allowed in (
         ("device", config.Device),
         ("dtype", config.Dtype),
         ("kvDtype", config.Dtype),
@@ -66,7 +67,7 @@ def test_choices_are_the_programs() -> None:
         ("prefillAt", config.PrefillAt),
         ("verifyBlocks", config.VerifyBlocks),
     ):
-        assert properties[name]["enum"] == list(get_args(choices)), name
+        assert properties[name]["enum"] == list(get_args(allowed)), name
 
 
 def test_environment_has_what_every_process_needs() -> None:
@@ -87,15 +88,9 @@ def test_rendered_command_lines_are_the_programs(values: dict[str, Any]) -> None
         made = container(objects, role, "worker")
         command = command_line(made, {"POD_NAME": f"{role}-0", "POD_IP": "10.0.0.7"})
         given = parse_worker(command)
-        assert given["role"] == role
-        assert given["host"] == "10.0.0.7"
+        assert (given.role, given.host) == (role, "10.0.0.7")
         ports = {p["name"]: p["containerPort"] for p in made["ports"]}
-        assert (given["port"], given["metrics_port"]) == (ports["grpc"], ports["metrics"])
-        fields = inspect.signature(config.EngineConfig).parameters
-        engine = {k: v for k, v in given.items() if k in fields}
-        for limit in ("num_blocks", "max_model_len", "max_tokens_per_step"):
-            engine[limit] = engine[limit] or None
-        config.EngineConfig(**engine)  # raises ConfigError for what the program refuses
+        assert (given.port, given.metrics_port) == (ports["grpc"], ports["metrics"])
     router = container(objects, "router")
     command = command_line(router, {"POD_NAME": "router-0"})
     given = parse_router(command)
@@ -169,9 +164,9 @@ def test_grace_periods_hold_a_drain() -> None:
 
 
 def test_routers_scale_what_no_autoscaler_owns() -> None:
-    def objects_of(values: dict[str, Any]) -> dict[str, str]:
+    def objects_of(values: dict[str, Any]) -> Mapping[str, str]:
         command = command_line(container(render(values), "router"), {"POD_NAME": "router-0"})
-        return config.parse_scale_objects(parse_router(command).scale_objects)
+        return parse_router(command).scale_objects
 
     every = {
         "prefill": "statefulsets/demo-tandem-prefill",
@@ -193,8 +188,8 @@ def test_routers_that_autoscale_set_the_sizes_that_an_upgrade_leaves_alone() -> 
     values = {"worker": {"sizeOwner": "other"}, "router": {"options": {"autoscale": "on"}}}
     objects = render(values)
     given = parse_router(command_line(container(objects, "router"), {"POD_NAME": "router-0"}))
-    assert given.autoscale == "on"
-    assert set(config.parse_scale_objects(given.scale_objects)) == {"prefill", "decode", "router"}
+    assert given.autoscale.mode == "on"
+    assert set(given.scale_objects) == {"prefill", "decode", "router"}
     pools = [o for o in objects if o["kind"] == "StatefulSet" and "redis" not in str(o["metadata"])]
     assert pools
     assert not any("replicas" in o["spec"] for o in pools)
@@ -206,7 +201,7 @@ def test_a_worker_may_start_for_as_long_as_its_pool_says() -> None:
     for pool, seconds in (("prefill", 1800), ("decode", 7200)):
         made = container(objects, pool)
         command = command_line(made, {"POD_NAME": f"{pool}-0", "POD_IP": "10.0.0.7"})
-        assert parse_worker(command)["start_deadline"] == seconds
+        assert parse_worker(command).start_deadline_s == seconds
         probe = made["startupProbe"]
         assert seconds < probe["periodSeconds"] * probe["failureThreshold"] <= seconds + 60
 

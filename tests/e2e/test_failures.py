@@ -94,7 +94,7 @@ async def test_a_hung_engine_is_ended_and_a_stopped_worker_is_not(
         resumes_at = time.monotonic() + 6
         await stop_under_a_lease([both, *engine], 0, lambda: time.monotonic() > resumes_at)
         await asyncio.to_thread(cluster.wait_ready)
-        # Its only reader gives up long before the engine is ended, and nobody else comes.
+        # Its only consumer gives up long before the engine is ended, and nobody else comes.
         await stop_under_a_lease(engine, 1, lambda: worker.process.poll() is not None)
         assert worker.process.returncode == 1
         assert "the engine made no turn for" in worker.log.read_text()

@@ -134,7 +134,7 @@ def test_verify_counts_what_differs_and_has_it_mended(
     assert "decode-0" in bad.stdout
     wait_for(lambda: is_right(own), deadline_s=BACK_WITHIN_S, what="mending")
     alarms = router_metric(
-        own, "tandem:prefix_index_alarms_total", worker="prefill-0", kind="audit"
+        own, "tandem_prefix_index_alarms_total", worker="prefill-0", kind="audit"
     )
     assert alarms == 1
     assert metric(own, "prefill-0", "tandem_index_logs_total") >= 2
@@ -187,8 +187,8 @@ def test_the_first_look_up_of_a_new_router_hits(own: LocalCluster) -> None:
     own.start_router()
     own.wait_ready()
     assert is_found(own)
-    assert router_metric(own, "tandem:prefix_lookups_total", outcome="hit") == 1
-    assert router_metric(own, "tandem:prefix_lookups_total") == 1
+    assert router_metric(own, "tandem_prefix_lookups_total", outcome="hit") == 1
+    assert router_metric(own, "tandem_prefix_lookups_total") == 1
 
 
 def test_a_killed_worker_is_not_chosen_after_its_records_time_to_live(own: LocalCluster) -> None:

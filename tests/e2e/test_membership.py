@@ -25,9 +25,11 @@ def test_a_worker_of_another_layout_is_refused_with_each_difference(cluster: Loc
     assert "block_size is 32, not 16" in log
 
 
-def test_a_reader_of_another_contract_is_refused(cluster: LocalCluster) -> None:
+def test_a_consumer_of_another_contract_is_refused(cluster: LocalCluster) -> None:
     prefill = cluster.workers["prefill-0"]
-    request = pb.ConnectRequest(worker_id="stranger", epoch="1", contract=pb.Contract(block_size=8))
+    request = pb.ConnectRequest(
+        worker_id="stranger", epoch="1", compatibility=pb.KvCompatibility(block_size=8)
+    )
     with pytest.raises(grpc.RpcError) as caught:
         prefill.stub().Connect(request, timeout=10, metadata=token_metadata(cluster.token))
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
@@ -72,7 +74,7 @@ async def test_auto_falls_back_for_the_pair_that_has_no_nixl(
             what="both transports",
         )
         log = cluster.workers["decode-0"].log.read_text()
-        assert "come over grpc: NIXL does not work: the source has none" in log
+        assert "come over grpc: NIXL does not work: the producer has none" in log
         assert "blocks of prefill-0" in log
         cluster.workers.pop("prefill-0").stop()
         answers = await complete_all(cluster, prompts, max_tokens=16)

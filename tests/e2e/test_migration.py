@@ -19,7 +19,7 @@ from tests.harness.client import (
     complete_all,
     golden,
     metric,
-    moves,
+    migrations,
     open_client,
     stream_completion,
     tokens_of,
@@ -142,7 +142,7 @@ async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
                 cluster.start_worker(left, "decode")
 
             await streams.run_through(client, drain)
-            num_moved = moves(cluster, "drain")
+            num_moved = migrations(cluster, "drain")
             moved, stayed = [], []  # prompts that came by a move, and those that were there before
             new_blocks = 0  # of moved prompts that nobody had drawn before, too long to compute
             asked = zip(streams.ids, streams.prompts, strict=True)
@@ -168,8 +168,8 @@ async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
                 cluster.workers[left].kill()
 
             await streams.run_through(client, kill)
-            assert moves(cluster, "crash") > 0
-            assert moves(cluster, "drain") == num_moved
+            assert migrations(cluster, "crash") > 0
+            assert migrations(cluster, "drain") == num_moved
             del cluster.workers[left]
             await asyncio.to_thread(cluster.wait_idle)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tests.harness.client import golden, open_client
@@ -172,6 +173,20 @@ def prometheus(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> It
     routers = [f"127.0.0.1:{watched.cluster.http_port}"]
     with Prometheus(folder, {"routers": routers, "workers": workers}, rules) as running:
         yield running
+
+
+def test_a_router_and_its_workers_share_no_metric_name(watched: Watched) -> None:
+    """A query without a label would count a request at the router and at its worker."""
+    router = metric_names(f"{watched.cluster.url}/metrics")
+    for record in watched.cluster.records().values():
+        worker = metric_names(f"http://{record['metrics_address']}/metrics")
+        assert {name for name in router & worker if name.startswith("tandem")} == set()
+        assert {name for name in router | worker if ":" in name} == set(), "a recording rule's name"
+
+
+def metric_names(url: str) -> set[str]:
+    text = httpx.get(url, timeout=10).text
+    return {family.name for family in text_string_to_metric_families(text)}
 
 
 def test_dashboards_and_alerts_answer_and_an_alert_fires(

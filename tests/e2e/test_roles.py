@@ -82,7 +82,7 @@ async def test_workers_of_both_pools_change_under_load_in_under_two_seconds(
 async def test_generations_that_cannot_exchange_kv_serve_side_by_side(
     start_cluster: StartCluster,
 ) -> None:
-    """One pool after the other is replaced by workers of another contract."""
+    """One pool after the other is replaced by workers of another KV compatibility."""
     with start_cluster("--local-prefill-max-tokens", "0", prefill=1, decode=1) as cluster:
         async with asking(cluster, 4) as now:
             refused = cluster.start_worker("refused", "decode", "--block-size", "32")
@@ -174,7 +174,7 @@ async def test_scaling_and_flips_under_32_streams_lose_nothing(
         for _ in range(3):
             for worker_id in ("prefill-1", "decode-1"):
                 for _ in range(2):
-                    told = await asyncio.to_thread(launched.tandem, "flip", worker_id)
+                    told = await asyncio.to_thread(launched.tandem, "set-role", worker_id)
                     flips.append(float(told.rpartition("(")[2].removesuffix(" s)\n")))
                     await now.more(16)
         for size in ("prefill=1", "decode=1", "prefill=0", "prefill=1", "decode=0", "decode=1"):

@@ -1,4 +1,6 @@
-"""--verify-blocks on a real cluster: a block that changes at its source never becomes an answer."""
+"""--verify-blocks on a real cluster: a block that changes at its producer never becomes an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ async def test_all_blocks_verified_and_none_differs(
         cluster.wait_idle()
 
 
-async def test_a_block_that_changes_at_its_source_is_caught(start_cluster: StartCluster) -> None:
+async def test_a_block_that_changes_at_its_producer_is_caught(start_cluster: StartCluster) -> None:
     """Changed after its announcement, which comes before the first token, and before its pull."""
     prompts, expected = golden(5)
     options = ("--transport", "grpc", "--verify-blocks", "all", "--transfer-delay", "3")

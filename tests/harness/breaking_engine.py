@@ -1,4 +1,4 @@
-"""A worker whose NIXL reader meets a bug at its first pull; all else of it is the real thing.
+"""A worker whose NIXL consumer meets a bug at its first pull; all else of it is the real thing.
 
 `python -m tests.harness.breaking_engine worker OPTIONS...` is `tandem worker OPTIONS`,
 with this module for its engine process.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tandem.transfer.nixl import NixlReader
-from tandem.transfer.protocol import Pull
+from tandem.transfer.nixl.consumer import NixlConsumer
+from tandem.transfer.nixl.messages import Pull
 from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.engine_process.process import main as engine_main
 from tandem.worker.engine_process.settings import EngineSettings
@@ -19,24 +19,22 @@ from tandem.worker.engine_process.settings import EngineSettings
 class BreakingProcess(EngineProcess):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        reader = self._transfer._transport
-        assert isinstance(reader, NixlReader)
-        reader.submit = self._break  # type: ignore[method-assign]
+        consumer = self._transfer._transport
+        assert isinstance(consumer, NixlConsumer)
+        consumer.submit = self._break  # type: ignore[method-assign]
 
     def _break(self, pull: Pull) -> None:
         raise ZeroDivisionError("a bug at the first pull")
 
 
 def worker_main(engine_module: str) -> None:
-    import typer
-
     from tandem.worker import __main__ as command
     from tandem.worker.lifecycle import worker
 
     worker.EngineLink = partial(  # type: ignore[assignment, misc]
         worker.EngineLink, engine_module=engine_module
     )
-    typer.run(command.main)
+    command.main()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,11 @@ def chart() -> Chart:
 
 def render(values: Mapping[str, Any] | None = None) -> list[Object]:
     """All objects of the release, in the templates' order. Raises HelmError as `helm` would."""
-    rendered = chart().render(dict(values or {}), name=RELEASE, namespace=NAMESPACE)
+    return load_objects(chart().render(dict(values or {}), name=RELEASE, namespace=NAMESPACE))
+
+
+def load_objects(rendered: Mapping[str, str]) -> list[Object]:
+    """The objects in rendered templates, in the templates' order."""
     found: list[Object] = []
     for template, text in sorted(rendered.items()):
         if template.endswith(".yaml"):

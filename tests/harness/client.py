@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.router.request.move_budget import MoveReason
+from tandem.router.request.migration_budget import MigrationReason
 from tests.harness.cluster import Served
 
 GOLDEN: list[dict[str, Any]] = json.loads(
@@ -82,14 +82,14 @@ def metric(cluster: Served, worker_id: str, name: str, **labels: str) -> float:
     )
 
 
-def moves(cluster: Served, reason: MoveReason) -> int:
+def migrations(cluster: Served, reason: MigrationReason) -> int:
     """How often requests moved for this reason, as their router counted."""
     text = httpx.get(f"{cluster.url}/metrics", timeout=10).text
     return sum(
         round(sample.value)
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name == "tandem:request_moves_total" and sample.labels["reason"] == reason
+        if sample.name == "tandem_request_migrations_total" and sample.labels["reason"] == reason
     )
 
 

@@ -74,13 +74,18 @@ class KeptCluster:
             num_decode=decode,
             http_port=self.http_port,
             grpc_port=self.grpc_port,
-            engine=("--numerics", "invariant", *options),
-            # On a machine that is slow to start workers nobody is told that there are none.
-            router=("--hold-deadline", str(START_DEADLINE_S)),
         )
         spec = make_spec(
             wanted, cluster_id=self.cluster_id, run_folder=run_folder, model=resolve("smollm2").path
         )
+        # On a machine that is slow to start workers nobody is told that there are none.
+        more = {"router": ("--hold-deadline", str(START_DEADLINE_S))}
+        of_workers = ("--numerics", "invariant", *options)
+        pools = {
+            name: msgspec.structs.replace(p, command=[*p.command, *more.get(name, of_workers)])
+            for name, p in spec.pools.items()
+        }
+        spec = msgspec.structs.replace(spec, pools=pools)
         if module:
             pools = {name: _running(module, pool) for name, pool in spec.pools.items()}
             spec = msgspec.structs.replace(spec, pools=pools)

@@ -14,14 +14,14 @@ import grpc.aio
 from redis.asyncio import Redis
 
 from tandem.config import ClusterConfig
-from tandem.cost_model import PairRate, WorkerRates
+from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
 from tandem.rpc.auth import TokenInterceptor
 from tandem.rpc.options import SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.store.client import UNREACHABLE
-from tandem.store.registry import Contract, Load, Registry, State, WorkerRecord
+from tandem.store.registry import KvCompatibility, Load, Registry, State, WorkerRecord
 
 RECORD_INTERVAL_S = 0.3
 Say = Callable[[pb.SequenceUpdate], None]
@@ -29,8 +29,8 @@ Script = Callable[[pb.SubmitSequence, Say], Awaitable[None]]
 Message = pb.DecodeUpdate | Exception | None  # None: the stream ends
 
 
-def contract(fingerprint: str) -> Contract:
-    return Contract(
+def compatibility(fingerprint: str) -> KvCompatibility:
+    return KvCompatibility(
         model_fingerprint=fingerprint,
         compute_dtype="float32",
         numerics="invariant",
@@ -114,7 +114,7 @@ class ScriptedWorker(WorkerServicer):
         self.role = self.pool = role
         self._registry = Registry(redis, cluster)
         self._token = cluster.token
-        self._contract = contract(fingerprint)
+        self._compatibility = compatibility(fingerprint)
         self._epoch = uuid.uuid4().hex
         self._started_at = time.time()
         self._server: grpc.aio.Server | None = None
@@ -187,7 +187,7 @@ class ScriptedWorker(WorkerServicer):
                 pid=1,
                 model="scripted",
                 max_model_len=2048,
-                contract=self._contract,
+                compatibility=self._compatibility,
                 load=self.load,
                 rates=self.rates,
                 pairs=self.pairs,

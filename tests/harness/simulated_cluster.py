@@ -1,7 +1,7 @@
 """A worker in one thread and under one clock: real services and engines, simulated wires.
 
-Real are DecodeService, PrefillService, PrefixPuller, ReaderLease, Puller, EngineLink,
-EngineProcess, PullLedger, the transfer thread's commands, NixlReader, Fence and Engine. Simulated
+Real are DecodeService, PrefillService, PrefixPuller, ConsumerLease, Puller, EngineLink,
+EngineProcess, PullLedger, the transfer thread's commands, NixlConsumer, Fence and Engine. Simulated
 are gRPC streams (simulated_streams.py), the sockets between a worker's two processes, NIXL
 (simulated_nixl.py), and time. Nothing moves by itself: tests say which message arrives, which
 engine turns, which block lands, and how late it is.
@@ -22,20 +22,23 @@ from tandem.block_hash import HASH_VERSION
 from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
 from tandem.engine.cache.pool_bytes import pool_bytes
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.registry import Contract
-from tandem.transfer.nixl import NixlReader
-from tandem.transfer.nixl_source import remote_pool
-from tandem.transfer.thread import TransferThread
-from tandem.transfer.ucx_mode import UcxMode
+from tandem.store.registry import KvCompatibility
+from tandem.transfer.grpc.reservations import Reservations
+from tandem.transfer.nixl.consumer import NixlConsumer
+from tandem.transfer.nixl.producer import remote_pool
+from tandem.transfer.nixl.thread import TransferThread
+from tandem.transfer.nixl.ucx_mode import UcxMode
+from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.link import EngineLink, _replies
-from tandem.worker.engine_process.pool_view import MappedPool, PoolThroughEngine, Reservations
+from tandem.worker.engine_process.pool_view import MappedPool, PoolThroughEngine
 from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.engine_process.pull_ledger import PullLedger
-from tandem.worker.kv_pulls.lease import ReaderLease
+from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.parts import Parts
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.prefix_pull import PrefixPuller
 from tandem.worker.prefill.service import PrefillService
@@ -102,9 +105,9 @@ class Node:
         metrics = WorkerMetrics(worker_id=worker_id, role="decode")
         block_bytes = self.engine.layout.block_bytes
         rates = Rates(config, block_bytes=block_bytes, step_tokens=self.engine.max_tokens_per_step)
-        puller = Puller(config.transfer, self.link, token="token", block_bytes=block_bytes)
-        make_lease = partial(ReaderLease, puller=puller, rates=rates, config=config)
-        contract = Contract(
+        puller = Puller(config.transfer, self.link, block_bytes=block_bytes)
+        make_lease = partial(ConsumerLease, puller=puller, rates=rates, config=config)
+        compatibility = KvCompatibility(
             model_fingerprint="toy",
             compute_dtype=self.runner.dtype_name,
             numerics=self.runner.numerics_name,
@@ -113,30 +116,15 @@ class Node:
             layout=self.engine.layout.describe(),
             hash_version=HASH_VERSION,
         )
-        self.chain_root = contract.chain_root(b"")
-        prefixes = PrefixPuller(config, contract, peers, rates, metrics, make_lease)
-        self.decode = DecodeService(
-            config,
-            self.link,
-            peers,
-            metrics,
-            rates=rates,
-            prefixes=prefixes,
-            make_lease=make_lease,
-            block_bytes=block_bytes,
-            max_model_len=self.engine.max_model_len,
+        self.chain_root = compatibility.chain_root(b"")
+        prefixes = PrefixPuller(config, compatibility, peers, rates, metrics, make_lease)
+        parts, producers = (
+            Parts(config, self.link, rates, metrics),
+            Producers(peers, prefixes, make_lease),
         )
-        self.decode.identity = pb.PrefixHolder(worker_id=worker_id, epoch=epoch, address="here")
-        self.prefill = PrefillService(
-            config,
-            epoch,
-            self.link,
-            metrics,
-            rates,
-            prefixes,
-            block_bytes=block_bytes,
-            num_blocks=limits["num_blocks"],
-        )
+        identity = pb.PrefixHolder(worker_id=worker_id, epoch=epoch, address="here")
+        self.decode = DecodeService(parts, producers, identity, self.engine.max_model_len)
+        self.prefill = PrefillService(parts, prefixes, epoch=epoch, num_blocks=limits["num_blocks"])
 
     @property
     def peer_id(self) -> str:
@@ -158,9 +146,9 @@ class Node:
         self.thread = process._transfer = TransferThread(
             pool, config.transfer, self.peer_id, process._on_transfer_event
         )
-        self.reader = self.thread._transport = NixlReader(
+        self.consumer = self.thread._transport = NixlConsumer(
             pool,
-            f"{self.peer_id}-reader",
+            f"{self.peer_id}-consumer",
             mode=UcxMode.MEMORY,
             quarantine_blocks_max=config.transfer.quarantine_blocks_max,
             clock=loop.time,
@@ -178,15 +166,17 @@ class Node:
         link.pool = mapped if maps_pool else through
         link._commands = outbox = Socket()
         outbox.sent = self.socket.received
-        link.on_report = self._on_report
-        link.on_final = lambda final_blocks: self.prefill.on_final_blocks(final_blocks)
-        link.on_transfer = lambda reply: None
+        link._on_event = self._on_event
         link.num_reports, link.num_sent, link.is_awaited = 0, 0, False
         self.link = link
 
-    def _on_report(self, report: messages.Report) -> None:
-        self.prefill.on_report(report)
-        self.decode.on_report(report, pb.WorkerLoad())
+    def _on_event(self, event: messages.Event) -> None:
+        match event:
+            case messages.Report():
+                self.prefill.on_report(event)
+                self.decode.on_report(event, pb.WorkerLoad())
+            case messages.BlocksFinal(final_blocks):
+                self.prefill.on_final_blocks(final_blocks)
 
     def turn(self) -> None:
         """One turn of the engine process, as in EngineProcess.run."""

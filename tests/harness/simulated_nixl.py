@@ -1,8 +1,9 @@
-"""NIXL as hostile as its contract allows: bytes land block by block, whenever the test says so.
+"""NIXL as hostile as its KV compatibility allows: bytes land block by block, whenever the test
+says so.
 
-It stands where `NixlAgent` does, under the real reader, fence and transfer thread. A read cannot be
-taken back: it lands after its handle was released, after it was reported as failed and after its
-source is gone. Only closing the agent ends it.
+It stands where `NixlAgent` does, under the real consumer, fence and transfer thread. A read cannot
+be taken back: it lands after its handle was released, after it was reported as failed and after its
+producer is gone. Only closing the agent ends it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass, field
 
 from tandem.engine import sequence
 from tandem.errors import WorkerLost
-from tandem.transfer.nixl_agent import BlockIds, ReadState
+from tandem.transfer.nixl.agent import BlockIds, ReadState
 
-Copy = tuple[int, int]  # source address, local address, of one block
+Copy = tuple[int, int]  # producer address, local address, of one block
 
 
 @dataclass(eq=False)
@@ -34,7 +35,7 @@ class SimulatedFabric:
 
 
 class SimulatedAgent:
-    """tandem.transfer.nixl_agent.NixlAgent, over memory of this process."""
+    """tandem.transfer.nixl.agent.NixlAgent, over memory of this process."""
 
     def __init__(self, fabric: SimulatedFabric, name: str) -> None:
         self.name = name
@@ -73,15 +74,15 @@ class SimulatedAgent:
         assert not self.is_closed
 
     def create_block_read(
-        self, *, source_list: int, source_ids: BlockIds, local_list: int, local_ids: BlockIds
+        self, *, producer_list: int, producer_ids: BlockIds, local_list: int, local_ids: BlockIds
     ) -> int:
-        (peer, from_address), (_, to_address) = self._lists[source_list], self._lists[local_list]
+        (peer, from_address), (_, to_address) = self._lists[producer_list], self._lists[local_list]
         if peer in self._fabric.unreachable:
             raise WorkerLost(f"{peer} is gone")
         step = self._fabric.block_bytes
         copies = [
-            (from_address + source * step, to_address + local * step)
-            for source, local in zip(source_ids.tolist(), local_ids.tolist(), strict=True)
+            (from_address + producer * step, to_address + local * step)
+            for producer, local in zip(producer_ids.tolist(), local_ids.tolist(), strict=True)
         ]
         self._next_handle += 1
         self.reads[self._next_handle] = SimulatedRead(copies)

@@ -1,7 +1,7 @@
 """gRPC between simulated workers: `Prefill` and `FetchBlocks` calls whose messages a test delivers.
 
 What was written waits here until it is delivered, or is lost when the call is cut at either end. A
-call that its reader leaves is closed at the source when the news arrives, or by a ping.
+call that its consumer leaves is closed at the producer when the news arrives, or by a ping.
 """
 
 from __future__ import annotations
@@ -15,84 +15,88 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tandem.config import TransferConfig
 from tandem.errors import WorkerLost
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.transfer.grpc.transport import GrpcTransport
+from tandem.transfer.nixl.transport import NixlTransport
+from tandem.transfer.protocol import Transport
 from tests.harness.simulated_cluster import Node
 
 _CLOSE, _CUT = object(), object()
 
 
 class Call:
-    """What both kinds of calls share: two wires, a handler at the source, an end on each side."""
+    """What both kinds of calls share: two wires, a handler at the producer, an end on each side."""
 
-    def __init__(self, source: Node, reader: Node) -> None:
-        self.source, self.reader = source, reader
-        self.to_source: deque[Any] = deque()
-        self.to_reader: deque[Any] = deque()
+    def __init__(self, producer: Node, consumer: Node) -> None:
+        self.producer, self.consumer = producer, consumer
+        self.to_producer: deque[Any] = deque()
+        self.to_consumer: deque[Any] = deque()
         self._commands: asyncio.Queue[Any] = asyncio.Queue()
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self._handler: asyncio.Task[None] | None = None
-        self._source_ended = self._reader_ended = False
+        self._producer_ended = self._consumer_ended = False
 
     @property
-    def is_open_at_source(self) -> bool:
-        return self._handler is not None and not self._source_ended
+    def is_open_at_producer(self) -> bool:
+        return self._handler is not None and not self._producer_ended
 
     @property
-    def is_open_at_reader(self) -> bool:
-        return not self._reader_ended
+    def is_open_at_consumer(self) -> bool:
+        return not self._consumer_ended
 
     @property
     def wires(self) -> list[Callable[[], None]]:
         """What can be delivered now."""
-        found = [self.deliver_to_source] if self.to_source else []
-        return [*found, self.deliver_to_reader] if self.to_reader else found
+        found = [self.deliver_to_producer] if self.to_producer else []
+        return [*found, self.deliver_to_consumer] if self.to_consumer else found
 
     def cancel(self) -> None:
-        if not self._reader_ended:
-            self._reader_ended = True
-            self._send_to_source(_CLOSE)
+        if not self._consumer_ended:
+            self._consumer_ended = True
+            self._send_to_producer(_CLOSE)
 
-    def deliver_to_source(self) -> None:
-        message = self.to_source.popleft()
+    def deliver_to_producer(self) -> None:
+        message = self.to_producer.popleft()
         if message is _CLOSE:
-            self.end_at_source()
+            self.end_at_producer()
             return
         self._commands.put_nowait(message)
         if self._handler is None:
             self._handler = asyncio.get_event_loop().create_task(self._run())
 
-    def deliver_to_reader(self) -> None:
-        self._events.put_nowait(self.to_reader.popleft())
+    def deliver_to_consumer(self) -> None:
+        self._events.put_nowait(self.to_consumer.popleft())
 
-    def end_at_source(self) -> None:
-        """The source hears that the call has ended, and what was on its way to it is lost."""
-        self.to_source.clear()
-        if self._handler is None and not self._source_ended:
-            self._source_ended = True
-            self.to_reader.append(_CUT)
+    def end_at_producer(self) -> None:
+        """The producer hears that the call has ended, and what was on its way to it is lost."""
+        self.to_producer.clear()
+        if self._handler is None and not self._producer_ended:
+            self._producer_ended = True
+            self.to_consumer.append(_CUT)
         elif self._handler is not None:
             self._handler.cancel()
 
-    def end_at_reader(self) -> None:
-        """The reader hears that the call has ended, and what was on its way to it is lost."""
-        self.to_reader.clear()
+    def end_at_consumer(self) -> None:
+        """The consumer hears that the call has ended, and what was on its way to it is lost."""
+        self.to_consumer.clear()
         self._events.put_nowait(_CUT)
 
-    def reader_crashed(self, *, reachable: bool) -> None:
+    def consumer_crashed(self, *, reachable: bool) -> None:
         """Its process is gone: its system says so, or nobody does until a ping is not answered."""
-        was_open, self._reader_ended = not self._reader_ended, True
+        was_open, self._consumer_ended = not self._consumer_ended, True
         if was_open and reachable:
-            self._send_to_source(_CLOSE)
+            self._send_to_producer(_CLOSE)
 
     def ping(self) -> None:
-        """The source asks whether its reader is still there: gRPC's keepalive."""
-        if self._reader_ended and not self.to_source:
-            self.end_at_source()
+        """The producer asks whether its consumer is still there: gRPC's keepalive."""
+        if self._consumer_ended and not self.to_producer:
+            self.end_at_producer()
 
-    def _send_to_source(self, message: object) -> None:
-        if not (self._source_ended or self.source.is_dead):
-            self.to_source.append(message)
+    def _send_to_producer(self, message: object) -> None:
+        if not (self._producer_ended or self.producer.is_dead):
+            self.to_producer.append(message)
 
     async def _run(self) -> None:
         end: object = _CUT
@@ -102,8 +106,8 @@ class Call:
         except _Aborted:
             pass
         finally:
-            self._source_ended = True
-            self.to_reader.append(end)
+            self._producer_ended = True
+            self.to_consumer.append(end)
 
     async def _serve(self) -> None:
         raise NotImplementedError
@@ -112,12 +116,12 @@ class Call:
 class Stream(Call):
     """One `Prefill` call: a lease."""
 
-    def __init__(self, source: Node, reader: Node) -> None:
-        super().__init__(source, reader)
+    def __init__(self, producer: Node, consumer: Node) -> None:
+        super().__init__(producer, consumer)
         self.start: pb.StartPrefill | None = None  # or hold, as it was written
         self.hold: pb.HoldBlocks | None = None
-        self.lent: list[int] = []  # blocks that the source named to the reader
-        self.released: pb.Released | None = None  # as it came to the reader
+        self.lent: list[int] = []  # blocks that the producer named to the consumer
+        self.released: pb.Released | None = None  # as it came to the consumer
 
     @property
     def opening(self) -> pb.StartPrefill | pb.HoldBlocks | None:
@@ -129,39 +133,39 @@ class Stream(Call):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the reader has heard that the source held this very lease to its end."""
+        """Whether the consumer has heard that the producer held this very lease to its end."""
         released = self.released
         said = (released.epoch, released.lease_id, released.whole) if released else None
-        return said == (self.source.epoch, self.lease_id, True)
+        return said == (self.producer.epoch, self.lease_id, True)
 
     async def write(self, command: pb.PrefillCommand) -> None:
-        if self._reader_ended:
+        if self._consumer_ended:
             raise _broken()
         match command.WhichOneof("command"):
             case "start":
                 self.start = command.start
             case "hold":
                 self.hold = command.hold
-        self._send_to_source(command)
+        self._send_to_producer(command)
 
     async def read(self) -> Any:
         event = await self._events.get()
         if event is _CUT:
-            self._reader_ended = True
+            self._consumer_ended = True
             raise _broken()
         return event
 
-    def deliver_to_reader(self) -> None:
-        message = self.to_reader[0]
+    def deliver_to_consumer(self) -> None:
+        message = self.to_consumer[0]
         if isinstance(message, pb.PrefillEvent) and message.HasField("released"):
             self.released = message.released
-        super().deliver_to_reader()
+        super().deliver_to_consumer()
 
     async def _serve(self) -> None:
-        async for event in self.source.prefill.serve(self._read_commands(), None):
+        async for event in self.producer.prefill.serve(self._read_commands(), None):
             if event.HasField("run"):
                 self.lent += event.run.block_ids
-            self.to_reader.append(event)
+            self.to_consumer.append(event)
 
     async def _read_commands(self) -> AsyncIterator[pb.PrefillCommand]:
         while True:
@@ -172,12 +176,12 @@ class Fetch(Call):
     """One `FetchBlocks` call."""
 
     def __init__(
-        self, source: Node, reader: Node, request: pb.FetchBlocksRequest, deadline_s: float
+        self, producer: Node, consumer: Node, request: pb.FetchBlocksRequest, deadline_s: float
     ) -> None:
-        super().__init__(source, reader)
+        super().__init__(producer, consumer)
         self.lease_id = request.lease_id
         self._deadline_at = asyncio.get_running_loop().time() + deadline_s
-        self._send_to_source(request)
+        self._send_to_producer(request)
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         try:
@@ -197,8 +201,8 @@ class Fetch(Call):
     async def _serve(self) -> None:
         request = self._commands.get_nowait()
         context = SimpleNamespace(abort=_abort)
-        async for message in self.source.prefill.blocks.fetch(request, context):
-            self.to_reader.append(message)
+        async for message in self.producer.prefill.blocks.fetch(request, context):
+            self.to_consumer.append(message)
 
 
 class PeersOf:
@@ -206,14 +210,14 @@ class PeersOf:
 
     def __init__(
         self,
-        reader_id: str,
+        consumer_id: str,
         nodes: dict[str, Node],
         streams: list[Stream],
         fetches: list[Fetch],
         by_grpc: set[str],
     ) -> None:
         """`by_grpc`: workers whose blocks travel by gRPC."""
-        self._reader_id = reader_id
+        self._consumer_id = consumer_id
         self._nodes = nodes
         self._streams = streams
         self._fetches = fetches
@@ -226,28 +230,30 @@ class PeersOf:
         return peer
 
     def get_now(self, worker_id: str, epoch: str, address: str) -> Any:
-        source, reader = self._nodes[worker_id], self._nodes[self._reader_id]
-        if source.epoch != epoch:
+        producer, consumer = self._nodes[worker_id], self._nodes[self._consumer_id]
+        if producer.epoch != epoch:
             return None
-        reader.reader.connect(source.peer_id, source.peer_id.encode(), source.remote_pool)
+        consumer.consumer.connect(producer.peer_id, producer.peer_id.encode(), producer.remote_pool)
 
         def open_stream(metadata: object) -> Stream:
-            self._streams.append(Stream(source, reader))
+            self._streams.append(Stream(producer, consumer))
             return self._streams[-1]
 
-        def fetch(
-            stream: int, request: pb.FetchBlocksRequest, *, timeout: float, **_: Any
-        ) -> Fetch:
-            self._fetches.append(Fetch(source, reader, request, timeout))
+        def fetch(stream: int, request: pb.FetchBlocksRequest, deadline_s: float) -> Fetch:
+            self._fetches.append(Fetch(producer, consumer, request, deadline_s))
             return self._fetches[-1]
 
+        by_nixl = NixlTransport(producer.peer_id, consumer.link)
+        by_grpc = GrpcTransport(worker_id, address, consumer.link, TransferConfig(), "token")
+        by_grpc.fetch = fetch  # type: ignore[method-assign]
+        in_use: Transport = by_grpc if worker_id in self._by_grpc else by_nixl
         return SimpleNamespace(
             worker_id=worker_id,
             epoch=epoch,
-            peer_id=source.peer_id,
-            transport="grpc" if worker_id in self._by_grpc else "nixl",
+            peer_id=producer.peer_id,
+            transport=in_use.name,
+            in_use=in_use,
             stub=SimpleNamespace(Prefill=open_stream),
-            bulk=SimpleNamespace(fetch=fetch),
         )
 
 

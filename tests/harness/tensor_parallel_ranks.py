@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engine.cache.layout import BlockLayout
-from tandem.transfer.descriptors import BlockPairs
-from tandem.transfer.tensor_parallel import ParallelLayout
+from tandem.transfer.tensor_parallel import BlockPairs, ParallelLayout
 
 Bytes = NDArray[np.uint8]
 
@@ -30,6 +29,6 @@ def rank_pools(whole: Bytes, layout: ParallelLayout) -> list[Bytes]:
 def expected_pools(whole: Bytes, local: ParallelLayout, blocks: BlockPairs) -> list[Bytes]:
     """Each local rank's memory after the blocks were read into zeros."""
     moved = np.zeros((local.whole.num_blocks, *whole.shape[1:]), np.uint8)
-    for source_id, local_id in zip(blocks.source_ids, blocks.local_ids, strict=True):
-        moved[local_id] = whole[source_id]
+    for producer_id, local_id in zip(blocks.producer_ids, blocks.local_ids, strict=True):
+        moved[local_id] = whole[producer_id]
     return rank_pools(moved, local)

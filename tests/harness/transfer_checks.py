@@ -41,7 +41,7 @@ class TransferChecks:
             self._holds_what_is_leased(node)
         self._no_read_writes_a_block_of_others()
         for stream in self.streams:
-            if stream.lent and stream.is_open_at_source and not stream.source.is_dead:
+            if stream.lent and stream.is_open_at_producer and not stream.producer.is_dead:
                 self._check_lent(stream)
 
     def _caches_hold_what_their_hashes_say(self, node: Node) -> None:
@@ -57,35 +57,35 @@ class TransferChecks:
     def _no_read_writes_a_block_of_others(self) -> None:
         for read, (node, owner, blocks) in self._targets():
             allowed = set(node.engine._pool._quarantined)
-            if owner is not None and owner.status is Status.AWAITING_KV:
+            if owner is not None and owner.status is Status.WAITING_FOR_KV:
                 allowed |= set(owner.block_table[owner.num_stored_blocks :])
             strangers = set(blocks) - allowed
             assert not strangers, f"{read} may still write blocks {strangers} of {node.worker_id}"
 
     def _nothing_awaited_is_found_by_hash(self, node: Node) -> None:
         for sequence in node.engine._sequences.values():
-            if sequence.status is Status.AWAITING_KV:
+            if sequence.status is Status.WAITING_FOR_KV:
                 for block in sequence.block_table[sequence.num_stored_blocks :]:
                     assert node.engine._pool.is_writable(block), (
                         f"block {block} is hashed or shared before its lease was released"
                     )
 
     def _holds_what_is_leased(self, node: Node) -> None:
-        held = {*node.engine._sequences, *node.engine._chains._chains}
-        leased = {s.lease_id for s in self.streams if s.source is node and s.is_open_at_source}
+        held = {*node.engine._sequences, *node.engine._peer_blocks._peer_blocks}
+        leased = {s.lease_id for s in self.streams if s.producer is node and s.is_open_at_producer}
         waiting = [_decoder.decode(frames[0]) for frames in node.socket.received]
         leaving = {each.sequence_id for each in waiting if isinstance(each, messages.Remove)}
-        own = set(node.decode._sequences)
+        own = {sequence.sequence_id for sequence in node.decode._sequences}
         assert held <= leased | leaving | own, "blocks are held for a stream that is closed"
 
     def _check_lent(self, stream: Stream) -> None:
-        engine, lease_id, opening = stream.source.engine, stream.lease_id, stream.opening
+        engine, lease_id, opening = stream.producer.engine, stream.lease_id, stream.opening
         assert opening is not None
-        known = lease_id in engine._sequences or lease_id in engine._chains
+        known = lease_id in engine._sequences or lease_id in engine._peer_blocks
         table = engine.block_ids(lease_id) if known else []
         first, last = opening.first_missing_block, opening.first_missing_block + len(stream.lent)
         assert table[first:last] == stream.lent, (
-            "a source let go of blocks that its reader may still read"
+            "a producer let go of blocks that its consumer may still read"
         )
         size = engine.layout.block_size
         if stream.start is not None:
@@ -94,7 +94,7 @@ class TransferChecks:
             assert stream.hold is not None
             hashes = stream.hold.block_hashes[first:last]
             wanted = [value for each in hashes for value in self.kv_by_hash[each]]
-        assert stream.source.runner.read(stream.lent, len(wanted)) == wanted, (
+        assert stream.producer.runner.read(stream.lent, len(wanted)) == wanted, (
             "what is lent is not the prompt's KV"
         )
 
@@ -130,7 +130,7 @@ class TransferChecks:
                     s
                     for s in self.streams
                     if s.hold
-                    and s.reader is node
+                    and s.consumer is node
                     and list(s.hold.block_hashes)[:num_blocks] == hashes
                 ]
                 assert any(s.is_whole for s in holds), "a prefix is trusted before `released`"
@@ -151,10 +151,10 @@ class TransferChecks:
             ends = [each for each in waiting if isinstance(each, messages.ENDS_OF_PULLS)]
             told = into.sequence_id in map(messages.sequence_id, ends)
             own = node.engine._sequences.get(into.sequence_id)
-            awaiting = own is not None and own.status is Status.AWAITING_KV
+            awaiting = own is not None and own.status is Status.WAITING_FOR_KV
             mine = set(own.block_table[own.num_stored_blocks :]) if own and awaiting else set()
-            open_ids = {s.lease_id for s in self.streams if s.is_open_at_reader}
-            live = any(f.reader is node and f.lease_id in open_ids for f in self.fetches)
+            open_ids = {s.lease_id for s in self.streams if s.is_open_at_consumer}
+            live = any(f.consumer is node and f.lease_id in open_ids for f in self.fetches)
             may = live and not told and mine.issuperset(into.block_ids)
             if not may:
                 self.violations.append("bytes of gRPC are written for a lease that is over")

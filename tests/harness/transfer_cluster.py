@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.prefill.prefix_choice import Holder
+from tandem.worker.prefill.prefix_choice import ConnectedHolder
 from tests.harness.simulated_cluster import Node
 from tests.harness.simulated_loop import SimulatedLoop
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
@@ -34,7 +34,7 @@ class Request:
 
     prompt: list[int]
     expected: list[int]
-    reader: str
+    consumer: str
     made: list[int] = field(default_factory=list)
     is_over: bool = False
 
@@ -71,8 +71,8 @@ class TransferCluster(TransferChecks):
         self.agents: list[SimulatedAgent] = []
         clock = SimpleNamespace(monotonic=self.loop.time)
         self.patches: list[Any] = [
-            patch("tandem.transfer.nixl_generation.NixlAgent", self._new_agent),
-            patch("tandem.transfer.nixl.PieceSize", lambda: piece_size),
+            patch("tandem.transfer.nixl.instance.NixlAgent", self._new_agent),
+            patch("tandem.transfer.nixl.consumer.PieceSize", lambda: piece_size),
             patch("tandem.worker.kv_pulls.lease.time", clock),
             patch("tandem.worker.prefill.prefix_pull.holders_worth_asking", _who_have_more),
             patch(
@@ -107,12 +107,12 @@ class TransferCluster(TransferChecks):
         if not reachable:
             self.fabric.unreachable.add(old.peer_id)
         for call in self._calls:
-            if call.reader is old:
-                call.reader_crashed(reachable=reachable)
-            if call.source is old:
-                self.loop.call(call.end_at_source)
+            if call.consumer is old:
+                call.consumer_crashed(reachable=reachable)
+            if call.producer is old:
+                self.loop.call(call.end_at_producer)
         for request in self.requests.values():
-            if request.reader == worker_id:
+            if request.consumer == worker_id:
                 request.is_over = True  # for this worker; its router starts it elsewhere
         self.tasks[worker_id].cancel()
         self.loop.settle()
@@ -147,7 +147,7 @@ class TransferCluster(TransferChecks):
             assert load.blocks_quarantined == 0, f"{node.worker_id} keeps blocks in quarantine"
             assert load.blocks_free + load.blocks_cached == load.blocks_total
             assert not node.engine._sequences
-            assert not len(node.engine._chains)
+            assert not len(node.engine._peer_blocks)
             assert not node.prefill.num_leases, f"{node.worker_id} keeps a lease"
             assert not node.decode.num_sequences
             ledger = node.process._ledger
@@ -186,7 +186,7 @@ class TransferCluster(TransferChecks):
 
     def _open_calls(self) -> list[Stream | Fetch]:
         calls = [*self.streams, *self.fetches]
-        return [call for call in calls if call.is_open_at_source or call.is_open_at_reader]
+        return [call for call in calls if call.is_open_at_producer or call.is_open_at_consumer]
 
     def _start_worker(self, worker_id: str, epoch: int) -> None:
         peers = PeersOf(worker_id, self.nodes, self.streams, self.fetches, self.by_grpc)
@@ -222,7 +222,11 @@ class TransferCluster(TransferChecks):
 
 
 def _who_have_more(
-    holders: Iterable[Holder], *, num_cached_blocks: int, **prediction: object
-) -> list[Holder]:
+    holders: Iterable[ConnectedHolder],
+    *,
+    num_cached_blocks: int,
+    block_size: int,
+    **prediction: object,
+) -> list[ConnectedHolder]:
     """Pulls whatever can be pulled, however long it is predicted to take."""
-    return [holder for holder in holders if holder.num_blocks > num_cached_blocks]
+    return [each for each in holders if each.num_tokens > num_cached_blocks * block_size]

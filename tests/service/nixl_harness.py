@@ -1,4 +1,4 @@
-"""A reader in this process and peers in processes of their own, over real NIXL."""
+"""A consumer in this process and peers in processes of their own, over real NIXL."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from tandem.config import TransferConfig
 from tandem.engine.cache.layout import BlockLayout
-from tandem.transfer import thread as transfer
-from tandem.transfer.protocol import LocalPool, Pull, PullResult, RemotePool, layout_fields
+from tandem.transfer.nixl import messages as transfer
+from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
+from tandem.transfer.nixl.thread import TransferThread
 
 LAYOUT = BlockLayout(128, 3, 30, 16, 64, "bfloat16")  # SmolLM2's: 360 KiB a block
 DEADLINE_S = 20.0
@@ -36,7 +37,7 @@ def transfer_config(**fields: object) -> TransferConfig:
 
 
 def local_pool(memory: NDArray[np.uint8]) -> LocalPool:
-    return LocalPool(memory.ctypes.data, memory.nbytes, 0, "DRAM", layout_fields(LAYOUT))
+    return LocalPool(memory.ctypes.data, memory.nbytes, 0, "DRAM", LAYOUT)
 
 
 def contents(seed: int) -> NDArray[np.uint8]:
@@ -45,24 +46,23 @@ def contents(seed: int) -> NDArray[np.uint8]:
     return data.reshape(LAYOUT.num_blocks, -1)
 
 
-class Peer:
-    """A process whose pool can be read."""
+class PoolProcess:
+    """A process of its own that says in one line how its pool can be read."""
 
-    def __init__(self, name: str, seed: int) -> None:
-        self.name = name
-        self.contents = contents(seed)
+    def __init__(self, module: str, *arguments: object) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.service.nixl_peer_process", name, str(seed)],
+            [sys.executable, "-m", module, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=_ROOT,
         )
+
+    def line(self) -> str:
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
-        assert readable, "the peer did not come up"
-        line = base64.b64decode(self.process.stdout.readline())
-        self.metadata, self.pool = msgspec.msgpack.decode(line, type=tuple[bytes, RemotePool])
+        readable, _, _ = select.select([self.process.stdout], [], [], 3 * DEADLINE_S)
+        assert readable, "the process does not answer"
+        return self.process.stdout.readline()
 
     def pause(self) -> None:
         """Returns when it stands still."""
@@ -84,15 +84,26 @@ class Peer:
         self.process.stdout.close()
 
 
-class Reader:
+class Peer(PoolProcess):
+    """A producer that is read over NIXL alone."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        super().__init__("tests.service.nixl_peer_process", name, seed)
+        self.name = name
+        self.contents = contents(seed)
+        line = base64.b64decode(self.line())
+        self.metadata, self.pool = msgspec.msgpack.decode(line, type=tuple[bytes, RemotePool])
+
+
+class Consumer:
     """A transfer thread with a pool, and its events."""
 
     def __init__(self, config: TransferConfig) -> None:
         self.blocks = np.zeros((LAYOUT.num_blocks, LAYOUT.block_bytes), np.uint8)
         self.events: list[transfer.TransferEvent] = []
         self._changed = Condition()
-        self.thread = transfer.TransferThread(
-            local_pool(self.blocks), config, f"reader-{os.getpid()}", self._on_event
+        self.thread = TransferThread(
+            local_pool(self.blocks), config, f"consumer-{os.getpid()}", self._on_event
         )
         self.thread.start()
 
@@ -123,11 +134,11 @@ class Reader:
         self,
         pull_id: str,
         peer: Peer,
-        source: list[int],
+        producer: list[int],
         local: list[int],
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        self.thread.submit(Pull(pull_id, peer.name, source, local, deadline_s))
+        self.thread.submit(Pull(pull_id, peer.name, producer, local, deadline_s))
 
     def result(self, pull_id: str) -> PullResult:
         """Waits for the end of a pull, and sees that it ended once."""

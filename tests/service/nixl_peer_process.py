@@ -12,7 +12,8 @@ from queue import SimpleQueue
 
 import msgspec
 
-from tandem.transfer import thread as transfer
+from tandem.transfer.nixl import messages as transfer
+from tandem.transfer.nixl.thread import TransferThread
 from tests.service.nixl_harness import DEADLINE_S, contents, local_pool, transfer_config
 
 
@@ -20,11 +21,11 @@ def main() -> None:
     name, seed = sys.argv[1], int(sys.argv[2])
     memory = contents(seed)
     answers: SimpleQueue[transfer.TransferEvent] = SimpleQueue()
-    thread = transfer.TransferThread(local_pool(memory), transfer_config(), name, answers.put)
+    thread = TransferThread(local_pool(memory), transfer_config(), name, answers.put)
     thread.start()
-    thread.source(1)
+    thread.producer(1)
     ready = answers.get(timeout=DEADLINE_S)
-    assert isinstance(ready, transfer.SourceReady)
+    assert isinstance(ready, transfer.ProducerReady)
     line = base64.b64encode(msgspec.msgpack.encode((ready.metadata, ready.pool)))
     print(line.decode(), flush=True)
     sys.stdin.read()

@@ -27,7 +27,7 @@ from tests.harness.redis_kinds import (
     sentinel_service,
     tls_front,
 )
-from tests.service.test_registry import CONTRACT, a_record
+from tests.service.test_registry import COMPATIBILITY, a_record
 
 pytestmark = pytest.mark.service
 QUICK = PublisherConfig(interval_s=0.002, heartbeat_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05)
@@ -52,7 +52,7 @@ async def use_all_of_it(redis: Client, cluster: ClusterConfig) -> None:
     assert max((await reader.match(blocks)).values()) == 311
 
     registry = Registry(redis, cluster)
-    await registry.check_contract(CONTRACT)
+    await registry.check_compatibility(COMPATIBILITY)
     await registry.write(a_record("w0"))
     await registry.write(a_record("w1"))
     assert [r.worker_id for r in await registry.read()] == ["w0", "w1"]

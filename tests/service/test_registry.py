@@ -1,4 +1,4 @@
-"""Worker records and the contract in a real Redis."""
+"""Worker records and the KV compatibility in a real Redis."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from redis.asyncio import Redis
 
 from tandem.config import ClusterConfig
-from tandem.cost_model import PairRate
 from tandem.errors import Incompatible
-from tandem.store.registry import Contract, Load, Registry, WorkerRecord
+from tandem.perf_model.rates import PairRate
+from tandem.store.registry import KvCompatibility, Load, Registry, WorkerRecord
 
 pytestmark = pytest.mark.service
 
-CONTRACT = Contract(
+COMPATIBILITY = KvCompatibility(
     model_fingerprint="f" * 32,
     compute_dtype="bfloat16",
     numerics="fast",
@@ -27,10 +27,10 @@ CONTRACT = Contract(
     layout="v1",
     hash_version=1,
 )
-OTHER = msgspec.structs.replace(CONTRACT, block_size=32, kv_dtype="float32")
+OTHER = msgspec.structs.replace(COMPATIBILITY, block_size=32, kv_dtype="float32")
 
 
-def a_record(worker_id: str, contract: Contract = CONTRACT) -> WorkerRecord:
+def a_record(worker_id: str, compatibility: KvCompatibility = COMPATIBILITY) -> WorkerRecord:
     return WorkerRecord(
         worker_id=worker_id,
         epoch="17:1",
@@ -42,7 +42,7 @@ def a_record(worker_id: str, contract: Contract = CONTRACT) -> WorkerRecord:
         pid=1,
         model="m",
         max_model_len=2048,
-        contract=contract,
+        compatibility=compatibility,
         load=Load(num_running=3),
         pairs={"p0": PairRate("nixl", 1e-3, 1e9)},
     )
@@ -95,7 +95,7 @@ async def test_a_silent_worker_is_dead_and_its_id_is_dropped(
 async def test_nothing_is_left_of_a_cluster_that_died(
     registry: Registry, brief: Registry, redis_client: Redis, cluster_id: str
 ) -> None:
-    await registry.check_contract(CONTRACT)
+    await registry.check_compatibility(COMPATIBILITY)
     await registry.write(a_record("w"))
     assert await keys_of(redis_client, cluster_id) == {"workers", "worker:w", "contract"}
     await brief.write(a_record("w"))  # which is its last
@@ -104,33 +104,33 @@ async def test_nothing_is_left_of_a_cluster_that_died(
         return not await keys_of(redis_client, cluster_id)
 
     await eventually(is_empty)
-    await brief.check_contract(OTHER)
+    await brief.check_compatibility(OTHER)
 
 
 async def test_the_last_worker_that_leaves_takes_the_contract_with_it(
     registry: Registry, redis_client: Redis, cluster_id: str
 ) -> None:
-    await registry.check_contract(CONTRACT)
+    await registry.check_compatibility(COMPATIBILITY)
     for worker_id in ("w0", "w1"):
         await registry.write(a_record(worker_id))
     await registry.remove("w0")
     assert [r.worker_id for r in await registry.read()] == ["w1"]
     with pytest.raises(Incompatible):
-        await registry.check_contract(OTHER)
+        await registry.check_compatibility(OTHER)
     await registry.remove("w1")
     await registry.remove("never known")
     assert await keys_of(redis_client, cluster_id) == set()
-    await registry.check_contract(OTHER)
+    await registry.check_compatibility(OTHER)
 
 
 async def test_a_contract_that_differs_is_refused_and_each_difference_named(
     registry: Registry,
 ) -> None:
-    await registry.check_contract(CONTRACT)
-    await registry.check_contract(CONTRACT)
-    await registry.check_contract(msgspec.structs.replace(CONTRACT, tensor_parallel=2))
+    await registry.check_compatibility(COMPATIBILITY)
+    await registry.check_compatibility(COMPATIBILITY)
+    await registry.check_compatibility(msgspec.structs.replace(COMPATIBILITY, tensor_parallel=2))
     with pytest.raises(Incompatible) as caught:
-        await registry.check_contract(OTHER)
+        await registry.check_compatibility(OTHER)
     assert caught.value.message == (
         "this worker cannot join the cluster: its block_size is 32, not 16; "
         "its kv_dtype is 'float32', not 'bfloat16'"
@@ -139,16 +139,16 @@ async def test_a_contract_that_differs_is_refused_and_each_difference_named(
 
 async def test_another_generation_has_a_contract_of_its_own(registry: Registry) -> None:
     """Both are seen; within each of them workers must agree."""
-    await registry.check_contract(CONTRACT)
+    await registry.check_compatibility(COMPATIBILITY)
     await registry.write(a_record("old"))
-    await registry.check_contract(OTHER, "b")
+    await registry.check_compatibility(OTHER, "b")
     new = msgspec.structs.replace(a_record("new", OTHER), generation="b")
     await registry.write(new)
     assert [r.worker_id for r in await registry.read()] == ["new", "old"]
-    assert CONTRACT.pairing_key() != OTHER.pairing_key()
+    assert COMPATIBILITY.compatibility_key() != OTHER.compatibility_key()
 
     with pytest.raises(Incompatible):
-        await registry.check_contract(CONTRACT, "b")
+        await registry.check_compatibility(COMPATIBILITY, "b")
     await registry.write(msgspec.structs.replace(a_record("lies"), generation="b"))
     assert [r.worker_id for r in await registry.read()] == ["new", "old"]
 
@@ -158,7 +158,7 @@ async def test_a_contract_of_another_version_is_refused(
 ) -> None:
     await redis_client.set(f"{{tandem:{cluster_id}}}:contract", msgspec.msgpack.encode({"a": 1}))
     with pytest.raises(Incompatible, match="version of Tandem"):
-        await registry.check_contract(CONTRACT)
+        await registry.check_compatibility(COMPATIBILITY)
 
 
 async def test_a_worker_of_another_contract_is_left_out_and_keeps_no_contract_alive(
@@ -184,8 +184,8 @@ async def test_another_degree_of_tensor_parallelism_is_the_same_contract(
     registry: Registry,
 ) -> None:
     await registry.write(a_record("w0"))
-    await registry.write(a_record("w1", msgspec.structs.replace(CONTRACT, tensor_parallel=2)))
-    assert [r.contract.tensor_parallel for r in await registry.read()] == [1, 2]
+    await registry.write(a_record("w1", msgspec.structs.replace(COMPATIBILITY, tensor_parallel=2)))
+    assert [r.compatibility.tensor_parallel for r in await registry.read()] == [1, 2]
 
 
 @pytest.mark.parametrize("value", [b"", b"\xc1", msgspec.msgpack.encode({"worker_id": "old"})])

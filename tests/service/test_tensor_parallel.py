@@ -10,10 +10,9 @@ import pytest
 
 from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import TandemError
-from tandem.transfer.descriptors import BlockPairs
-from tandem.transfer.nixl_agent import NixlAgent, ReadState, load_nixl
-from tandem.transfer.tensor_parallel import ParallelLayout, descriptors
-from tandem.transfer.ucx_mode import UcxMode
+from tandem.transfer.nixl.agent import NixlAgent, ReadState, load_nixl
+from tandem.transfer.nixl.ucx_mode import UcxMode
+from tandem.transfer.tensor_parallel import BlockPairs, ParallelLayout, descriptors
 from tests.harness.tensor_parallel_ranks import Bytes, expected_pools, rank_pools, whole_model
 
 pytestmark = pytest.mark.service
@@ -32,7 +31,7 @@ class Rank:
 
     def __init__(self, name: str, pool: Bytes) -> None:
         self.pool = pool.copy()
-        # A source makes progress by itself; a reader when it is asked for its reads.
+        # A producer makes progress by itself; a consumer when it is asked for its reads.
         self.agent = NixlAgent(
             name, mode=UcxMode.MEMORY, progress_delay_us=10_000 if "source" in name else None
         )
@@ -40,16 +39,16 @@ class Rank:
             address=self.pool.ctypes.data, num_bytes=pool.nbytes, device_id=0, memory="DRAM"
         )
 
-    def read(self, sources: list[Rank], source: ParallelLayout, local: ParallelLayout) -> None:
+    def read(self, producers: list[Rank], producer: ParallelLayout, local: ParallelLayout) -> None:
         """Reads this rank's share of BLOCKS."""
         rank = int(self.agent.name.rpartition("-")[2])
-        for read in descriptors(source, local, BLOCKS, local_rank=rank):
-            peer = sources[read.source_rank]
+        for read in descriptors(producer, local, BLOCKS, local_rank=rank):
+            peer = producers[read.producer_rank]
             start, here = peer.pool.ctypes.data, self.pool.ctypes.data
             handle = self.agent.create_read(
                 self.agent.add_peer(peer.agent.metadata()),
-                source=[(start + part.source_offset, part.num_bytes) for part in read.parts],
-                source_device=("DRAM", 0),
+                producer=[(start + part.producer_offset, part.num_bytes) for part in read.parts],
+                producer_device=("DRAM", 0),
                 local=[(here + part.local_offset, part.num_bytes) for part in read.parts],
                 local_device=("DRAM", 0),
             )
@@ -71,28 +70,28 @@ def degrees(heads: int) -> list[int]:
 @pytest.fixture(
     scope="module",
     params=[(heads, degree) for heads in (8, 6, 4, 3) for degree in degrees(heads)],
-    ids=lambda param: f"{param[0]} heads, source degree {param[1]}",
+    ids=lambda param: f"{param[0]} heads, producer degree {param[1]}",
 )
-def source(request: pytest.FixtureRequest) -> Iterator[tuple[ParallelLayout, list[Rank], Bytes]]:
+def producer(request: pytest.FixtureRequest) -> Iterator[tuple[ParallelLayout, list[Rank], Bytes]]:
     heads, degree = request.param
     layout = ParallelLayout(whole_layout(heads), degree)
     whole = whole_model(heads, layout.whole)
     pools = rank_pools(whole, layout)
-    ranks = [Rank(f"source-{heads}-{degree}-{rank}", pool) for rank, pool in enumerate(pools)]
+    ranks = [Rank(f"producer-{heads}-{degree}-{rank}", pool) for rank, pool in enumerate(pools)]
     yield layout, ranks, whole
     for rank in ranks:
         rank.agent.close()
 
 
 def test_every_rank_of_every_degree_has_its_heads_exactly(
-    source: tuple[ParallelLayout, list[Rank], Bytes],
+    producer: tuple[ParallelLayout, list[Rank], Bytes],
 ) -> None:
-    layout, sources, whole = source
+    layout, producers, whole = producer
     for degree in degrees(layout.whole.num_kv_heads):
         local = ParallelLayout(layout.whole, degree)
         for number, expected in enumerate(expected_pools(whole, local, BLOCKS)):
             empty = np.zeros(local.rank_layout.pool_bytes, np.uint8)
-            reader = Rank(f"reader-{degree}-{number}", empty)
-            reader.read(sources, layout, local)
-            assert np.array_equal(reader.pool, expected), (degree, number)
-            reader.agent.close()
+            consumer = Rank(f"consumer-{degree}-{number}", empty)
+            consumer.read(producers, layout, local)
+            assert np.array_equal(consumer.pool, expected), (degree, number)
+            consumer.agent.close()

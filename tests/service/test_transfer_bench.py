@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.bench.pool import differing, fill
-from tandem.bench.sizes import plan, scattered
+from tandem_bench.pool import differing, fill
+from tandem_bench.sizes import plan, scattered
 
 pytestmark = pytest.mark.service
 

@@ -40,8 +40,6 @@ def test_client_errors_are_those_with_a_client_status() -> None:
         is_input = kind.grpc_code in {"INVALID_ARGUMENT", "NOT_FOUND", "UNAUTHENTICATED"}
         if is_input:
             assert 400 <= kind.http_status < 500
-        if kind.retryable:
-            assert kind.http_status in {429, 503}
     assert QueueFull.http_status == 429
 
 

@@ -7,7 +7,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ABSENT = ("ray", "nixl", "nixl_cu12", "redis", "fastapi", "msgspec", "zmq", "grpc", "typer")
+ABSENT = (
+    "ray",
+    "nixl",
+    "nixl_cu12",
+    "redis",
+    "fastapi",
+    "msgspec",
+    "zmq",
+    "grpc",
+    "typer",
+    "cyclopts",
+)
 
 
 def test_it_needs_no_part_of_the_cluster() -> None:

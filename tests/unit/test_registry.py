@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.store.registry import Contract
+from tandem.store.registry import KvCompatibility
 
-CONTRACT = Contract(
+COMPATIBILITY = KvCompatibility(
     model_fingerprint="f" * 32,
     compute_dtype="bfloat16",
     numerics="fast",
@@ -19,20 +19,24 @@ CONTRACT = Contract(
 
 
 def test_equal_contracts_do_not_differ() -> None:
-    assert CONTRACT.differences(CONTRACT) == []
+    assert COMPATIBILITY.differences(COMPATIBILITY) == []
 
 
-@pytest.mark.parametrize("name", [f for f in Contract.__struct_fields__ if f != "tensor_parallel"])
+@pytest.mark.parametrize(
+    "name", [f for f in KvCompatibility.__struct_fields__ if f != "tensor_parallel"]
+)
 def test_each_field_counts_and_is_named(name: str) -> None:
-    value = getattr(CONTRACT, name)
+    value = getattr(COMPATIBILITY, name)
     other = msgspec.structs.replace(
-        CONTRACT, **{name: value + 1 if isinstance(value, int) else value + "x"}
+        COMPATIBILITY, **{name: value + 1 if isinstance(value, int) else value + "x"}
     )
-    (difference,) = CONTRACT.differences(other)
+    (difference,) = COMPATIBILITY.differences(other)
     assert name in difference
     assert repr(value) in difference
     assert repr(getattr(other, name)) in difference
 
 
 def test_the_degree_of_tensor_parallelism_may_differ() -> None:
-    assert CONTRACT.differences(msgspec.structs.replace(CONTRACT, tensor_parallel=4)) == []
+    assert (
+        COMPATIBILITY.differences(msgspec.structs.replace(COMPATIBILITY, tensor_parallel=4)) == []
+    )

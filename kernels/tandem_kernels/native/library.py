@@ -1,7 +1,7 @@
 """The compiled decoder as ctypes sees it: decoder.h's structs, and the functions of api.cpp.
 
 `load` answers None where it was not built (no compiler at install): torch computes then.
-Arrays are handed over as addresses; whoever makes a struct keeps what it points to alive.
+Arrays are passed as addresses; whoever makes a struct keeps what it points to alive.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WEIGHT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.I8: 1, Kind.BF16_PAIRS: 2}
 
 
 class Stage(IntEnum):
-    """Of a step, each ending when all threads are through with it."""
+    """A stage of a step; it ends when all threads are through with it."""
 
     EMBED = 0
     NORM = 1
@@ -152,13 +152,13 @@ class Library:
             self._function(name, result, arguments)
 
     def instructions(self, wanted: str | None = None) -> str | None:
-        """Of what this processor has, the best or the wanted: amx, avx512_bf16, avx512, avx2 or
-        plain."""
+        """Returns the best instructions of this processor, or the wanted if it has them: amx,
+        avx512_bf16, avx512, avx2 or plain."""
         name = self._library.tandem_instructions(wanted.encode() if wanted else None)
         return name.decode() if name else None
 
     def packed_kind(self, kind: Kind, wanted: str | None = None) -> Kind:
-        """As which kind weights of `kind` are to be packed for these instructions."""
+        """Returns the kind that weights of `kind` are packed as for these instructions."""
         return Kind(self._library.tandem_packed_kind(wanted.encode() if wanted else None, kind))
 
     def pack(
@@ -196,7 +196,7 @@ class Library:
         self._library.tandem_destroy(decoder)
 
     def to_last_kv(self, decoder: int, step: Step) -> None:
-        """All KV of the step's rows into the pool."""
+        """Computes a step until all KV of its rows is in the pool."""
         self._check(self._library.tandem_to_last_kv(decoder, byref(step)))
 
     def to_logits(self, decoder: int, step: Step) -> None:
@@ -210,8 +210,8 @@ class Library:
         return dict(zip(Stage, seconds, strict=True))
 
     def product_gflops(self, num_threads: int, kind: Kind) -> float:
-        """Of the largest tile for weights of `kind`, as packed, in the first-level cache: takes
-        some 0.3 s."""
+        """Measures products of the largest tile for weights of `kind`, as packed, in the
+        first-level cache; takes some 0.3 s."""
         measure = self._function("tandem_product_gflops", c_double, [c_int32, c_int32])
         return float(measure(num_threads, kind))
 
@@ -231,7 +231,7 @@ class Library:
 
 
 def packed_bytes(shape: tuple[int, int], kind: Kind) -> int:
-    """Of the panels of weights [out, in]."""
+    """Returns the bytes of the packed panels of weights [out, in]."""
     num_out, num_in = shape
     if kind is Kind.BF16_PAIRS:
         num_in = -(-num_in // _STEP_INPUTS) * _STEP_INPUTS
@@ -240,7 +240,7 @@ def packed_bytes(shape: tuple[int, int], kind: Kind) -> int:
 
 @functools.cache
 def load() -> Library | None:
-    """None where it was not built."""
+    """Loads the compiled decoder; returns None where it was not built."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_decoder{suffix}")
         if path.exists():

@@ -10,7 +10,7 @@ _COLUMNS = 1024
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, inner] from [T, 2 * inner], gate and up side by side; computed in fp32, same dtype."""
+    """Returns [T, inner] from [T, 2 * inner], gate and up side by side; in fp32, same dtype."""
     num_rows, width = gate_up.shape
     assert gate_up.stride(1) == 1
     assert width % 2 == 0

@@ -37,7 +37,7 @@ def attend(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """(accumulator, sums, maxima) after the keys `first` to `end` of one KV head.
+    """Returns (accumulator, sums, maxima) after the keys `first` to `end` of one KV head.
 
     A row sees the keys up to its `last_keys`. Not MASKED: every row sees all of them, and they are
     whole turns. The first turn of all has to hold a key that each row sees: there, a maximum of
@@ -81,7 +81,7 @@ def attend(
 
 @triton.jit
 def start_state(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of rows that have seen nothing."""
+    """Returns the state of rows that have seen nothing."""
     return (
         tl.zeros((ROWS, BLOCK_D), tl.float32),
         tl.zeros((ROWS,), tl.float32),
@@ -91,7 +91,7 @@ def start_state(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _product(a, b):
-    """In fp32. The interpreter would multiply the bits of bfloat16 as integers."""
+    """Multiplies in fp32. The interpreter would multiply the bits of bfloat16 as integers."""
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision="ieee")

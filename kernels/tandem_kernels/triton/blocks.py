@@ -38,7 +38,7 @@ def copy(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> No
 
 
 def pack_spans(layers: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """[n, num_layers, ...] from a layer-major pool [num_layers, num_blocks, ...], contiguous."""
+    """Packs a contiguous pool [num_layers, num_blocks, ...] as [n, num_layers, ...]."""
     num_layers = layers.shape[0]
     staging = layers.new_empty(len(block_ids), num_layers, *layers.shape[2:])
     target = _words(staging).unflatten(2, (num_layers, -1)).squeeze(1)
@@ -48,7 +48,7 @@ def pack_spans(layers: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _words(blocks: torch.Tensor) -> torch.Tensor:
-    """As [n, 1 span, words of 4 bytes]."""
+    """Views blocks as [n, 1 span, words of 4 bytes]."""
     assert blocks.is_contiguous()
     return blocks.view(blocks.shape[0], 1, math.prod(blocks.shape[1:])).view(torch.int32)
 

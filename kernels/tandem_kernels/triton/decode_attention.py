@@ -29,7 +29,7 @@ def decode_attention(
     *,
     num_splits: int,
 ) -> torch.Tensor:
-    """[B, heads, D], in the queries' dtype.
+    """Returns the attention [B, heads, D], in the queries' dtype.
 
     queries       [B, heads, D], bfloat16, float16 or float32; heads may be strided
     layer_kv      [num_blocks, KV heads, 2, block size, D]: kv_cache.layer_of a pool, any floats

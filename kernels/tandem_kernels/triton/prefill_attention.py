@@ -32,7 +32,7 @@ def prefill_attention(
     context_lens: torch.Tensor,
     query_starts: torch.Tensor,
 ) -> torch.Tensor:
-    """[T, heads, D], in the queries' dtype. The chunks' own K and V are in the pool.
+    """Returns [T, heads, D], in the queries' dtype. The chunks' own K and V are in the pool.
 
     queries       [T, heads, D], bfloat16, float16 or float32; heads may be strided
     layer_kv      [num_blocks, KV heads, 2, block size, D]: kv_cache.layer_of a pool, any floats

@@ -1,4 +1,4 @@
-"""What lies between the joint product and attention, in one pass over q, k and v.
+"""Computes what lies between the joint product and attention, in one pass over q, k and v.
 
     q  normalized per head (Qwen 3 only), rotated    -> queries
     k  normalized per head (Qwen 3 only), rotated    -> the pool

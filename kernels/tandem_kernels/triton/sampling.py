@@ -33,7 +33,6 @@ _LEVELS = tl.constexpr(8)
 _DEEPEST = tl.constexpr(28.0)  # -log of a weight that rounds to nothing
 _TILE = 4096
 _LEVELS_TILE = 1024  # each token is compared with each level
-_LOW_32 = (1 << 32) - 1
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
@@ -43,7 +42,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """As `sample`, but nothing is waited for: the ids are on the device."""
+    """Draws as `sample` does, but waits for nothing: the ids are on the device."""
     num_rows, vocab = logits.shape
     assert num_rows == len(draws)
     assert logits.dtype == torch.float32
@@ -72,7 +71,7 @@ def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _packed(draws: Sequence[Draw]) -> torch.Tensor:
-    """[6, n] int64: temperature, top_p and min_p by their fp64 bits; top_k, seed, position."""
+    """Packs [6, n] int64: fp64 bits of temperature, top_p and min_p; top_k, seed, position."""
     floats = np.array([(d.temperature, d.top_p, d.min_p) for d in draws], np.float64)
     words = [(d.top_k, _signed(d.seed), _signed(d.position)) for d in draws]
     integers = np.array(words, np.int64)
@@ -138,7 +137,7 @@ def _sample(
 
 @triton.jit
 def _uniform(seed, position):
-    """philox.uniform."""
+    """Computes philox.uniform."""
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     word, next_word, _c, _d = tl.philox(seed, low, high, low * 0, low * 0)
@@ -148,14 +147,14 @@ def _uniform(seed, position):
 
 @triton.jit
 def _key(logits):
-    """int32 in the order of the logits; both zeros are one."""
+    """Returns int32 keys in the order of the logits; both zeros are one."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _weight(logits, largest, temperature):
-    """Of tokens, in units of 2^-40; the most likely one has 2^40."""
+    """Returns weights of tokens, in units of 2^-40; the most likely one has 2^40."""
     return (tl.exp(tl.div_rn(logits - largest, temperature)) * _UNIT).to(tl.int64)
 
 
@@ -193,7 +192,7 @@ def _level_keys(largest, temperature):
 
 @triton.jit
 def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl.constexpr):
-    """How many tokens there are from each level up and what they weigh; the same of min_p's."""
+    """Counts and weighs the tokens from each level up, and likewise those that min_p leaves."""
     counts = tl.zeros((_LEVELS,), tl.int64)
     masses = tl.zeros((_LEVELS,), tl.int64)
     num_left = tl.zeros((), tl.int64)

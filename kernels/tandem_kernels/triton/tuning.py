@@ -1,4 +1,4 @@
-"""How a kernel finds its tile sizes: tried once for each device and class of shapes, then kept.
+"""Finds a kernel's tile sizes: tried once for each device and class of shapes, then kept.
 
 Triton's own autotuner does both; results lie in its cache folder (TRITON_CACHE_DIR). It knows an
 architecture, not a card: so the card's name is an argument of each tuned kernel, DEVICE, and part
@@ -32,7 +32,7 @@ def tuned(configs: Sequence[triton.Config], key: Sequence[str]) -> Callable[[Any
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Python on the CPU, instead of compiled on a CUDA device."""
+    """Returns whether kernels run in Python on the CPU, instead of compiled on a CUDA device."""
     return bool(knobs.runtime.interpret)
 
 
@@ -44,7 +44,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of the card; 1 in the interpreter."""
+    """Returns the card's number of multiprocessors; 1 in the interpreter."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""A load a short while ahead, from the loads of the last minutes. Pure.
+"""Forecasts a load a short while ahead, from the loads of the last minutes. Pure.
 
     load |         x   .-'  <- bound: the line and the quantile of what lay above it
          |   x  x .-'x
@@ -27,7 +27,7 @@ class Forecast(NamedTuple):
 def forecast(
     samples: Sequence[tuple[float, float]], *, now_s: float, horizon_s: float, quantile: float
 ) -> Forecast:
-    """Of (time, load) samples, at least one. Fewer than three draw no slope."""
+    """Forecasts from (time, load) samples, at least one. Fewer than three give no slope."""
     count = len(samples)
     mean_t = sum(t for t, _ in samples) / count
     mean = sum(load for _, load in samples) / count

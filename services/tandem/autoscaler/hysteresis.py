@@ -1,4 +1,4 @@
-"""From what a pool should be to what it is made: fast up, slow down, never back and forth. Pure.
+"""Moves a pool to its wanted size: fast up, slow down, never back and forth. Pure.
 
     up    at once, to what is wanted
     down  to the most that was to be kept in the last `down_window_s`, `step_down` at a time, a
@@ -23,7 +23,7 @@ class Step(NamedTuple):
 
 
 class Stabilizer:
-    """One a pool. `now_s` never goes back."""
+    """Stabilizes the size of one pool. `now_s` never goes back."""
 
     def __init__(self, config: AutoscaleConfig, now_s: float) -> None:
         self._config = config
@@ -33,8 +33,8 @@ class Stabilizer:
         self._reversed_s = -float("inf")
 
     def step(self, now_s: float, size: int, wanted: int, keep: int) -> Step:
-        """The pool has this size, should have at least `wanted`, and at most `keep` once it has
-        been well with that for long: never less than `wanted`."""
+        """Returns the next size of a pool of `size` that needs `wanted` workers. It never shrinks
+        below the largest `keep` and `wanted` of the last `down_window_s`."""
         config, most = self._config, self._most_kept(now_s, max(wanted, keep))
         if wanted > size:
             if self._may_turn(1, now_s) or size == 0:

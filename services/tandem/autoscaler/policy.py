@@ -1,4 +1,4 @@
-"""How many workers each pool should have: one decision a pool from what was seen. Pure.
+"""Decides how many workers each pool should have, from observations. Pure.
 
     load   the bound of the forecast a cold start ahead, over what a worker carries
     queue  what will still wait when a new worker comes, to be gone a minute later
@@ -25,11 +25,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from tandem.autoscaler.demand import Demand, Observation, PoolSeen, quantile
 from tandem.autoscaler.forecast import Forecast, forecast
 from tandem.autoscaler.hysteresis import Stabilizer
-from tandem.autoscaler.signals import Demand, Observation, PoolSeen, quantile
 from tandem.config import AutoscaleConfig
-from tandem.cost_model import DecodeRate
+from tandem.perf_model.rates import DecodeRate
 
 Role = Literal["prefill", "decode"]
 
@@ -41,7 +41,7 @@ _MORE = 0.25  # of the pool, when the SLO is missed
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Of one pool. `line` explains it to people."""
+    """The decision for one pool. `line` explains it to people."""
 
     role: Role
     size: int  # that it has
@@ -75,7 +75,7 @@ class Autoscaler:
         }
 
     def decide(self, seen: Observation) -> tuple[Decision, Decision]:
-        """Of the prefill pool and of the decode pool."""
+        """Decides the sizes of the prefill pool and of the decode pool."""
         self._remember(seen)
         before = next(s for s in self._seen if s.now_s >= seen.now_s - _RECENT_S)
         recent = seen.demand.since(before.demand)
@@ -104,7 +104,7 @@ class Autoscaler:
             self._loads.popleft()
 
     def _output_tokens(self, seen: Observation) -> float:
-        """Of a request of late."""
+        """Mean output tokens of recent requests; a guess before one has ended."""
         came = seen.demand.since(self._seen[0].demand)
         ended = came if came.num_ended else seen.demand
         return ended.output_tokens / ended.num_ended if ended.num_ended else OUTPUT_TOKENS_GUESS
@@ -145,7 +145,7 @@ class Autoscaler:
         return wishes
 
     def _left_s(self, pool: PoolSeen, load: Forecast) -> float:
-        """Of one worker's time: what is queued now and still will be when a new worker comes."""
+        """Seconds of one worker's work, queued now, that still wait when a new worker comes."""
         spare = max(0.0, max(pool.num_ready, pool.wanted) - load.now)
         return max(0.0, pool.queued_s - spare * self._config.cold_start_s)
 
@@ -188,13 +188,13 @@ class Autoscaler:
 
 
 def decode_tokens_per_s(rate: DecodeRate, itl_s: float) -> float:
-    """Of a worker whose batch is as large as the limit between tokens allows."""
+    """Tokens per second of a worker whose batch is as large as the limit between tokens allows."""
     sequences = max(1.0, (itl_s - rate.step_s) / max(rate.sequence_s, 1e-9))
     return sequences / (rate.step_s + rate.sequence_s * sequences)
 
 
 def _more(pool: PoolSeen) -> int:
-    """Counted from those that are there: the ones that still start are on their way."""
+    """Returns a quarter more, at least one, than the ready workers; others are on their way."""
     return pool.num_ready + max(1, math.ceil(_MORE * pool.num_ready))
 
 

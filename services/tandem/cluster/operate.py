@@ -1,4 +1,4 @@
-"""`tandem status`, `scale`, `flip` and `drain`: what an operator asks a router over HTTP."""
+"""`tandem status`, `scale`, `set-role`, `drain` and `index`: an operator's calls to a router."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 _REPLY_DEADLINE_S = 5.0
-_FLIP_DEADLINE_S = 15.0
+_SET_ROLE_DEADLINE_S = 15.0
 _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
 _END_MARGIN_S = 15.0  # from a worker's deadline until its process is gone, and its record
-PIPE_COLUMNS = 200
+_PIPE_COLUMNS = 200
+_SAMPLE_DEADLINE_S = 60.0
+_ALL_DEADLINE_S = 900.0
 
 
 class OperateError(Exception):
@@ -29,8 +31,7 @@ class OperateError(Exception):
 def show_status(url: str) -> None:
     """Prints pools and workers. Raises OperateError."""
     state = ask(url, "GET")
-    # Tables in a file or a pipe are not broken to fit a screen that is not there.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    console = _console()
     router = state["router"]
     ready = "[green]ready[/]" if router["ready"] else f"[yellow]not ready[/]: {router['reason']}"
     console.print(f"{state['model']} at {url}: {ready}; redis {state['redis']}\n")
@@ -64,16 +65,16 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
         return
 
 
-def flip_worker(url: str, worker_id: str, role: str) -> None:
+def set_role(url: str, worker_id: str, role: str) -> None:
     """Moves a worker to the pool of this role, or to the other one. Raises OperateError."""
     path = f"/v1/cluster/workers/{urllib.parse.quote(worker_id, safe='')}/role"
     body = {"role": role} if role else {}
-    flipped = ask(url, "POST", body, path=path, deadline_s=_FLIP_DEADLINE_S)
-    print(f"{worker_id} is in the {flipped['role']} pool now ({flipped['seen_s']:.2f} s)")
+    done = ask(url, "POST", body, path=path, deadline_s=_SET_ROLE_DEADLINE_S)
+    print(f"{worker_id} is in the {done['role']} pool now ({done['seen_s']:.2f} s)")
 
 
 def drain_worker(url: str, worker_id: str, *, deadline_s: float) -> None:
-    """Has a worker leave in order, and waits until its process is gone. Raises OperateError."""
+    """Drains a worker, and waits until its process is gone. Raises OperateError."""
     process = _process(url, worker_id)
     path = f"/v1/cluster/workers/{urllib.parse.quote(worker_id, safe='')}/drain"
     ask(url, "POST", {"deadline_s": deadline_s}, path=path)
@@ -85,15 +86,30 @@ def drain_worker(url: str, worker_id: str, *, deadline_s: float) -> None:
     print(f"{worker_id} has left")
 
 
+def verify_index(url: str, *, everything: bool) -> bool:
+    """Prints each worker's verdict; returns whether all are ok. Raises OperateError."""
+    deadline_s = _ALL_DEADLINE_S if everything else _SAMPLE_DEADLINE_S
+    path = "/v1/cluster/index/verify"
+    answer = ask(url, "POST", {"all": everything}, path=path, deadline_s=deadline_s)
+    workers: dict[str, dict[str, Any]] = answer["workers"]
+    _console().print(_index_table(workers))
+    return all(worker["ok"] for worker in workers.values())
+
+
+def _console() -> Console:
+    """Tables in a file or a pipe are not broken to fit a screen that is not there."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+
+
 def _process(url: str, worker_id: str) -> tuple[Any, ...]:
-    """What tells a worker's process from the one that is started in its place; empty: gone."""
+    """Identifies a worker's process, to tell it from its successor; empty if it is gone."""
     workers = {w["worker_id"]: w for w in ask(url, "GET")["workers"]}
     worker = workers.get(worker_id)
     return () if worker is None else (worker["host"], worker["pid"], worker["started_at"])
 
 
 def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
-    """Raises OperateError naming the argument at fault."""
+    """Parses POOL=SIZE arguments. Raises OperateError naming the argument at fault."""
     wanted = {}
     for argument in sizes:
         pool, _, size = argument.partition("=")
@@ -104,10 +120,10 @@ def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
 
 
 def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
-    """What of `wanted` is not so yet: processes that run, and workers that are ready.
+    """Returns what of `wanted` is not so yet: processes that run, and workers that are ready.
 
-    Without a pool controller (Kubernetes) nobody tells of processes: workers that are registered
-    and ready count, and routers, which nobody counts, are as they were asked for."""
+    Without a pool controller (Kubernetes) nothing reports processes: workers that are registered
+    and ready count, and routers, which nothing counts, are as they were asked for."""
     found = []
     is_told = not pools or any("wanted" in state for state in pools.values())
     for pool, size in wanted.items():
@@ -132,7 +148,7 @@ def ask(
     path: str = "/v1/cluster",
     deadline_s: float = _REPLY_DEADLINE_S,
 ) -> Any:
-    """What a router answers, as JSON. Raises OperateError."""
+    """Returns a router's answer as JSON. Raises OperateError."""
     try:
         request = urllib.request.Request(
             url.rstrip("/") + path,
@@ -160,7 +176,7 @@ def _error_message(error: urllib.error.HTTPError) -> str:
 
 
 def memory_warnings(workers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each host whose memory is low. A worker of an older version does not tell."""
+    """Returns one line for each host whose memory is low. Workers of older versions do not tell."""
     found: dict[str, tuple[int, int]] = {}
     for worker in workers:
         free, total = worker.get("memory_free_bytes", 0), worker.get("memory_total_bytes", 0)
@@ -204,8 +220,25 @@ def _workers_table(workers: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _index_table(workers: dict[str, dict[str, Any]]) -> Table:
+    table = Table("worker", box=None, pad_edge=False)
+    for name in ("checked", "missing", "stale"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    for worker_id, worker in sorted(workers.items()):
+        numbers = [f"{worker[name]:,}" for name in ("checked", "missing", "stale")]
+        if worker["error"]:
+            numbers, verdict = ["-"] * 3, f"[red]{worker['error']}[/]"
+        elif not worker["in_tree"]:
+            verdict = "[red]it has no log in the tree[/]"
+        else:
+            verdict = "[green]ok[/]" if worker["ok"] else "[red]differs[/]"
+        table.add_row(worker_id, *numbers, verdict)
+    return table
+
+
 def _rates(rates: dict[str, float] | None) -> str:
-    """Prefill, then a decode step: what it takes, and what each sequence adds."""
+    """Formats the prefill rate, then a decode step: its own time, and what each sequence adds."""
     if rates is None:
         return "-"
     step = f"{rates['decode_step_ms']:.3g}+{rates['decode_sequence_ms']:.2g}n ms"
@@ -213,7 +246,7 @@ def _rates(rates: dict[str, float] | None) -> str:
 
 
 def _pairs(worker: dict[str, Any]) -> str:
-    """Each peer, the transport, and how fast its blocks came."""
+    """Formats each peer, the transport, and how fast its blocks came."""
     pairs = worker.get("pairs", {})
     told = []
     for peer, way in sorted(worker["transports"].items()):

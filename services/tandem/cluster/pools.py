@@ -1,4 +1,4 @@
-"""What the pool controller decides: pure functions from the wanted and the actual pools.
+"""Decisions of the pool controller: pure functions from the wanted and the actual pools.
 
     Member: planned -> starting -> running <-> restarting        (its agent's reports)
                any of them, when the pool shrinks: draining -> gone, and the member is removed
@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
 from tandem.config import Pool
-
-POOLS: tuple[Pool, ...] = get_args(Pool)
-POOL_SIZE_MAX = 64  # processes of one pool on one machine; also its capacity in Ray's resources
+from tandem.pool_sizes import POOLS
 
 MemberState = Literal["pending", "running", "restarting", "draining", "gone"]
 
 
 class PoolCommand(msgspec.Struct, frozen=True):
-    """How a pool's processes are started; `{id}`, `{core}` and `{NAME}` of a port are filled in."""
+    """The command of a pool's processes; `{id}`, `{core}` and `{NAME}` of a port are filled in."""
 
     command: list[str]
     ports: dict[str, int] = {}  # of the pool's first process; others get 0, the system's choice
@@ -40,7 +38,7 @@ class PoolCommand(msgspec.Struct, frozen=True):
 
 
 class ClusterSpec(msgspec.Struct, frozen=True):
-    """What runs on this machine; no secrets: those are in the environment."""
+    """The processes of this machine; no secrets: those are in the environment."""
 
     cluster_id: str
     run_folder: str
@@ -73,7 +71,7 @@ class Member(msgspec.Struct, frozen=True):
 def plan(
     spec: ClusterSpec, wanted: Mapping[Pool, int], members: Sequence[Member]
 ) -> tuple[list[Member], list[Member]]:
-    """(members to add, members to drain) so that the pools get their wanted sizes."""
+    """Returns (members to add, members to drain) so that the pools get their wanted sizes."""
     add: list[Member] = []
     drain: list[Member] = []
     for pool in POOLS:
@@ -86,22 +84,8 @@ def plan(
     return add, drain
 
 
-def check_sizes(sizes: object) -> dict[Pool, int]:
-    """Sizes as a scale request brings them. Raises ValueError saying what is allowed."""
-    if not isinstance(sizes, dict) or not sizes:
-        raise ValueError("a scale request is an object of pool sizes, such as {'prefill': 2}")
-    for pool, size in sizes.items():
-        if pool not in POOLS:
-            raise ValueError(f"there is no pool {pool!r}; pools are {', '.join(POOLS)}")
-        least = 1 if pool == "router" else 0  # without a router nobody could ask for one
-        if type(size) is not int or not least <= size <= POOL_SIZE_MAX:
-            allowed = f"{least} to {POOL_SIZE_MAX}"
-            raise ValueError(f"the size of {pool} is {size!r}; allowed is {allowed}")
-    return dict(sizes)
-
-
 def describe(wanted: Mapping[Pool, int], members: Sequence[Member]) -> dict[str, object]:
-    """The state of all pools as it lies in Redis and in `/v1/cluster`."""
+    """Returns the state of all pools as it lies in Redis and in `/v1/cluster`."""
     return {
         pool: {
             "wanted": wanted.get(pool, 0),
@@ -131,6 +115,6 @@ def _next_member(spec: ClusterSpec, pool: Pool, members: Sequence[Member]) -> Me
 
 
 def _least_used_core(cores: Sequence[int], members: Sequence[Member]) -> int | None:
-    """A core of its own while there are enough; then they are shared evenly."""
+    """Returns a core of its own while there are enough; then they are shared evenly."""
     uses = Counter(m.core for m in members if not m.leaves)
     return min(cores, key=lambda core: uses[core], default=None)

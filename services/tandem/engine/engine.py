@@ -18,18 +18,18 @@ from tandem.config import EngineConfig
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import check_own, check_trusted, give_back, store_blocks
 from tandem.engine.cache.layout import num_blocks_of
-from tandem.engine.chains import Chains
 from tandem.engine.executor.sampler import sample_next
 from tandem.engine.load import measure_load
+from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.report import PendingReport
 from tandem.engine.runner_protocol import Runner
-from tandem.engine.scheduler.admission import check_spec
-from tandem.engine.scheduler.pace import Pace
+from tandem.engine.scheduler.check_spec import check_spec
+from tandem.engine.scheduler.running_slots import STEP_SHARE, RunningSlots
 from tandem.engine.scheduler.scheduler import Chunk, Schedule, Scheduler
-from tandem.engine.scheduler.seats import STEP_SHARE, Seats
-from tandem.engine.sequence import Sequence, Status
+from tandem.engine.sequence import Sequence, Status, finish_reason
 from tandem.engine.types import EngineLoad, FinalBlocks, Mode, SequenceSpec, StepReport
 from tandem.errors import InternalError, QueueFull, TandemError
+from tandem.perf_model.step_time import StepTimeModel, StepWork
 
 
 class Engine:
@@ -44,20 +44,22 @@ class Engine:
         self._model_fingerprint = model_fingerprint
         self._pool = BlockPool(self.layout.num_blocks)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
-        self._pace = Pace(min(limits_s, default=0.0))
+        self._step_time = StepTimeModel(min(limits_s, default=0.0))
         # Each decodes a token in every step, and one is left for a prompt.
         max_num_seqs = min(config.max_num_seqs, max(1, self.max_tokens_per_step - 1))
-        self._seats = Seats(self._pace, max_num_seqs=max_num_seqs, itl_limit_s=config.itl_limit_s)
+        self._running_slots = RunningSlots(
+            self._step_time, max_num_seqs=max_num_seqs, itl_limit_s=config.itl_limit_s
+        )
         self._scheduler = Scheduler(
             self._pool,
-            self._pace,
-            self._seats,
+            self._step_time,
+            self._running_slots,
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step,
             bytes_per_token=self.layout.block_bytes / self.layout.block_size,
         )
         self._sequences: dict[str, Sequence] = {}
-        self._chains = Chains(self._pool)
+        self._peer_blocks = PeerBlocks(self._pool)
         self._pending = PendingReport()
         self._num_arrivals = 0
         self._num_steps = 0
@@ -65,7 +67,7 @@ class Engine:
     def step(self, on_final: Callable[[list[FinalBlocks]], object] | None = None) -> StepReport:
         """Runs the model once and answers all that happened since the step before.
 
-        Blocks that readers wait for go to `on_final` as soon as they are final, while the step is
+        Blocks that consumers wait for go to `on_final` as soon as they are final, while the step is
         still on its way to the tokens; without it they are in the report.
         """
         started = time.perf_counter()
@@ -98,7 +100,7 @@ class Engine:
         )
 
     def start_local_prefill(self, sequence_id: str) -> None:
-        """An AWAIT_KV sequence, none of whose blocks was filled, is computed here after all."""
+        """Computes a WAITING_FOR_REMOTE_KV sequence here after all; no block of it is filled."""
         self._scheduler.start(self._awaiting_all(sequence_id))
 
     def restart(self, spec: SequenceSpec, unsafe_blocks: Collection[int] = ()) -> None:
@@ -108,7 +110,7 @@ class Engine:
         `add` does, except QueueFull; the sequence is gone then.
         """
         old = self._find(spec.sequence_id)
-        if Mode.FOR_PEER in (old.mode, spec.mode):
+        if Mode.PREFILL_ONLY in (old.mode, spec.mode):
             raise InternalError(f"sequence {spec.sequence_id} is for a peer and cannot restart")
         self._drop(old, unsafe_blocks)
         self._check_spec(spec)
@@ -118,7 +120,7 @@ class Engine:
         self._enter(new)
 
     def commit(self, sequence_id: str, first_token_id: int) -> None:
-        """All KV of an AWAIT_KV sequence is in place and trusted: it joins the decode batch.
+        """Moves a WAITING_FOR_REMOTE_KV sequence, whose KV is all in place and trusted, to decode.
 
         The first token is with the client already: it is not reported again, only an end that it
         may bring.
@@ -127,7 +129,7 @@ class Engine:
         sequence.num_computed_tokens = sequence.num_tokens
         self._store_full_blocks(sequence)
         sequence.append(first_token_id)
-        if reason := sequence.finish_reason(self.max_model_len):
+        if reason := finish_reason(sequence, self.max_model_len):
             self._pending.tokens(sequence, [], reason)
             self._drop(sequence)
         else:
@@ -144,7 +146,7 @@ class Engine:
         blocks that cannot be trusted; the sequence is gone then.
         """
         sequence = self._awaiting(sequence_id)
-        if sequence.mode is Mode.AWAIT_KV:
+        if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(f"sequence {sequence_id} awaits all its KV, not a prefix")
         try:
             check_trusted(
@@ -167,42 +169,42 @@ class Engine:
         # At least the last token is computed, whatever came.
         sequence.take_prefix(min(num_blocks, len(sequence.reusable_hashes)))
         self._store_full_blocks(sequence)
-        if sequence.mode is Mode.FOR_PEER:
+        if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)
         self._scheduler.start(sequence)
 
-    def hold(
+    def pin_prefix(
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int = 0
     ) -> None:
-        """Keeps what is cached of a chain for a reader until `remove`: reported at once."""
+        """Keeps what is cached of a chain for a consumer until `remove`: reported at once."""
         self._check_new(sequence_id)
-        self._check_queue(len(self._chains))
-        chain = self._chains.hold(sequence_id, block_hashes)
+        self._check_queue(len(self._peer_blocks))
+        chain = self._peer_blocks.pin_prefix(sequence_id, block_hashes)
         self._pending.held(sequence_id, chain.block_table, first_wanted_block)
 
-    def adopt(self, sequence_id: str, block_hashes: list[bytes]) -> None:
-        """Takes blocks for a chain that comes from outside, until `commit_adopted` or `remove`.
+    def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
+        """Takes blocks for a chain that comes from outside, until `commit_import` or `remove`.
 
         Evicts nothing: the chain is cut short where no FREE block is left.
         """
         self._check_new(sequence_id)
-        self._check_queue(len(self._chains))
-        chain = self._chains.adopt(sequence_id, block_hashes)
+        self._check_queue(len(self._peer_blocks))
+        chain = self._peer_blocks.import_blocks(sequence_id, block_hashes)
         num_cached = chain.num_cached_blocks
         missing = chain.block_table[num_cached:]
         self._pending.reserved(sequence_id, num_cached * self.layout.block_size, missing)
 
-    def commit_adopted(
+    def commit_import(
         self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int] = ()
     ) -> None:
-        """The first `num_blocks` blocks of an adopted chain are in place and trusted: they are
+        """The first `num_blocks` blocks of an imported chain are in place and trusted: they are
         cached from now on, and the chain is gone."""
-        self._chains.commit(sequence_id, num_blocks, unsafe_blocks)
+        self._peer_blocks.commit(sequence_id, num_blocks, unsafe_blocks)
         self._pending.forget(sequence_id)
 
-    def hot_chains(self, blocks_max: int) -> list[list[bytes]]:
+    def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
         """Hashes of the chains used last, root to leaf; `blocks_max` different blocks at most."""
-        return self._pool.hot_chains(blocks_max)
+        return self._pool.hot_prefixes(blocks_max)
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
         """Hashes held here from `first` on and before `end`; empty `end`: to the last."""
@@ -215,18 +217,18 @@ class Engine:
         """
         if sequence_id in self._sequences:
             self._drop(self._sequences[sequence_id], unsafe_blocks)
-        elif sequence_id in self._chains:
-            self._chains.remove(sequence_id, unsafe_blocks)
+        elif sequence_id in self._peer_blocks:
+            self._peer_blocks.remove(sequence_id, unsafe_blocks)
         self._pending.forget(sequence_id)
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
-        """No read writes these blocks any more."""
+        """Frees quarantined blocks that no read writes any more."""
         self._pool.unquarantine(block_ids)
 
     def block_ids(self, sequence_id: str) -> list[int]:
         """The block table of a sequence or chain; while KV is awaited it stays as it is."""
-        if sequence_id in self._chains:
-            return self._chains.block_ids(sequence_id)
+        if sequence_id in self._peer_blocks:
+            return self._peer_blocks.block_ids(sequence_id)
         return list(self._find(sequence_id).block_table)
 
     def has_work(self) -> bool:
@@ -235,9 +237,9 @@ class Engine:
     def load(self) -> EngineLoad:
         return measure_load(
             self._sequences.values(),
-            self._chains,
+            self._peer_blocks,
             self._pool,
-            num_seats=self._seats.num,
+            num_running_slots=self._running_slots.num,
             chunk_tokens=self._scheduler.chunk_tokens,
         )
 
@@ -245,13 +247,13 @@ class Engine:
         """Raises AssertionError naming what is wrong with the blocks or the queues."""
         sequences = self._sequences.values()
         tables = [s.block_table for s in sequences]
-        self._pool.check_integrity([*tables, *self._chains.block_tables])
+        self._pool.check_integrity([*tables, *self._peer_blocks.block_tables])
         self._scheduler.check_integrity(sequences)
 
     def _enter(self, sequence: Sequence) -> None:
         self._sequences[sequence.sequence_id] = sequence
-        reason = sequence.finish_reason(self.max_model_len)
-        if reason and sequence.mode is not Mode.FOR_PEER:
+        reason = finish_reason(sequence, self.max_model_len)
+        if reason and sequence.mode is not Mode.PREFILL_ONLY:
             self._pending.tokens(sequence, [], reason)
             self._drop(sequence)
         else:
@@ -266,7 +268,7 @@ class Engine:
             self._pending.tell_final(on_final)
 
         # Only a peer is told of KV before the step ends; else the device is waited for just once.
-        is_awaited = any(chunk.sequence.mode is Mode.FOR_PEER for chunk in schedule.chunks)
+        is_awaited = any(chunk.sequence.mode is Mode.PREFILL_ONLY for chunk in schedule.chunks)
         logits = self._runner.forward(schedule.batch, on_kv_written if is_awaited else None)
         sampling = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
         tokens = sample_next(logits, sampling, self._runner.sample) if sampling else []
@@ -280,25 +282,25 @@ class Engine:
             self._advance(sequence, token_id)
 
     def _count(self, chunk: Chunk) -> None:
-        """The chunk's KV is in place. A block is stored before a reader hears of it: after that it
-        is never swapped for a twin."""
+        """Records that the chunk's KV is in place. Stores a block before a consumer hears of it:
+        after that it is never swapped for a twin."""
         sequence = chunk.sequence
         self._pending.computed(sequence, chunk.num_tokens)
         self._scheduler.computed(chunk)
         sequence.num_computed_tokens += chunk.num_tokens
         self._store_full_blocks(sequence)
-        if sequence.mode is Mode.FOR_PEER:
+        if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)
 
     def _advance(self, sequence: Sequence, token_id: int) -> None:
-        """Nothing is missing of the sequence, and `token_id` was sampled."""
-        if sequence.mode is Mode.FOR_PEER:
+        """Handles the token that was sampled for a sequence of which nothing is missing."""
+        if sequence.mode is Mode.PREFILL_ONLY:
             self._scheduler.withdraw(sequence)
             sequence.status = Status.HELD
             self._pending.prefilled(sequence, token_id)
         else:
             sequence.append(token_id)
-            reason = sequence.finish_reason(self.max_model_len)
+            reason = finish_reason(sequence, self.max_model_len)
             self._pending.tokens(sequence, [token_id], reason)
             if reason:
                 self._drop(sequence)
@@ -338,7 +340,7 @@ class Engine:
         )
 
     def _check_new(self, sequence_id: str) -> None:
-        if sequence_id in self._sequences or sequence_id in self._chains:
+        if sequence_id in self._sequences or sequence_id in self._peer_blocks:
             raise InternalError(f"sequence {sequence_id} is on this engine already")
 
     def _check_queue(self, num_queued: int) -> None:
@@ -355,13 +357,13 @@ class Engine:
 
     def _awaiting(self, sequence_id: str) -> Sequence:
         sequence = self._find(sequence_id)
-        if sequence.status is not Status.AWAITING_KV:
+        if sequence.status is not Status.WAITING_FOR_KV:
             raise InternalError(f"sequence {sequence_id} is {sequence.status.value}, not awaiting")
         return sequence
 
     def _awaiting_all(self, sequence_id: str) -> Sequence:
         sequence = self._awaiting(sequence_id)
-        if sequence.mode is not Mode.AWAIT_KV:
+        if sequence.mode is not Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(f"sequence {sequence_id} awaits its prefix, not all its KV")
         return sequence
 
@@ -371,6 +373,17 @@ class Engine:
         report.step = self._num_steps
         report.stored, report.removed = self._pool.take_events()
         report.load = self.load()
-        report.step_ms = (time.perf_counter() - started) * 1000
-        self._pace.observe(report)
+        seconds = time.perf_counter() - started
+        report.step_ms = seconds * 1000
+        work = StepWork(
+            report.num_prefill_tokens,
+            report.num_prefill_context_tokens,
+            report.num_decode_tokens,
+            report.num_decode_context_tokens,
+        )
+        if work.num_tokens:
+            self._step_time.observe(work, seconds)
+            report.rates = self._step_time.rates(
+                step_tokens=self.max_tokens_per_step, block_bytes=self.layout.block_bytes
+            )
         return report

@@ -1,4 +1,4 @@
-"""What happened on an engine since its last report, gathered until the step's end."""
+"""Gathers what happens on an engine after its last report, until the step's end."""
 
 from __future__ import annotations
 
@@ -24,15 +24,9 @@ class PendingReport:
 
     @property
     def has_news(self) -> bool:
-        """Whether something waits to be told, also when the model has nothing to compute."""
-        report = self._report
-        return bool(
-            report.new_tokens
-            or report.reserved
-            or report.final_blocks
-            or report.prefilled
-            or report.held
-        )
+        """True if something waits to be reported, also when the model has nothing to compute."""
+        told = self._report
+        return self.starts_a_transfer or bool(told.new_tokens or told.prefilled or told.held)
 
     @property
     def starts_a_transfer(self) -> bool:
@@ -40,17 +34,17 @@ class PendingReport:
 
     def admitted(self, sequence: Sequence) -> None:
         self._report.admitted.append(Admitted(sequence.sequence_id, time.monotonic()))
-        if sequence.status is Status.AWAITING_KV:
+        if sequence.status is Status.WAITING_FOR_KV:
             missing = sequence.block_table[sequence.num_stored_blocks :]
             self.reserved(sequence.sequence_id, sequence.num_computed_tokens, missing)
-        if sequence.mode is Mode.FOR_PEER:
+        if sequence.mode is Mode.PREFILL_ONLY:
             self.final_blocks(sequence)
 
     def reserved(self, sequence_id: str, num_cached_tokens: int, missing: list[int]) -> None:
         self._report.reserved.append(Reserved(sequence_id, num_cached_tokens, missing))
 
     def held(self, sequence_id: str, block_table: list[int], first_wanted_block: int) -> None:
-        """A chain is held: what of it the reader wants, and how much there is."""
+        """A chain is held: what of it the consumer wants, and how much there is."""
         if wanted := block_table[first_wanted_block:]:
             self._report.final_blocks.append(FinalBlocks(sequence_id, first_wanted_block, wanted))
         self._report.held.append(Held(sequence_id, len(block_table)))
@@ -67,7 +61,7 @@ class PendingReport:
             self._report.num_prefill_context_tokens += context_tokens
 
     def final_blocks(self, sequence: Sequence) -> None:
-        """Reports what became final of a FOR_PEER sequence and its reader wants."""
+        """Reports what became final of a PREFILL_ONLY sequence and its consumer wants."""
         first = sequence.num_reported_blocks
         block_ids = sequence.block_table[first : sequence.num_final_blocks]
         if block_ids:
@@ -98,7 +92,7 @@ class PendingReport:
         )
 
     def forget(self, sequence_id: str) -> None:
-        """Nothing is told of the sequence any more that was not told yet."""
+        """Drops everything about the sequence that was not reported yet."""
         report = self._report
         report.new_tokens = [new for new in report.new_tokens if new.sequence_id != sequence_id]
         report.admitted = [a for a in report.admitted if a.sequence_id != sequence_id]

@@ -1,4 +1,4 @@
-"""What an engine runs steps on."""
+"""The protocol of what an engine runs steps on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem_kernels.sampling import Draw
 
 
 class Runner(Protocol):
-    """What computes: a model and the tensor of its KV pool."""
+    """Computes steps: a model and the tensor of its KV pool."""
 
     @property
     def dtype_name(self) -> str: ...

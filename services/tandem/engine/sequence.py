@@ -1,10 +1,11 @@
 """One sequence on an engine: its tokens, how far its KV is, and the blocks it references.
 
-    WAITING ---admit---> RUNNING ---(finish)---> gone                 Mode.HERE
-       |  ^                 |  `--(computed)---> HELD --remove--> gone  Mode.FOR_PEER
+    WAITING ---admit---> RUNNING ---(finish)---> gone                 Mode.LOCAL
+       |  ^                 |  `--(computed)---> HELD --remove--> gone  Mode.PREFILL_ONLY
        |  '----preempt------'
-       `---admit---> AWAITING_KV --commit or start_local_prefill--> RUNNING (AWAIT_KV: HERE now)
-                          |------continue_prefill--> RUNNING (HERE and FOR_PEER with a prefix)
+       `---admit---> WAITING_FOR_KV --commit or start_local_prefill--> RUNNING
+       (WAITING_FOR_REMOTE_KV: LOCAL now)
+                          |------continue_prefill--> RUNNING (LOCAL and PREFILL_ONLY with a prefix)
                           `------restart--> WAITING
 
 The scheduler moves WAITING and RUNNING, the engine the rest. A WAITING sequence references no
@@ -28,7 +29,7 @@ from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 
 class Status(Enum):
     WAITING = "waiting"
-    AWAITING_KV = "awaiting_kv"
+    WAITING_FOR_KV = "awaiting_kv"
     RUNNING = "running"
     HELD = "held"
 
@@ -47,9 +48,11 @@ class Sequence:
     block_size: int
     chain_root: bytes
     block_hashes: list[bytes]  # of the full blocks of token_ids
-    num_reported_blocks: int  # FOR_PEER: the reader was told of these, or does not want them
-    reader_rate: tuple[float, float] | None  # FOR_PEER: latency_s and bytes_per_s of its pulls
-    num_prefix_blocks: int  # HERE, FOR_PEER: to come from a peer, if they are not cached; 0: none
+    num_reported_blocks: int  # PREFILL_ONLY: the consumer was told of these, or does not want them
+    # PREFILL_ONLY: latency_s and bytes_per_s of its pulls.
+    consumer_rate: tuple[float, float] | None
+    # LOCAL, PREFILL_ONLY: to come from a peer, if they are not cached; 0: none.
+    num_prefix_blocks: int
     status: Status = Status.WAITING
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # tokens whose KV is in the blocks
@@ -57,14 +60,15 @@ class Sequence:
     num_stored_blocks: int = 0  # the table's first blocks that the pool finds by hash
     num_cached_tokens: int | None = None  # that the first admission reused; None before it
     num_preemptions: int = 0
-    pull_lag_s: float = 0.0  # FOR_PEER: predicted, of its reader's pulls behind what is computed
+    # PREFILL_ONLY: predicted, of its consumer's pulls behind what is computed.
+    pull_lag_s: float = 0.0
 
     @classmethod
     def from_spec(
         cls, spec: SequenceSpec, *, arrival: int, block_size: int, chain_root: bytes
     ) -> Sequence:
         num_reusable = (len(spec.token_ids) - 1) // block_size
-        awaits_all = spec.mode is Mode.AWAIT_KV
+        awaits_all = spec.mode is Mode.WAITING_FOR_REMOTE_KV
         return cls(
             sequence_id=spec.sequence_id,
             mode=spec.mode,
@@ -79,7 +83,7 @@ class Sequence:
             chain_root=chain_root,
             block_hashes=hash_blocks(chain_root, spec.token_ids, block_size),
             num_reported_blocks=spec.first_wanted_block,
-            reader_rate=spec.reader_rate,
+            consumer_rate=spec.consumer_rate,
             num_prefix_blocks=0 if awaits_all else min(spec.prefix_blocks, num_reusable),
         )
 
@@ -100,7 +104,7 @@ class Sequence:
     @property
     def num_final_blocks(self) -> int:
         """Blocks that will not change any more; of a sequence that decodes, only full ones."""
-        if self.mode is Mode.FOR_PEER and not self.num_missing_tokens:
+        if self.mode is Mode.PREFILL_ONLY and not self.num_missing_tokens:
             return len(self.block_table)
         return self.num_computed_tokens // self.block_size
 
@@ -111,14 +115,14 @@ class Sequence:
         return self.block_hashes[: (len(self.token_ids) - 1) // self.block_size]
 
     @property
-    def may_await_kv(self) -> bool:
-        """Whether its admission may end in AWAITING_KV."""
-        return self.mode is Mode.AWAIT_KV or self.num_prefix_blocks > 0
+    def may_wait_for_remote_kv(self) -> bool:
+        """True if its admission may end in WAITING_FOR_KV."""
+        return self.mode is Mode.WAITING_FOR_REMOTE_KV or self.num_prefix_blocks > 0
 
     @property
     def lacks_kv(self) -> bool:
         """Admitted, with less cached than is to come from outside."""
-        if self.mode is Mode.AWAIT_KV:
+        if self.mode is Mode.WAITING_FOR_REMOTE_KV:
             return self.num_missing_tokens >= self.remote_prefill_min_tokens
         return self.num_prefix_blocks > self.num_stored_blocks
 
@@ -131,15 +135,11 @@ class Sequence:
         """Prefill that this engine still has to do for it, as far as is known before admission."""
         if self.status is Status.WAITING:
             return self.num_tokens - self.num_prefix_blocks * self.block_size
-        if self.status is Status.AWAITING_KV and self.mode is not Mode.AWAIT_KV:
+        if self.status is Status.WAITING_FOR_KV and self.mode is not Mode.WAITING_FOR_REMOTE_KV:
             return self.num_tokens - self.num_prefix_blocks * self.block_size
         if self.status is Status.RUNNING and not self.in_decode:
             return self.num_missing_tokens
         return 0
-
-    @property
-    def num_made_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -147,16 +147,8 @@ class Sequence:
             parent = self.block_hashes[-1] if self.block_hashes else self.chain_root
             self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_size :]))
 
-    def finish_reason(self, max_model_len: int) -> str:
-        """Why it is over after its last token; empty when it goes on."""
-        if self.num_made_tokens and self.token_ids[-1] in self.stop_token_ids:
-            return "stop"
-        if self.num_made_tokens >= self.max_tokens or self.num_tokens >= max_model_len:
-            return "length"
-        return ""
-
     def hold(self, block_table: list[int], num_cached_blocks: int) -> None:
-        """It was admitted with blocks for all its tokens; the first ones have their KV."""
+        """Takes blocks for all its tokens at admission; the first ones have their KV."""
         self.block_table = block_table
         self.num_stored_blocks = num_cached_blocks
         self.num_computed_tokens = num_cached_blocks * self.block_size
@@ -172,18 +164,28 @@ class Sequence:
             self.num_cached_tokens = self._countable(self.num_computed_tokens)
 
     def await_nothing(self) -> None:
-        """What it has now is all that comes from outside; what is missing is computed here."""
-        if self.mode is Mode.AWAIT_KV:
-            self.mode = Mode.HERE
+        """Ends the wait for KV from outside: what is missing is computed here."""
+        if self.mode is Mode.WAITING_FOR_REMOTE_KV:
+            self.mode = Mode.LOCAL
         self.num_prefix_blocks = 0
 
     def _countable(self, num_tokens: int) -> int:
-        """Of its first tokens, those that count as reused."""
-        most = self.num_tokens if self.mode is Mode.FOR_PEER else self.num_prompt_tokens
+        """Returns how many of its first `num_tokens` tokens count as reused."""
+        most = self.num_tokens if self.mode is Mode.PREFILL_ONLY else self.num_prompt_tokens
         return min(num_tokens, most)
 
     def let_go(self) -> list[int]:
-        """It holds nothing any more; answers the blocks to release."""
+        """Gives up all its blocks; returns them, to be released."""
         block_table, self.block_table = self.block_table, []
         self.num_computed_tokens = self.num_stored_blocks = 0
         return block_table
+
+
+def finish_reason(sequence: Sequence | SequenceSpec, max_model_len: int) -> str:
+    """Returns "stop" or "length" if the last token ended the sequence, else ""."""
+    num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
+    if num_output_tokens and sequence.token_ids[-1] in sequence.stop_token_ids:
+        return "stop"
+    if num_output_tokens >= sequence.max_tokens or len(sequence.token_ids) >= max_model_len:
+        return "length"
+    return ""

@@ -1,16 +1,18 @@
-"""What goes into an engine and what one step brings out: plain data that also travels by msgspec.
+"""Types of an engine's input and of a step's output: plain data that also travels by msgspec.
 
 A sequence on an engine is in one of three modes, named by who computes its prompt:
 
-    HERE      this engine prefills and decodes it
-    AWAIT_KV  blocks for the whole prompt are reserved, then reported (`Reserved`); they are filled
-              from outside, until `commit` or `start_local_prefill` or `restart`
-    FOR_PEER  this engine prefills it, reports blocks as they become final (`FinalBlocks`) and the
-              first token (`Prefilled`), and holds every block until `remove`
+    LOCAL                  this engine prefills and decodes it
+    WAITING_FOR_REMOTE_KV  blocks for the whole prompt are reserved, reported (`Reserved`), filled
+                           from outside, until `commit` or `start_local_prefill` or `restart`
+    PREFILL_ONLY           this engine prefills it, reports blocks as they become final
+                           (`FinalBlocks`) and the first token (`Prefilled`), and holds every block
+                           until `remove`
 
-HERE and FOR_PEER with `prefix_blocks` that are not all cached wait first, as AWAIT_KV does, until
-`continue_prefill` says how many of them came from outside. Chains of blocks without tokens, which
-are held for a reader (`FinalBlocks`, `Held`) or adopted from a peer (`Reserved`), are in chains.py.
+LOCAL and PREFILL_ONLY with `prefix_blocks` that are not all cached wait first, as
+WAITING_FOR_REMOTE_KV does, until `continue_prefill` says how many of them came from outside.
+Chains of blocks without tokens, which are held for a consumer (`FinalBlocks`, `Held`) or imported
+from a peer (`Reserved`), are in peer_blocks.py.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from enum import Enum
 
 import msgspec
 
+from tandem.perf_model.rates import WorkerRates
+
 
 class Mode(Enum):
-    HERE = "here"
-    AWAIT_KV = "await_kv"
-    FOR_PEER = "for_peer"
+    LOCAL = "here"
+    WAITING_FOR_REMOTE_KV = "await_kv"
+    PREFILL_ONLY = "for_peer"
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -47,10 +51,12 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     max_tokens: int  # completion tokens in all, those already in token_ids counted in
     stop_token_ids: list[int] = []  # such a token ends the sequence and is its last token
     cache_salt: bytes = b""
-    remote_prefill_min_tokens: int = 0  # AWAIT_KV: with fewer tokens missing, prefill here at once
-    first_wanted_block: int = 0  # FOR_PEER: blocks before it are not reported
-    prefix_blocks: int = 0  # HERE, FOR_PEER: so many first blocks are to come from a peer
-    reader_rate: tuple[float, float] | None = None  # FOR_PEER: latency_s, bytes_per_s of its pulls
+    # WAITING_FOR_REMOTE_KV: with fewer tokens missing, prefill here at once.
+    remote_prefill_min_tokens: int = 0
+    first_wanted_block: int = 0  # PREFILL_ONLY: blocks before it are not reported
+    prefix_blocks: int = 0  # LOCAL, PREFILL_ONLY: so many first blocks are to come from a peer
+    # PREFILL_ONLY: latency_s, bytes_per_s of its pulls.
+    consumer_rate: tuple[float, float] | None = None
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -61,7 +67,7 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """A sequence has all its blocks and waits for KV from outside; or so does an adopted chain."""
+    """A sequence has all its blocks and waits for KV from outside; or so does an imported chain."""
 
     sequence_id: str
     num_cached_tokens: int  # a multiple of the block size
@@ -69,7 +75,7 @@ class Reserved(msgspec.Struct, frozen=True):
 
 
 class FinalBlocks(msgspec.Struct, frozen=True):
-    """Blocks of a FOR_PEER sequence or a held chain that will not change any more, in order,
+    """Blocks of a PREFILL_ONLY sequence or a held chain that will not change any more, in order,
     without gaps."""
 
     sequence_id: str
@@ -78,7 +84,7 @@ class FinalBlocks(msgspec.Struct, frozen=True):
 
 
 class Prefilled(msgspec.Struct, frozen=True):
-    """A FOR_PEER sequence is computed whole; this is the token that follows it."""
+    """A PREFILL_ONLY sequence is computed whole; this is the token that follows it."""
 
     sequence_id: str
     first_token_id: int
@@ -86,7 +92,7 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """So many of a chain's first blocks are here, and stay until `remove`."""
+    """Tells that a chain's first `num_blocks` blocks are here, and stay until `remove`."""
 
     sequence_id: str
     num_blocks: int
@@ -114,8 +120,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     num_running: int = 0
     num_waiting: int = 0
     num_awaiting_kv: int = 0
-    num_for_peer: int = 0
-    num_seats: int = 0  # sequences that may run or await KV at once
+    num_prefill_only: int = 0
+    num_running_slots: int = 0  # sequences that may run or await KV at once
     chunk_tokens: int = 0  # of prefill in a step, beside those who decode now
     queued_tokens: int = 0
     blocks_total: int = 0
@@ -150,3 +156,4 @@ class StepReport(msgspec.Struct):
     stored: list[StoredBlock] = []  # parents before children
     removed: list[bytes] = []  # children before parents
     load: EngineLoad = EngineLoad()
+    rates: WorkerRates | None = None  # as measured so far; None: nothing was computed

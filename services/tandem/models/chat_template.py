@@ -29,7 +29,7 @@ class ChatTemplate:
     """One compiled template with the model's special tokens."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens`: as bos_token. Raises ConfigError for what is no template."""
+        """`special_tokens` are such as bos_token. Raises ConfigError if `source` is no template."""
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
@@ -38,7 +38,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
-        """From chat_template.jinja, else from tokenizer_config.json; None if neither has one."""
+        """Reads chat_template.jinja, else tokenizer_config.json; None if neither has a template."""
         file = folder / "chat_template.jinja"
         if file.is_file():
             source: str | None = file.read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ class ChatTemplate:
         return cls(source, _special_tokens(tokenizer_config))
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Raises BadRequest with the template's own words when it refuses the messages."""
+        """Renders a chat. Raises BadRequest with the template's words when it refuses it."""
         try:
             return self._template.render(
                 messages=messages,
@@ -80,7 +80,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
 
 
@@ -91,25 +91,16 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # type: ignore[arg-type]
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
 def _default_of(template: str | list[dict[str, str]] | None) -> str | None:
-    """The template of a tokenizer_config.json: one, or several by name with one called default."""
+    """Returns the template of a tokenizer_config.json: its only one, or the one called default."""
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}.get("default")
     return template

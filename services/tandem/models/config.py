@@ -1,4 +1,4 @@
-"""What a model looks like, read from the config.json of its Hugging Face folder.
+"""The shape of a model, read from the config.json of its Hugging Face folder.
 
 Knows shapes, not weights, and loads no torch. Everything that the engine could not run exactly is
 refused here with UnsupportedModel, so that it is found before any weight is read.
@@ -46,7 +46,6 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over each head of q and k, before the rotation (Qwen 3)
     max_model_len: int  # tokens
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     torch_dtype: str  # of the checkpoint; the engine chooses its own
 
@@ -54,7 +53,7 @@ class ModelConfig:
     def from_hf(
         cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
     ) -> ModelConfig:
-        """From the contents of config.json and generation_config.json.
+        """Reads the contents of config.json and generation_config.json.
 
         Raises UnsupportedModel naming what cannot be run and what can.
         """
@@ -89,7 +88,6 @@ class ModelConfig:
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=qwen3,
             max_model_len=scaling.max_model_len(max_positions) if scaling else max_positions,
-            bos_token_id=_first(config.get("bos_token_id")),
             eos_token_ids=read_eos_token_ids(config, generation_config),
             torch_dtype=_dtype(config),
         )
@@ -98,7 +96,7 @@ class ModelConfig:
 def read_eos_token_ids(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
 ) -> tuple[int, ...]:
-    """The ids that end a sequence: generation_config.json's, else config.json's, else none."""
+    """Returns the ids that end a sequence: generation_config.json's, else config.json's."""
     for source in (generation_config or {}, config):
         eos = source.get("eos_token_id")
         if eos is not None:
@@ -134,7 +132,7 @@ def _check_supported(config: Mapping[str, Any], architecture: str) -> None:
 
 
 def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:
-    """Tokens of the window, when a layer really has one shorter than the context."""
+    """Returns the window in tokens when a layer really has one shorter than the context."""
     if architecture == "LlamaForCausalLM":
         return None
     max_positions = _size(config, "max_position_embeddings")
@@ -169,7 +167,3 @@ def _size(config: Mapping[str, Any], name: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise UnsupportedModel(f"config.json must give {name} as a positive integer, not {value!r}")
     return value
-
-
-def _first(ids: int | list[int] | None) -> int | None:
-    return ids[0] if isinstance(ids, list) else ids

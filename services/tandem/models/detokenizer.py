@@ -1,4 +1,4 @@
-"""Token ids to text as they come: whole characters only, nothing ever taken back.
+"""Turns token ids into text as they come: whole characters only, nothing ever taken back.
 
 A character may span tokens and a token may end inside one, so the bytes of an unfinished character
 are held until it is whole, until it cannot become whole (then it is U+FFFD), or until `flush`. All
@@ -19,7 +19,7 @@ _PENDING_TOKENS_MAX = 4  # a character has at most 4 bytes, so no more tokens ca
 
 
 class IncrementalDetokenizer:
-    """Of one stream of tokens; start another for the next one."""
+    """Detokenizes one stream of tokens; start another for the next one."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._is_special = tokenizer.is_special
@@ -29,18 +29,18 @@ class IncrementalDetokenizer:
         )
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; may be empty."""
+        """Returns the text that these tokens complete; may be empty."""
         if self._skip_special_tokens:
             token_ids = [i for i in token_ids if not self._is_special(i)]
         return self._text.push(token_ids)
 
     def flush(self) -> str:
-        """What is held at the end of the stream: U+FFFD for an unfinished character, or nothing."""
+        """Returns what is held at the stream's end: U+FFFD for a cut character, or nothing."""
         return self._text.flush()
 
 
 class _PieceText:
-    """Byte-level tokenizers: the text is the tokens' bytes in a row, so UTF-8 is all there is."""
+    """Text of byte-level tokenizers: their tokens' bytes in a row, so UTF-8 is all there is."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._piece = tokenizer.piece
@@ -54,7 +54,7 @@ class _PieceText:
 
 
 class _WindowText:
-    """Other tokenizers (SentencePiece's), whose tokens mean something only beside one another.
+    """Text of other tokenizers (SentencePiece's): tokens mean something only beside one another.
 
     Decodes a window of a few ids: those that made the text emitted last, as the context that
     decides about spaces, then the pending ones. New text is what the window says beyond its

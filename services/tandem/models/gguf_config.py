@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, as a config.json and a generation_config.json would say it.
+"""Turns the metadata of a GGUF file into a config.json and a generation_config.json.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -12,6 +12,7 @@ import numpy as np
 from tandem.errors import UnsupportedModel
 
 _MISSING = object()
+_SPECIAL = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 # general.architecture -> the Hugging Face class that computes the same. Mistral's GGUF files say
 # llama, and are the same computation.
@@ -26,7 +27,7 @@ class GgufMetadata:
     """Typed look-ups in the key-value part of a GGUF file; arrays are read when asked for."""
 
     def __init__(self, reader: Any) -> None:
-        """`reader`: a gguf.GGUFReader. Raises UnsupportedModel for other architectures."""
+        """`reader` is a gguf.GGUFReader. Raises UnsupportedModel for other architectures."""
         self._fields = reader.fields
         self.architecture: str = self.get("general.architecture", "(none named)")
         if self.architecture not in ARCHITECTURES:
@@ -39,8 +40,13 @@ class GgufMetadata:
         field = self._fields.get(key)
         return default if field is None else field.contents()
 
+    def special_ids(self, **keys: str) -> dict[str, int]:
+        """Token ids by the names that `keys` give them, as far as the file has them."""
+        found = {name: self.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+        return {name: int(token_id) for name, token_id in found.items() if token_id is not None}
+
     def of_model(self, key: str, default: Any = _MISSING) -> Any:
-        """A key under the architecture's name. Raises UnsupportedModel if absent or per layer."""
+        """Reads a key of the architecture. Raises UnsupportedModel if it is absent or per layer."""
         full_key = f"{self.architecture}.{key}"
         value = self.get(full_key, default)
         if value is _MISSING:
@@ -57,7 +63,7 @@ class GgufMetadata:
 def hf_config(
     metadata: GgufMetadata, *, tensor_names: frozenset[str], rope_freqs: np.ndarray | None
 ) -> dict[str, Any]:
-    """What config.json would hold. `rope_freqs`: the tensor of that name, [head_dim / 2].
+    """Returns a config.json's contents. `rope_freqs` is the tensor of that name, [head_dim / 2].
 
     Raises UnsupportedModel naming what a Hugging Face folder could not say or we could not run.
     """
@@ -88,26 +94,15 @@ def hf_config(
         "mlp_bias": "blk.0.ffn_gate.bias" in tensor_names,
         "torch_dtype": "float32",
     }
-    return config | _special_ids(metadata)
+    return config | metadata.special_ids(**_SPECIAL)
 
 
 def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
-    """Every id that ends a sequence: end of text, of turn and of message, as far as named."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    named = [metadata.get(f"tokenizer.ggml.{key}") for key in keys]
-    eos = list(dict.fromkeys(int(token_id) for token_id in named if token_id is not None))
-    ids: dict[str, Any] = _special_ids(metadata)
+    """Returns every id that ends a sequence: end of text, of turn and of message, if named."""
+    eos = list(dict.fromkeys(metadata.special_ids(eos="eos", eot="eot", eom="eom").values()))
+    ids: dict[str, Any] = metadata.special_ids(**_SPECIAL)
     if eos:
         ids["eos_token_id"] = eos if len(eos) > 1 else eos[0]
-    return ids
-
-
-def _special_ids(metadata: GgufMetadata) -> dict[str, int]:
-    ids = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            ids[f"{name}_token_id"] = int(token_id)
     return ids
 
 
@@ -146,7 +141,7 @@ def _rope_scaling(
 
 
 def _llama3_scaling(rope_freqs: np.ndarray, *, theta: float) -> dict[str, Any]:
-    """The parameters behind GGUF's table of divisors, which holds no parameters of its own.
+    """Returns the parameters behind GGUF's table of divisors, which holds none of its own.
 
     Llama 3.1, 3.2 and 3.3 share all but the factor, which is the table's largest entry; the table
     they give is compared, so that another scaling is refused and never guessed.

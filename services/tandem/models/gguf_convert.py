@@ -1,4 +1,4 @@
-"""A GGUF file as a Hugging Face folder, converted once and kept in a cache on disk.
+"""Converts a GGUF file to a Hugging Face folder, once, and keeps it in a cache on disk.
 
 A conversion is written into a folder beside its place and renamed when it is whole, under a lock on
 a file of the same name: a process that comes second waits and finds the result, one that dies
@@ -29,10 +29,10 @@ _QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|T?Q\d\w*|MXFP4\w*|BF16|F16|F32|FP16|F
 
 
 def converted_folder(gguf_file: Path, *, cache_dir: Path | None = None) -> Path:
-    """The Hugging Face folder of a GGUF file; converts it (seconds) unless that was done before.
+    """Returns the Hugging Face folder of a GGUF file; converts it (seconds) unless done before.
 
-    `cache_dir` stands for $TANDEM_CACHE_DIR, that for ~/.cache/tandem. Raises UnsupportedModel for
-    what cannot be converted, ConfigError when the file is no GGUF file.
+    `cache_dir` stands for `cache_root()`. Raises UnsupportedModel for what cannot be converted,
+    ConfigError when the file is no GGUF file.
     """
     place = _place(gguf_file, cache_dir)
     if place.is_dir():
@@ -51,13 +51,19 @@ def converted_folder(gguf_file: Path, *, cache_dir: Path | None = None) -> Path:
     return place
 
 
+def cache_root() -> Path:
+    """The folder that keeps converted and downloaded models."""
+    if named := os.environ.get(CACHE_DIR_VARIABLE):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
 def model_name(gguf_file: Path) -> str:
-    """The name without the quantization: SmolLM2-135M-Instruct.Q4_1.gguf -> the first part."""
+    """Removes the quantization: SmolLM2-135M-Instruct.Q4_1.gguf becomes SmolLM2-135M-Instruct."""
     return _QUANTIZATION.sub("", gguf_file.stem)
 
 
 def _place(gguf_file: Path, cache_dir: Path | None) -> Path:
-    root = cache_dir or Path(os.environ.get(CACHE_DIR_VARIABLE) or Path.home() / ".cache/tandem")
     # By content, so that every copy of a file shares one conversion. Both ends tell files of one
     # size apart: the first has the metadata, the last the weights.
     size = gguf_file.stat().st_size
@@ -66,12 +72,12 @@ def _place(gguf_file: Path, cache_dir: Path | None) -> Path:
         digest.update(file.read(_KEY_BYTES))
         file.seek(max(0, size - _KEY_BYTES))
         digest.update(file.read(_KEY_BYTES))
-    return root / "models" / f"{model_name(gguf_file)}-{digest.hexdigest()}"
+    return (cache_dir or cache_root()) / "models" / f"{model_name(gguf_file)}-{digest.hexdigest()}"
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the system lets go of it when the process dies."""
+    """Holds an exclusive lock on `path`; the system releases it when the process dies."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as tokenizer.json and tokenizer_config.json.
+"""Writes the tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json.
 
 Only byte-level BPE (tokenizer.ggml.model = gpt2), and only pre-tokenizers whose rules stand here:
 a guessed one would give wrong tokens without a word. The rules are llama.cpp's, by its names
@@ -50,7 +50,7 @@ _NFC_NAMES = ("qwen2", "deepseek-r1-qwen")
 
 
 def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
-    """Write both files into `folder`. Raises UnsupportedModel naming the tokenizer or its rules."""
+    """Writes both files to `folder`. Raises UnsupportedModel naming the tokenizer or its rules."""
     model = metadata.get("tokenizer.ggml.model", "(none named)")
     pre = metadata.get("tokenizer.ggml.pre", "(none named)")
     if model != "gpt2":
@@ -64,13 +64,15 @@ def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
         )
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens")
     tokenizer = _build(metadata, pre=pre, tokens=tokens)
-    special = _special_tokens(metadata, tokens)
+    special = metadata.special_ids(
+        bos_token="bos", eos_token="eos", unk_token="unknown", pad_token="padding"
+    )
     _add_boundaries(tokenizer, metadata, pre=pre, tokens=tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **special,
+        **{name: tokens[token_id] for name, token_id in special.items()},
     }
     template = metadata.get("tokenizer.chat_template")
     if template is not None:
@@ -107,19 +109,10 @@ def _build(metadata: GgufMetadata, *, pre: str, tokens: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _special_tokens(metadata: GgufMetadata, tokens: list[str]) -> dict[str, str]:
-    named = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            named[f"{name}_token"] = tokens[token_id]
-    return named
-
-
 def _add_boundaries(
     tokenizer: Tokenizer, metadata: GgufMetadata, *, pre: str, tokens: list[str]
 ) -> None:
-    """Put the bos and eos tokens around an encoded text, where the file asks for them."""
+    """Puts the bos and eos tokens around an encoded text, where the file asks for them."""
     bos, eos = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", pre in _LLAMA3_NAMES)
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, written as float32 safetensors under Hugging Face's names."""
+"""Writes a GGUF file's tensors as float32 safetensors under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ROPE_FREQS = "rope_freqs.weight"
 
 
 def read_rope_freqs(reader: Any) -> np.ndarray | None:
-    """[head_dim / 2] divisors of the rotary frequencies, or None if the file has none."""
+    """Returns the [head_dim / 2] divisors of the rotary frequencies, or None if there are none."""
     for tensor in reader.tensors:
         if tensor.name == _ROPE_FREQS:
             return _dequantize(tensor)
@@ -47,7 +47,7 @@ def read_rope_freqs(reader: Any) -> np.ndarray | None:
 
 
 def write_weights(reader: Any, folder: Path, *, config: dict[str, Any]) -> None:
-    """Write model.safetensors, or numbered shards and their index when it would be large.
+    """Writes model.safetensors, or numbered shards and their index when it would be large.
 
     `reader` is a gguf.GGUFReader, `config` the model's config.json. Raises UnsupportedModel for a
     tensor that has no place in the architecture or a quantization that gguf cannot undo.
@@ -70,7 +70,7 @@ def write_weights(reader: Any, folder: Path, *, config: dict[str, Any]) -> None:
 
 
 def hf_name(name: str) -> str:
-    """`blk.0.attn_q.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
+    """Renames `blk.0.attn_q.weight` to `model.layers.0.self_attn.q_proj.weight`."""
     match = _NAME.fullmatch(name)
     parts = _OUTER if match and match["layer"] is None else _INNER
     if match is None or match["part"] not in parts:
@@ -84,7 +84,7 @@ def hf_name(name: str) -> str:
 
 
 def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of a head's rows: pairs side by side -> first and second half.
+    """Undoes llama.cpp's order of a head's rows: pairs side by side -> first and second half.
 
     GGUF's llama rotates neighbouring rows (2i, 2i+1), Hugging Face's rows (i, i + head_dim / 2).
     `rows`: [num_heads * head_dim, ...] of a weight or a bias.

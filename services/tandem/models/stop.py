@@ -1,4 +1,4 @@
-"""Stop strings: where a stream of text must end, and what of it may be shown before that is known.
+"""Stop strings: they say where a stream of text ends, and what may be shown before that is known.
 
 The end of the text so far may be the beginning of a stop string; that much is held back until the
 next text decides. How the text is cut into pieces changes nothing: the stop string that is complete
@@ -13,7 +13,7 @@ from tandem.errors import BadRequest
 
 
 class StopStrings:
-    """Of one stream of text. Without stop strings, all text passes at once."""
+    """The stop strings of one stream of text. Without any, all text passes at once."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Raises BadRequest for an empty stop string, which every text would begin with."""
@@ -24,7 +24,7 @@ class StopStrings:
         self._hit = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that may be shown now, whether a stop string was hit).
+        """Returns (text that may be shown now, whether a stop string was hit).
 
         Once hit, only what stands before the stop string comes out, and nothing after it.
         """
@@ -44,12 +44,12 @@ class StopStrings:
         return text[: len(text) - num_held], False
 
     def flush(self) -> str:
-        """What is still held when the stream ends without a stop string."""
+        """Returns what is still held when the stream ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _num_held(self, text: str) -> int:
-        """Characters at the end of `text` that could begin a stop string."""
+        """Returns how many characters at the end of `text` could begin a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         for num in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-num:]) for stop in self._stops):

@@ -20,10 +20,10 @@ from tandem.models.source import read_json
 
 
 class Tokenizer:
-    """Of one model. May be shared between threads; encoding runs without the GIL."""
+    """The tokenizer of a model. Threads may share it; encoding runs without the GIL."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: a Hugging Face folder. Raises ConfigError when its files cannot be read."""
+        """`folder` is a Hugging Face folder. Raises ConfigError when its files cannot be read."""
         file = folder / "tokenizer.json"
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -45,7 +45,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises BadRequest for text that no UTF-8 can hold.
+        """Returns the token ids of `text`. Raises BadRequest for text that no UTF-8 can hold.
 
         `add_special_tokens` puts around it what the model wants around a text, such as bos; a
         rendered chat has that already.
@@ -59,14 +59,14 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; unknown ids are left out, invalid UTF-8 becomes U+FFFD."""
+        """Returns the text of `ids`; unknown ids are left out, invalid UTF-8 becomes U+FFFD."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def render_chat(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
     ) -> str:
-        """The prompt of a chat, to be encoded with `add_special_tokens=False`.
+        """Returns the prompt of a chat, to be encoded with `add_special_tokens=False`.
 
         Raises BadRequest when the model has no chat template, or its template refuses the chat.
         """
@@ -78,11 +78,11 @@ class Tokenizer:
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `skip_special_tokens` leaves this token out of the text."""
+        """Returns whether `skip_special_tokens` leaves this token out of the text."""
         return token_id in self._special_ids
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text; only where `is_byte_level`.
+        """Returns the bytes that a token adds to a text; only where `is_byte_level`.
 
         Byte-level texts are nothing but their tokens' bytes in a row, which is what makes them
         cheap to decode one token at a time.
@@ -95,8 +95,8 @@ class Tokenizer:
 
 
 def _bytes_of(token: str) -> bytes:
-    """As tokenizers' ByteLevel decoder: through the byte alphabet, or, for a token with a letter
-    outside it (an added token), its UTF-8."""
+    """Decodes as tokenizers' ByteLevel does: through the byte alphabet, or, for a token with a
+    letter outside it (an added token), its UTF-8."""
     try:
         return bytes(_BYTE_OF_LETTER[letter] for letter in token)
     except KeyError:

@@ -11,16 +11,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from datetime import UTC, datetime
-from typing import Any
+import time
 
-import msgspec
+from pythonjsonlogger.msgspec import MsgspecFormatter
 
 from tandem.errors import ConfigError
 
 LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
 FORMAT_VARIABLE = "TANDEM_LOG_FORMAT"
-_OWN_FIELDS = frozenset((*logging.makeLogRecord({}).__dict__, "message", "asctime", "taskName"))
+_JSON_NAMES = {
+    "asctime": "time",
+    "levelname": "level",
+    "name": "logger",
+    "exc_info": "exception",
+}
 
 
 def configure_logging(process: str) -> None:
@@ -44,30 +48,12 @@ def about(sequence_id: str) -> dict[str, str]:
     return {"request_id": request_id} if request_id else {}
 
 
-class JsonFormatter(logging.Formatter):
+class _JsonFormatter(MsgspecFormatter):
     """Fields: time (RFC 3339, UTC), level, process, logger, message, exception, and the extras."""
 
-    def __init__(self, process: str) -> None:
-        super().__init__()
-        self._process = process
-
-    def format(self, record: logging.LogRecord) -> str:
-        at = datetime.fromtimestamp(record.created, UTC)
-        line: dict[str, Any] = {
-            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            "level": record.levelname,
-            "process": self._process,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        line.update((k, v) for k, v in record.__dict__.items() if k not in _OWN_FIELDS)
-        return msgspec.json.encode(line, enc_hook=_plain).decode()
-
-
-def _plain(value: Any) -> Any:
-    return value() if callable(value) else str(value)
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
 
 
 def _formatter(process: str) -> logging.Formatter:
@@ -75,6 +61,11 @@ def _formatter(process: str) -> logging.Formatter:
         case "text":
             return logging.Formatter(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s")
         case "json":
-            return JsonFormatter(process)
+            return _JsonFormatter(
+                ("asctime", "levelname", "name", "message"),
+                static_fields={"process": process},
+                rename_fields=_JSON_NAMES,
+                json_default=lambda value: value() if callable(value) else str(value),
+            )
         case other:
             raise ConfigError(f"{FORMAT_VARIABLE} is {other!r}; it must be text or json")

@@ -1,7 +1,7 @@
 """OpenTelemetry traces: one for each request over router, decode and prefill worker.
 
 Off unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) is set: else
-its SDK is not loaded, and every request has the one span that does nothing. When it is on,
+its SDK is not loaded, and every request has `NO_SPAN`, on the API's no-op tracer. When it is on,
 OpenTelemetry's own variables choose protocol, headers, sampler, limits and names.
 
     begin (a process takes the request) --> stage, stage, ... (told once they are over) --> end
@@ -19,137 +19,53 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    NoOpTracer,
+    Span,
+    SpanKind,
+    StatusCode,
+    Tracer,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Span, Tracer
 
 CLOSE_S = 2.0
 Attributes = Mapping[str, str | int | float | bool]
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _NONE: Attributes = {}
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 
-class RequestSpan(Protocol):
-    """A request inside one process."""
+class RequestSpan:
+    """A request inside one process.
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """What makes the next process' span a child of this one; empty: not traced."""
-
-    @property
-    def trace_id(self) -> str:
-        """32 hexadecimal digits; empty: not traced."""
-
-    def stage(
-        self, name: str, began_s: float, ended_s: float, attributes: Attributes = _NONE
-    ) -> None:
-        """A stage that is over; nothing when a time is 0, because it did not come to it."""
-
-    def end(self, attributes: Attributes = _NONE, *, error: str = "") -> None: ...
-
-
-class Tracing(Protocol):
-    """One a process."""
-
-    def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestSpan:
-        """A span from now on, a child of what `headers` name, if they do."""
-
-    def close(self) -> None:
-        """Sends what is left, for at most `CLOSE_S`: the process ends."""
-
-
-class _NoSpan:
-    headers: dict[str, str] = {}
-    trace_id = ""
-
-    def stage(
-        self, name: str, began_s: float, ended_s: float, attributes: Attributes = _NONE
-    ) -> None:
-        pass
-
-    def end(self, attributes: Attributes = _NONE, *, error: str = "") -> None:
-        pass
-
-
-class _NoTracing:
-    def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestSpan:
-        return NO_SPAN
-
-    def close(self) -> None:
-        pass
-
-
-NO_SPAN: RequestSpan = _NoSpan()
-NO_TRACING: Tracing = _NoTracing()
-
-
-def make_tracing(service: str, instance: str) -> Tracing:
-    """As the environment says. Raises ConfigError when it asks for what is not installed.
-
-    `service` is the name in traces, unless OTEL_SERVICE_NAME is set; `instance` this process'.
+    `headers` make the next process' span a child of this one, and `trace_id` is 32 hexadecimal
+    digits; both are empty where the request is not traced.
     """
-    disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-    if disabled or not any(os.environ.get(name) for name in _ENDPOINTS):
-        return NO_TRACING
-    try:
-        return _OtlpTracing(service, instance)
-    except ImportError as error:
-        raise ConfigError(
-            f"traces are asked for by {_ENDPOINTS[0]}, but {error.name} is not installed: "
-            "pip install 'tandem-llm[otel]'"
-        ) from error
 
-
-class _OtlpTracing:
-    def __init__(self, service: str, instance: str) -> None:
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        named = os.environ.get("OTEL_SERVICE_NAME") or service
-        resource = Resource.create({"service.name": named, "service.instance.id": instance})
-        # By itself it would flush for half a minute when a process exits and no collector answers.
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(_exporter()))
-        self._tracer = self._provider.get_tracer("tandem")
-
-    def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestSpan:
-        from opentelemetry.trace import SpanKind
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        parent = TraceContextTextMapPropagator().extract(headers)
-        span = self._tracer.start_span(
-            name, parent, kind=SpanKind.SERVER, attributes=dict(attributes)
-        )
-        return _OtlpSpan(self._tracer, span)
-
-    def close(self) -> None:
-        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
-        closing.start()
-        closing.join(CLOSE_S)
-
-
-class _OtlpSpan:
     def __init__(self, tracer: Tracer, span: Span) -> None:
-        from opentelemetry.trace import set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
         self._tracer = tracer
         self._span = span
         self._context = set_span_in_context(span)
         self._unix_ns = time.time_ns() - time.monotonic_ns()
         self.headers: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(self.headers, self._context)
+        _PROPAGATOR.inject(self.headers, self._context)
         self.trace_id = f"{span.get_span_context().trace_id:032x}" if span.is_recording() else ""
 
     def stage(
         self, name: str, began_s: float, ended_s: float, attributes: Attributes = _NONE
     ) -> None:
+        """A stage that is over; nothing when a time is 0, because it did not come to it."""
         if not (began_s and ended_s and self.trace_id):
             return
         span = self._tracer.start_span(
@@ -158,8 +74,6 @@ class _OtlpSpan:
         span.end(self._ns(ended_s))
 
     def end(self, attributes: Attributes = _NONE, *, error: str = "") -> None:
-        from opentelemetry.trace import StatusCode
-
         self._span.set_attributes(dict(attributes))
         if error:
             self._span.set_attribute("error.type", error)
@@ -170,6 +84,61 @@ class _OtlpSpan:
         return self._unix_ns + round(seconds * 1e9)
 
 
+NO_SPAN = RequestSpan(NoOpTracer(), INVALID_SPAN)
+
+
+class Tracing:
+    """One process' traces; without a provider they are off."""
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("tandem") if provider is not None else NoOpTracer()
+
+    def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestSpan:
+        """A span from now on, a child of what `headers` name, if they do."""
+        if self._provider is None:
+            return NO_SPAN
+        parent, own = _PROPAGATOR.extract(headers), dict(attributes)
+        span = self._tracer.start_span(name, parent, kind=SpanKind.SERVER, attributes=own)
+        return RequestSpan(self._tracer, span)
+
+    def close(self) -> None:
+        """Sends what is left, for at most `CLOSE_S`: the process ends."""
+        if self._provider is not None:
+            closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+            closing.start()
+            closing.join(CLOSE_S)
+
+
+NO_TRACING = Tracing()
+
+
+def make_tracing(service: str, instance: str) -> Tracing:
+    """Makes the tracing that the environment asks for. Raises ConfigError if it is not installed.
+
+    `service` is the name in traces, unless OTEL_SERVICE_NAME is set; `instance` this process'.
+    """
+    disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if disabled or not any(os.environ.get(name) for name in _ENDPOINTS):
+        return NO_TRACING
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        named = os.environ.get("OTEL_SERVICE_NAME") or service
+        resource = Resource.create({"service.name": named, "service.instance.id": instance})
+        # By itself it would flush for half a minute when a process exits and no collector answers.
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(BatchSpanProcessor(_exporter()))
+        return Tracing(provider)
+    except ImportError as error:
+        raise ConfigError(
+            f"traces are asked for by {_ENDPOINTS[0]}, but {error.name} is not installed: "
+            "pip install 'tandem-llm[otel]'"
+        ) from error
+
+
 def _exporter() -> SpanExporter:
     protocol = next((os.environ[name] for name in _PROTOCOLS if os.environ.get(name)), "grpc")
     if protocol == "grpc":
@@ -177,9 +146,7 @@ def _exporter() -> SpanExporter:
 
         return OTLPSpanExporter()
     if protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-            OTLPSpanExporter as HttpExporter,
-        )
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
 
-        return HttpExporter()
+        return over_http.OTLPSpanExporter()
     raise ConfigError(f"{_PROTOCOLS[1]} is {protocol!r}; it must be grpc or http/protobuf")

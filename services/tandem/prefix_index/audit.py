@@ -1,8 +1,11 @@
-"""Compares the tree with what a worker really holds, a range of buckets at a time.
+"""Looks into the tree in Redis: whether it says what a worker really holds, and how large it is.
 
-Both sides change meanwhile: what a worker stored or evicted a moment ago is on its way to the tree.
-So a range in which they differ is read again, and only what differs at each look counts: a
-publisher that lives is done with anything within the pauses.
+For audits and metrics; nothing here is on a request's path. Each call of Redis is bounded, so that
+it holds up look-ups for a millisecond or two.
+
+Both sides of an audit change meanwhile: what a worker stored or evicted a moment ago is on its way
+to the tree. So a range of buckets in which they differ is read again, and only what differs at each
+look counts: a publisher that lives is done with anything within the pauses.
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from tandem.prefix_index.entries import NUM_BUCKETS
-from tandem.prefix_index.inspect import TreeInspector
+from tandem.prefix_index.entries import NUM_BUCKETS, split_entries
+from tandem.prefix_index.redis import RedisIndex, lua_script
+from tandem.store.client import Client
 
-SAMPLE_ENTRIES = 16_384  # looked at by default, empty buckets counted in
+CALL_ENTRIES = 2048  # looked at in one call, about 1 ms of Redis's time
 _RANGE_ENTRIES = 32_768  # of one comparison
 
 # What a worker holds from one bucket on and before another, as entries.
@@ -24,12 +28,13 @@ Held = Callable[[int, int], Awaitable[set[bytes]]]
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """`missing`: held and not in the tree; `stale`: in the tree and not held."""
+    """Blocks that are `missing` (held, not in the tree) or `stale` (in the tree, not held)."""
 
     num_checked: int = 0  # entries that either side has
     missing: int = 0
     stale: int = 0
     in_tree: bool = True  # whether the worker has a log there at all
+    error: str = ""  # why nothing could be compared
 
     @property
     def any(self) -> bool:
@@ -45,68 +50,102 @@ class Differences:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a difference may take to go."""
-
-    looks: int = 3
-    pause_s: float = 1.0
+class TreeWorker:
+    num_blocks: int
+    silent_s: int  # since it last published; a worker does so each second
 
 
-async def audit_sample(
-    tree: TreeInspector,
-    worker_id: str,
-    held: Held,
-    *,
-    entries: int = SAMPLE_ENTRIES,
-    patience: Patience = Patience(),
-) -> Differences:
-    """A range of buckets from a random one on. Errors of Redis and of `held` pass through."""
-    first = random.randrange(NUM_BUCKETS)
-    found, end = await _compare(tree, worker_id, held, (first, NUM_BUCKETS), entries, patience)
-    left = entries - (end - first)
-    if end == NUM_BUCKETS and first and left > 0:  # so that a small tree is seen whole
-        more, _ = await _compare(tree, worker_id, held, (0, first), left, patience)
-        found += more
-    return found
+@dataclass(frozen=True, slots=True)
+class TreeStats:
+    """Figures of all shards together; `num_bytes` is measured on a sample."""
+
+    num_entries: int
+    num_swept: int
+    num_bytes: int
+    workers: dict[str, TreeWorker]
 
 
-async def audit_all(
-    tree: TreeInspector, worker_id: str, held: Held, *, patience: Patience = Patience()
-) -> Differences:
-    found, at = Differences(), 0
-    while at < NUM_BUCKETS:
-        part, at = await _compare(
-            tree, worker_id, held, (at, NUM_BUCKETS), _RANGE_ENTRIES, patience
-        )
-        found += part
-    return found
+class TreeInspector:
+    """One cluster's tree. Errors of Redis pass through."""
 
+    def __init__(
+        self, redis: Client, index: RedisIndex, *, looks: int = 3, pause_s: float = 1.0
+    ) -> None:
+        """A difference that is there at each of `looks`, `pause_s` apart, is one."""
+        self.looks, self.pause_s = looks, pause_s
+        self._redis = redis
+        self._index = index
+        self._entries, self._stats = lua_script("entries"), lua_script("stats")
 
-async def _compare(
-    tree: TreeInspector,
-    worker_id: str,
-    held: Held,
-    buckets: tuple[int, int],
-    entries: int,
-    patience: Patience,
-) -> tuple[Differences, int]:
-    """The differences that stayed, and the bucket that the comparison ended before."""
-    first, end = buckets
-    missing: set[bytes] | None = None
-    stale: set[bytes] = set()
-    for look in range(patience.looks):
-        if look:
-            await asyncio.sleep(patience.pause_s)
-        said = await tree.read(worker_id, first, end, entries)
-        # Buckets that filled up since the first look are read all the same.
-        entries = NUM_BUCKETS + (1 << 30)
-        in_tree = said is not None
-        claimed = said.entries if said is not None else set()
-        end = said.end if said is not None else end
-        really = await held(first, end)
-        num_checked = len(claimed | really)
-        missing = (really - claimed) & (missing if missing is not None else really)
-        stale = (claimed - really) & (stale if look else claimed)
-        if in_tree and not missing and not stale:
-            break
-    return Differences(num_checked, len(missing or ()), len(stale), in_tree), end
+    async def audit(self, worker_id: str, held: Held, *, sample: int | None = None) -> Differences:
+        """Compares all entries, or about `sample` (empty buckets counted in) from a random bucket
+        on. Errors of `held` pass through."""
+        first = 0 if sample is None else random.randrange(NUM_BUCKETS)
+        found = Differences()
+        for at, end in ((first, NUM_BUCKETS), (0, first)):  # so that a small tree is seen whole
+            while at < end and (sample is None or sample > 0):
+                part, stopped = await self._compare(
+                    worker_id, held, at, end, _RANGE_ENTRIES if sample is None else sample
+                )
+                found += part
+                if sample is not None:
+                    sample = sample - (end - at) if stopped == end else 0
+                at = stopped
+        return found
+
+    async def stats(self) -> TreeStats:
+        num_entries = num_swept = num_bytes = shard = 0
+        workers: dict[str, TreeWorker] = {}
+        more = 1
+        while more:
+            bucket = random.randrange(NUM_BUCKETS)
+            reply = await self._stats(self._redis, [self._index.key(shard)], bucket)
+            more, entries, swept, size = reply[:4]
+            num_entries, num_swept = num_entries + entries, num_swept + swept
+            num_bytes += size
+            for i in range(4, len(reply), 3):
+                workers[reply[i].decode()] = TreeWorker(reply[i + 1], reply[i + 2])
+            shard += 1
+        return TreeStats(num_entries, num_swept, num_bytes, workers)
+
+    async def _compare(
+        self, worker_id: str, held: Held, first: int, end: int, entries: int
+    ) -> tuple[Differences, int]:
+        """Returns the differences that stayed, and the bucket that the comparison ended before."""
+        missing: set[bytes] | None = None
+        stale: set[bytes] = set()
+        for look in range(self.looks):
+            if look:
+                await asyncio.sleep(self.pause_s)
+            said = await self._read(worker_id, first, end, entries)
+            # Buckets that filled up since the first look are read all the same.
+            entries = NUM_BUCKETS + (1 << 30)
+            claimed, end = said or (set(), end)
+            really = await held(first, end)
+            num_checked = len(claimed | really)
+            missing = (really - claimed) & (missing if missing is not None else really)
+            stale = (claimed - really) & (stale if look else claimed)
+            if said and not missing and not stale:
+                break
+        return Differences(num_checked, len(missing or ()), len(stale), said is not None), end
+
+    async def _read(
+        self, worker_id: str, at: int, end: int, budget: int
+    ) -> tuple[set[bytes], int] | None:
+        """Returns the hashes in the buckets from `at` on, and the bucket after the last of them.
+
+        It looks at about `budget` entries at most. None: the worker has no log there.
+        """
+        found = await self._index.find(worker_id)
+        if found is None:
+            return None
+        key, entries = self._index.key(found[0]), set[bytes]()
+        while at < end and budget > 0:
+            part = min(budget, CALL_ENTRIES)
+            reply = await self._entries(self._redis, [key], worker_id, at, end, part)
+            if not reply:
+                return None
+            at, packed = reply
+            entries |= split_entries(packed)
+            budget -= part
+        return entries, at

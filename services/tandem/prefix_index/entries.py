@@ -1,4 +1,4 @@
-"""How a block hash becomes an entry of the tree: a bucket and a field of it. Pure."""
+"""Maps a block hash to an entry of the tree: a bucket and a field of it. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ ENTRY_BYTES = 10  # of a hash that the tree keeps: those two and the eight of th
 
 
 def bucket_start(bucket: int) -> bytes:
-    """The least hash of a bucket; empty for the end of the last one."""
+    """Returns the least hash of a bucket; empty for the end of the last one."""
     return bucket.to_bytes(2, "big") if bucket < NUM_BUCKETS else b""
 
 
 def split_entries(packed: bytes) -> set[bytes]:
-    """Entries that were written one after the other."""
+    """Splits entries that were written one after the other."""
     return {packed[i : i + ENTRY_BYTES] for i in range(0, len(packed), ENTRY_BYTES)}

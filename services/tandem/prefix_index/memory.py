@@ -21,7 +21,7 @@ class _Log:
 
 
 class MemoryIndex:
-    """Each worker's blocks are prefix-closed, so the set of holders only shrinks with depth."""
+    """Holds prefix-closed blocks of each worker, so the set of holders only shrinks with depth."""
 
     def __init__(self) -> None:
         self._logs: dict[str, _Log] = {}
@@ -114,7 +114,7 @@ class MemoryIndex:
     def _narrow(
         self, hashes: Sequence[bytes], mask: int, low: int, high: int, depths: dict[str, int]
     ) -> None:
-        """All of `mask` hold block `low`, none of it holds block `high`."""
+        """Reports all of `mask`: all hold block `low`, none holds block `high`."""
         while mask and low:
             if high - low == 1:
                 self._report(mask, low, depths)
@@ -140,5 +140,5 @@ _ZERO_IS_FALSE = bytes.maketrans(b"0", b"\0")
 
 
 def _flags(mask: int) -> bytes:
-    """For each bit, the lowest first, whether it is set: a thousand without a step of Python."""
+    """Returns a byte for each bit, the lowest first: a thousand without a step of Python."""
     return bin(mask)[:1:-1].encode().translate(_ZERO_IS_FALSE)

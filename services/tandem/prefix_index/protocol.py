@@ -1,4 +1,4 @@
-"""The global prefix tree: which worker holds which KV blocks. A cache of facts the workers own.
+"""The global prefix tree: the workers that hold each KV block. A cache of facts the workers own.
 
 Each worker's events are a log with sequence numbers, parents before children. A batch whose number
 is not the next one, or of another epoch than the tree knows, is answered False and changes nothing:
@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class PrefixIndex(Protocol):
-    """One suite of tests (tests/unit/prefix_index/) passes on every implementation."""
+    """Interface of a tree; all implementations pass the tests in tests/unit/prefix_index/."""
 
     async def reset(self, worker_id: str, epoch: str) -> None:
         """Forgets what the worker had and starts a log at sequence number 0 for `epoch`."""
@@ -32,7 +32,7 @@ class PrefixIndex(Protocol):
         """
 
     async def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many leading blocks of the chain each worker holds; workers with none are left out.
+        """Returns how many leading blocks each worker holds; workers with none are left out.
 
         One round trip. Only workers that were not forgotten count.
         """
@@ -41,7 +41,7 @@ class PrefixIndex(Protocol):
         """Drops a worker: it never matches again until its next `reset`."""
 
     async def num_blocks(self, worker_id: str) -> int:
-        """How many blocks the tree holds for the worker."""
+        """Returns how many blocks the tree holds for the worker."""
 
     async def sweep(self, limit: int) -> bool:
-        """A bounded part of the upkeep, `limit` in entries looked at; False when none is left."""
+        """Does a part of the upkeep, on at most `limit` entries; False when none is left."""

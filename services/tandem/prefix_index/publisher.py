@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
+from tandem.backoff import Backoff, doubling_at_random
 from tandem.errors import TandemError
 from tandem.prefix_index.protocol import PrefixIndex
 from tandem.store.client import UNREACHABLE
@@ -48,7 +48,7 @@ class PublisherConfig:
 
 
 class Publisher:
-    """One worker's log. Made and used on one event loop; `start`, then `add`, then `aclose`."""
+    """Publishes one worker's log, on one event loop: `start`, then `add`, then `aclose`."""
 
     def __init__(
         self,
@@ -65,6 +65,10 @@ class Publisher:
         self._process_epoch = process_epoch
         self._on_epoch = on_epoch
         self._config = config or PublisherConfig()
+        # Never shorter than `backoff_min_s`, though half of each wait is drawn.
+        self._backoff = Backoff(
+            doubling_at_random(2 * self._config.backoff_min_s, self._config.backoff_max_s)
+        )
         self._counter = 0
         self._next_number = 0
         self._in_step = False
@@ -84,19 +88,19 @@ class Publisher:
 
     @property
     def lag(self) -> int:
-        """Changes that the tree does not have yet; without a log there, all that is held."""
+        """Number of changes that the tree does not have; without a log there, all blocks held."""
         if not self._in_step:
             return len(self._held)
         return len(self._to_store) + len(self._to_remove) + self._num_in_flight
 
     @property
     def in_step(self) -> bool:
-        """The tree took the last batch, and nothing waits."""
+        """True if the tree took the last batch, and nothing waits."""
         return self._in_step and not self.lag
 
     @property
     def num_logs(self) -> int:
-        """How many epochs there were."""
+        """Number of epochs so far."""
         return self._counter
 
     @property
@@ -149,6 +153,7 @@ class Publisher:
                     await self._begin_log()
                 elif await self._publish_batch():
                     failures = 0
+                    self._backoff.reset()
                     await self._sweep_when_due()
                 else:
                     self._in_step = False
@@ -180,7 +185,7 @@ class Publisher:
         logger.info("publishing %d blocks under epoch %s", len(self._held), self.epoch)
 
     async def _publish_batch(self) -> bool:
-        """The next batch, empty if nothing waits: all that is to be stored goes before removals."""
+        """Publishes a batch, empty if nothing waits: all that is to be stored precedes removals."""
         # What is in flight no longer waits: an event that comes meanwhile must not cancel it.
         stored = _take(self._to_store, self._config.batch_blocks)
         removed = _take(self._to_remove, self._config.batch_blocks - len(stored))
@@ -205,8 +210,7 @@ class Publisher:
     async def _pause(self, failures: int) -> None:
         config = self._config
         if failures and not self._in_step:
-            longest_s = min(config.backoff_min_s * 2 ** min(failures, 16), config.backoff_max_s)
-            await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
+            await asyncio.sleep(self._backoff.next_s())
         elif self.lag >= config.batch_blocks:
             await asyncio.sleep(0)
         else:

@@ -41,15 +41,15 @@ class RedisIndex:
     """One client's view of a cluster's tree. Any number of them work on the same tree."""
 
     def __init__(self, redis: Client, cluster_id: str, *, silent_s: int = SILENT_S) -> None:
-        """`silent_s`: a worker that publishes nothing for this long is dropped by the sweep."""
+        """`silent_s`: the sweep drops a worker that publishes nothing for this long."""
         self._redis = redis
         self._cluster_id = cluster_id
         self._silent_s = silent_s
         self._num_shards = 1  # those known to exist
         self._shard_of: dict[str, int] = {}  # workers whose log was started here
         self._turns = asyncio.Semaphore(LOOKUPS_AT_ONCE_MAX)
-        self._match, self._publish = _script("match"), _script("publish")
-        self._reset, self._sweep = _script("drop", "reset"), _script("drop", "sweep")
+        self._match, self._publish = lua_script("match"), lua_script("publish")
+        self._reset, self._sweep = lua_script("drop", "reset"), lua_script("drop", "sweep")
 
     async def open(self) -> None:
         """Opens connections, loads the look-up's script and finds all shards, so that a first burst
@@ -136,12 +136,12 @@ class RedisIndex:
         return [self.key(shard) for shard in range(self._num_shards)]
 
     def _learn(self, more: int) -> None:
-        """The last known shard says whether a further one exists."""
+        """Learns from the last known shard's reply whether a further one exists."""
         if more and self._num_shards < _SHARDS_MAX:
             self._num_shards += 1
 
     async def find(self, worker_id: str) -> tuple[int, int] | None:
-        """The worker's shard and slot."""
+        """Returns the worker's shard and slot; None without a log."""
         for shard in range(_SHARDS_MAX):
             slot, more = await self._hmget(shard, f"slot:{worker_id}", "next")
             if slot is not None:
@@ -154,5 +154,5 @@ class RedisIndex:
         return list(await self._redis.hmget(self.key(shard), list(fields)))
 
 
-def _script(*names: str) -> Script:
+def lua_script(*names: str) -> Script:
     return Script("".join((_LUA / f"{name}.lua").read_text() for name in names))

@@ -1,4 +1,4 @@
-"""One router from start to end: binds, loads the model, serves, drains.
+"""Runs one router from start to end: binds, loads the model, serves, drains.
 
     binding -> listening (503 at /ready) -> ready -> draining (on SIGTERM or SIGINT) -> closed
 
@@ -21,12 +21,11 @@ from tandem.errors import ConfigError
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.observability.traces import make_tracing
-from tandem.prefix_index.inspect import TreeInspector
+from tandem.prefix_index.audit import TreeInspector
 from tandem.prefix_index.redis import RedisIndex
 from tandem.router.api.grpc.cluster import GrpcCluster
 from tandem.router.api.grpc.inference import GrpcApi
 from tandem.router.api.http.app import make_app
-from tandem.router.api.http.index import add_index_routes
 from tandem.router.api.http.server import HttpServer
 from tandem.router.index.audit import IndexAudit
 from tandem.router.index.metrics import CountedLookup, IndexMetrics
@@ -58,15 +57,14 @@ class Router:
         self._index = RedisIndex(self._redis, config.cluster.cluster_id)
         index_metrics = IndexMetrics(self._metrics.registry)
         lookup = CountedLookup(self._index, index_metrics)
-        dispatcher = Dispatcher(config, self.view, lookup, self._metrics)
         trust = IndexTrust(self.view, self._index, index_metrics)
-        dispatcher.on_end = trust.observe
+        dispatcher = Dispatcher(config, self.view, lookup, self._metrics, on_end=trust.observe)
         tree = TreeInspector(self._redis, self._index)
         self._audit = IndexAudit(self.view, tree, trust, index_metrics)
         self._tracing = make_tracing("tandem-router", config.router_id)
         self.generator = Generator(config, self.view, dispatcher, self._metrics, self._tracing)
         self.autoscale = AutoscaleLoop(
-            config, self.view, self._metrics.demand, num_held=lambda: dispatcher.num_holding
+            config, self.view, self._metrics.demand, num_held=lambda: dispatcher.num_pending
         )
         self._metrics.registry.register(AutoscaleGauges(self.view))
         self._grpc = GrpcApi(config, self.generator, GrpcCluster(config, self.view))
@@ -79,7 +77,7 @@ class Router:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Raises ConfigError for a taken port or a model that cannot be loaded."""
+        """Serves until `stop`. Raises ConfigError for a taken port or a model that cannot load."""
         sock = _bind(self._config)
         self.http_port = sock.getsockname()[1]
         self.grpc_port = await self._grpc.start()
@@ -152,9 +150,7 @@ class Router:
             log.warning("the prefix tree is not there yet: %r", error)
 
     def _app(self) -> ASGIApp:
-        app = make_app(self._config, self.generator, self.view, self._metrics)
-        add_index_routes(app, self._config, self._audit)
-        return app
+        return make_app(self._config, self.generator, self.view, self._metrics, self._audit)
 
 
 def serve(config: RouterConfig) -> None:

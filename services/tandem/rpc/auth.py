@@ -40,14 +40,10 @@ def _refusing(handler: Any) -> Any:
     """A handler of the same kind that only refuses: gRPC wants the kinds to agree."""
 
     async def refuse(_: Any, context: Any) -> None:
-        await context.abort(
-            grpc.StatusCode.UNAUTHENTICATED, "the cluster's token is missing or wrong"
-        )
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, _REFUSAL)
 
     async def refuse_stream(_: Any, context: Any) -> Any:
-        await context.abort(
-            grpc.StatusCode.UNAUTHENTICATED, "the cluster's token is missing or wrong"
-        )
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, _REFUSAL)
         yield
 
     if handler is None:

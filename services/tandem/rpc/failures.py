@@ -66,6 +66,6 @@ _PEER_WENT = _PeerWent()
 
 
 def log_lost_peers_calmly() -> None:
-    """gRPC logs a peer that went amid a message as an error with a traceback; who serves the call
-    hears of it by being cancelled, and says what there is to say. Any number of times."""
+    """Keeps gRPC from logging a peer that went amid a message as an error with a traceback: the
+    call's handler is cancelled and reports it. May be called any number of times."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_PEER_WENT)

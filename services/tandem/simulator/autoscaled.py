@@ -1,4 +1,4 @@
-"""The autoscaler in the simulator: it sees what a router would tell it, and its word is done.
+"""Runs the autoscaler in the simulator: it sees what a router reports, and resizes the pools.
 
 Every `interval_s` the policy gets one observation, of the same counters and of load as old as a
 router sees it, and the pools are made what it decides; a worker comes a cold start later.
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from tandem.autoscaler.demand import Observation
 from tandem.autoscaler.policy import Autoscaler, Decision
-from tandem.autoscaler.signals import Observation
 from tandem.config import AutoscaleConfig
 from tandem.router.placement.choose import choose
-from tandem.router.scaling.pool_signals import likely_decode, see_pool
+from tandem.router.scaling.pool_observation import likely_decode, see_pool
 from tandem.simulator.scenario import Scenario
 from tandem.simulator.simulation import Simulation
 from tandem.simulator.traces import Arrival
@@ -22,7 +22,7 @@ from tandem.simulator.workers.fleet import Fleet
 
 
 class Autoscaled:
-    """Of one simulation, whose pools have as many workers as they may have at most.
+    """The autoscaler of one simulation, whose pools have as many workers as they ever may.
 
     Make it before the simulation runs.
     """
@@ -45,7 +45,7 @@ class Autoscaled:
         }
 
     def open(self, *, prefill: int, decode: int) -> None:
-        """The sizes to begin with."""
+        """Sets the sizes to begin with."""
         self.pools["prefill"].open(prefill)
         self.pools["decode"].open(decode)
         self._simulation.clock.after(self._config.interval_s, self._turn)
@@ -77,7 +77,7 @@ class Autoscaled:
 def run_autoscaled(
     scenario: Scenario, arrivals: Sequence[Arrival], config: AutoscaleConfig
 ) -> tuple[Simulation, Autoscaled]:
-    """From the smallest pools on, under this router's placement."""
+    """Runs a simulation from the smallest pools on, under this router's placement."""
     most = replace(scenario, num_prefill=config.prefill_max, num_decode=config.decode_max)
     simulation = Simulation(most, arrivals, choose)
     autoscaled = Autoscaled(simulation, config)
@@ -87,7 +87,7 @@ def run_autoscaled(
 
 
 def reversals(sizes: list[tuple[float, int]]) -> list[float]:
-    """When a pool's size, told by `Fleet.sizes`, turned from growing to shrinking or back."""
+    """Returns when a pool's `Fleet.sizes` turned from growing to shrinking or back."""
     turns, direction = [], 0
     for (_, before), (at_s, after) in pairwise(sizes):
         now = (after > before) - (after < before)

@@ -21,7 +21,7 @@ class Clock:
         self.at(self.now_s + delay_s, action, *arguments)
 
     def run(self) -> None:
-        """Until nothing is planned any more."""
+        """Runs until nothing is planned any more."""
         while self._planned:
             self.now_s, _, action, arguments = heappop(self._planned)
             action(*arguments)

@@ -18,30 +18,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
 
 from tandem.router.placement.choose import Placement, Roster, Work, WorkerSnapshot, choose
 from tandem.router.placement.costs import cached_tokens
 
-
-class Policy(Protocol):
-    def __call__(
-        self,
-        work: Work,
-        workers: Roster,
-        matches: Mapping[str, int],
-        rng: Random,
-        *,
-        refused: frozenset[str] = frozenset(),
-    ) -> Placement | None: ...
-
-
+Policy = Callable[..., Placement | None]  # takes what `choose` takes
 Pick = Callable[[Work, list[WorkerSnapshot], Mapping[str, int], Random], WorkerSnapshot]
 
 
 @dataclass(slots=True)
 class Simple:
-    """The same rule in both pools."""
+    """A policy with the same rule in both pools."""
 
     pick: Pick
 
@@ -81,7 +68,7 @@ class RoundRobin:
 
 @dataclass(frozen=True, slots=True)
 class Dynamo:
-    """Temperature 0 takes the lowest. A softmax is over costs that are scaled to 0..1."""
+    """Dynamo's rule. Temperature 0 takes the lowest; a softmax is over costs scaled to 0..1."""
 
     overlap_weight: float = 1.0
     temperature: float = 0.0
@@ -104,7 +91,7 @@ class Dynamo:
 
 
 def make_policy(name: str) -> Policy:
-    """Raises KeyError for a name that is none."""
+    """Returns the policy of this name. Raises KeyError if there is none."""
     return choose if name == "tandem" else Simple(_PICKS[name]())
 
 

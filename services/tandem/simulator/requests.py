@@ -3,69 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from tandem.router.placement.shares import Sent
+from tandem.router.admission.calibration import Promise
+from tandem.simulator.pace import Sent
 from tandem.simulator.traces import Arrival
 from tandem.simulator.workers.worker import Task, Worker
 
-MOVES_MAX = 2  # as services/tandem/router/request/move_budget.py
+MIGRATIONS_MAX = 2  # as services/tandem/router/request/migration_budget.py
 
 
+@dataclass(slots=True, eq=False)
 class Request:
-    """Placed, refused and placed again, moved with what it made, then served or failed."""
+    """A request: it is placed, perhaps refused or migrated, then served or failed."""
 
-    __slots__ = (
-        "arrival",
-        "cached_tokens",
-        "candidates",
-        "decode",
-        "decode_task",
-        "ended_s",
-        "failure",
-        "first_token_s",
-        "hashes",
-        "holders",
-        "is_counted",
-        "lease",
-        "num_made",
-        "num_made_here",
-        "num_moves",
-        "num_pulled_tokens",
-        "prefill",
-        "refused",
-        "sent",
-    )
-
-    def __init__(self, arrival: Arrival, hashes: Sequence[bytes]) -> None:
-        self.arrival = arrival
-        self.hashes = hashes
-        self.decode: Worker | None = None
-        self.decode_task: Task | None = None
-        self.prefill: Worker | None = None  # who computes the prompt; decode itself, or a peer
-        self.lease: Task | None = None
-        self.candidates: list[str] = []  # prefill workers not asked yet
-        self.holders: list[tuple[str, int]] = []  # with the tokens that they have
-        self.refused: frozenset[str] = frozenset()
-        self.num_moves = 0
-        self.num_made = 0  # tokens, on workers that were lost since
-        self.num_made_here = 0  # 1 from the first token on
-        self.is_counted = False  # as demand
-        self.sent: Sent | None = None  # until it is prefilled
-        self.cached_tokens = 0
-        self.num_pulled_tokens = 0
-        self.first_token_s = 0.0  # 0: none yet
-        self.ended_s = 0.0
-        self.failure = ""  # "", "refused" or "lost"
+    arrival: Arrival
+    hashes: Sequence[bytes]
+    decode: Worker | None = None
+    decode_task: Task | None = None
+    prefill: Worker | None = None  # who computes the prompt; decode itself, or a peer
+    lease: Task | None = None
+    candidates: list[str] = field(default_factory=list)  # prefill workers not asked yet
+    holders: list[tuple[str, int]] = field(default_factory=list)  # with the tokens that they have
+    refused: frozenset[str] = frozenset()
+    num_migrations: int = 0
+    num_output_tokens: int = 0  # tokens, on workers that were lost since
+    num_output_tokens_here: int = 0  # 1 from the first token on
+    is_admitted: bool = False
+    promise: Promise | None = None
+    num_submissions: int = 0
+    sent: Sent | None = None  # until it is prefilled
+    cached_tokens: int = 0
+    num_pulled_tokens: int = 0
+    first_token_s: float = 0.0  # 0: none yet
+    ended_s: float = 0.0
+    failure: str = ""  # "", "refused" or "lost"
 
     @property
     def num_tokens(self) -> int:
-        """Of the input where it is now: the prompt, and what was made before it came there."""
-        return self.arrival.num_tokens + self.num_made
+        """Tokens of its input where it is now: the prompt, and what was made before."""
+        return self.arrival.num_tokens + self.num_output_tokens
 
     @property
     def tokens_left(self) -> int:
-        """To make where it is now."""
-        return self.arrival.output_tokens - self.num_made
+        """Number of tokens to make where it is now."""
+        return self.arrival.output_tokens - self.num_output_tokens
 
     @property
     def ttft_s(self) -> float:
@@ -73,6 +55,6 @@ class Request:
 
     @property
     def tpot_s(self) -> float:
-        """Of each token after the first."""
+        """Mean seconds of each token after the first."""
         count = self.arrival.output_tokens - 1
         return (self.ended_s - self.first_token_s) / count if count else 0.0

@@ -1,4 +1,4 @@
-"""What is simulated: workers, their nominal speed, and the errors that the policy does not know."""
+"""The simulated workers, their nominal speed, and the errors that the policy does not know."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from tandem.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.perf_model.predict import prefill_seconds
+from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
 from tandem.router.admission.predict import TtftLimit
 from tandem.simulator.traces import BLOCK_SIZE, Arrival, span_s
 
@@ -27,7 +28,7 @@ DEFAULT_PAIR = PairRate("nixl", 2e-3, 20e9)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A worker dies, or comes back with nothing."""
+    """A fault: a worker dies, or comes back with nothing."""
 
     at_s: float
     worker_id: str
@@ -36,7 +37,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A request is good when it keeps both. A long prompt has longer to its first token."""
+    """Limits that a good request keeps. A longer prompt may take longer to its first token."""
 
     ttft: TtftLimit = field(default_factory=lambda: TtftLimit(base_s=2.0, token_s=2e-4))
     tpot_s: float = 0.1
@@ -63,12 +64,12 @@ class Scenario:
 
     @property
     def roles(self) -> dict[str, str]:
-        """By worker id."""
+        """Roles of the workers by worker id."""
         prefill = {f"prefill-{n}": "prefill" for n in range(self.num_prefill)}
         return prefill | {f"decode-{n}": "decode" for n in range(self.num_decode)}
 
     def true_rates(self, worker_id: str) -> WorkerRates:
-        """Paired: a seed and a name give the same error, whatever the policy."""
+        """Returns the true rates: a seed and a name give the same error, whatever the policy."""
         rng = Random(f"{self.seed} {worker_id}")
         prefill, decode = (1 + self.rate_error * rng.uniform(-1, 1) for _ in range(2))
         return msgspec.structs.replace(
@@ -84,7 +85,7 @@ class Scenario:
         )
 
     def true_pair(self, worker_id: str) -> PairRate:
-        """How blocks come to the worker."""
+        """Returns the true rate at which blocks come to the worker."""
         rng = Random(f"{self.seed} pair {worker_id}")
         error = 1 + self.rate_error * rng.uniform(-1, 1)
         return msgspec.structs.replace(
@@ -95,7 +96,7 @@ class Scenario:
 
 
 def full_load_factor(scenario: Scenario, arrivals: Sequence[Arrival]) -> float:
-    """How many times faster the trace must come to be a load of 100%.
+    """Returns how many times faster the trace must come to be a load of 100%.
 
     100% is where the workers would be busy all the time if one cache without limit served them all:
     more than that no policy can carry. A worker that prefills itself is busy with prompts, each
@@ -109,9 +110,8 @@ def full_load_factor(scenario: Scenario, arrivals: Sequence[Arrival]) -> float:
         depth = next((i for i, h in enumerate(hashes) if h not in seen), len(hashes))
         seen.update(hashes[depth:])
         cached = min(depth * scenario.block_size, arrival.num_tokens - 1)
-        missing = arrival.num_tokens - cached
-        prefill_s += rates.prefill.seconds(missing, cached, rates.step_tokens)
-        chunks += math.ceil(missing / rates.step_tokens)
+        prefill_s += prefill_seconds(rates, arrival.num_tokens, cached)
+        chunks += math.ceil((arrival.num_tokens - cached) / rates.step_tokens)
         tokens += arrival.output_tokens - 1
     sequence_s = rates.decode.sequence_s * tokens
     if scenario.num_prefill:

@@ -1,9 +1,9 @@
-"""One run: a trace through the policy, the prefix index and the workers. The lives of requests.
+"""Simulates one run: a trace through the policy, the prefix index and the workers.
 
 arrives --match, choose--> submitted to its decode worker --refused--> chosen again, without it
   no prefill pool, or faster here --> prefilled there --> decodes there --> served
   else: memory reserved --> leased --> prefilled by a peer --> pulled --> decodes --> served
-decode worker dies: moved with the tokens made so far (at most MOVES_MAX times), then lost
+decode worker dies: moved with the tokens made so far (at most MIGRATIONS_MAX times), then lost
 prefill worker dies: the next candidate, else prefilled on the decode worker
 """
 
@@ -13,15 +13,15 @@ from collections.abc import Coroutine, Sequence
 from random import Random
 from typing import Any, TypeVar
 
-from tandem.autoscaler.signals import DemandMeter
-from tandem.cost_model import ASK_S, Holder, WorkerRates, best_start, prefill_seconds
+from tandem.autoscaler.demand import DemandMeter
+from tandem.perf_model.predict import ASK_S, Expected, Holder, expect, prefill_seconds
 from tandem.prefix_index.memory import MemoryIndex
-from tandem.router.admission.predict import wait_s
+from tandem.router.admission.admit import admit
+from tandem.router.admission.calibration import Calibration
 from tandem.router.placement.choose import Placement, Work
-from tandem.router.placement.costs import computing_s
 from tandem.simulator.clock import Clock
 from tandem.simulator.policies import Policy
-from tandem.simulator.requests import MOVES_MAX, Request
+from tandem.simulator.requests import MIGRATIONS_MAX, Request
 from tandem.simulator.scenario import Fault, Scenario
 from tandem.simulator.traces import Arrival
 from tandem.simulator.view import View
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Simulation:
-    """Made for one trace and one policy; `run` once."""
+    """The simulation of one trace under one policy; `run` it once."""
 
     def __init__(self, scenario: Scenario, arrivals: Sequence[Arrival], policy: Policy) -> None:
         self.scenario = scenario
@@ -46,21 +46,11 @@ class Simulation:
         self._logs: dict[str, int] = {}  # next sequence number
         host = Host(scenario.cores) if scenario.cores else None
         self.workers = {
-            worker_id: Worker(
-                worker_id,
-                role,
-                rates=scenario.true_rates(worker_id),
-                block_size=scenario.block_size,
-                num_blocks=scenario.kv_tokens // scenario.block_size,
-                sequences_max=scenario.sequences_max,
-                queue_max=scenario.queue_max,
-                clock=self.clock,
-                listener=self,
-                host=host,
-            )
+            worker_id: Worker(worker_id, role, scenario, self.clock, self, host)
             for worker_id, role in scenario.roles.items()
         }
         self.meter = DemandMeter()  # what a router would count for the autoscaler
+        self._calibration = Calibration()
         self._num_arrived = 0
         self.view = View(scenario, self.clock, list(self.workers.values()))
         self._pairs = {w: scenario.true_pair(w) for w in self.workers}
@@ -85,7 +75,9 @@ class Simulation:
             self.meter.first_token(
                 request.ttft_s / self.scenario.slo.ttft.seconds(request.arrival.num_tokens)
             )
-        request.num_made_here = 1
+            if request.promise is not None and request.num_submissions == 1:
+                self._calibration = self._calibration.kept(request.promise, self.clock.now_s)
+        request.num_output_tokens_here = 1
         request.cached_tokens = task.cached_tokens
         if request.sent is not None:
             self.view.note_first_token(request.sent, worker.worker_id)
@@ -105,7 +97,7 @@ class Simulation:
     ) -> None:
         number = self._logs[worker.worker_id]
         applied = _now(
-            self._index.publish(worker.worker_id, str(worker.generation), number, stored, removed)
+            self._index.publish(worker.worker_id, str(worker.epoch), number, stored, removed)
         )
         assert applied
         self._logs[worker.worker_id] = number + 1
@@ -137,31 +129,39 @@ class Simulation:
             placement = self._policy(
                 work, self.view.roster, matches, self._rng, refused=request.refused
             )
-            if not request.is_counted:
-                request.is_counted = True
-                self.meter.asked(self._prefill_s(work, placement))
-            if placement is None or self._comes_too_late(work, placement):
+            if placement is None or not self._admit(request, work, placement):
                 request.failure = "refused"
                 return
             if self._submit(request, placement, matches):
                 return
             request.refused |= {placement.decode.epoch}
 
-    def _prefill_s(self, work: Work, placement: Placement | None) -> float:
-        """Of one worker, as a router prices it."""
-        if placement is None:
-            return prefill_seconds(self.scenario.rates, work.num_tokens, 0)
-        computes = (*placement.prefill_candidates, placement.decode)[0]
-        return computing_s(work, computes, placement.tokens_missing)
-
-    def _comes_too_late(self, work: Work, placement: Placement) -> bool:
-        limit = self.scenario.slo.ttft
-        return self.scenario.admission and wait_s(work, placement, limit) is not None
+    def _admit(self, request: Request, work: Work, placement: Placement) -> bool:
+        """Once a request: who moves, or was refused by a worker, was taken already."""
+        if request.is_admitted:
+            return True
+        self.meter.asked(placement.prefill_s(work))
+        if self.scenario.admission:
+            decision = admit(
+                work,
+                placement,
+                self.scenario.slo.ttft,
+                self._calibration,
+                ahead_s=0.0,
+                completion_tokens=self.meter.output_tokens_mean,
+                now=self.clock.now_s,
+            )
+            request.promise = decision.promise
+            request.is_admitted = decision.is_admitted
+        else:
+            request.is_admitted = True
+        return request.is_admitted
 
     def _submit(self, request: Request, placement: Placement, matches: dict[str, int]) -> bool:
         size = self.scenario.block_size
         worker = self.workers[placement.decode.worker_id]
         request.decode = request.prefill = worker
+        request.num_submissions += 1
         request.candidates = [w.worker_id for w in placement.prefill_candidates]
         if self.scenario.pull_prefixes:
             holders = [w.worker_id for w in placement.prefix_holders]
@@ -187,7 +187,7 @@ class Simulation:
     def _worth_asking(
         self, request: Request, placement: Placement, matches: dict[str, int]
     ) -> list[str]:
-        """The decode worker's own choice between its peers and itself."""
+        """Returns the peers that the decode worker asks; none if it prefills the prompt itself."""
         if not placement.prefill_candidates:
             return []
         worker, rates = self.workers[placement.decode.worker_id], self.scenario.rates
@@ -224,17 +224,16 @@ class Simulation:
 
     def _prefill(self, request: Request, worker: Worker, task: Task) -> bool:
         """Submits a task that is computed, after its prefix was pulled if that is faster."""
-        start_s, start = 0.0, 0
-        if request.holders:
-            start_s, start = self._best_start(request, worker, task)
-        if start_s == 0.0:
+        expected = self._expect(request, worker, task) if request.holders else None
+        if expected is None or not expected.pull_s:
             return worker.submit(task)
-        task.pulled_blocks = start // self.scenario.block_size
-        self.clock.after(start_s, self._submit_pulled, request, worker, task, worker.generation)
+        task.pulled_blocks = expected.start // self.scenario.block_size
+        arrives = (request, worker, task, worker.epoch)
+        self.clock.after(expected.pull_s, self._submit_pulled, *arrives)
         return True
 
-    def _submit_pulled(self, request: Request, worker: Worker, task: Task, generation: int) -> None:
-        alive = worker.is_up and worker.generation == generation
+    def _submit_pulled(self, request: Request, worker: Worker, task: Task, epoch: int) -> None:
+        alive = worker.is_up and worker.epoch == epoch
         if task not in (request.lease, request.decode_task) or request.failure:
             return
         if not alive:
@@ -245,29 +244,28 @@ class Simulation:
             else:
                 request.failure = "refused"
 
-    def _best_start(self, request: Request, worker: Worker, task: Task) -> tuple[float, int]:
-        rates: WorkerRates = self.scenario.rates
-        size = self.scenario.block_size
+    def _expect(self, request: Request, worker: Worker, task: Task) -> Expected:
+        rates, size = self.scenario.rates, self.scenario.block_size
         cached = worker.cache.num_cached(task.hashes) * size
         holders = [
             Holder(num_tokens, self._pairs[worker.worker_id])
             for worker_id, num_tokens in request.holders
             if self.workers[worker_id].is_up and worker_id != worker.worker_id
         ]
-        return best_start(
-            rates, task.num_tokens, cached, holders, bytes_per_token=rates.block_bytes / size
+        bytes_per_token = rates.block_bytes / size
+        return expect(
+            rates, task.num_tokens, cached, holders=holders, bytes_per_token=bytes_per_token
         )
 
     def _exposed_s(self, request: Request, source: Worker) -> float:
-        """What of the pull is left when the prompt is computed: the last chunk, or more."""
+        """Seconds of the pull left when the prompt is computed: the last chunk, or more."""
         assert request.decode is not None
         assert request.decode_task is not None
         rates, pair = self.scenario.rates, self._pairs[request.decode.worker_id]
         missing = request.num_tokens - request.decode_task.cached_tokens
         token_bytes = rates.block_bytes / self.scenario.block_size
         pull_s = pair.seconds(missing * token_bytes)
-        computed = request.num_tokens - request.cached_tokens
-        compute_s = source.rates.prefill.seconds(computed, request.cached_tokens, rates.step_tokens)
+        compute_s = prefill_seconds(source.rates, request.num_tokens, request.cached_tokens)
         last = min(missing, rates.step_tokens)
         return ASK_S + max(pair.seconds(last * token_bytes), pull_s - compute_s)
 
@@ -295,22 +293,22 @@ class Simulation:
 
     @property
     def has_more(self) -> bool:
-        """Whether requests are still to come."""
+        """True while requests are still to come."""
         return self._num_arrived < len(self._arrivals)
 
     def start_worker(self, worker: Worker) -> None:
-        """One that is off, with nothing in its cache."""
+        """Starts a worker that is off, with nothing in its cache."""
         worker.restart()
         self._start_log(worker)
         self.view.note_state(worker)
 
     def drain_worker(self, worker: Worker) -> None:
-        """Nothing new goes there."""
+        """Drains a worker: nothing new goes there."""
         worker.is_draining = True
         self.view.note_drain(worker)
 
     def stop_worker(self, worker: Worker) -> None:
-        """One that is idle."""
+        """Stops a worker, and forgets its blocks."""
         worker.fail()
         _now(self._index.forget(worker.worker_id))
         self.view.note_state(worker)
@@ -343,14 +341,14 @@ class Simulation:
         request.lease = request.decode_task = None
         if lease is not None and peer is not None:
             peer.cancel(lease)
-        if request.num_moves >= MOVES_MAX:
+        if request.num_migrations >= MIGRATIONS_MAX:
             request.failure = "lost"
             return
-        request.num_moves += 1
+        request.num_migrations += 1
         if task is not None and task.tokens_left is not None:  # it was in the batch
-            request.num_made_here = task.output_tokens - task.tokens_left
-        request.num_made += request.num_made_here
-        request.num_made_here = 0
+            request.num_output_tokens_here = task.output_tokens - task.tokens_left
+        request.num_output_tokens += request.num_output_tokens_here
+        request.num_output_tokens_here = 0
         if request.tokens_left:
             self._place(request)
         else:
@@ -358,7 +356,7 @@ class Simulation:
 
     def _start_log(self, worker: Worker) -> None:
         self._logs[worker.worker_id] = 0
-        _now(self._index.reset(worker.worker_id, str(worker.generation)))
+        _now(self._index.reset(worker.worker_id, str(worker.epoch)))
 
 
 def _request(task: Task) -> Request:
@@ -367,7 +365,7 @@ def _request(task: Task) -> Request:
 
 
 def _now(call: Coroutine[Any, Any, T]) -> T:
-    """The index in memory answers without waiting: no event loop is needed."""
+    """Runs a call of the index in memory, which never waits: no event loop is needed."""
     try:
         call.send(None)
     except StopIteration as done:

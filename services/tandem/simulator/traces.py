@@ -1,4 +1,4 @@
-"""Traces of requests: Mooncake's JSONL and Azure's CSV, and the same requests made harder or other.
+"""Reads traces of requests, Mooncake's JSONL and Azure's CSV, and makes others from them.
 
 A block of a prompt is an integer here, as in Mooncake's traces; `salt` tells the blocks of one copy
 of a trace from those of another. All that is random is drawn from a seed.
@@ -44,7 +44,7 @@ class Arrival:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Arrivals from 0 s on, in order. Raises TraceError, OSError."""
+    """Returns arrivals from 0 s on, in order. Raises TraceError, OSError."""
     arrivals = _read_azure(path) if path.suffix == ".csv" else _read_mooncake(path)
     if not arrivals:
         raise TraceError(f"{path} has no requests")
@@ -54,7 +54,7 @@ def read_trace(path: Path) -> list[Arrival]:
 
 
 def spread_bursts(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
-    """Those of one timestamp come at random times before the next one, in their order.
+    """Spreads arrivals of one timestamp over random times before the next one, in their order.
 
     Mooncake's timestamps are 3 s apart, with about 10 requests at each.
     """
@@ -74,7 +74,7 @@ def spread_bursts(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
 
 
 def scale_load(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
-    """The same requests, `factor` times as fast."""
+    """Returns the same requests, `factor` times as fast."""
     return [replace(a, at_s=a.at_s / factor) for a in arrivals]
 
 
@@ -86,13 +86,13 @@ def shift_time(arrivals: Sequence[Arrival], shift_s: float) -> list[Arrival]:
 
 
 def rename_prefixes(arrivals: Sequence[Arrival], name: str) -> list[Arrival]:
-    """Other prompts that share prefixes with one another in the same way."""
+    """Returns other prompts that share prefixes with one another in the same way."""
     salt = name.encode() + b"/"
     return [replace(a, salt=salt) for a in arrivals]
 
 
 def repeat(arrivals: Sequence[Arrival], num_requests: int, seed: int) -> list[Arrival]:
-    """At least as many requests in the same time: renamed copies, each shifted in time."""
+    """Returns `num_requests` requests in the same time, with renamed copies shifted in time."""
     rng = Random(f"repeat {seed}")
     copies = list(arrivals)
     for number in range(1, -(-num_requests // len(arrivals))):
@@ -104,7 +104,7 @@ def repeat(arrivals: Sequence[Arrival], num_requests: int, seed: int) -> list[Ar
 def lay_on_day(
     arrivals: Sequence[Arrival], num_requests: int, hours: Sequence[float] = DAY, *, seed: int = 0
 ) -> list[Arrival]:
-    """So many requests over 24 hours, as often in each hour as its weight says.
+    """Lays `num_requests` requests on 24 hours, as often in each hour as its weight says.
 
     Renamed copies of the trace come one after the other; its time is stretched so that the rate
     follows the weights, linear from the middle of one hour to that of the next. Bursts stay bursts.
@@ -137,7 +137,7 @@ def lay_on_day(
 
 
 def span_s(arrivals: Sequence[Arrival]) -> float:
-    """From 0 to the last arrival and as much as one takes on average: never 0."""
+    """Seconds from 0 to the last arrival and as much as one takes on average; never 0."""
     last_s = arrivals[-1].at_s
     return last_s + (last_s / (len(arrivals) - 1) if last_s else 1.0)
 
@@ -164,7 +164,7 @@ def _read_mooncake(path: Path) -> list[Arrival]:
 
 
 def _read_azure(path: Path) -> list[Arrival]:
-    """No prefixes are known, so each prompt has blocks of its own."""
+    """Reads Azure's CSV. No prefixes are known, so each prompt has blocks of its own."""
     arrivals = []
     next_id = 0
     with path.open(encoding="utf-8", newline="") as file:

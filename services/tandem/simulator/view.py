@@ -1,4 +1,4 @@
-"""What the simulated router knows of the workers: load that is old, what it sent since, their pace.
+"""The workers as the simulated router knows them: old load, what it sent since, their pace.
 
 A worker's report is taken when its load changed and no other report is under way; it arrives
 `report_age_s` later. What was sent to the worker after the report was taken is added to it. First
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from tandem.cost_model import PairRate, WorkerRates, prefill_seconds
+from tandem.perf_model.predict import beside_decode, prefill_seconds
+from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.router.placement.choose import Roster, WorkerSnapshot
-from tandem.router.placement.shares import Sent, Shares, paced
+from tandem.router.placement.shares import Shares
 from tandem.simulator.clock import Clock
+from tandem.simulator.pace import Paces, Sent, paced
 from tandem.simulator.scenario import Scenario
 from tandem.simulator.workers.worker import Worker
 from tandem.store.registry import Load
@@ -30,33 +32,31 @@ class _Known:
 
 
 class View:
-    """`roster` is kept up to date in place."""
+    """The simulated router's view; `roster` is kept up to date in place."""
 
     def __init__(self, scenario: Scenario, clock: Clock, workers: list[Worker]) -> None:
         self._scenario = scenario
         self._clock = clock
         self._known = {w.worker_id: _Known(w, w.load(), scenario.rates) for w in workers}
         self._shares = Shares()
+        self._paces = Paces(self._shares)
         for worker in workers:
-            self._shares.join(worker.worker_id, 0.0)
+            self._join(worker.worker_id, 0.0)
         self._pairs: dict[str, PairRate] = {w.worker_id: scenario.pair for w in workers}
         self.roster = Roster(self._snapshot(known) for known in self._known.values())
 
     def tick(self) -> None:
-        """Before a choice: shares count for less as time goes by."""
+        """Ages the shares before a choice: they count for less as time goes by."""
         self.roster.second = self._shares.second(self._clock.now_s)
 
     def note_prefill(
         self, worker_id: str, num_tokens: int, missing: int, *, may_pull: bool
     ) -> Sent:
-        """A prompt of which so many tokens are missing there was sent."""
+        """Notes a prompt that was sent there, with `missing` tokens to prefill."""
         known, told = self._known[worker_id], self._scenario.rates
-        prefill_s = prefill_seconds(told, num_tokens, num_tokens - missing)
-        # Each of its steps gives a token to those who decode there.
-        steps = missing / told.step_tokens
-        beside_s = steps * told.decode.sequence_s * known.load.num_running
-        now_s = self._clock.now_s
-        sent = self._shares.sent(worker_id, prefill_s + beside_s, now_s, may_pull=may_pull)
+        rates = beside_decode(told, 0, known.load.num_running)
+        told_s = prefill_seconds(rates, num_tokens, num_tokens - missing)
+        sent = self._paces.sent(worker_id, told_s, self._clock.now_s, may_pull=may_pull)
         self.note_sent(worker_id, missing)
         return sent
 
@@ -66,23 +66,23 @@ class View:
         self._refresh(known)
 
     def note_first_token(self, sent: Sent, worker_id: str) -> None:
-        self._shares.first_token(sent, worker_id, self._clock.now_s)
+        self._paces.first_token(sent, worker_id, self._clock.now_s)
         known = self._known[worker_id]
-        known.rates = paced(self._scenario.rates, self._shares.pace(worker_id))
+        known.rates = paced(self._scenario.rates, self._paces.of(worker_id))
         self._refresh(known)
         if sent.worker_id != worker_id:
             self._refresh(self._known[sent.worker_id])
 
     def note_state(self, worker: Worker) -> None:
-        """The worker is up or down: seen at once, by its stream."""
+        """Notes that the worker is up or down, which its stream shows at once."""
         known = self._known[worker.worker_id]
         known.sent.clear()
         known.load, known.rates = worker.load(), self._scenario.rates
-        self._shares.join(worker.worker_id, self.roster.mean_placed(worker.role))
+        self._join(worker.worker_id, self.roster.mean_placed(worker.role))
         self._refresh(known)
 
     def note_drain(self, worker: Worker) -> None:
-        """It takes nothing new: told at once, by its record."""
+        """Notes that the worker takes nothing new, which its record tells at once."""
         self._refresh(self._known[worker.worker_id])
 
     def note_load(self, worker: Worker) -> None:
@@ -91,15 +91,19 @@ class View:
         if not known.reporting:
             self._report(known)
 
+    def _join(self, worker_id: str, placed: float) -> None:
+        self._shares.join(worker_id, placed)
+        self._paces.join(worker_id)
+
     def _report(self, known: _Known) -> None:
         known.reporting, known.changed = True, False
         load = known.worker.load()
-        arrives = (known, load, self._clock.now_s, known.worker.generation)
+        arrives = (known, load, self._clock.now_s, known.worker.epoch)
         self._clock.after(self._scenario.report_age_s, self._take, *arrives)
 
-    def _take(self, known: _Known, load: Load, taken_s: float, generation: int) -> None:
+    def _take(self, known: _Known, load: Load, taken_s: float, epoch: int) -> None:
         known.reporting = False
-        if generation == known.worker.generation and known.worker.is_up:
+        if epoch == known.worker.epoch and known.worker.is_up:
             known.load = load
             while known.sent and known.sent[0][0] < taken_s:
                 known.sent.popleft()
@@ -115,7 +119,7 @@ class View:
         is_decode = worker.role == "decode"
         return WorkerSnapshot(
             worker_id=worker.worker_id,
-            epoch=f"{worker.worker_id}/{worker.generation}",
+            epoch=f"{worker.worker_id}/{worker.epoch}",
             address="",
             role=worker.role,
             state="draining" if worker.is_draining else "ready",

@@ -1,4 +1,4 @@
-"""How every process of Tandem connects to Redis: bounded, impatient, never retrying by itself.
+"""Connects every process of Tandem to Redis: bounded, impatient, never retrying by itself.
 
 redis-py's own retries would hide an outage for seconds from callers that all have a better answer
 to one: the router places without the tree, a worker publishes again, a record is written next time.
@@ -39,7 +39,7 @@ CONNECTIONS_MAX = 64  # to one server
 
 
 def connect(url: str) -> Client:
-    """A client that connects on first use; errors of redis-py reach the caller at once.
+    """Returns a client that connects on first use; errors of redis-py reach the caller at once.
 
     Raises ConfigError for a URL that cannot be right.
     """
@@ -58,7 +58,7 @@ def connect(url: str) -> Client:
 
 
 def connect_blocking(url: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> SyncClient:
-    """The same for threads. On a Cluster it asks for the nodes at once: RedisError."""
+    """Returns the same for threads. For a Cluster it asks for the nodes at once: RedisError."""
     address = parse(url)
     options = {
         "socket_connect_timeout": CONNECT_TIMEOUT_S,

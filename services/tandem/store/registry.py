@@ -1,21 +1,21 @@
-"""Worker records in Redis: who is alive, where, in which state, and under which contract.
+"""Worker records in Redis: workers alive, their addresses, states and KV compatibility.
 
 Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control keys share a slot):
 
     {tandem:CLUSTER}:workers              SET of worker ids that registered and did not leave
     {tandem:CLUSTER}:worker:ID            msgpack WorkerRecord, with a time to live
-    {tandem:CLUSTER}:contract             msgpack Contract of the cluster, kept alive by workers
+    {tandem:CLUSTER}:contract             msgpack KvCompatibility, kept alive by the workers
     {tandem:CLUSTER}:contract:GENERATION  that of a generation with a name
     {tandem:CLUSTER}:mark                 drawn by who first asked `data_set`; lost with the data
 
 A record is written every `record_interval_s` by its worker and expires after `record_ttl_s`: then
-the worker is dead to everybody. The first worker sets the cluster's contract; one that differs is
-refused with a message that names each difference, and is not seen by readers if it writes a record
-all the same. The contract goes with its last worker.
+the worker is dead to everybody. The first worker sets the cluster's KV compatibility; one that
+differs is refused with a message that names each difference, and is not seen by readers if it
+writes a record all the same. The KV compatibility goes with its last worker.
 
 An upgrade to what cannot exchange KV with what runs is another *generation*: its workers agree on a
-contract of their own, and both generations serve until the old one has drained. Who may be paired
-is told by contracts, never by generations.
+KV compatibility of their own, and both generations serve until the old one has drained. Who may be
+paired is told by KV compatibilities, never by generations.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import msgspec
 
 from tandem.block_hash import chain_root
 from tandem.config import ClusterConfig
-from tandem.cost_model import PairRate, WorkerRates
 from tandem.errors import Incompatible
+from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.store.client import Client
 from tandem.store.script import Script
 
@@ -39,8 +39,8 @@ State = Literal["starting", "ready", "draining"]
 PROTOCOL_VERSION = 1
 
 
-class Contract(msgspec.Struct, frozen=True):
-    """What must be equal for two workers to exchange KV; only tensor_parallel may differ."""
+class KvCompatibility(msgspec.Struct, frozen=True):
+    """Fields that must be equal for two workers to exchange KV; only tensor_parallel may differ."""
 
     model_fingerprint: str
     compute_dtype: str
@@ -52,7 +52,7 @@ class Contract(msgspec.Struct, frozen=True):
     protocol_version: int = PROTOCOL_VERSION
     tensor_parallel: int = 1
 
-    def differences(self, other: Contract) -> list[str]:
+    def differences(self, other: KvCompatibility) -> list[str]:
         """One phrase for each field that differs and may not; empty when the two can be paired."""
         return [
             f"{name} is {getattr(self, name)!r}, not {getattr(other, name)!r}"
@@ -60,12 +60,12 @@ class Contract(msgspec.Struct, frozen=True):
             if name != "tensor_parallel" and getattr(self, name) != getattr(other, name)
         ]
 
-    def pairing_key(self) -> bytes:
-        """Equal for two contracts that do not differ in what they may not."""
+    def compatibility_key(self) -> bytes:
+        """Returns bytes that are equal for two KV compatibilities that can be paired."""
         return _shared(self)
 
     def chain_root(self, cache_salt: bytes = b"") -> bytes:
-        """What the block hashes of a prompt start from."""
+        """Returns the root from which the block hashes of a prompt start."""
         return chain_root(
             model_fingerprint=self.model_fingerprint,
             compute_dtype=self.compute_dtype,
@@ -76,7 +76,7 @@ class Contract(msgspec.Struct, frozen=True):
         )
 
 
-class Load(msgspec.Struct, frozen=True):
+class Load(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"}):
     """A worker's load when it wrote its record."""
 
     num_running: int = 0
@@ -91,11 +91,11 @@ class Load(msgspec.Struct, frozen=True):
     num_pulls: int = 0
     step: int = 0
     tokens_wasted: int = 0  # slots of blocks that live sequences hold and do not fill
-    num_seats: int = 0  # sequences that may run or pull at once; 0: it does not say
+    num_running_slots: int = 0  # sequences that may run or pull at once; 0: it does not say
     chunk_tokens: int = 0  # of prefill in a step, beside those who decode; 0: it does not say
 
 
-class WorkerRecord(msgspec.Struct, frozen=True):
+class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contract"}):
     worker_id: str
     epoch: str  # new at each start of the process and each time its log is published again
     role: str  # "prefill" or "decode": whose work it does now
@@ -106,25 +106,25 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     pid: int
     model: str  # served name
     max_model_len: int
-    contract: Contract
+    compatibility: KvCompatibility
     load: Load = Load()
     rates: WorkerRates = WorkerRates()
     pairs: dict[str, PairRate] = {}  # peer worker id -> how its blocks come here
     started_at: float = 0.0  # seconds since the Unix epoch
-    generation: str = ""  # whose contract it agrees with
+    generation: str = ""  # whose KV compatibility it agrees with
     pool: str = ""  # that it was started for and counts as: not `role` while it is lent
     memory_free_bytes: int = 0  # of its machine or container
     memory_total_bytes: int = 0  # 0: it does not say
 
     @property
     def transports(self) -> dict[str, str]:
-        """Peer worker id -> nixl or grpc."""
+        """Transport, nixl or grpc, by peer worker id."""
         return {peer: rate.transport for peer, rate in self.pairs.items()}
 
 
-# KEYS: 1 the record, 2 the set of workers, 3 the contract; all in one hash slot.
-# ARGV: 1 worker id, 2 record, 3 contract, 4 time to live in ms.
-# Returns nothing. Only a contract equal to the worker's is kept alive by it.
+# KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility; all in one hash slot.
+# ARGV: 1 worker id, 2 record, 3 KV compatibility, 4 time to live in ms.
+# Returns nothing. Only a KV compatibility equal to the worker's is kept alive by it.
 _WRITE = """
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[4])
 redis.call('SADD', KEYS[2], ARGV[1])
@@ -135,8 +135,9 @@ if not contract or contract == ARGV[3] then
 end
 """
 
-# KEYS: 1 the set of workers, 2 the contract, 3... records. ARGV: their worker ids, in order.
-# Drops the ids that have no record now, and the contract with the last one. Returns nothing.
+# KEYS: 1 the set of workers, 2 the KV compatibility, 3... records. ARGV: their worker ids, in
+# order. Drops the ids that have no record now, and the KV compatibility with the last one. Returns
+# nothing.
 _DROP_DEAD = """
 for i = 3, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 0 then redis.call('SREM', KEYS[1], ARGV[i - 2]) end
@@ -160,7 +161,7 @@ class Registry:
         self._redis = redis
         prefix = f"{{tandem:{cluster.cluster_id}}}"
         self._workers_key = f"{prefix}:workers"
-        self._contract_key = f"{prefix}:contract"
+        self._compatibility_key = f"{prefix}:contract"
         self._record_prefix = f"{prefix}:worker:"
         self._ttl_ms = round(cluster.record_ttl_s * 1000)
         self._mark_key = f"{prefix}:mark"
@@ -168,47 +169,53 @@ class Registry:
         self._data_set = Script(_DATA_SET)
         self._left_out: set[str] = set()  # workers whose record `read` has complained about
 
-    async def check_contract(self, contract: Contract, generation: str = "") -> None:
-        """Joins the generation's contract, or makes it. Raises Incompatible naming differences."""
-        key = self._contract_key_of(generation)
-        await self._redis.set(key, _shared(contract), nx=True, px=self._ttl_ms)
+    async def check_compatibility(
+        self, compatibility: KvCompatibility, generation: str = ""
+    ) -> None:
+        """Joins the generation's KV compatibility, or makes it. Raises Incompatible naming
+        differences.
+        """
+        key = self._compatibility_key_of(generation)
+        await self._redis.set(key, _shared(compatibility), nx=True, px=self._ttl_ms)
         found = await self._redis.get(key)
-        if found is not None and (differences := _differences(contract, _bytes(found))):
+        if found is not None and (differences := _differences(compatibility, _bytes(found))):
             raise Incompatible(
                 "this worker cannot join the cluster: its " + "; its ".join(differences)
             )
 
     async def write(self, record: WorkerRecord) -> None:
-        """Keeps a worker (and its generation's contract) alive for another time to live."""
-        contract_key = self._contract_key_of(record.generation)
+        """Keeps a worker (and its generation's KV compatibility) alive for another time to live."""
+        compatibility_key = self._compatibility_key_of(record.generation)
         await self._write(
             self._redis,
-            [self._record_key(record.worker_id), self._workers_key, contract_key],
+            [self._record_key(record.worker_id), self._workers_key, compatibility_key],
             record.worker_id,
             msgspec.msgpack.encode(record),
-            _shared(record.contract),
+            _shared(record.compatibility),
             self._ttl_ms,
         )
 
     async def remove(self, worker_id: str) -> None:
-        """Removes a worker that leaves in order; the last one takes the contract with it."""
+        """Removes a worker that leaves in order; the last one takes the KV compatibility with
+        it.
+        """
         await self._redis.delete(self._record_key(worker_id))
         await self._drop([worker_id])
 
     async def read(self) -> list[WorkerRecord]:
-        """Records of all workers alive, by worker id; ids whose record expired are dropped.
+        """Returns records of all live workers, by worker id; drops ids whose record expired.
 
-        A record that this version cannot read, or whose contract is not its generation's, is left
-        out and logged once.
+        A record that this version cannot read, or whose KV compatibility is not its generation's,
+        is left out and logged once.
         """
         members = await self._redis.smembers(self._workers_key)
         worker_ids = sorted(_bytes(member).decode() for member in members)
         self._left_out.intersection_update(worker_ids)
         if not worker_ids:
             return []
-        keys = [self._contract_key, *map(self._record_key, worker_ids)]
+        keys = [self._compatibility_key, *map(self._record_key, worker_ids)]
         replies = await self._redis.mget(keys)
-        contract, *values = (None if reply is None else _bytes(reply) for reply in replies)
+        compatibility, *values = (None if reply is None else _bytes(reply) for reply in replies)
         found = dict(zip(worker_ids, values, strict=True))
         if dead := [worker_id for worker_id, value in found.items() if value is None]:
             await self._drop(dead)
@@ -217,20 +224,24 @@ class Registry:
             for worker_id, value in found.items()
             if value is not None and (record := self._decode(worker_id, value)) is not None
         ]
-        contracts = await self._contracts({r.generation for r in records}, contract)
-        return [r for r in records if self._agrees(r, contracts[r.generation])]
+        compatibilities = await self._compatibilities(
+            {r.generation for r in records}, compatibility
+        )
+        return [r for r in records if self._agrees(r, compatibilities[r.generation])]
 
-    async def _contracts(self, generations: set[str], unnamed: bytes | None) -> dict[str, bytes]:
-        """Of these generations; empty where it has expired."""
-        contracts = {"": unnamed or b""}
+    async def _compatibilities(
+        self, generations: set[str], unnamed: bytes | None
+    ) -> dict[str, bytes]:
+        """Returns the KV compatibilities of these generations; empty where one has expired."""
+        compatibilities = {"": unnamed or b""}
         if named := sorted(generations - {""}):
-            replies = await self._redis.mget([self._contract_key_of(name) for name in named])
+            replies = await self._redis.mget([self._compatibility_key_of(name) for name in named])
             values = (b"" if reply is None else _bytes(reply) for reply in replies)
-            contracts.update(zip(named, values, strict=True))
-        return contracts
+            compatibilities.update(zip(named, values, strict=True))
+        return compatibilities
 
     async def data_set(self) -> bytes:
-        """Another answer than before: Redis was restarted, emptied or replaced since.
+        """Returns a value that changes when Redis was restarted, emptied or replaced.
 
         Then records of workers that are well may be missing for a while. Ask after `read`.
         """
@@ -244,8 +255,8 @@ class Registry:
             self._leave_out(worker_id, [f"record cannot be read by this version: {error}"])
             return None
 
-    def _agrees(self, record: WorkerRecord, contract: bytes) -> bool:
-        if contract and (problems := _differences(record.contract, contract)):
+    def _agrees(self, record: WorkerRecord, compatibility: bytes) -> bool:
+        if compatibility and (problems := _differences(record.compatibility, compatibility)):
             self._leave_out(record.worker_id, problems)
             return False
         self._left_out.discard(record.worker_id)
@@ -257,29 +268,32 @@ class Registry:
             logger.warning("worker %s is left out: its %s", worker_id, "; its ".join(problems))
 
     async def _drop(self, worker_ids: list[str]) -> None:
-        keys = [self._workers_key, self._contract_key, *map(self._record_key, worker_ids)]
+        keys = [self._workers_key, self._compatibility_key, *map(self._record_key, worker_ids)]
         await self._drop_dead(self._redis, keys, *worker_ids)
 
-    def _contract_key_of(self, generation: str) -> str:
-        return f"{self._contract_key}:{generation}" if generation else self._contract_key
+    def _compatibility_key_of(self, generation: str) -> str:
+        return f"{self._compatibility_key}:{generation}" if generation else self._compatibility_key
 
     def _record_key(self, worker_id: str) -> str:
         return self._record_prefix + worker_id
 
 
-def _shared(contract: Contract) -> bytes:
-    """What is equal on all workers, as bytes that can be compared."""
-    return msgspec.msgpack.encode(msgspec.structs.replace(contract, tensor_parallel=1))
+def _shared(compatibility: KvCompatibility) -> bytes:
+    """Returns what is equal on all workers, as bytes that can be compared."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(compatibility, tensor_parallel=1))
 
 
-def _differences(mine: Contract, cluster: bytes) -> list[str]:
+def _differences(mine: KvCompatibility, cluster: bytes) -> list[str]:
     try:
-        return mine.differences(msgspec.msgpack.decode(cluster, type=Contract))
+        return mine.differences(msgspec.msgpack.decode(cluster, type=KvCompatibility))
     except msgspec.DecodeError as error:
-        return [f"version of Tandem is not the cluster's, whose contract has other fields: {error}"]
+        return [
+            f"version of Tandem is not the cluster's, whose KV compatibility has other fields: "
+            f"{error}"
+        ]
 
 
 def _bytes(value: bytes | str) -> bytes:
-    """redis-py's types admit str, for clients that decode replies; ours do not."""
+    """Narrows the type: redis-py admits str, for clients that decode replies; ours do not."""
     assert isinstance(value, bytes)
     return value

@@ -16,14 +16,14 @@ Argument = bytes | str | int
 
 
 class Script:
-    """All keys of one call share a hash tag."""
+    """A Lua script; all keys of one call share a hash tag."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._digest = sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, redis: Client, keys: Sequence[str], *args: Argument) -> Any:
-        """Where the server lost the script it takes two more round trips."""
+        """Runs the script; takes two more round trips where the server lost it."""
         try:
             return await redis.evalsha(self._digest, len(keys), *keys, *args)
         except NoScriptError:
@@ -31,11 +31,11 @@ class Script:
             return await redis.evalsha(self._digest, len(keys), *keys, *args)
 
     async def load(self, redis: Client) -> None:
-        """On a Cluster, on every primary."""
+        """Loads the script; on a Cluster, on every primary."""
         await redis.script_load(self._text)
 
     async def on_each(self, redis: Client, keys: Sequence[str], *args: Argument) -> list[Any]:
-        """One call for each key; a reply for each, in one round trip."""
+        """Runs one call for each key; returns a reply for each, in one round trip."""
         if len(keys) == 1:  # a pipeline costs the client 30 us more
             return [await self(redis, keys, *args)]
         if isinstance(redis, RedisCluster):  # they may be on several servers

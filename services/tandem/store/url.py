@@ -1,4 +1,4 @@
-"""What a Redis URL says: one server, a service that Sentinels watch, or a Redis Cluster.
+"""Parses a Redis URL: one server, a service that Sentinels watch, or a Redis Cluster.
 
     redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]                         one server
     unix://[[USER]:PASSWORD@]PATH[?db=DB]                              one server, by its socket
@@ -24,22 +24,16 @@ from tandem.errors import ConfigError
 
 Kind = Literal["server", "sentinel", "cluster"]
 
-_KINDS: dict[str, Kind] = {
-    "redis": "server",
-    "rediss": "server",
-    "unix": "server",
-    "redis+sentinel": "sentinel",
-    "rediss+sentinel": "sentinel",
-    "redis+cluster": "cluster",
-    "rediss+cluster": "cluster",
-}
+_KINDS: dict[str, Kind] = {"redis": "server", "rediss": "server", "unix": "server"}
+_KINDS |= {"redis+sentinel": "sentinel", "rediss+sentinel": "sentinel"}
+_KINDS |= {"redis+cluster": "cluster", "rediss+cluster": "cluster"}
 _PORTS: dict[Kind, int] = {"server": 6379, "sentinel": 26379, "cluster": 6379}
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """`options` are redis-py's, `sentinel_options` those for the Sentinels alone."""
+    """A parsed URL; `options` are redis-py's, `sentinel_options` for the Sentinels alone."""
 
     kind: Kind
     tls: bool
@@ -50,7 +44,7 @@ class RedisAddress:
 
     @property
     def name(self) -> str:
-        """For messages: where it is, without secrets."""
+        """Address for messages, without secrets."""
         where = ",".join(f"{host}:{port}" for host, port in self.nodes)
         if self.kind == "sentinel":
             return f"{where} (Sentinel service {self.service})"
@@ -58,7 +52,7 @@ class RedisAddress:
 
 
 def parse(url: str) -> RedisAddress:
-    """Raises ConfigError, which says what is allowed and never shows the password."""
+    """Parses a URL. Raises ConfigError, which says what is allowed and never shows the password."""
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in _KINDS:
         raise ConfigError(
@@ -97,7 +91,7 @@ def parse(url: str) -> RedisAddress:
 
 
 def _options(url: str) -> dict[str, Any]:
-    """What redis-py makes of the user, the path and the query of a URL of one server."""
+    """Returns redis-py's options from the user, path and query of a URL of one server."""
     try:
         options = dict(parse_url(url))  # type: ignore[no-untyped-call]
     except ValueError as error:

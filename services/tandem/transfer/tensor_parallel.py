@@ -1,27 +1,40 @@
-"""Which bytes one tensor-parallel rank reads of a source whose degree may be another.
+"""Computes the bytes that one tensor-parallel rank reads of a producer; their degrees may differ.
 
 Heads are a block's outermost axis, so a rank's share of another rank's block is one span:
 
-    whole block       [ head 0 | head 1 | head 2 | head 3 ]      one head: [layers, 2, tokens, dim]
-    source, degree 2  [ rank 0          | rank 1          ]
-    reader, degree 4  [ rank 0 | rank 1 | rank 2 | rank 3 ]      rank 2 reads half of source rank 1
-    reader, degree 1  [ rank 0                            ]      reads source ranks 0 and 1
-    source, degree 8  [ 0   1  | 2   3  | 4   5  | 6   7  ]      each head is held twice
+    whole block         [ head 0 | head 1 | head 2 | head 3 ]   one head: [layers, 2, tokens, dim]
+    producer, degree 2  [ rank 0          | rank 1          ]
+    consumer, degree 4  [ rank 0 | rank 1 | rank 2 | rank 3 ]   rank 2 reads half of producer rank 1
+    consumer, degree 1  [ rank 0                            ]   reads producer ranks 0 and 1
+    producer, degree 8  [ 0   1  | 2   3  | 4   5  | 6   7  ]   each head is held twice
 
 Arithmetic alone: it opens no transfer and knows no addresses, only offsets into ranks' pools.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import Incompatible
-from tandem.transfer.descriptors import BlockPairs
 
 # Of the whole model's layout; num_blocks is each side's own.
 _EQUAL = ("num_kv_heads", "num_layers", "block_size", "head_dim", "dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPairs:
+    """Blocks to read, pairwise: `producer_ids[i]` of the peer into `local_ids[i]` here."""
+
+    producer_ids: Sequence[int]
+    local_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if len(self.producer_ids) != len(self.local_ids):
+            raise ValueError(
+                f"{len(self.producer_ids)} producer blocks for {len(self.local_ids)} local ones"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +65,7 @@ class ParallelLayout:
 
     @property
     def rank_layout(self) -> BlockLayout:
-        """Of each rank's own pool."""
+        """Layout of each rank's own pool."""
         return replace(self.whole, num_kv_heads=self.heads_per_rank)
 
     def heads(self, rank: int) -> range:
@@ -67,61 +80,61 @@ class ParallelLayout:
 class Part:
     """Bytes that go on at both sides; offsets from the start of each rank's pool."""
 
-    source_offset: int
+    producer_offset: int
     local_offset: int
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankRead:
-    """What is to be read of one source rank, in the order of the blocks."""
+    """The parts to read of one producer rank, in the order of the blocks."""
 
-    source_rank: int
+    producer_rank: int
     parts: tuple[Part, ...]
 
 
 def descriptors(
-    source: ParallelLayout, local: ParallelLayout, blocks: BlockPairs, *, local_rank: int
+    producer: ParallelLayout, local: ParallelLayout, blocks: BlockPairs, *, local_rank: int
 ) -> list[RankRead]:
-    """What `local_rank` reads to have its heads of `blocks`, from the fewest source ranks.
+    """Returns what `local_rank` reads to have its heads of `blocks`, from the fewest ranks.
 
-    Of ranks that hold the same heads, readers take different ones in turn.
+    Of ranks that hold the same heads, consumers take different ones in turn.
     Raises Incompatible naming all that differs besides the degree and the number of blocks.
     """
-    _check_alike(source.whole, local.whole)
+    _check_alike(producer.whole, local.whole)
     wanted = local.heads(local_rank)
     reads = []
     for group in range(
-        wanted.start // source.heads_per_rank, (wanted.stop - 1) // source.heads_per_rank + 1
+        wanted.start // producer.heads_per_rank, (wanted.stop - 1) // producer.heads_per_rank + 1
     ):
-        source_rank = group * source.replicas + local_rank % source.replicas
-        held = source.heads(source_rank)
+        producer_rank = group * producer.replicas + local_rank % producer.replicas
+        held = producer.heads(producer_rank)
         shared = range(max(held.start, wanted.start), min(held.stop, wanted.stop))
         parts = _parts(
-            source.rank_layout,
+            producer.rank_layout,
             local.rank_layout,
             blocks,
-            source_head=shared.start - held.start,
+            producer_head=shared.start - held.start,
             local_head=shared.start - wanted.start,
             num_heads=len(shared),
         )
-        reads.append(RankRead(source_rank, tuple(_merged(parts))))
+        reads.append(RankRead(producer_rank, tuple(_merged(parts))))
     return reads
 
 
 def _parts(
-    source: BlockLayout,
+    producer: BlockLayout,
     local: BlockLayout,
     blocks: BlockPairs,
     *,
-    source_head: int,
+    producer_head: int,
     local_head: int,
     num_heads: int,
 ) -> Iterator[Part]:
-    head_bytes = source.block_bytes // source.num_kv_heads
-    for source_id, local_id in zip(blocks.source_ids, blocks.local_ids, strict=True):
+    head_bytes = producer.block_bytes // producer.num_kv_heads
+    for producer_id, local_id in zip(blocks.producer_ids, blocks.local_ids, strict=True):
         yield Part(
-            source.offset(source_id) + source_head * head_bytes,
+            producer.offset(producer_id) + producer_head * head_bytes,
             local.offset(local_id) + local_head * head_bytes,
             num_heads * head_bytes,
         )
@@ -133,7 +146,7 @@ def _merged(parts: Iterator[Part]) -> list[Part]:
         last = merged[-1] if merged else None
         if (
             last is not None
-            and last.source_offset + last.num_bytes == part.source_offset
+            and last.producer_offset + last.num_bytes == part.producer_offset
             and last.local_offset + last.num_bytes == part.local_offset
         ):
             merged[-1] = replace(last, num_bytes=last.num_bytes + part.num_bytes)
@@ -142,11 +155,11 @@ def _merged(parts: Iterator[Part]) -> list[Part]:
     return merged
 
 
-def _check_alike(source: BlockLayout, local: BlockLayout) -> None:
+def _check_alike(producer: BlockLayout, local: BlockLayout) -> None:
     differences = [
-        f"{name} is {getattr(source, name)!r}, not {getattr(local, name)!r}"
+        f"{name} is {getattr(producer, name)!r}, not {getattr(local, name)!r}"
         for name in _EQUAL
-        if getattr(source, name) != getattr(local, name)
+        if getattr(producer, name) != getattr(local, name)
     ]
     if differences:
-        raise Incompatible("the source's blocks cannot be read here: " + "; ".join(differences))
+        raise Incompatible("the producer's blocks cannot be read here: " + "; ".join(differences))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
-from tandem.cost_model import PairRate
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.perf_model.rates import PairRate
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.registry import Contract, Load
-from tandem.transfer.reach import HostIdentity
+from tandem.store.registry import KvCompatibility, Load
+from tandem.transfer.nixl.reach import HostIdentity
+
+_Plain = TypeVar("_Plain", bound=msgspec.Struct)
 
 
 def sequence_spec(
@@ -18,27 +22,20 @@ def sequence_spec(
     mode: Mode,
     remote_prefill_min_tokens: int = 0,
     first_wanted_block: int = 0,
-    reader_rate: tuple[float, float] | None = None,
+    consumer_rate: tuple[float, float] | None = None,
 ) -> SequenceSpec:
-    sampling = message.sampling
     return SequenceSpec(
         sequence_id=sequence_id,
         token_ids=list(message.token_ids),
         num_prompt_tokens=message.num_prompt_tokens,
         mode=mode,
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
+        sampling=_filled(SamplingParams, message.sampling),
         max_tokens=message.max_tokens,
         stop_token_ids=list(message.stop_token_ids),
         cache_salt=message.cache_salt,
         remote_prefill_min_tokens=remote_prefill_min_tokens,
         first_wanted_block=first_wanted_block,
-        reader_rate=reader_rate,
+        consumer_rate=consumer_rate,
     )
 
 
@@ -46,29 +43,23 @@ def sequence_input(spec: SequenceSpec) -> pb.SequenceInput:
     return pb.SequenceInput(
         token_ids=spec.token_ids,
         num_prompt_tokens=spec.num_prompt_tokens,
-        sampling=pb.Sampling(
-            temperature=spec.sampling.temperature,
-            top_k=spec.sampling.top_k,
-            top_p=spec.sampling.top_p,
-            min_p=spec.sampling.min_p,
-            seed=spec.sampling.seed,
-        ),
+        sampling=pb.Sampling(**msgspec.structs.asdict(spec.sampling)),
         max_tokens=spec.max_tokens,
         stop_token_ids=spec.stop_token_ids,
         cache_salt=spec.cache_salt,
     )
 
 
-def contract_message(contract: Contract) -> pb.Contract:
-    return pb.Contract(**{name: getattr(contract, name) for name in contract.__struct_fields__})
+def compatibility_message(compatibility: KvCompatibility) -> pb.KvCompatibility:
+    return pb.KvCompatibility(**msgspec.structs.asdict(compatibility))
 
 
-def contract_from(message: pb.Contract) -> Contract:
-    return Contract(**{name: getattr(message, name) for name in Contract.__struct_fields__})
+def compatibility_from(message: pb.KvCompatibility) -> KvCompatibility:
+    return _filled(KvCompatibility, message)
 
 
 def load_message(load: Load) -> pb.WorkerLoad:
-    return pb.WorkerLoad(**{name: getattr(load, name) for name in load.__struct_fields__})
+    return pb.WorkerLoad(**msgspec.structs.asdict(load))
 
 
 def host_message(host: HostIdentity) -> pb.HostIdentity:
@@ -76,15 +67,7 @@ def host_message(host: HostIdentity) -> pb.HostIdentity:
 
 
 def host_from(message: pb.HostIdentity) -> HostIdentity:
-    return HostIdentity(
-        boot_id=message.boot_id,
-        pid_namespace=message.pid_namespace,
-        uid=message.uid,
-        cma=message.cma,
-        rdma=message.rdma,
-        ipc_namespace=message.ipc_namespace,
-        tcp=message.tcp,
-    )
+    return _filled(HostIdentity, message)
 
 
 def trace_headers(message: pb.TraceContext) -> dict[str, str]:
@@ -93,3 +76,8 @@ def trace_headers(message: pb.TraceContext) -> dict[str, str]:
 
 def rate_message(rate: PairRate) -> pb.PairRate:
     return pb.PairRate(latency_s=rate.latency_s, bytes_per_s=rate.bytes_per_s)
+
+
+def _filled(kind: type[_Plain], message: object) -> _Plain:
+    """Plain data whose fields are all those of the message that have the same names."""
+    return kind(**{name: getattr(message, name) for name in kind.__struct_fields__})

@@ -9,15 +9,13 @@ from hashlib import blake2b
 import pytest
 from redis.asyncio import Redis
 
-from tandem.prefix_index.audit import Differences, Held, Patience, audit_all, audit_sample
+from tandem.prefix_index.audit import Differences, Held, TreeInspector
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
-from tandem.prefix_index.inspect import TreeInspector
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
 
 pytestmark = pytest.mark.service
 QUICK = PublisherConfig(interval_s=0.002, heartbeat_s=0.05)
-NOW = Patience(looks=2, pause_s=0.0)
 
 
 def chain(name: str, length: int) -> list[bytes]:
@@ -39,7 +37,7 @@ def index(redis_client: Redis, cluster_id: str) -> RedisIndex:
 
 @pytest.fixture
 def tree(redis_client: Redis, index: RedisIndex) -> TreeInspector:
-    return TreeInspector(redis_client, index)
+    return TreeInspector(redis_client, index, looks=2, pause_s=0.0)
 
 
 def bucket_key(cluster_id: str, block_hash: bytes) -> bytes:
@@ -56,17 +54,17 @@ async def test_every_entry_that_differs_is_counted_and_no_other(
         await index.reset(worker_id, "1")
         assert await index.publish(worker_id, "1", 0, held, [])
     truth = set(blocks)
-    assert await audit_all(tree, "w", holding(truth), patience=NOW) == Differences(3003)
-    assert await audit_all(tree, "x", holding({*blocks[:100], *others})) == Differences(600)
+    assert await tree.audit("w", holding(truth)) == Differences(3003)
+    assert await tree.audit("x", holding({*blocks[:100], *others})) == Differences(600)
 
     for block_hash in (*blocks[7:10], bytes(16)):  # the tree lost these
         await redis_client.hdel(bucket_key(cluster_id, block_hash), block_hash[2:10])  # type: ignore[misc,arg-type]
     truth -= {blocks[50], b"\xff" * 16}  # and the worker those
     truth |= set(chain("c", 3))
-    found = await audit_all(tree, "w", holding(truth), patience=NOW)
+    found = await tree.audit("w", holding(truth))
     assert found == Differences(3006, missing=7, stale=2)
     assert found.any
-    found = await audit_sample(tree, "w", holding(truth), entries=200_000, patience=NOW)
+    found = await tree.audit("w", holding(truth), sample=200_000)
     assert found == Differences(3006, missing=7, stale=2)
 
 
@@ -77,7 +75,7 @@ async def test_a_sample_is_bounded_and_goes_around(index: RedisIndex, tree: Tree
     truth = set(blocks[::2])
     checked = []
     for _ in range(8):
-        found = await audit_sample(tree, "w", holding(truth), entries=8000, patience=NOW)
+        found = await tree.audit("w", holding(truth), sample=8000)
         checked.append(found.num_checked)
         assert found.missing == 0
         assert 0.35 * found.num_checked < found.stale < 0.65 * found.num_checked
@@ -89,11 +87,11 @@ async def test_a_sample_is_bounded_and_goes_around(index: RedisIndex, tree: Tree
 async def test_a_worker_without_a_log_is_said_to_have_none(
     index: RedisIndex, tree: TreeInspector
 ) -> None:
-    found = await audit_all(tree, "w", holding(set()), patience=NOW)
+    found = await tree.audit("w", holding(set()))
     assert found == Differences(in_tree=False)
     assert found.any
     await index.reset("w", "1")
-    assert await audit_all(tree, "w", holding(set()), patience=NOW) == Differences()
+    assert await tree.audit("w", holding(set())) == Differences()
 
 
 async def test_what_is_being_published_is_no_difference(
@@ -121,8 +119,9 @@ async def test_what_is_being_published_is_no_difference(
     task = asyncio.create_task(churn())
     while len(held) < 50:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    patience = Patience(looks=6, pause_s=0.1)
-    found = await audit_all(tree, "w", holding(truth), patience=patience)
+    tree.looks, tree.pause_s = 6, 0.1
+    found = await tree.audit("w", holding(truth))
+    tree.looks, tree.pause_s = 2, 0.0
     assert not found.any
     assert found.num_checked > 500
     # A publisher that ended without a word is found out.
@@ -131,7 +130,7 @@ async def test_what_is_being_published_is_no_difference(
     before = set(truth)
     while len(before - truth) < 80 or len(truth - before) < 80:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    found = await audit_all(tree, "w", holding(truth), patience=Patience(looks=2, pause_s=0.0))
+    found = await tree.audit("w", holding(truth))
     assert found.missing
     assert found.stale
     task.cancel()

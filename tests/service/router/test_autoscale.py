@@ -50,8 +50,8 @@ async def test_a_decision_is_told_and_exported(owned: RunningRouter) -> None:
     assert [d["pool"] for d in state["decisions"]] == ["prefill", "decode"]
     assert state["decisions"][0]["why"].startswith("prefill 0 -> 2 for its bounds")
     metrics = (await owned.http.get("/metrics")).text
-    assert 'tandem:desired_workers{role="prefill"} 2.0' in metrics
-    assert 'tandem:desired_workers{role="decode"} 2.0' in metrics
+    assert 'tandem_desired_workers{role="prefill"} 2.0' in metrics
+    assert 'tandem_desired_workers{role="decode"} 2.0' in metrics
 
 
 async def test_words_of_another_version_stop_neither_the_router_nor_the_autoscaler(

@@ -61,7 +61,7 @@ async def test_a_worker_flips_and_comes_back(router: RunningRouter, stub: Cluste
     assert isinstance(submit, SubmitSequence)
     assert [c.worker_id for c in submit.prefill_candidates] == ["decode-1"]
 
-    back = await stub.FlipWorker(pb.FlipWorkerRequest(worker_id="decode-1", role="decode"))
+    back = await stub.FlipWorker(pb.SetWorkerRoleRequest(worker_id="decode-1", role="decode"))
     assert (back.role, back.took_s) == ("decode", 0.25)
     await eventually(lambda: router.router.view.client("decode-1") is not None)
 
@@ -79,14 +79,14 @@ async def test_what_runs_on_a_worker_that_flips_goes_on(
     router.workers[1].script = router.workers[0].script = halting
     asked = [asyncio.create_task(router.http.post("/v1/completions", json=BODY)) for _ in range(8)]
     await eventually(lambda: all(w.submitted for w in router.workers))
-    await stub.FlipWorker(pb.FlipWorkerRequest(worker_id="decode-1"))
+    await stub.SetWorkerRole(pb.SetWorkerRoleRequest(worker_id="decode-1"))
     go_on.set()
 
     assert [(await answer).status_code for answer in asked] == [200] * 8
 
 
 async def test_the_last_decode_worker_stays(router: RunningRouter, stub: ClusterStub) -> None:
-    await stub.FlipWorker(pb.FlipWorkerRequest(worker_id="decode-0"))
+    await stub.SetWorkerRole(pb.SetWorkerRoleRequest(worker_id="decode-0"))
     reply = await router.http.post(path("decode-1"), json={"role": "prefill"})
 
     assert reply.status_code == 409
@@ -116,7 +116,7 @@ async def test_a_worker_that_drains_is_not_flipped(
 ) -> None:
     router.workers[0].state = "draining"
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stub.FlipWorker(pb.FlipWorkerRequest(worker_id="decode-0"))
+        await stub.SetWorkerRole(pb.SetWorkerRoleRequest(worker_id="decode-0"))
 
     assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert "it is draining" in str(refused.value.details())

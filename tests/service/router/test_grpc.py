@@ -37,18 +37,20 @@ async def read(call: Any) -> list[Any]:
 async def test_generate_streams_text_and_token_ids(
     router: RunningRouter, channel: grpc.aio.Channel
 ) -> None:
-    made = router.tokenizer.encode("Grüße 🙂")
-    router.script(saying(made, cached_tokens=16))
+    output_token_ids = router.tokenizer.encode("Grüße 🙂")
+    router.script(saying(output_token_ids, cached_tokens=16))
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hello!")])
     request = pb.GenerateRequest(
-        chat=chat, max_tokens=len(made), sampling=pb.SamplingParams(seed=3, temperature=0)
+        chat=chat,
+        max_tokens=len(output_token_ids),
+        sampling=pb.SamplingParams(seed=3, temperature=0),
     )
     messages = await read(InferenceStub(channel).Generate(request, timeout=20))
     assert "".join(m.text for m in messages) == "Grüße 🙂"
-    assert [i for m in messages for i in m.token_ids] == made
+    assert [i for m in messages for i in m.token_ids] == output_token_ids
     assert messages[0].prompt_tokens == messages[-1].usage.prompt_tokens > 0
     assert messages[-1].finish_reason == "length"
-    assert messages[-1].usage.completion_tokens == len(made)
+    assert messages[-1].usage.completion_tokens == len(output_token_ids)
     assert messages[-1].usage.cached_tokens == 16
     assert router.submitted[0].input.sampling.seed == 3
 

@@ -21,7 +21,7 @@ async def test_operations(router: RunningRouter) -> None:
     page = await router.http.get("/")
     assert "<title>Tandem</title>" in page.text
     metrics = (await router.http.get("/metrics")).text
-    for name in ("tandem:time_to_first_token_seconds_bucket", "tandem:prompt_tokens_total"):
+    for name in ("tandem_time_to_first_token_seconds_bucket", "tandem_prompt_tokens_total"):
         assert name in metrics
     answer = await router.http.get("/v1/completions")
     assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")

@@ -10,14 +10,13 @@ import pytest
 import pytest_asyncio
 
 from tandem.block_hash import hash_blocks
-from tandem.prefix_index.audit import Patience
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
 from tandem.router.index.trust import RENEWAL_S
 from tandem.router.placement.reasons import PLACEMENT_HEADER
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.client import Client, connect
-from tests.harness.scripted_worker import contract, saying
+from tests.harness.scripted_worker import compatibility, saying
 from tests.service.router.conftest import RunningRouter, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
@@ -36,7 +35,7 @@ def calm(router: RunningRouter) -> None:
     audit = router.router._audit
     audit._trust._alarmed_at.clear()
     audit._trust._watch.keep(())
-    audit._patience = Patience(looks=2, pause_s=0.05)
+    audit._tree.looks, audit._tree.pause_s = 2, 0.05
     audit._rounds_absent.clear()
     audit._metrics.alarms.clear()
     for worker in router.workers:
@@ -62,7 +61,7 @@ async def soon(probe: Callable[[], Awaitable[bool]]) -> None:
 
 
 def blocks_of(router: RunningRouter, prompt: list[int]) -> list[bytes]:
-    root = contract(router.router.view.model_fingerprint).chain_root()
+    root = compatibility(router.router.view.model_fingerprint).chain_root()
     return hash_blocks(root, prompt, 16)
 
 
@@ -86,14 +85,14 @@ async def test_promised_hits_that_do_not_come_end_the_trust_until_all_is_publish
     try:
         await eventually(lambda: publisher.in_step)
         router.script(saying([7], cached_tokens=384))
-        predicted = metric(router, "tandem:prefix_tokens_predicted_total")
-        found = metric(router, "tandem:prefix_tokens_found_total")
+        predicted = metric(router, "tandem_prefix_tokens_predicted_total")
+        found = metric(router, "tandem_prefix_tokens_found_total")
         for _ in range(6):
             assert await ask(router, prompt) == 384
         kept = 384 * len(router.workers[0].submitted)
         assert kept
-        assert metric(router, "tandem:prefix_tokens_predicted_total") == predicted + kept
-        assert metric(router, "tandem:prefix_tokens_found_total") == found + kept
+        assert metric(router, "tandem_prefix_tokens_predicted_total") == predicted + kept
+        assert metric(router, "tandem_prefix_tokens_found_total") == found + kept
         assert alarms(router, "decode-0", "hits") == 0
 
         router.script(saying([7]))  # the worker lost all of it, and its publisher says nothing
@@ -159,7 +158,7 @@ async def test_a_log_that_stands_still_is_an_alarm(router: RunningRouter, redis:
 
     await soon(forgotten)
     text = router.router._metrics.exposition().decode()
-    assert 'tandem:prefix_index_worker_silent_seconds{worker="decode-0"} 1' in text  # 11 or 12
+    assert 'tandem_prefix_index_worker_silent_seconds{worker="decode-0"} 1' in text  # 11 or 12
     # One alarm is enough until the worker had the time to publish.
     for _ in range(3):
         await audit._round()

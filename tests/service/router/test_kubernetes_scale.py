@@ -20,8 +20,8 @@ import grpc.aio
 import httpx
 import pytest
 
-from tandem.autoscaler.signals import DemandMeter
-from tandem.config import AutoscaleConfig, parse_scale_objects
+from tandem.autoscaler.demand import DemandMeter
+from tandem.config import AutoscaleConfig
 from tandem.errors import DeadlineExceeded, NotNow, ScaleAway, ScaleRefused, TandemError
 from tandem.router.scaling import kubernetes as kubernetes_scale
 from tandem.router.scaling.autoscale import AutoscaleLoop
@@ -38,9 +38,9 @@ pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 PREFILL, DECODE = "statefulsets/demo-tandem-prefill", "statefulsets/demo-tandem-decode"
 ROUTERS = "deployments/demo-tandem-router"
 CHART = render()
-OBJECTS = parse_scale_objects(
-    parse_router(command_line(container(CHART, "router"), {"POD_NAME": "router-0"})).scale_objects
-)
+OBJECTS = parse_router(
+    command_line(container(CHART, "router"), {"POD_NAME": "router-0"})
+).scale_objects
 FOLDER = Path(tempfile.mkdtemp(prefix="tandem-api-"))  # before the router of this module is made
 ROUTER = {"scale_objects": OBJECTS, "service_account": str(FOLDER / "account")}
 

@@ -33,9 +33,10 @@ async def test_continuous_usage_as_benchmarks_ask_for_it(router: RunningRouter) 
         stream=True,
         stream_options={"include_usage": True, "continuous_usage_stats": True},
     )
-    made = [c.usage.completion_tokens async for c in stream]  # a chunk may have several tokens
-    assert made == sorted(made)
-    assert made[-2:] == [3, 3]
+    # A chunk may have several tokens.
+    output_token_ids = [c.usage.completion_tokens async for c in stream]
+    assert output_token_ids == sorted(output_token_ids)
+    assert output_token_ids[-2:] == [3, 3]
 
 
 async def test_openapi_is_a_valid_document(router: RunningRouter) -> None:

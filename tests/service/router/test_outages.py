@@ -14,8 +14,8 @@ import pytest
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.config import ClusterConfig, RouterConfig
-from tandem.cost_model import PrefillRate, WorkerRates
 from tandem.models.source import resolve
+from tandem.perf_model.rates import PrefillRate, WorkerRates
 from tandem.router.server import Router
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.client import connect

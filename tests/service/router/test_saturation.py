@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from tandem.cluster.operate import show_status
-from tandem.cost_model import PairRate, PrefillRate, WorkerRates
+from tandem.perf_model.rates import PairRate, PrefillRate, WorkerRates
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.rpc.tandem.v1 import worker_pb2
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
@@ -59,9 +59,9 @@ async def test_refuses_what_would_come_too_late(router: RunningRouter, stream: b
     assert router.outcomes()["overloaded"] == before + 1
 
 
-async def test_refuses_while_too_many_wait_for_a_seat(router: RunningRouter) -> None:
+async def test_refuses_while_too_many_wait_for_a_running_slot(router: RunningRouter) -> None:
     router.router.generator._metrics.demand.ended(100)  # so long are answers here
-    await tell_load(router, 0, num_running=2, num_seats=2, num_waiting=10**6)
+    await tell_load(router, 0, num_running=2, num_running_slots=2, num_waiting=10**6)
     answer = await router.http.post("/v1/completions", json={"prompt": [5]})
     assert answer.status_code == 429
     assert answer.json()["error"]["code"] == "overloaded"

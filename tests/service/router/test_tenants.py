@@ -7,8 +7,8 @@ import asyncio
 import grpc.aio
 import pytest
 
-from tandem.cost_model import PrefillRate, WorkerRates
 from tandem.errors import BadRequest
+from tandem.perf_model.rates import PrefillRate, WorkerRates
 from tandem.router.admission.tenants import cache_salt
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.rpc.tandem.v1 import worker_pb2
@@ -108,7 +108,7 @@ async def test_a_request_that_would_wait_too_long_for_its_turn_is_refused(
 
 
 def num_waiting(router: RunningRouter) -> float:
-    return router.router.generator._metrics.requests_holding._value.get()
+    return router.router.generator._metrics.requests_pending._value.get()
 
 
 def noting(order: list[int]) -> Script:

@@ -83,7 +83,7 @@ class _Endless(WorkerServicer):
             self.ended.set()
 
 
-_READER = """
+_CONSUMER = """
 import grpc, sys
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
@@ -93,24 +93,24 @@ for _ in WorkerStub(channel).Probe(pb.ProbeRequest()):
 """
 
 
-async def test_a_reader_that_is_killed_is_no_error_of_the_source(
+async def test_a_consumer_that_is_killed_is_no_error_of_the_producer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log_lost_peers_calmly()
-    source, server = _Endless(), grpc.aio.server()
-    add_WorkerServicer_to_server(source, server)
+    producer, server = _Endless(), grpc.aio.server()
+    add_WorkerServicer_to_server(producer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        reader = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _READER, f"127.0.0.1:{port}"), stdout=subprocess.PIPE
+        consumer = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _CONSUMER, f"127.0.0.1:{port}"), stdout=subprocess.PIPE
         )
-        assert reader.stdout is not None
-        await reader.stdout.readline()
-        reader.kill()
-        await reader.wait()
+        assert consumer.stdout is not None
+        await consumer.stdout.readline()
+        consumer.kill()
+        await consumer.wait()
         async with asyncio.timeout(20):
-            await source.ended.wait()
+            await producer.ended.wait()
     finally:
         await server.stop(0)
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]

@@ -20,24 +20,24 @@ from tandem.errors import Incompatible, WorkerLost
 from tandem.rpc.options import SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from tandem.store.registry import Contract, WorkerRecord
-from tandem.transfer.protocol import RemotePool
-from tandem.transfer.reach import host_identity
-from tandem.worker.convert import contract_message, host_message
-from tandem.worker.engine_process.messages import DisconnectPeer
+from tandem.store.registry import KvCompatibility, WorkerRecord
+from tandem.transfer.nixl.messages import RemotePool
+from tandem.transfer.nixl.reach import host_identity
+from tandem.worker.convert import compatibility_message, host_message
 from tandem.worker.peers import peers as peers_module
-from tandem.worker.peers.peers import FAILURES_MAX, Peers
+from tandem.worker.peers.pairing import FAILURES_MAX
+from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.rates import Rates
 
 pytestmark = pytest.mark.service
 
-CONTRACT = Contract("m", "float32", "invariant", 16, "float32", "l", 1)
+COMPATIBILITY = KvCompatibility("m", "float32", "invariant", 16, "float32", "l", 1)
 MIB = 1 << 20
 FAST = [(1000, 1e-4), (4 * MIB, 1e-3)]
 SLOW = [(1000, 1.0), (4 * MIB, 30.0)]
 
 
-class Source(WorkerServicer):
+class Producer(WorkerServicer):
     """What a worker says when it is introduced to and probed."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Source(WorkerServicer):
         self.answer = pb.ConnectResponse(
             worker_id="p0",
             epoch="e",
-            contract=contract_message(CONTRACT),
+            compatibility=compatibility_message(COMPATIBILITY),
             transports=["nixl", "grpc"],
             nixl_metadata=b"m",
             pool=msgspec.msgpack.encode(RemotePool(0, 4, 1000, 0, "DRAM")),
@@ -71,7 +71,7 @@ class Link:
 
     reads: list[tuple[int, float]] | Exception = field(default_factory=lambda: list(FAST))
     num_connected: int = 0
-    sent: list[object] = field(default_factory=list)
+    disconnected: list[str] = field(default_factory=list)
 
     async def connect_peer(
         self, peer_id: str, metadata: bytes, pool: RemotePool
@@ -81,13 +81,13 @@ class Link:
             raise self.reads
         return self.reads
 
-    def send(self, command: object) -> None:
-        self.sent.append(command)
+    def disconnect_peer(self, peer_id: str) -> None:
+        self.disconnected.append(peer_id)
 
 
 @dataclass
 class Pair:
-    source: Source
+    producer: Producer
     link: Link
     rates: Rates
     peers: Peers
@@ -105,7 +105,7 @@ class Pair:
             pid=1,
             model="m",
             max_model_len=100,
-            contract=CONTRACT,
+            compatibility=COMPATIBILITY,
         )
 
     async def get(self) -> Any:
@@ -122,8 +122,8 @@ class Pair:
 @asynccontextmanager
 async def pair_of(transport: str = "auto", **link: Any) -> AsyncIterator[Pair]:
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    source = Source()
-    add_WorkerServicer_to_server(source, server)
+    producer = Producer()
+    add_WorkerServicer_to_server(producer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     config = WorkerConfig(
@@ -135,9 +135,9 @@ async def pair_of(transport: str = "auto", **link: Any) -> AsyncIterator[Pair]:
     )
     engine_link = Link(**link)
     rates = Rates(config, block_bytes=1000, step_tokens=256)
-    peers = Peers(config, "e0", engine_link, rates, CONTRACT)  # type: ignore[arg-type]
+    peers = Peers(config, "e0", engine_link, rates, COMPATIBILITY)  # type: ignore[arg-type]
     try:
-        yield Pair(source, engine_link, rates, peers, f"127.0.0.1:{port}")
+        yield Pair(producer, engine_link, rates, peers, f"127.0.0.1:{port}")
     finally:
         await peers.aclose()
         await server.stop(None)
@@ -212,7 +212,7 @@ async def test_nixl_is_not_tried_where_only_tcp_would_do(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with pair_of() as pair:
-        pair.source.answer.host.boot_id = "another machine"
+        pair.producer.answer.host.boot_id = "another machine"
         assert (await pair.get()).transport == "grpc"
         assert pair.link.num_connected == 0
     assert "no common path but plain TCP" in caplog.text
@@ -224,7 +224,7 @@ async def test_what_was_asked_for_is_used_or_nothing(transport: str) -> None:
         if transport == "nixl":
             with pytest.raises(WorkerLost, match="broken"):
                 await pair.get()
-            assert pair.link.sent == [DisconnectPeer("p0-e")]
+            assert pair.link.disconnected == ["p0-e"]
         else:
             assert (await pair.get()).transport == "grpc"
         assert pair.link.num_connected == (transport == "nixl")
@@ -232,7 +232,7 @@ async def test_what_was_asked_for_is_used_or_nothing(transport: str) -> None:
 
 async def test_a_pair_without_a_common_transport_is_refused() -> None:
     async with pair_of("grpc") as pair:
-        del pair.source.answer.transports[1]
+        del pair.producer.answer.transports[1]
         with pytest.raises(Incompatible, match="wanted grpc, it offers"):
             await pair.get()
 
@@ -242,21 +242,21 @@ async def test_what_cannot_work_is_said_once_and_seldom_tried_again(
 ) -> None:
     monkeypatch.setattr(peers_module, "_RETRY_S", 0.0)
     async with pair_of("grpc") as pair:
-        transports = list(pair.source.answer.transports)
-        del pair.source.answer.transports[:]
+        transports = list(pair.producer.answer.transports)
+        del pair.producer.answer.transports[:]
         with pytest.raises(Incompatible):
             await pair.get()
         for _ in range(3):
             pair.peers.update([pair.record()])
             await pair.peers.all_connected()
-        assert pair.source.num_connects == 1
+        assert pair.producer.num_connects == 1
         monkeypatch.setattr(peers_module, "_RETRY_INCOMPATIBLE_S", 0.0)
         pair.peers._entries["p0-e"].retry_s = 0.0
         pair.peers.update([pair.record()])
         await asyncio.wait([pair.peers._entries["p0-e"].connecting])
-        assert pair.source.num_connects == 2
+        assert pair.producer.num_connects == 2
         assert caplog.text.count("cannot read from p0") == 1
-        pair.source.answer.transports.extend(transports)
+        pair.producer.answer.transports.extend(transports)
         pair.peers.update([pair.record()])
         assert [peer.worker_id for peer in await pair.peers.all_connected()] == ["p0"]
 
@@ -266,7 +266,7 @@ async def test_many_decode_peers_are_connected_on_demand_only(
     num_decode: int, connected: bool
 ) -> None:
     async with pair_of() as pair:
-        pair.source.answer.worker_id = "x0"
+        pair.producer.answer.worker_id = "x0"
         decode = [pair.record(f"x{i}", "decode") for i in range(num_decode)]
         pair.peers.update([*decode, pair.record("d0", "decode")])  # itself does not count
         assert ("x0-e" in pair.peers._entries) is connected

@@ -1,4 +1,4 @@
-"""The source's side of leases over real gRPC; the test plays its engine and its readers."""
+"""The producer's side of leases over real gRPC; the test plays its engine and its consumers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tandem.engine.types import (
     SequenceSpec,
     StepReport,
 )
+from tandem.perf_model.rates import PrefillRate, WorkerRates
 from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import (
@@ -29,12 +30,13 @@ from tandem.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerStub,
     add_WorkerServicer_to_server,
 )
-from tandem.worker.engine_process.messages import Add, ContinuePrefill, Hold, Remove, Report
+from tandem.worker.engine_process.messages import Add, ContinuePrefill, PinPrefix, Remove, Report
 from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.parts import Parts
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.service import PrefillService
-from tests.harness.scripted_source import BLOCK_BYTES, CONFIG, PROMPT, RecordingLink
+from tests.harness.scripted_producer import BLOCK_BYTES, CONFIG, PROMPT, RecordingLink
 
 pytestmark = pytest.mark.service
 
@@ -59,7 +61,7 @@ class Prefixes:
 
 
 @dataclass
-class Source(WorkerServicer):
+class Producer(WorkerServicer):
     service: PrefillService
     link: RecordingLink
     prefixes: Prefixes
@@ -83,7 +85,7 @@ class Source(WorkerServicer):
 
 
 @asynccontextmanager
-async def source_of(**transfer: Any) -> AsyncIterator[Source]:
+async def producer_of(**transfer: Any) -> AsyncIterator[Producer]:
     config = CONFIG
     if transfer:
         fields = {"heartbeat_interval_s": 0.1, **transfer}
@@ -97,32 +99,27 @@ async def source_of(**transfer: Any) -> AsyncIterator[Source]:
     link: Any = RecordingLink()
     prefixes: Any = Prefixes()
     rates = Rates(config, block_bytes=BLOCK_BYTES, step_tokens=512)
-    rates.on_step(StepReport(num_prefill_tokens=512, step_ms=250.0))
-    metrics = WorkerMetrics(worker_id="p0", role="prefill")
-    service = PrefillService(
-        config,
-        "e",
-        link,
-        metrics,
-        rates,
-        prefixes,
-        block_bytes=BLOCK_BYTES,
-        num_blocks=NUM_BLOCKS,
+    measured = WorkerRates(
+        PrefillRate(0.0, 0.25 / 512, 0.0), block_bytes=BLOCK_BYTES, measured=True
     )
-    source = Source(service, link, prefixes)
+    rates.on_step(StepReport(num_prefill_tokens=512, step_ms=250.0, rates=measured))
+    metrics = WorkerMetrics(worker_id="p0", role="prefill")
+    parts = Parts(config, link, rates, metrics)
+    service = PrefillService(parts, prefixes, epoch="e", num_blocks=NUM_BLOCKS)
+    producer = Producer(service, link, prefixes)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_WorkerServicer_to_server(source, server)
+    add_WorkerServicer_to_server(producer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
-        source.stub = WorkerStub(channel)
-        yield source
+        producer.stub = WorkerStub(channel)
+        yield producer
     await server.stop(None)
 
 
 def start(lease_id: str = "l", **fields: Any) -> pb.PrefillCommand:
     sequence = pb.SequenceInput(token_ids=PROMPT, num_prompt_tokens=len(PROMPT), max_tokens=1)
-    fields = {"reader_worker_id": "d0", **fields}
+    fields = {"consumer_worker_id": "d0", **fields}
     return pb.PrefillCommand(start=pb.StartPrefill(lease_id=lease_id, input=sequence, **fields))
 
 
@@ -138,17 +135,17 @@ async def next_event(call: Any) -> pb.PrefillEvent:
     raise AssertionError("the stream ended")
 
 
-async def opened(source: Source, command: pb.PrefillCommand) -> Any:
-    assert source.stub is not None
-    call = source.stub.Prefill()
+async def opened(producer: Producer, command: pb.PrefillCommand) -> Any:
+    assert producer.stub is not None
+    call = producer.stub.Prefill()
     await call.write(command)
     assert (await next_event(call)).accepted.epoch == "e"
     return call
 
 
-async def refusal(source: Source, command: pb.PrefillCommand) -> pb.Refused:
-    assert source.stub is not None
-    call = source.stub.Prefill()
+async def refusal(producer: Producer, command: pb.PrefillCommand) -> pb.Refused:
+    assert producer.stub is not None
+    call = producer.stub.Prefill()
     await call.write(command)
     event = await next_event(call)
     assert event.HasField("refused"), event
@@ -156,139 +153,139 @@ async def refusal(source: Source, command: pb.PrefillCommand) -> pb.Refused:
 
 
 async def test_release_before_prefilled_is_answered_right_after_it() -> None:
-    async with source_of() as source:
-        call = await opened(source, start())
-        source.report(final_blocks=[FinalBlocks("l", 0, [3, 4])])
+    async with producer_of() as producer:
+        call = await opened(producer, start())
+        producer.report(final_blocks=[FinalBlocks("l", 0, [3, 4])])
         assert list((await next_event(call)).run.block_ids) == [3, 4]
         await call.write(RELEASE)
-        source.report(final_blocks=[FinalBlocks("l", 2, [5])])
+        producer.report(final_blocks=[FinalBlocks("l", 2, [5])])
         assert list((await next_event(call)).run.block_ids) == [5]  # and no `released` before it
-        assert not any(isinstance(c, Remove) for c in source.link.sent)
-        source.report(prefilled=[Prefilled("l", 9, 16)])
+        assert not any(isinstance(c, Remove) for c in producer.link.sent)
+        producer.report(prefilled=[Prefilled("l", 9, 16)])
         prefilled = (await next_event(call)).prefilled
         assert (prefilled.first_token_id, prefilled.cached_tokens) == (9, 16)
         released = (await next_event(call)).released
         assert (released.epoch, released.lease_id, released.whole) == ("e", "l", True)
-        assert (await source.sent(Remove)).sequence_id == "l"
-        assert source.service.num_leases == 0
+        assert (await producer.sent(Remove)).sequence_id == "l"
+        assert producer.service.num_leases == 0
 
 
 async def test_a_hold_names_what_is_here_and_keeps_it_until_released() -> None:
-    async with source_of() as source:
+    async with producer_of() as producer:
         hashes = [bytes([n]) * 16 for n in range(5)]
         hold = pb.HoldBlocks(
-            lease_id="h", block_hashes=hashes, first_missing_block=1, reader_worker_id="d0"
+            lease_id="h", block_hashes=hashes, first_missing_block=1, consumer_worker_id="d0"
         )
-        call = await opened(source, pb.PrefillCommand(hold=hold))
-        assert await source.sent(Hold) == Hold("h", hashes, 1)
-        source.report(final_blocks=[FinalBlocks("h", 1, [7, 8])], held=[Held("h", 3)])
+        call = await opened(producer, pb.PrefillCommand(hold=hold))
+        assert await producer.sent(PinPrefix) == PinPrefix("h", hashes, 1)
+        producer.report(final_blocks=[FinalBlocks("h", 1, [7, 8])], held=[Held("h", 3)])
         run = (await next_event(call)).run
         assert (run.first_block, list(run.block_ids)) == (1, [7, 8])
         assert (await next_event(call)).held.num_blocks == 3
-        assert not any(isinstance(c, Remove) for c in source.link.sent)
+        assert not any(isinstance(c, Remove) for c in producer.link.sent)
         await call.write(RELEASE)
         assert (await next_event(call)).released.whole
-        assert (await source.sent(Remove)).sequence_id == "h"
+        assert (await producer.sent(Remove)).sequence_id == "h"
 
 
 async def test_heartbeats_carry_the_step_and_the_longest_turn() -> None:
-    async with source_of() as source:
-        source.report()
-        call = await opened(source, start())
+    async with producer_of() as producer:
+        producer.report()
+        call = await opened(producer, start())
         beat = (await asyncio.wait_for(call.read(), 5)).heartbeat
         assert (beat.step, round(beat.turn_s_max, 3)) == (1, 0.25)
 
 
 async def test_a_prefix_is_awaited_and_then_the_rest_computed() -> None:
-    async with source_of() as source:
+    async with producer_of() as producer:
         holder = pb.PrefixHolder(worker_id="d0", num_blocks=4)
-        await opened(source, start(prefix_holders=[holder]))
-        assert (await source.sent(Add)).spec.prefix_blocks == 4
-        source.report(reserved=[Reserved("l", 16, [1, 2, 3, 4, 5, 6])])
-        source.prefixes.num_blocks.set_result(4)
-        assert await source.sent(ContinuePrefill) == ContinuePrefill("l", 4)
+        await opened(producer, start(prefix_holders=[holder]))
+        assert (await producer.sent(Add)).spec.prefix_blocks == 4
+        producer.report(reserved=[Reserved("l", 16, [1, 2, 3, 4, 5, 6])])
+        producer.prefixes.num_blocks.set_result(4)
+        assert await producer.sent(ContinuePrefill) == ContinuePrefill("l", 4)
 
 
 async def test_the_wait_for_a_prefix_ends_with_its_stream() -> None:
-    async with source_of() as source:
+    async with producer_of() as producer:
         holder = pb.PrefixHolder(worker_id="d0", num_blocks=4)
-        call = await opened(source, start(prefix_holders=[holder]))
-        await source.sent(Add)
-        source.report(reserved=[Reserved("l", 0, list(range(7)))])
+        call = await opened(producer, start(prefix_holders=[holder]))
+        await producer.sent(Add)
+        producer.report(reserved=[Reserved("l", 0, list(range(7)))])
         call.cancel()
-        assert (await source.sent(Remove)).sequence_id == "l"
-        source.prefixes.num_blocks.set_result(4)
+        assert (await producer.sent(Remove)).sequence_id == "l"
+        producer.prefixes.num_blocks.set_result(4)
         await asyncio.sleep(0)
-        assert not any(isinstance(c, ContinuePrefill) for c in source.link.sent)
-        assert source.service.num_leases == 0
+        assert not any(isinstance(c, ContinuePrefill) for c in producer.link.sent)
+        assert producer.service.num_leases == 0
 
 
 @pytest.mark.parametrize(
     ("limits", "others"),
-    [({"leases_max": 2}, ("d1", "d2")), ({"leases_per_reader_max": 2}, ("d0", "d0"))],
+    [({"leases_max": 2}, ("d1", "d2")), ({"leases_per_consumer_max": 2}, ("d0", "d0"))],
 )
 async def test_more_leases_than_the_bounds_are_refused(
     limits: dict[str, int], others: tuple[str, ...]
 ) -> None:
-    async with source_of(**limits) as source:
+    async with producer_of(**limits) as producer:
         calls = [
-            await opened(source, start(f"l{n}", reader_worker_id=reader))
-            for n, reader in enumerate(others)
+            await opened(producer, start(f"l{n}", consumer_worker_id=consumer))
+            for n, consumer in enumerate(others)
         ]
-        assert (await refusal(source, start())).wait_estimate_s > 0
+        assert (await refusal(producer, start())).wait_estimate_s > 0
         calls[0].cancel()
-        await source.sent(Remove)
-        await opened(source, start())
+        await producer.sent(Remove)
+        await opened(producer, start())
 
 
-async def test_a_source_whose_readers_lag_refuses_until_one_releases() -> None:
-    async with source_of(leased_blocks_max_share=0.25) as source:
-        slow = await opened(source, start("slow"))
-        source.report(final_blocks=[FinalBlocks("slow", 0, list(range(7)))])
-        other = await opened(source, start("other"))  # what is being computed is not ahead
-        source.report(prefilled=[Prefilled("slow", 1)])
-        assert "wait for their readers" in (await refusal(source, start())).message
+async def test_a_producer_whose_consumers_lag_refuses_until_one_releases() -> None:
+    async with producer_of(leased_blocks_max_share=0.25) as producer:
+        slow = await opened(producer, start("slow"))
+        producer.report(final_blocks=[FinalBlocks("slow", 0, list(range(7)))])
+        other = await opened(producer, start("other"))  # what is being computed is not ahead
+        producer.report(prefilled=[Prefilled("slow", 1)])
+        assert "wait for their consumers" in (await refusal(producer, start())).message
         await slow.write(RELEASE)
-        await source.sent(Remove)
-        await opened(source, start())
+        await producer.sent(Remove)
+        await opened(producer, start())
         other.cancel()
 
 
-async def test_a_draining_source_refuses_for_good() -> None:
-    async with source_of() as source:
-        source.service.draining = True
-        refused = await refusal(source, start())
+async def test_a_draining_producer_refuses_for_good() -> None:
+    async with producer_of() as producer:
+        producer.service.draining = True
+        refused = await refusal(producer, start())
         assert ("draining" in refused.message, refused.wait_estimate_s) == (True, 0.0)
 
 
 @pytest.mark.parametrize(("code", "helps"), [("queue_full", True), ("kv_capacity_exceeded", False)])
 async def test_an_engine_that_refuses_says_whether_waiting_helps(code: str, helps: bool) -> None:
-    async with source_of() as source:
-        call = await opened(source, start())
-        source.report(failed=[Failed("l", code, "no")])
+    async with producer_of() as producer:
+        call = await opened(producer, start())
+        producer.report(failed=[Failed("l", code, "no")])
         refused = (await next_event(call)).refused
         assert (refused.wait_estimate_s > 0) == helps
-        await source.sent(Remove)
+        await producer.sent(Remove)
 
 
-async def test_a_reader_that_goes_before_it_said_anything_is_no_error() -> None:
-    async with source_of() as source:
-        assert source.stub is not None
-        call = source.stub.Prefill()
+async def test_a_consumer_that_goes_before_it_said_anything_is_no_error() -> None:
+    async with producer_of() as producer:
+        assert producer.stub is not None
+        call = producer.stub.Prefill()
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
-        assert not source.service.num_leases
+        assert not producer.service.num_leases
 
 
 async def test_in_the_decode_pool_it_takes_no_prompts_and_still_lends_what_it_has() -> None:
-    async with source_of() as source:
-        open_before = await opened(source, start("before"))
-        source.service.takes_prompts = False
-        refused = await refusal(source, start("after"))
+    async with producer_of() as producer:
+        open_before = await opened(producer, start("before"))
+        producer.service.takes_prompts = False
+        refused = await refusal(producer, start("after"))
         assert refused.message == "this worker is in the decode pool now"
         assert refused.wait_estimate_s == 0
-        hold = pb.HoldBlocks(lease_id="held", block_hashes=[b"h" * 16], reader_worker_id="d0")
-        await opened(source, pb.PrefillCommand(hold=hold))
-        assert source.service.num_leases == 2
+        hold = pb.HoldBlocks(lease_id="held", block_hashes=[b"h" * 16], consumer_worker_id="d0")
+        await opened(producer, pb.PrefillCommand(hold=hold))
+        assert producer.service.num_leases == 2
         open_before.cancel()

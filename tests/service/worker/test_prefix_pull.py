@@ -10,11 +10,11 @@ import grpc
 import pytest
 
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tests.harness.scripted_source import (
+from tests.harness.scripted_producer import (
     PREFIX_BLOCKS,
-    PrefixReader,
+    PrefixConsumer,
     accepted,
-    prefix_reader_of,
+    prefix_consumer_of,
     run,
 )
 
@@ -43,21 +43,21 @@ async def whole(commands: Commands, context: Any) -> Events:
     yield released(hold.lease_id)
 
 
-async def closed(reader: PrefixReader) -> None:
+async def closed(consumer: PrefixConsumer) -> None:
     async with asyncio.timeout(5):
-        while any(source.num_open for source in reader.sources):  # noqa: ASYNC110
+        while any(producer.num_open for producer in consumer.producers):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("num_cached", [0, 2])
 async def test_a_whole_hold_is_good(num_cached: int) -> None:
-    async with prefix_reader_of(whole) as reader:
-        assert await reader.fill(num_cached=num_cached) == PREFIX_BLOCKS
-        (pull,) = reader.link.pulls
-        assert pull.first_block == num_cached
-        assert pull.source_block_ids == list(BLOCKS[num_cached:])
-        assert reader.pulled() == PREFIX_BLOCKS - num_cached
-        await closed(reader)
+    async with prefix_consumer_of(whole) as consumer:
+        assert await consumer.fill(num_cached=num_cached) == PREFIX_BLOCKS
+        (pull,) = consumer.link.pulls
+        assert pull.local_block_ids == list(range(num_cached, PREFIX_BLOCKS))
+        assert pull.producer_block_ids == list(BLOCKS[num_cached:])
+        assert consumer.pulled() == PREFIX_BLOCKS - num_cached
+        await closed(consumer)
 
 
 async def test_a_holder_that_has_less_gives_less() -> None:
@@ -69,8 +69,8 @@ async def test_a_holder_that_has_less_gives_less() -> None:
         await anext(aiter(commands))
         yield released(hold.lease_id)
 
-    async with prefix_reader_of(less) as reader:
-        assert await reader.fill() == 3
+    async with prefix_consumer_of(less) as consumer:
+        assert await consumer.fill() == 3
 
 
 @pytest.mark.parametrize("num_held", [0, 2])
@@ -82,10 +82,10 @@ async def test_a_holder_that_has_nothing_new_is_released_at_once(num_held: int) 
         await anext(aiter(commands))
         yield released(hold.lease_id)
 
-    async with prefix_reader_of(nothing) as reader:
-        assert await reader.fill(num_cached=2) == 2
-        assert reader.link.pulls == []
-        await closed(reader)
+    async with prefix_consumer_of(nothing) as consumer:
+        assert await consumer.fill(num_cached=2) == 2
+        assert consumer.link.pulls == []
+        await closed(consumer)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ async def test_a_hold_that_is_not_whole_gives_nothing(
             async for _ in commands:
                 pass
 
-    async with prefix_reader_of(wrong) as reader:
-        assert await reader.fill(num_cached=0) == 0, name
-        assert reader.pulled() == 0
-        await closed(reader)
+    async with prefix_consumer_of(wrong) as consumer:
+        assert await consumer.fill(num_cached=0) == 0, name
+        assert consumer.pulled() == 0
+        await closed(consumer)
 
 
 async def test_a_stream_cut_in_the_middle_gives_nothing() -> None:
@@ -132,8 +132,8 @@ async def test_a_stream_cut_in_the_middle_gives_nothing() -> None:
         yield run(0, *BLOCKS[:3])
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
-    async with prefix_reader_of(cut) as reader:
-        assert await reader.fill(num_cached=1) == 1
+    async with prefix_consumer_of(cut) as consumer:
+        assert await consumer.fill(num_cached=1) == 1
 
 
 async def test_a_silent_holder_is_given_up() -> None:
@@ -142,9 +142,9 @@ async def test_a_silent_holder_is_given_up() -> None:
         yield accepted()
         await asyncio.Event().wait()
 
-    async with prefix_reader_of(silent) as reader:
-        assert await reader.fill() == 0
-        await closed(reader)
+    async with prefix_consumer_of(silent) as consumer:
+        assert await consumer.fill() == 0
+        await closed(consumer)
 
 
 async def test_a_holder_that_beats_but_never_answers_is_given_up() -> None:
@@ -155,9 +155,9 @@ async def test_a_holder_that_beats_but_never_answers_is_given_up() -> None:
             await asyncio.sleep(0.05)
             yield pb.PrefillEvent(heartbeat=pb.Heartbeat(step=step))
 
-    async with prefix_reader_of(late) as reader:
-        assert await asyncio.wait_for(reader.fill(), 5) == 0
-        await closed(reader)
+    async with prefix_consumer_of(late) as consumer:
+        assert await asyncio.wait_for(consumer.fill(), 5) == 0
+        await closed(consumer)
 
 
 async def test_a_holder_that_refuses_gives_way_to_the_next() -> None:
@@ -165,8 +165,8 @@ async def test_a_holder_that_refuses_gives_way_to_the_next() -> None:
         await anext(aiter(commands))
         yield pb.PrefillEvent(refused=pb.Refused(message="full"))
 
-    async with prefix_reader_of(refuses, whole) as reader:
-        assert await reader.fill() == PREFIX_BLOCKS
+    async with prefix_consumer_of(refuses, whole) as consumer:
+        assert await consumer.fill() == PREFIX_BLOCKS
 
 
 async def test_no_second_read_goes_where_a_first_may_land() -> None:
@@ -176,26 +176,26 @@ async def test_no_second_read_goes_where_a_first_may_land() -> None:
         yield run(0, *BLOCKS[:3])
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
-    async with prefix_reader_of(breaks, whole) as reader:
-        assert await reader.fill() == 0
-        assert reader.sources[1].num_streams == 0
+    async with prefix_consumer_of(breaks, whole) as consumer:
+        assert await consumer.fill() == 0
+        assert consumer.producers[1].num_streams == 0
 
 
 async def test_cancelling_closes_the_stream() -> None:
-    async with prefix_reader_of(whole, pull_s=60.0) as reader:
-        filling = asyncio.create_task(reader.fill())
+    async with prefix_consumer_of(whole, pull_s=60.0) as consumer:
+        filling = asyncio.create_task(consumer.fill())
         async with asyncio.timeout(5):
-            while not reader.link.pulls:  # noqa: ASYNC110
+            while not consumer.link.pulls:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         filling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await filling
-        await closed(reader)
+        await closed(consumer)
 
 
 async def test_what_is_computed_sooner_is_not_pulled() -> None:
-    async with prefix_reader_of(whole) as reader:
-        assert reader.plan(num_blocks=0) is None
-        plan = reader.plan(num_blocks=PREFIX_BLOCKS)
+    async with prefix_consumer_of(whole) as consumer:
+        assert consumer.plan(num_blocks=0) is None
+        plan = consumer.plan(num_blocks=PREFIX_BLOCKS)
         assert plan is not None
         assert plan.spec.prefix_blocks == PREFIX_BLOCKS

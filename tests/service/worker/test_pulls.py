@@ -1,6 +1,6 @@
 """Blocks by real gRPC between two mapped pools: what arrives, what is refused, what is not written.
 
-Real are Puller, BulkChannels, BlockServer, the pools and gRPC. No engine stands behind either side.
+Real are Puller, GrpcTransport, BlockServer, the pools and gRPC. No engine is behind either side.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import mmap
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,13 +28,14 @@ from tandem.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerStub,
     add_WorkerServicer_to_server,
 )
-from tandem.worker.engine_process.pool_view import MappedPool, Reservations
+from tandem.transfer.grpc.producer import MESSAGE_BYTES, PROBE_BYTES_MAX, BlockServer
+from tandem.transfer.grpc.reservations import Reservations
+from tandem.transfer.grpc.transport import GrpcTransport
+from tandem.worker.engine_process.pool_view import MappedPool
 from tandem.worker.kv_pulls.checksums import checksums
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.metrics.worker import WorkerMetrics
-from tandem.worker.peers.bulk_channels import BulkChannels, probe_grpc
 from tandem.worker.peers.peer import Peer
-from tandem.worker.prefill.block_server import MESSAGE_BYTES, PROBE_BYTES_MAX, BlockServer
 from tandem.worker.prefill.leases import Lease, Leases
 
 pytestmark = pytest.mark.service
@@ -48,7 +49,7 @@ TARGETS = list(reversed(ALL))
 Fetch = Callable[[pb.FetchBlocksRequest, Any], AsyncIterator[bytes]]
 
 
-class Source(WorkerServicer):
+class Producer(WorkerServicer):
     """FetchBlocks and Probe as a worker serves them, or as a test scripts the first."""
 
     def __init__(self) -> None:
@@ -63,8 +64,8 @@ class Source(WorkerServicer):
         self.num_served = 0
         self.streams: set[str] = set()
         link: Any = SimpleNamespace(pool=self.pool)
-        metrics = WorkerMetrics(worker_id="p0", role="prefill")
-        self._blocks = BlockServer(link, self.leases, metrics, block_bytes=BLOCK)
+        served = WorkerMetrics(worker_id="p0", role="prefill").kv_bytes_served
+        self._blocks = BlockServer(link, self.leases.lent, served.inc, block_bytes=BLOCK)
         self.fetch: Fetch = self._blocks.fetch
 
     async def FetchBlocks(  # noqa: N802
@@ -82,20 +83,15 @@ class Source(WorkerServicer):
 
 @dataclass
 class Pair:
-    source: Source
+    producer: Producer
     peer: Peer
+    link: Any
     config: TransferConfig
-    memory: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, NUM_BLOCKS * BLOCK))
-    reservations: Reservations = field(default_factory=Reservations)
+    memory: mmap.mmap
     num_mismatches: int = 0
 
     async def pull(self, block_ids: list[int] = ALL, run: pb.BlockRun | None = None) -> None:
-        link: Any = SimpleNamespace(
-            pool=MappedPool(self.memory, BLOCK), reservations=self.reservations
-        )
-        puller = Puller(
-            self.config, link, token=TOKEN, block_bytes=BLOCK, on_mismatch=self._on_mismatch
-        )
+        puller = Puller(self.config, self.link, block_bytes=BLOCK, on_mismatch=self._on_mismatch)
         await puller.pull(
             self.peer,
             lease_id="lease",
@@ -103,6 +99,11 @@ class Pair:
             run=run or pb.BlockRun(first_block=0, block_ids=block_ids),
             targets=TARGETS[: len(block_ids)],
         )
+
+    def transport(self, token: str = TOKEN) -> GrpcTransport:
+        transport = self.peer.transports[token]
+        assert isinstance(transport, GrpcTransport)
+        return transport
 
     def _on_mismatch(self) -> None:
         self.num_mismatches += 1
@@ -117,16 +118,23 @@ class Pair:
 async def a_pair(**settings: Any) -> AsyncIterator[Pair]:
     interceptors = [TokenInterceptor(TOKEN), EncodedByHandler()]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
-    source = Source()
-    add_WorkerServicer_to_server(source, server)
+    producer = Producer()
+    add_WorkerServicer_to_server(producer, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    peer = Peer("p0", "e", WorkerStub(channel), channel, BulkChannels(address), "grpc")
+    config = TransferConfig(transport="grpc", **settings)
+    memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK)
+    link = SimpleNamespace(pool=MappedPool(memory, BLOCK), reservations=Reservations())
+    transports = {
+        token: GrpcTransport("p0", address, link, config, token) for token in (TOKEN, "other")
+    }
+    peer = Peer("p0", "e", WorkerStub(channel), channel, transports, TOKEN)
     try:
-        yield Pair(source, peer, TransferConfig(transport="grpc", **settings))
+        yield Pair(producer, peer, link, config, memory)
     finally:
-        peer.bulk.close()
+        for transport in transports.values():
+            transport.close()
         await channel.close(None)
         await server.stop(None)
 
@@ -135,42 +143,42 @@ async def test_every_block_is_in_its_place() -> None:
     async with a_pair() as pair:
         await pair.pull()
         assert pair.memory[:] == b"".join(bytes([n + 1]) * BLOCK for n in TARGETS)
-        assert len(pair.source.streams) == 2  # connections of their own for a large pull
-        assert pair.source.num_served == NUM_BLOCKS * BLOCK // MESSAGE_BYTES
+        assert len(pair.producer.streams) == 2  # connections of their own for a large pull
+        assert pair.producer.num_served == NUM_BLOCKS * BLOCK // MESSAGE_BYTES
 
 
 async def test_a_small_pull_goes_by_one_stream() -> None:
     async with a_pair() as pair:
         await pair.pull([5])
         assert pair.written[:2] == [6, 0]
-        assert len(pair.source.streams) == 1
+        assert len(pair.producer.streams) == 1
 
 
 async def test_blocks_that_were_not_announced_are_refused() -> None:
     async with a_pair() as pair:
-        pair.source.lease.block_ids = ALL[:10]
+        pair.producer.lease.block_ids = ALL[:10]
         with pytest.raises(LeaseLost, match="PERMISSION_DENIED"):
             await pair.pull(ALL[5:11])
         assert pair.written == [0] * NUM_BLOCKS
-        pair.source.leases.close(pair.source.lease)
+        pair.producer.leases.close(pair.producer.lease)
         with pytest.raises(LeaseLost, match="NOT_FOUND"):
             await pair.pull([5])
 
 
 async def test_nothing_is_read_once_the_lease_has_ended() -> None:
     async with a_pair() as pair:
-        blocks = pair.source.fetch
+        blocks = pair.producer.fetch
 
         async def ends(request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
             async for message in blocks(request, context):
                 yield message
-                if "lease" in pair.source.leases:
-                    pair.source.leases.close(pair.source.lease)
+                if "lease" in pair.producer.leases:
+                    pair.producer.leases.close(pair.producer.lease)
 
-        pair.source.fetch = ends
+        pair.producer.fetch = ends
         with pytest.raises(LeaseLost, match=r"ABORTED|NOT_FOUND"):
             await pair.pull()
-        assert pair.source.num_served <= 2
+        assert pair.producer.num_served <= 2
 
 
 @pytest.mark.parametrize("how", ["the engine is told", "cancelled"])
@@ -186,7 +194,7 @@ async def test_nothing_is_written_after_the_end(how: str) -> None:
             for _ in request.block_ids[1:]:
                 yield encode([bytes([2]) * BLOCK])
 
-        pair.source.fetch = slow
+        pair.producer.fetch = slow
         pulling = asyncio.create_task(pair.pull(ALL[:8]))
         async with asyncio.timeout(5):
             await some_came.wait()
@@ -196,7 +204,7 @@ async def test_nothing_is_written_after_the_end(how: str) -> None:
         if how == "cancelled":
             pulling.cancel()
         else:
-            pair.reservations.end("s")
+            pair.link.reservations.end("s")
         with pytest.raises((LeaseLost, asyncio.CancelledError)):
             await pulling
         assert pair.written[:8] == [1, 0, 0, 0, 0, 0, 0, 0]
@@ -210,7 +218,7 @@ async def test_bytes_that_are_not_the_run_are_a_lost_lease(sizes: list[int]) -> 
             for size in sizes:
                 yield encode([bytes([9]) * size])
 
-        pair.source.fetch = lies
+        pair.producer.fetch = lies
         with pytest.raises(LeaseLost):
             await pair.pull(ALL[:2])
         assert not any(pair.written[2:])
@@ -223,24 +231,24 @@ async def test_a_connection_that_is_closed_is_no_cancellation() -> None:
             await asyncio.Event().wait()
             yield b""
 
-        pair.source.fetch = hangs
+        pair.producer.fetch = hangs
         pulling = asyncio.create_task(pair.pull(ALL[:2]))
         async with asyncio.timeout(5):
-            while not pair.source.streams:  # noqa: ASYNC110
+            while not pair.producer.streams:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        pair.peer.bulk.close()
+        pair.peer.in_use.close()
         with pytest.raises(LeaseLost):
             await asyncio.wait_for(pulling, 5)
 
 
-async def test_a_source_that_stands_still_is_lost_at_the_deadline() -> None:
+async def test_a_producer_that_stands_still_is_lost_at_the_deadline() -> None:
     async with a_pair(pull_deadline_s=0.3) as pair:
 
         async def hangs(request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
             await asyncio.Event().wait()
             yield b""
 
-        pair.source.fetch = hangs
+        pair.producer.fetch = hangs
         with pytest.raises(LeaseLost, match="DEADLINE_EXCEEDED"):
             await asyncio.wait_for(pair.pull(ALL[:2]), 5)
 
@@ -248,9 +256,9 @@ async def test_a_source_that_stands_still_is_lost_at_the_deadline() -> None:
 async def test_a_block_that_changed_after_its_checksum_is_caught() -> None:
     async with a_pair(verify_blocks="all") as pair:
         run = pb.BlockRun(first_block=0, block_ids=ALL)
-        run.checksums.extend(await checksums(pair.source.pool, "lease", 0, ALL, 1))
+        run.checksums.extend(await checksums(pair.producer.pool, "lease", 0, ALL, 1))
         await pair.pull(run=run)
-        pair.source.memory[40 * BLOCK + 1234] ^= 1
+        pair.producer.memory[40 * BLOCK + 1234] ^= 1
         with pytest.raises(LeaseLost, match="its block 40"):
             await pair.pull(run=run)
         assert pair.num_mismatches == 1
@@ -259,15 +267,15 @@ async def test_a_block_that_changed_after_its_checksum_is_caught() -> None:
 @pytest.mark.parametrize("num_bytes", [0, 1, MESSAGE_BYTES, 5 * MESSAGE_BYTES + 1])
 async def test_a_probe_brings_as_much_as_was_asked_for(num_bytes: int) -> None:
     async with a_pair() as pair:
-        assert await probe_grpc(pair.peer.bulk, num_bytes, token=TOKEN, deadline_s=5) > 0
+        assert await pair.transport().probe(num_bytes) > 0
 
 
 async def test_a_probe_is_bounded_and_wants_the_token() -> None:
     async with a_pair() as pair:
         with pytest.raises(LeaseLost, match="INVALID_ARGUMENT"):
-            await probe_grpc(pair.peer.bulk, PROBE_BYTES_MAX + 1, token=TOKEN, deadline_s=5)
+            await pair.transport().probe(PROBE_BYTES_MAX + 1)
         with pytest.raises(LeaseLost, match="UNAUTHENTICATED"):
-            await probe_grpc(pair.peer.bulk, 1, token="other", deadline_s=5)
+            await pair.transport("other").probe(1)
 
 
 async def test_any_client_of_the_proto_can_read_the_blocks() -> None:

@@ -12,14 +12,14 @@ import pytest
 
 from tandem.engine.types import Failed, Reserved, StepReport
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.engine_process.messages import Adopt, CommitAdopted, Remove
+from tandem.worker.engine_process.messages import CommitImport, ImportBlocks, Remove
 from tandem.worker.lifecycle.warm import Warmer
-from tests.harness.scripted_source import (
+from tests.harness.scripted_producer import (
     CONFIG,
-    PrefixReader,
+    PrefixConsumer,
     ScriptedSource,
     accepted,
-    prefix_reader_of,
+    prefix_consumer_of,
     run,
 )
 
@@ -46,24 +46,25 @@ async def cut(commands: AsyncIterator[pb.PrefillCommand], context: Any) -> Any:
 
 
 def lists(*chains: list[bytes]) -> Any:
-    async def list_chains(request: pb.ListChainsRequest, context: Any) -> pb.ListChainsResponse:
+    async def list_prefixes(request: pb.ListChainsRequest, context: Any) -> pb.ListChainsResponse:
         assert request.blocks_max > 0
         return pb.ListChainsResponse(chains=[pb.BlockChain(block_hashes=c) for c in chains])
 
-    return list_chains
+    return list_prefixes
 
 
-async def warm(reader: PrefixReader, *answers: Any, warm_blocks: int = 10) -> list[Any]:
-    """Runs it; `answers` are the engine's to each Adopt, without their sequence's id."""
-    metrics, link = reader.metrics, reader.link
+async def warm(consumer: PrefixConsumer, *answers: Any, warm_blocks: int = 10) -> list[Any]:
+    """Runs it; `answers` are the engine's to each ImportBlocks, without their sequence's id."""
+    metrics, link = consumer.metrics, consumer.link
     engine: Any = link
-    warmer = Warmer(replace(CONFIG, warm_blocks=warm_blocks), engine, reader.puller, metrics)
-    running = asyncio.create_task(warmer.run(reader.peers))
+    config = replace(CONFIG, transfer=replace(CONFIG.transfer, warm_blocks=warm_blocks))
+    warmer = Warmer(config, engine, consumer.puller, metrics)
+    running = asyncio.create_task(warmer.run(consumer.peers))
     answered = 0
     async with asyncio.timeout(10):
         while not running.done():
             await asyncio.sleep(0.01)
-            adopts = [c for c in link.sent if isinstance(c, Adopt)]
+            adopts = [c for c in link.sent if isinstance(c, ImportBlocks)]
             if len(adopts) > answered:
                 answer = answers[answered](adopts[answered].sequence_id)
                 kind = "failed" if isinstance(answer, Failed) else "reserved"
@@ -83,47 +84,49 @@ def kinds(sent: list[Any]) -> list[str]:
 
 async def test_chains_are_adopted_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedSource, "ListChains", staticmethod(lists(*CHAINS)))
-    async with prefix_reader_of(has_all) as reader:
-        sent = await warm(reader, reserves(0, 5, 6, 7, 8), reserves(1, 9))
-        commits = [c.num_blocks for c in sent if isinstance(c, CommitAdopted)]
+    async with prefix_consumer_of(has_all) as consumer:
+        sent = await warm(consumer, reserves(0, 5, 6, 7, 8), reserves(1, 9))
+        commits = [c.num_blocks for c in sent if isinstance(c, CommitImport)]
         assert commits == [4, 2]
-        assert [p.source_block_ids for p in reader.link.pulls] == [[100, 101, 102, 103], [101]]
-        assert [c.block_hashes for c in sent if isinstance(c, Adopt)] == CHAINS
+        assert [p.producer_block_ids for p in consumer.link.pulls] == [[100, 101, 102, 103], [101]]
+        assert [c.block_hashes for c in sent if isinstance(c, ImportBlocks)] == CHAINS
 
 
 async def test_where_there_is_less_room_less_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedSource, "ListChains", staticmethod(lists(*CHAINS)))
-    async with prefix_reader_of(has_all) as reader:
-        sent = await warm(reader, reserves(0, 5, 6), reserves(1))
-        assert [c.num_blocks for c in sent if isinstance(c, CommitAdopted)] == [2]
+    async with prefix_consumer_of(has_all) as consumer:
+        sent = await warm(consumer, reserves(0, 5, 6), reserves(1))
+        assert [c.num_blocks for c in sent if isinstance(c, CommitImport)] == [2]
 
 
 async def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedSource, "ListChains", staticmethod(lists(*CHAINS)))
-    async with prefix_reader_of(has_all) as reader:
-        sent = await warm(reader, reserves(0, 5, 6, 7, 8), warm_blocks=4)
-        assert kinds(sent).count("Adopt") == 1
+    async with prefix_consumer_of(has_all) as consumer:
+        sent = await warm(consumer, reserves(0, 5, 6, 7, 8), warm_blocks=4)
+        assert kinds(sent).count("ImportBlocks") == 1
 
 
 async def test_a_lost_hold_is_given_up_and_the_next_peer_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ScriptedSource, "ListChains", staticmethod(lists(*CHAINS)))
-    async with prefix_reader_of(cut, has_all) as reader:
-        sent = await warm(reader, reserves(0, 5, 6, 7, 8), reserves(0, 5, 6, 7, 8), reserves(1, 9))
-        assert kinds(sent)[:3] == ["Adopt", "Remove", "Adopt"]
-        assert [c.num_blocks for c in sent if isinstance(c, CommitAdopted)] == [4, 2]
+    async with prefix_consumer_of(cut, has_all) as consumer:
+        sent = await warm(
+            consumer, reserves(0, 5, 6, 7, 8), reserves(0, 5, 6, 7, 8), reserves(1, 9)
+        )
+        assert kinds(sent)[:3] == ["ImportBlocks", "Remove", "ImportBlocks"]
+        assert [c.num_blocks for c in sent if isinstance(c, CommitImport)] == [4, 2]
 
 
 async def test_an_engine_that_refuses_leaves_it_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedSource, "ListChains", staticmethod(lists(*CHAINS)))
-    async with prefix_reader_of(has_all) as reader:
-        sent = await warm(reader, lambda sequence_id: Failed(sequence_id, "queue_full", "full"))
+    async with prefix_consumer_of(has_all) as consumer:
+        sent = await warm(consumer, lambda sequence_id: Failed(sequence_id, "queue_full", "full"))
         assert isinstance(sent[-1], Remove)
-        assert "CommitAdopted" not in kinds(sent)
-        assert reader.sources[0].num_streams == 0
+        assert "CommitImport" not in kinds(sent)
+        assert consumer.producers[0].num_streams == 0
 
 
 async def test_a_peer_that_lists_nothing_is_passed_over() -> None:
-    async with prefix_reader_of(has_all) as reader:  # ListChains is not implemented there
-        assert await warm(reader) == []
+    async with prefix_consumer_of(has_all) as consumer:  # ListChains is not implemented there
+        assert await warm(consumer) == []

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.autoscaler.policy import Autoscaler, Decision, decode_tokens_per_s
-from tandem.autoscaler.signals import (
+from tandem.autoscaler.demand import (
     NO_COUNTS,
     DemandMeter,
     Observation,
     PoolSeen,
     quantile,
 )
+from tandem.autoscaler.policy import Autoscaler, Decision, decode_tokens_per_s
 from tandem.config import AutoscaleConfig
-from tandem.cost_model import DecodeRate
+from tandem.perf_model.rates import DecodeRate
 
 CONFIG = AutoscaleConfig(load_quantile=0.9, utilization=0.8, cold_start_s=90, interval_s=10)
 RATE = DecodeRate(step_s=0.01, sequence_s=0.002)

@@ -1,26 +1,47 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tandem.cluster.launch.options import autoscale_options
+from tandem.cluster.launch.options import LaunchOptions, make_spec
+from tandem.config import Pool
 from tandem.errors import ConfigError
-from tests.harness.programs import parse_router
+from tandem.options import parse
+from tests.harness.programs import parse_router, parse_worker
+
+
+def command(options: LaunchOptions, pool: Pool) -> list[str]:
+    """A pool's command, without what an agent fills in."""
+    spec = make_spec(options, cluster_id="c", run_folder=Path("/run"), model=Path("m"))
+    words = spec.pools[pool].command
+    filled = [{"{core}": "0", "{http_port}": "1", "{grpc_port}": "2"}.get(w, w) for w in words]
+    return ["tandem", filled[2].removeprefix("tandem."), *filled[3:]]
 
 
 def test_a_router_is_told_the_autoscalers_mode_and_bounds() -> None:
-    command = ["tandem", "router", "--model", "m", *autoscale_options("on", 3)]
-    given = parse_router(command)
+    given = parse_router(
+        command(LaunchOptions(autoscale="on", autoscale_max=3), "router")
+    ).autoscale
+    assert (given.mode, given.prefill_max, given.decode_max) == ("on", 3, 3)
+    assert given.cold_start_s == 15
 
-    assert (given.autoscale, given.autoscale_prefill_max, given.autoscale_decode_max) == (
-        "on",
-        3,
-        3,
-    )
-    assert given.autoscale_cold_start == 15
+
+def test_what_it_is_told_reaches_the_processes() -> None:
+    words = ["--ttft-limit", "7", "--trust-tenant-header", "--transport", "grpc", "--no-overlap"]
+    words += ["--num-blocks", "9", "--itl-limit", "0.25", "--warm-blocks", "4", "--threads", "2"]
+    options = parse(LaunchOptions, "tandem up", words)
+    router = parse_router(command(options, "router"))
+    assert (router.ttft_limit_s, router.trust_tenant_header) == (7, True)
+    for role in ("prefill", "decode"):
+        worker = parse_worker(command(options, role))
+        assert worker.transfer == options.transfer
+        engine = worker.engine
+        assert (engine.num_blocks, engine.itl_limit_s, engine.num_threads) == (9, 0.25, 2)
 
 
 def test_what_a_router_would_refuse_is_refused_before_anything_is_started() -> None:
     with pytest.raises(ConfigError, match="autoscale is 'maybe'"):
-        autoscale_options("maybe", 3)
+        LaunchOptions(autoscale="maybe")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="autoscale-prefill-max is 0"):
-        autoscale_options("on", 0)
+        LaunchOptions(autoscale="on", autoscale_max=0)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from tandem.cluster.pools import (
     ClusterSpec,
     Member,
     PoolCommand,
-    check_sizes,
     describe,
     plan,
 )
@@ -97,22 +95,6 @@ def test_commands_are_filled_in_and_only_the_first_gets_the_public_ports() -> No
 def test_the_spec_travels_as_json() -> None:
     spec = make_spec()
     assert msgspec.json.decode(msgspec.json.encode(spec), type=ClusterSpec) == spec
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ({}, "pool sizes"),
-        ([1], "pool sizes"),
-        ({"prefil": 1}, "pools are router, prefill, decode"),
-        ({"prefill": -1}, "allowed is 0 to 64"),
-        ({"prefill": True}, "allowed is 0 to 64"),
-        ({"decode": 65}, "allowed is 0 to 64"),
-    ],
-)
-def test_bad_sizes_are_refused_with_what_is_allowed(sizes: object, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        check_sizes(sizes)
 
 
 def test_the_description_counts_what_runs() -> None:

@@ -76,7 +76,6 @@ def config_of(shape: Shape) -> ModelConfig:
         mlp_bias=shape.bias,
         qk_norm=shape.qk_norm,
         max_model_len=1000,
-        bos_token_id=None,
         eos_token_ids=(),
         torch_dtype="float32",
     )

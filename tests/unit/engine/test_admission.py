@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.scheduler.admission import check_spec
+from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.types import Mode
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
 from tests.engine_driver import make_spec
@@ -56,9 +56,9 @@ def test_the_context_bounds_what_max_tokens_can_take() -> None:
 
 
 def test_for_a_peer_only_the_prompt_must_fit() -> None:
-    check(list(range(8)), num_blocks=2, mode=Mode.FOR_PEER, max_tokens=100)
+    check(list(range(8)), num_blocks=2, mode=Mode.PREFILL_ONLY, max_tokens=100)
     with pytest.raises(NeverFits, match=r"9 tokens; the KV pool holds 8 tokens \(2 blocks of 4\)"):
-        check(list(range(9)), num_blocks=2, mode=Mode.FOR_PEER)
+        check(list(range(9)), num_blocks=2, mode=Mode.PREFILL_ONLY)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,9 @@ def test_mistakes_are_named() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=30), st.data())
 def test_followers_of_the_events_know_what_is_here(chains: list[list[int]], data: object) -> None:
-    """A tree that follows the events, at whatever pace, is closed and equals the pool."""
+    """A tree that follows the events, at whatever step-time model, is closed and equals the
+    pool.
+    """
     pool = BlockPool(6)
     tree: dict[bytes, bytes] = {}
     tables: list[list[int]] = []

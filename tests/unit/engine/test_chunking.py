@@ -7,8 +7,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cost_model import PrefillRate
 from tandem.engine.scheduler.chunking import Link, finish_s, lag_after, next_chunk, tail_chunk
+from tandem.perf_model.rates import PrefillRate
 
 BUDGET = 512
 RATES = st.builds(
@@ -36,7 +36,7 @@ def planned(num_tokens: int, rate: PrefillRate, link: Link) -> list[int]:
     def choose(left: int, done: int) -> int:
         nonlocal lag_s
         size = next_chunk(
-            left, context=done, lag_s=lag_s, room=BUDGET, budget=BUDGET, rate=rate, link=link
+            left, context=done, lag_s=lag_s, tokens_left=BUDGET, budget=BUDGET, rate=rate, link=link
         )
         lag_s = lag_after(size, done, lag_s, rate, link)
         return size
@@ -55,7 +55,9 @@ def test_chunks_are_the_whole_prompt_and_fit_their_steps(
 def test_the_plan_ends_no_later_than_one_chunk_or_a_fixed_tail(
     num_tokens: int, rate: PrefillRate, link: Link
 ) -> None:
-    fixed = executed(num_tokens, lambda left, _: tail_chunk(left, room=BUDGET, budget=BUDGET))
+    fixed = executed(
+        num_tokens, lambda left, _: tail_chunk(left, tokens_left=BUDGET, budget=BUDGET)
+    )
     whole = executed(num_tokens, lambda left, _: min(left, BUDGET))
     best = min(finish_s(plan, 0, 0.0, rate, link) for plan in (fixed, whole))
     assert finish_s(planned(num_tokens, rate, link), 0, 0.0, rate, link) <= best * (1 + 1e-9)
@@ -78,7 +80,7 @@ def test_a_step_with_little_room_gets_a_chunk_that_fits() -> None:
     link = Link(1e-3, 1e-4)
     for num_missing in (30, 300, 30_000):
         size = next_chunk(
-            num_missing, context=0, lag_s=0.0, room=40, budget=BUDGET, rate=CPU, link=link
+            num_missing, context=0, lag_s=0.0, tokens_left=40, budget=BUDGET, rate=CPU, link=link
         )
         assert 1 <= size <= 40
-    assert tail_chunk(300, room=40, budget=BUDGET) == 40
+    assert tail_chunk(300, tokens_left=40, budget=BUDGET) == 40

@@ -33,7 +33,7 @@ def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
     assert engine.block_ids("a") == [0, 1]
     assert first.load == EngineLoad(
         num_running=1,
-        num_seats=64,
+        num_running_slots=64,
         chunk_tokens=511,
         blocks_total=16,
         blocks_free=14,
@@ -49,7 +49,7 @@ def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
     assert [r.num_decode_context_tokens for r in outcome.reports] == [0, 6, 7, 8, 9]
     # 6 + 5 tokens, the last without KV: two full blocks stay as prefix, the third is free.
     assert engine.load() == EngineLoad(
-        num_seats=64, chunk_tokens=512, blocks_total=16, blocks_free=14, blocks_cached=2
+        num_running_slots=64, chunk_tokens=512, blocks_total=16, blocks_free=14, blocks_cached=2
     )
 
 
@@ -157,7 +157,7 @@ class TestPreemption:
         engine, runner = make_engine(num_blocks=4)
         engine.add(make_spec("a", [1, 2, 3, 4, 5, 6, 7], max_tokens=9))
         engine.step()
-        engine.add(make_spec("peer", PROMPT, mode=Mode.FOR_PEER))
+        engine.add(make_spec("peer", PROMPT, mode=Mode.PREFILL_ONLY))
         outcome = drive(engine)
         lent = engine.block_ids("peer")
         assert runner.read(lent, 6) == kv_of(PROMPT)
@@ -174,7 +174,7 @@ class TestPreemption:
 class TestRefusal:
     def test_what_does_not_fit_now_waits(self) -> None:
         engine, _ = make_engine(num_blocks=2)
-        engine.add(make_spec("held", PROMPT, mode=Mode.FOR_PEER))
+        engine.add(make_spec("held", PROMPT, mode=Mode.PREFILL_ONLY))
         engine.add(make_spec("a", [1], max_tokens=1))
         drive(engine)
         assert engine.load().num_waiting == 1
@@ -198,7 +198,7 @@ class TestRefusal:
 
     def test_a_restart_that_is_refused_ends_the_sequence_with_its_blocks_fenced(self) -> None:
         engine, _ = make_engine(num_blocks=2)
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV, max_tokens=2))
+        engine.add(make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV, max_tokens=2))
         engine.step()
         with pytest.raises(NeverFits):
             engine.restart(make_spec("a", PROMPT, max_tokens=3), unsafe_blocks=[1])

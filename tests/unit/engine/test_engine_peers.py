@@ -27,7 +27,7 @@ class TestForPeer:
     def test_blocks_are_reported_when_final_and_held_until_removed(self) -> None:
         engine, _ = make_engine(max_tokens_per_step=8)
         prompt = list(range(14))
-        engine.add(make_spec("a", prompt, mode=Mode.FOR_PEER))
+        engine.add(make_spec("a", prompt, mode=Mode.PREFILL_ONLY))
         outcome = drive(engine)
         assert [r.num_prefill_tokens for r in outcome.reports] == [8, 4, 2]
         assert [r.final_blocks for r in outcome.reports] == [
@@ -36,14 +36,14 @@ class TestForPeer:
             [FinalBlocks("a", 3, [3])],
         ]
         assert outcome.reports[-1].prefilled == [Prefilled("a", continuation(prompt, 1)[0], 0)]
-        assert (engine.load().num_for_peer, engine.load().blocks_used) == (1, 4)
+        assert (engine.load().num_prefill_only, engine.load().blocks_used) == (1, 4)
         engine.remove("a")
-        assert (engine.load().num_for_peer, engine.load().blocks_used) == (0, 0)
+        assert (engine.load().num_prefill_only, engine.load().blocks_used) == (0, 0)
 
     def test_cached_blocks_are_reported_before_anything_is_computed(self) -> None:
         engine, _ = make_engine()
         drive_all(engine, make_spec("warm", list(range(8))))
-        engine.add(make_spec("a", list(range(14)), mode=Mode.FOR_PEER, first_wanted_block=1))
+        engine.add(make_spec("a", list(range(14)), mode=Mode.PREFILL_ONLY, first_wanted_block=1))
         report = engine.step()
         assert report.final_blocks == [FinalBlocks("a", 1, [1])]
         assert report.num_prefill_tokens == 0
@@ -65,7 +65,7 @@ class TestForPeer:
             return logits
 
         runner.forward = watched  # type: ignore[method-assign]
-        engine.add(make_spec("a", list(range(14)), mode=Mode.FOR_PEER, first_wanted_block=1))
+        engine.add(make_spec("a", list(range(14)), mode=Mode.PREFILL_ONLY, first_wanted_block=1))
         report = engine.step(told.extend)
         # What was cached goes first, and nothing waits for another step.
         assert told == [FinalBlocks("a", 1, [1]), FinalBlocks("a", 2, [2, 3])]
@@ -74,7 +74,7 @@ class TestForPeer:
 
     def test_unwanted_blocks_are_not_reported(self) -> None:
         engine, _ = make_engine()
-        engine.add(make_spec("a", PROMPT, mode=Mode.FOR_PEER, first_wanted_block=1))
+        engine.add(make_spec("a", PROMPT, mode=Mode.PREFILL_ONLY, first_wanted_block=1))
         outcome = drive(engine)
         assert [r.final_blocks for r in outcome.reports] == [[FinalBlocks("a", 1, [1])]]
 
@@ -83,7 +83,7 @@ class TestAwaitKv:
     def test_reserves_waits_and_decodes_after_the_commit(self) -> None:
         engine, runner = make_engine()
         first, *rest = continuation(PROMPT, 5)
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
+        engine.add(make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV))
         assert engine.step().reserved == [Reserved("a", 0, [0, 1])]
         assert not engine.has_work()
         table = engine.block_ids("a")
@@ -97,7 +97,7 @@ class TestAwaitKv:
 
     def test_nothing_is_shared_before_the_commit(self) -> None:
         engine, runner = make_engine()
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
+        engine.add(make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV))
         engine.step()
         outcome = drive_all(engine, make_spec("b", PROMPT))
         assert outcome.ends["b"].num_cached_tokens == 0
@@ -108,7 +108,7 @@ class TestAwaitKv:
 
     def test_with_little_missing_it_is_prefilled_here_at_once(self) -> None:
         engine, _ = make_engine()
-        spec = make_spec("a", PROMPT, mode=Mode.AWAIT_KV, remote_prefill_min_tokens=7)
+        spec = make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV, remote_prefill_min_tokens=7)
         outcome = drive_all(engine, spec)
         assert outcome.token_ids["a"] == continuation(PROMPT, 5)
         assert all(not r.reserved for r in outcome.reports)
@@ -116,7 +116,7 @@ class TestAwaitKv:
     def test_only_the_missing_blocks_are_asked_for(self) -> None:
         engine, runner = make_engine()
         drive_all(engine, make_spec("warm", PROMPT))
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
+        engine.add(make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV))
         assert engine.step().reserved == [Reserved("a", 4, [2])]
         runner.fill(engine.block_ids("a"), PROMPT, 1)
         engine.commit("a", continuation(PROMPT, 1)[0])
@@ -126,7 +126,7 @@ class TestAwaitKv:
 
     def test_local_prefill_after_all(self) -> None:
         engine, _ = make_engine()
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
+        engine.add(make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV))
         engine.step()
         engine.start_local_prefill("a")
         assert drive(engine).token_ids["a"] == continuation(PROMPT, 5)
@@ -134,7 +134,7 @@ class TestAwaitKv:
     def test_restart_quarantines_what_may_still_be_written(self) -> None:
         engine, runner = make_engine(num_blocks=4)
         made = continuation(PROMPT, 5)
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
+        engine.add(make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV))
         engine.step()
         spec = make_spec("a", PROMPT + made[:1], num_prompt_tokens=6)
         engine.restart(spec, unsafe_blocks=[1])
@@ -149,7 +149,7 @@ class TestAwaitKv:
 
     def test_restart_of_a_sequence_that_is_over_reports_its_end(self) -> None:
         engine, _ = make_engine()
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV, max_tokens=1))
+        engine.add(make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV, max_tokens=1))
         engine.step()
         spec = make_spec("a", PROMPT + continuation(PROMPT, 1), num_prompt_tokens=6, max_tokens=1)
         engine.restart(spec)
@@ -158,19 +158,19 @@ class TestAwaitKv:
 
     def test_a_commit_whose_token_ends_it_reports_the_end_alone(self) -> None:
         engine, runner = make_engine()
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV, stop_token_ids=[11]))
+        engine.add(make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV, stop_token_ids=[11]))
         engine.step()
         runner.fill(engine.block_ids("a"), PROMPT, 0)
         engine.commit("a", 11)
         assert engine.has_work()
         assert engine.step().new_tokens == [NewTokens("a", [], "stop", 0, 0)]
         assert engine.load() == EngineLoad(
-            num_seats=64, chunk_tokens=512, blocks_total=16, blocks_free=15, blocks_cached=1
+            num_running_slots=64, chunk_tokens=512, blocks_total=16, blocks_free=15, blocks_cached=1
         )
 
     def test_a_foreign_block_cannot_be_quarantined(self) -> None:
         engine, _ = make_engine()
-        engine.add(make_spec("a", PROMPT, mode=Mode.AWAIT_KV))
+        engine.add(make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV))
         engine.step()
         with pytest.raises(InternalError, match=r"\[5\]"):
             engine.remove("a", unsafe_blocks=[1, 5])
@@ -178,7 +178,7 @@ class TestAwaitKv:
 
 
 class TestPrefix:
-    """HERE and FOR_PEER with first blocks that come from a peer."""
+    """LOCAL and PREFILL_ONLY with first blocks that come from a peer."""
 
     LONG = list(range(14))  # three full blocks of 4 and half of the fourth
 
@@ -219,7 +219,7 @@ class TestPrefix:
     def test_of_a_whole_prompt_the_last_token_is_computed_here(self) -> None:
         engine, runner = make_engine()
         prompt = self.LONG[:8]
-        engine.add(make_spec("a", prompt, mode=Mode.FOR_PEER, prefix_blocks=2))
+        engine.add(make_spec("a", prompt, mode=Mode.PREFILL_ONLY, prefix_blocks=2))
         assert engine.step().reserved == [Reserved("a", 0, [0, 1])]
         runner.fill([0, 1], prompt, 0)
         engine.continue_prefill("a", 2)
@@ -232,11 +232,11 @@ class TestPrefix:
     ) -> None:
         engine, runner = make_engine()
         drive_all(engine, make_spec("warm", self.LONG[:5], max_tokens=1))
-        engine.add(make_spec("a", self.LONG, mode=Mode.FOR_PEER, prefix_blocks=3))
+        engine.add(make_spec("a", self.LONG, mode=Mode.PREFILL_ONLY, prefix_blocks=3))
         report = engine.step()
         assert report.reserved == [Reserved("a", 4, [1, 2, 3])]
         assert report.final_blocks == [FinalBlocks("a", 0, [0])]
-        assert (report.load.num_awaiting_kv, report.load.num_for_peer) == (1, 0)
+        assert (report.load.num_awaiting_kv, report.load.num_prefill_only) == (1, 0)
         runner.fill([0, 1, 2], self.LONG[:12], 1)
         engine.continue_prefill("a", 3)
         outcome = drive(engine)
@@ -245,13 +245,13 @@ class TestPrefix:
             FinalBlocks("a", 1, [1, 2]),
             FinalBlocks("a", 3, [3]),
         ]
-        assert engine.load().num_for_peer == 1
+        assert engine.load().num_prefill_only == 1
         engine.remove("a")
         assert engine.load().blocks_used == 0
 
     def test_a_twin_takes_the_place_of_what_came(self) -> None:
         engine, runner = make_engine()
-        engine.add(make_spec("a", self.LONG, mode=Mode.FOR_PEER, prefix_blocks=2))
+        engine.add(make_spec("a", self.LONG, mode=Mode.PREFILL_ONLY, prefix_blocks=2))
         engine.step()
         drive_all(engine, make_spec("b", self.LONG[:9], max_tokens=1))
         runner.fill(engine.block_ids("a"), self.LONG[:8], 0)
@@ -262,7 +262,7 @@ class TestPrefix:
 
     def test_others_take_the_place_of_what_may_still_be_written(self) -> None:
         engine, runner = make_engine(num_blocks=6)
-        engine.add(make_spec("a", self.LONG, mode=Mode.FOR_PEER, prefix_blocks=3))
+        engine.add(make_spec("a", self.LONG, mode=Mode.PREFILL_ONLY, prefix_blocks=3))
         engine.step()
         runner.fill([0], self.LONG[:4], 0)
         engine.continue_prefill("a", 1, unsafe_blocks=[1, 2])
@@ -276,7 +276,7 @@ class TestPrefix:
 
     def test_without_others_it_ends_with_its_blocks_fenced(self) -> None:
         engine, _ = make_engine(num_blocks=5)
-        engine.add(make_spec("a", self.LONG, mode=Mode.FOR_PEER, prefix_blocks=3))
+        engine.add(make_spec("a", self.LONG, mode=Mode.PREFILL_ONLY, prefix_blocks=3))
         engine.step()
         with pytest.raises(QueueFull):
             engine.continue_prefill("a", 1, unsafe_blocks=[1, 2])
@@ -301,7 +301,7 @@ class TestPrefix:
     def test_each_way_on_is_for_its_own_mode(self) -> None:
         engine, _ = make_engine()
         engine.add(make_spec("prefix", self.LONG, prefix_blocks=3))
-        engine.add(make_spec("all", self.LONG, mode=Mode.AWAIT_KV))
+        engine.add(make_spec("all", self.LONG, mode=Mode.WAITING_FOR_REMOTE_KV))
         engine.step()
         with pytest.raises(InternalError, match="awaits its prefix"):
             engine.commit("prefix", 1)

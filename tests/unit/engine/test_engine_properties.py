@@ -22,8 +22,8 @@ CHAINS_MAX = 2
 
 
 @dataclass
-class HeldChain:
-    """A reader's."""
+class PinnedPrefix:
+    """A consumer's."""
 
     token_ids: list[int]
     first_wanted: int
@@ -32,7 +32,7 @@ class HeldChain:
 
 
 @dataclass
-class AdoptedChain:
+class ImportedBlocks:
     """One that a peer fills."""
 
     token_ids: list[int]
@@ -42,8 +42,8 @@ class AdoptedChain:
 class Machine(EngineMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.held: dict[str, HeldChain] = {}
-        self.adopted: dict[str, AdoptedChain] = {}
+        self.held: dict[str, PinnedPrefix] = {}
+        self.imported: dict[str, ImportedBlocks] = {}
 
     def hashes(self, token_ids: list[int]) -> list[bytes]:
         root = chain_root(
@@ -55,26 +55,26 @@ class Machine(EngineMachine):
         )
         return hash_blocks(root, token_ids, self.engine.layout.block_size)
 
-    @precondition(lambda self: len(self.held) + len(self.adopted) < CHAINS_MAX)
+    @precondition(lambda self: len(self.held) + len(self.imported) < CHAINS_MAX)
     @rule(token_ids=prompts, first_wanted=st.none() | st.integers(0, 3))
     def take_chain(self, token_ids: list[int], first_wanted: int | None) -> None:
-        """Holds it for a reader that wants blocks from `first_wanted` on, or adopts it."""
+        """Holds it for a consumer that wants blocks from `first_wanted` on, or imports it."""
         sequence_id, hashes = self.new_id(), self.hashes(token_ids)
         if first_wanted is not None:
-            self.engine.hold(sequence_id, hashes, first_wanted)
-            self.held[sequence_id] = HeldChain(token_ids, first_wanted)
+            self.engine.pin_prefix(sequence_id, hashes, first_wanted)
+            self.held[sequence_id] = PinnedPrefix(token_ids, first_wanted)
             return
         num_cached = self.engine.load().blocks_cached
-        self.engine.adopt(sequence_id, hashes)
-        self.adopted[sequence_id] = AdoptedChain(token_ids)
+        self.engine.import_blocks(sequence_id, hashes)
+        self.imported[sequence_id] = ImportedBlocks(token_ids)
         num_referenced = len(self.engine.block_ids(sequence_id))
         assert self.engine.load().blocks_cached >= num_cached - num_referenced, "it evicted"
 
-    @precondition(lambda self: self.adopted)
+    @precondition(lambda self: self.imported)
     @rule(data=st.data())
-    def commit_adopted(self, data: st.DataObject) -> None:
-        sequence_id = data.draw(st.sampled_from(sorted(self.adopted)))
-        chain = self.adopted.pop(sequence_id)
+    def commit_import(self, data: st.DataObject) -> None:
+        sequence_id = data.draw(st.sampled_from(sorted(self.imported)))
+        chain = self.imported.pop(sequence_id)
         table = self.engine.block_ids(sequence_id)
         if chain.num_cached_blocks is None:
             num_blocks, unsafe = len(table), []
@@ -84,14 +84,14 @@ class Machine(EngineMachine):
             came = self.first_tokens(chain.token_ids, num_blocks)
             self.runner.fill(table, came, chain.num_cached_blocks)
             unsafe = self.draw_unsafe(data, table[num_blocks:])
-        self.engine.commit_adopted(sequence_id, num_blocks, unsafe)
+        self.engine.commit_import(sequence_id, num_blocks, unsafe)
 
-    @precondition(lambda self: self.held or self.adopted)
+    @precondition(lambda self: self.held or self.imported)
     @rule(data=st.data())
     def remove_chain(self, data: st.DataObject) -> None:
-        sequence_id = data.draw(st.sampled_from(sorted([*self.held, *self.adopted])))
+        sequence_id = data.draw(st.sampled_from(sorted([*self.held, *self.imported])))
         self.held.pop(sequence_id, None)
-        chain = self.adopted.pop(sequence_id, None)
+        chain = self.imported.pop(sequence_id, None)
         unsafe = []
         if chain and chain.num_cached_blocks is not None:
             own = self.engine.block_ids(sequence_id)[chain.num_cached_blocks :]
@@ -99,9 +99,9 @@ class Machine(EngineMachine):
         self.engine.remove(sequence_id, unsafe)
 
     @invariant()
-    def hot_chains_are_what_is_stored(self) -> None:
+    def hot_prefixes_are_what_is_stored(self) -> None:
         blocks_max, stored = self.num_added % 6, self.parents()
-        chains = self.engine.hot_chains(blocks_max)
+        chains = self.engine.hot_prefixes(blocks_max)
         for chain in chains:
             for parent, child in pairwise(chain):
                 assert stored[child] == parent
@@ -116,7 +116,7 @@ class Machine(EngineMachine):
             assert len(chain.lent) == max(0, held.num_blocks - chain.first_wanted)
 
     def take_reserved(self, reserved: Reserved) -> None:
-        chain = self.adopted.get(reserved.sequence_id)
+        chain = self.imported.get(reserved.sequence_id)
         if chain is None:
             super().take_reserved(reserved)
             return
@@ -143,7 +143,7 @@ class Machine(EngineMachine):
                 assert self.runner.read(chain.lent, len(values)) == values
 
     def end_all(self) -> None:
-        for sequence_id in [*self.held, *self.adopted]:
+        for sequence_id in [*self.held, *self.imported]:
             self.engine.remove(sequence_id)
         super().end_all()
 

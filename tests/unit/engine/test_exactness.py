@@ -55,7 +55,7 @@ def load_with_pool(
     return Engine(config, runner, folder.fingerprint), runner.kv
 
 
-def requests(*, mode: Mode = Mode.HERE, num_prompts: int = 3) -> list[SequenceSpec]:
+def requests(*, mode: Mode = Mode.LOCAL, num_prompts: int = 3) -> list[SequenceSpec]:
     """The shortest prompts, each once greedy and once sampled with its own seed."""
     specs = []
     for i, (prompt, _) in enumerate(golden()[:num_prompts]):
@@ -137,12 +137,12 @@ def test_prefilled_on_another_engine() -> None:
     """Blocks are copied as soon as they are final, in the middle of the source's step, and then it
     forgets them."""
     (source, source_kv), (here, here_kv) = load_with_pool(budget=16), load_with_pool()
-    for spec in requests(mode=Mode.AWAIT_KV):
+    for spec in requests(mode=Mode.WAITING_FOR_REMOTE_KV):
         here.add(spec)
     outcome = Outcome()
     outcome.take(here.step())
     assert len(outcome.reports[0].reserved) == 6
-    for spec in requests(mode=Mode.FOR_PEER):
+    for spec in requests(mode=Mode.PREFILL_ONLY):
         source.add(spec)
     num_blocks_moved = 0
 
@@ -166,7 +166,7 @@ def test_prefilled_on_another_engine() -> None:
     assert sum(r.num_prefill_tokens for r in outcome.reports) == 0
 
 
-@pytest.mark.parametrize("mode", [Mode.HERE, Mode.FOR_PEER])
+@pytest.mark.parametrize("mode", [Mode.LOCAL, Mode.PREFILL_ONLY])
 def test_a_prefix_from_another_engine(mode: Mode) -> None:
     """All but the last blocks come from an engine that held them; the rest is computed after them,
     to the same bits of KV and the same tokens."""
@@ -177,7 +177,7 @@ def test_a_prefix_from_another_engine(mode: Mode) -> None:
     here, here_kv = load_with_pool(block_size=4)
     spec = make_spec("a", prompt, mode=mode, max_tokens=NUM_TOKENS, prefix_blocks=num_blocks)
     block_hashes = computed_chain(source, prompt)
-    source.hold("chain", block_hashes)
+    source.pin_prefix("chain", block_hashes)
     held = source.step().final_blocks[0].block_ids
     here.add(spec)
     [reserved] = here.step().reserved
@@ -185,7 +185,7 @@ def test_a_prefix_from_another_engine(mode: Mode) -> None:
     here.continue_prefill("a", num_blocks)
     outcome = drive(here)
     assert sum(r.num_prefill_tokens for r in outcome.reports) == len(prompt) - 4 * num_blocks
-    if mode is Mode.HERE:
+    if mode is Mode.LOCAL:
         assert outcome.token_ids["a"] == golden()[3][1][:NUM_TOKENS]
         return
     assert outcome.reports[-1].prefilled[0].first_token_id == golden()[3][1][0]

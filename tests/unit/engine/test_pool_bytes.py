@@ -12,12 +12,12 @@ from tandem.errors import InternalError
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_read_of_one_pool_is_written_to_another(dtype: str, device: str) -> None:
     layout = BlockLayout(6, 2, 3, 4, 8, dtype)
-    source = torch.randn(layout.shape).to(getattr(torch, dtype)).to(device)
-    target = torch.zeros_like(source)
-    data = pool_bytes(source, layout).read([5, 0, 3])
+    producer = torch.randn(layout.shape).to(getattr(torch, dtype)).to(device)
+    target = torch.zeros_like(producer)
+    data = pool_bytes(producer, layout).read([5, 0, 3])
     assert len(data) == 3 * layout.block_bytes
     pool_bytes(target, layout).write([1, 2, 4], bytes(data))
-    assert torch.equal(target[[1, 2, 4]], source[[5, 0, 3]])
+    assert torch.equal(target[[1, 2, 4]], producer[[5, 0, 3]])
     assert not target[[0, 3, 5]].any()
 
 

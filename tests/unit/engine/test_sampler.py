@@ -10,11 +10,11 @@ from tests.engine_driver import make_spec
 LOGITS = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
 
 
-def sequence_of(num_tokens: int, *, num_made: int = 0, **sampling: float) -> Sequence:
+def sequence_of(num_tokens: int, *, num_output_tokens: int = 0, **sampling: float) -> Sequence:
     spec = make_spec(
         "a",
         list(range(num_tokens)),
-        num_prompt_tokens=num_tokens - num_made,
+        num_prompt_tokens=num_tokens - num_output_tokens,
         sampling=SamplingParams(**sampling),
     )
     return Sequence.from_spec(spec, arrival=0, block_size=4, chain_root=b"root of 16 bytes")
@@ -26,7 +26,7 @@ def test_greedy_takes_the_largest() -> None:
 
 def test_a_draw_depends_on_the_seed_and_the_index_in_the_whole_sequence() -> None:
     here = sample_next(LOGITS, [sequence_of(9, temperature=1.0, seed=5)])
-    moved = sample_next(LOGITS, [sequence_of(9, num_made=4, temperature=1.0, seed=5)])
+    moved = sample_next(LOGITS, [sequence_of(9, num_output_tokens=4, temperature=1.0, seed=5)])
     assert here == moved
     others = [sequence_of(n, temperature=1.0, seed=5) for n in range(1, 9)]
     assert len(set(sample_next(LOGITS.repeat(8, 1), others))) > 1

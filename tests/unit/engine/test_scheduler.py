@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tandem.engine.cache.block_pool import BlockPool
-from tandem.engine.scheduler.pace import Pace
+from tandem.engine.scheduler.running_slots import RunningSlots
 from tandem.engine.scheduler.scheduler import Schedule, Scheduler
-from tandem.engine.scheduler.seats import Seats
 from tandem.engine.sequence import Sequence, Status
-from tandem.engine.types import Mode, StepReport
+from tandem.engine.types import Mode
+from tandem.perf_model.step_time import StepTimeModel, StepWork
 from tests.engine_driver import make_spec
 
 
@@ -23,18 +23,18 @@ class Bench:
         itl_limit_s: float = 0.0,
     ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.pace = Pace(0.0)
+        self.step_time = StepTimeModel(0.0)
         self.scheduler = Scheduler(
             self.pool,
-            self.pace,
-            Seats(self.pace, max_num_seqs=max_num_seqs, itl_limit_s=itl_limit_s),
+            self.step_time,
+            RunningSlots(self.step_time, max_num_seqs=max_num_seqs, itl_limit_s=itl_limit_s),
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=tokens,
             bytes_per_token=1024.0,
         )
         self.sequences: list[Sequence] = []
 
-    def add(self, name: str, num_tokens: int, mode: Mode = Mode.HERE) -> Sequence:
+    def add(self, name: str, num_tokens: int, mode: Mode = Mode.LOCAL) -> Sequence:
         sequence = Sequence.from_spec(
             make_spec(name, list(range(num_tokens)), mode=mode, cache_salt=name.encode()),
             arrival=len(self.sequences),
@@ -51,7 +51,7 @@ class Bench:
         for chunk in schedule.chunks:
             samples = chunk.samples
             chunk.sequence.num_computed_tokens += chunk.num_tokens
-            if samples and chunk.sequence.mode is not Mode.FOR_PEER:
+            if samples and chunk.sequence.mode is not Mode.PREFILL_ONLY:
                 chunk.sequence.append(0)
         self.scheduler.check_integrity(self.sequences)
         return planned
@@ -81,10 +81,10 @@ def test_who_awaits_kv_has_a_place_in_the_step_once_it_is_there() -> None:
     """Else a prompt that is computed here would wait for ever while KV of others keeps coming."""
     bench = Bench(max_num_seqs=4, num_blocks=1000)
     for number in range(4):
-        bench.add(f"early {number}", 8, Mode.AWAIT_KV)
+        bench.add(f"early {number}", 8, Mode.WAITING_FOR_REMOTE_KV)
     here = None
     for number in range(40):
-        bench.add(f"late {number}", 8, Mode.AWAIT_KV)
+        bench.add(f"late {number}", 8, Mode.WAITING_FOR_REMOTE_KV)
         bench.step()
         for sequence in list(bench.scheduler.awaiting):  # its KV came, and its first token
             sequence.num_computed_tokens = sequence.num_prefill_tokens = sequence.num_tokens
@@ -104,10 +104,10 @@ def test_who_awaits_kv_has_a_place_in_the_step_once_it_is_there() -> None:
 def test_what_a_peer_waits_for_does_not_wait_for_what_peers_do() -> None:
     bench = Bench(max_num_seqs=2, num_blocks=100)
     for name in "ab":
-        bench.add(name, 8, Mode.AWAIT_KV)
+        bench.add(name, 8, Mode.WAITING_FOR_REMOTE_KV)
     assert bench.step() == []
     assert [s.sequence_id for s in bench.scheduler.awaiting] == ["a", "b"]
-    bench.add("p", 8, Mode.FOR_PEER)
+    bench.add("p", 8, Mode.PREFILL_ONLY)
     bench.add("c", 8)
     assert bench.step() == [("p", 4)]
     assert bench.step() == [("p", 4)]
@@ -126,10 +126,10 @@ def test_first_come_first_served_also_when_a_later_one_would_fit() -> None:
 
 def test_the_last_chunk_for_a_peer_is_at_most_a_quarter_of_the_budget() -> None:
     bench = Bench(tokens=16)
-    bench.add("a", 30, Mode.FOR_PEER)
+    bench.add("a", 30, Mode.PREFILL_ONLY)
     assert [bench.step() for _ in range(3)] == [[("a", 16)], [("a", 10)], [("a", 4)]]
     bench = Bench(tokens=16)
-    bench.add("b", 6, Mode.FOR_PEER)
+    bench.add("b", 6, Mode.PREFILL_ONLY)
     assert [bench.step() for _ in range(2)] == [[("b", 3)], [("b", 3)]]
 
 
@@ -159,7 +159,7 @@ def test_a_sequence_for_a_peer_is_never_preempted() -> None:
     bench = Bench(num_blocks=5, tokens=8)
     a = bench.add("a", 7)
     bench.step()
-    peer = bench.add("peer", 12, Mode.FOR_PEER)
+    peer = bench.add("peer", 12, Mode.PREFILL_ONLY)
     assert bench.step() == [("a", 1), ("peer", 7)]
     assert bench.step() == [("peer", 3)]  # `a` lacks a block, and has nobody to take it from
     assert (a.num_preemptions, peer.num_preemptions) == (1, 0)
@@ -167,10 +167,10 @@ def test_a_sequence_for_a_peer_is_never_preempted() -> None:
 
 def test_has_no_work_while_the_oldest_cannot_be_admitted() -> None:
     bench = Bench(num_blocks=2)
-    awaiting = bench.add("a", 8, Mode.AWAIT_KV)
+    awaiting = bench.add("a", 8, Mode.WAITING_FOR_REMOTE_KV)
     bench.add("b", 1)
     bench.step()
-    assert awaiting.status is Status.AWAITING_KV
+    assert awaiting.status is Status.WAITING_FOR_KV
     assert not bench.scheduler.has_work()
     bench.scheduler.withdraw(awaiting)
     bench.sequences.remove(awaiting)
@@ -178,21 +178,21 @@ def test_has_no_work_while_the_oldest_cannot_be_admitted() -> None:
     assert bench.scheduler.has_work()
 
 
-def test_sequences_wait_for_a_seat_and_those_for_a_peer_need_none() -> None:
+def test_sequences_wait_for_a_running_slot_and_those_for_a_peer_need_none() -> None:
     bench = Bench(itl_limit_s=0.1)
-    bench.pace.observe(StepReport(num_decode_tokens=2, step_ms=48.0))
-    assert bench.scheduler._seats.num == 2
+    bench.step_time.observe(StepWork(decode_tokens=2), 48e-3)
+    assert bench.scheduler._running_slots.num == 2
     a = bench.add("a", 2)
-    pulls = bench.add("pulls", 8, Mode.AWAIT_KV)
+    pulls = bench.add("pulls", 8, Mode.WAITING_FOR_REMOTE_KV)
     bench.add("b", 2)
     assert bench.step() == [("a", 2)]
-    assert pulls.status is Status.AWAITING_KV
+    assert pulls.status is Status.WAITING_FOR_KV
     assert [s.sequence_id for s in bench.scheduler.waiting] == ["b"]
     bench.scheduler.withdraw(a)
     bench.sequences.remove(a)
     bench.pool.release(a.let_go())
     assert bench.scheduler.has_work()
     assert bench.step() == [("b", 2)]
-    peer = bench.add("peer", 2, Mode.FOR_PEER)
+    peer = bench.add("peer", 2, Mode.PREFILL_ONLY)
     bench.step()
     assert peer.status is Status.RUNNING

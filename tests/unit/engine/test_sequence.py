@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from tandem.block_hash import hash_blocks
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Sequence, finish_reason
 from tandem.engine.types import Mode
 from tests.engine_driver import make_spec
 
 ROOT = b"root of 16 bytes"
 
 
-def make(num_tokens: int, mode: Mode = Mode.HERE, **fields: object) -> Sequence:
+def make(num_tokens: int, mode: Mode = Mode.LOCAL, **fields: object) -> Sequence:
     spec = make_spec("a", list(range(num_tokens)), mode=mode, **fields)
     return Sequence.from_spec(spec, arrival=0, block_size=4, chain_root=ROOT)
 
@@ -26,7 +26,7 @@ def test_the_last_token_is_never_taken_from_the_cache() -> None:
 
 
 def test_blocks_that_are_final() -> None:
-    for mode, expected in ((Mode.HERE, 1), (Mode.FOR_PEER, 2)):
+    for mode, expected in ((Mode.LOCAL, 1), (Mode.PREFILL_ONLY, 2)):
         sequence = make(6, mode)
         sequence.hold([0, 1], 0)
         assert sequence.num_final_blocks == 0
@@ -47,11 +47,11 @@ def test_only_the_first_admission_counts_as_cached_and_only_of_the_prompt() -> N
 
 def test_finish_reasons() -> None:
     sequence = make(4, max_tokens=2, stop_token_ids=[3, 7])
-    assert sequence.finish_reason(100) == ""  # token 3 is the prompt's
+    assert finish_reason(sequence, 100) == ""  # token 3 is the prompt's
     sequence.append(7)
-    assert sequence.finish_reason(100) == "stop"
+    assert finish_reason(sequence, 100) == "stop"
     sequence.append(8)
-    assert sequence.finish_reason(100) == "length"
+    assert finish_reason(sequence, 100) == "length"
     other = make(4, max_tokens=9)
     other.append(1)
-    assert (other.finish_reason(6), other.finish_reason(5)) == ("", "length")
+    assert (finish_reason(other, 6), finish_reason(other, 5)) == ("", "length")

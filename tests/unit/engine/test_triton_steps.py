@@ -38,15 +38,17 @@ def runner_of(folder: ModelFolder, kernels: str) -> ModelRunner:
     return ModelRunner(folder, replace(config, kernels=kernels))  # type: ignore[arg-type]
 
 
-def greedy(runner: ModelRunner, prompts: Sequence[Sequence[int]], num_made: int) -> list[list[int]]:
+def greedy(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], num_output_tokens: int
+) -> list[list[int]]:
     """Chunked prefill of all prompts at once, then decode of all, in a batch of changing size."""
-    sequences = place(runner, [[*prompt, *[0] * num_made] for prompt in prompts])
+    sequences = place(runner, [[*prompt, *[0] * num_output_tokens] for prompt in prompts])
     lens = [len(prompt) for prompt in prompts]
     made: list[list[int]] = [[] for _ in prompts]
     tokens = [list(prompt) for prompt in prompts]
-    while any(len(m) < num_made for m in made):
-        going = [i for i in range(len(prompts)) if len(made[i]) < num_made - i]
-        going = going or [i for i in range(len(prompts)) if len(made[i]) < num_made]
+    while any(len(m) < num_output_tokens for m in made):
+        going = [i for i in range(len(prompts)) if len(made[i]) < num_output_tokens - i]
+        going = going or [i for i in range(len(prompts)) if len(made[i]) < num_output_tokens]
         slices = []
         for i in going:
             sequences[i].token_ids = tokens[i]

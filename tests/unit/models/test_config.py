@@ -37,7 +37,7 @@ def test_llama_as_transformers_4_writes_it():
     assert (config.num_layers, config.num_attention_heads, config.num_kv_heads) == (2, 4, 2)
     assert (config.head_dim, config.rope_theta, config.rope_scaling) == (16, 500000.0, None)
     assert (config.max_model_len, config.torch_dtype) == (512, "bfloat16")
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.eos_token_ids == (2,)
     flags = (config.qkv_bias, config.attention_out_bias, config.mlp_bias, config.qk_norm)
     assert flags == (False, False, False, False)
 

@@ -37,7 +37,7 @@ def test_sizes_and_special_tokens(tmp_path, tiny_gguf):
     assert (config.hidden_size, config.intermediate_size, config.num_layers) == (64, 96, 2)
     assert (config.num_attention_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
     assert config.rms_norm_eps == pytest.approx(1e-5)
-    assert (config.bos_token_id, config.eos_token_ids) == (tiny_gguf.bos, (tiny_gguf.eos,))
+    assert config.eos_token_ids == (tiny_gguf.eos,)
     assert (config.max_model_len, config.tie_word_embeddings) == (512, True)
 
 

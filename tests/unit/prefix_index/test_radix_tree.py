@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from tandem.bench.radix_tree import RadixTree
 from tandem.prefix_index.memory import MemoryIndex
+from tandem_bench.radix_tree import RadixTree
 
 
 async def test_it_finds_what_the_index_in_memory_finds() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 
@@ -7,17 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cost_model import DecodeRate, PrefillRate, WorkerRates
+from tandem.perf_model.predict import prefill_seconds, queue_seconds
+from tandem.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
+from tandem.router.admission.admit import Decision, admit
+from tandem.router.admission.calibration import Calibration, Promise
 from tandem.router.admission.predict import (
     MARGIN,
     TtftLimit,
     allowed_s,
     expected_ttft_s,
-    seat_wait_s,
-    wait_s,
+    slot_wait_s,
 )
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot, choose
-from tandem.router.placement.costs import TOKEN_S
 
 RATES = WorkerRates(PrefillRate(0.1, 1e-3, 0.0), DecodeRate(0.01, 2e-3), 100, measured=True)
 
@@ -33,6 +35,24 @@ def placed(
     placement = choose(work, here, {"p": depth}, Random(0))
     assert placement is not None
     return placement
+
+
+def decide(
+    work: Work,
+    placement: Placement,
+    limit: TtftLimit,
+    *,
+    calibration: Calibration = Calibration(),
+    ahead_s: float = 0.0,
+) -> Decision:
+    return admit(
+        work, placement, limit, calibration, ahead_s=ahead_s, completion_tokens=0.0, now=7.0
+    )
+
+
+def wait_s(work: Work, placement: Placement, limit: TtftLimit) -> float | None:
+    decision = decide(work, placement, limit)
+    return None if decision.is_admitted else decision.late_s
 
 
 def test_predicts_queue_prompt_and_the_steps_of_those_who_decode() -> None:
@@ -52,9 +72,10 @@ def test_counts_the_fastest_of_candidates_and_the_decode_worker_itself() -> None
     assert expected_ttft_s(Work(320), placement) == pytest.approx(here_s)
 
 
-def test_without_rates_a_token_has_one_price() -> None:
+def test_without_rates_a_token_has_the_price_of_the_guess() -> None:
     placement = placed(Work(100), rates=WorkerRates(), queued_tokens=300)
-    assert expected_ttft_s(Work(100), placement) == pytest.approx(400 * TOKEN_S)
+    guessed_s = queue_seconds(WorkerRates(), 300) + prefill_seconds(WorkerRates(), 100, 0)
+    assert expected_ttft_s(Work(100), placement) == pytest.approx(guessed_s)
 
 
 @given(st.integers(0, 100_000), st.integers(0, 100_000), st.integers(1, 50_000))
@@ -73,6 +94,22 @@ def test_says_how_long_to_wait() -> None:
     late_s = expected_ttft_s(work, placement) - MARGIN * 1.1
     assert wait_s(work, placement, limit) == pytest.approx(late_s)
     assert wait_s(work, placed(work), limit) is None
+
+
+def test_what_was_learned_and_the_wait_in_the_router_count() -> None:
+    """The prompt is expected in 0.75 s, of a limit of 2 s."""
+    work, limit = Work(200), TtftLimit(2.0)
+    placement = placed(work, queued_tokens=150)
+    predicted_s = expected_ttft_s(work, placement)
+    assert decide(work, placement, limit).promise == Promise(predicted_s, 7.0)
+    held = decide(work, placement, limit, ahead_s=1.0)
+    assert held.late_s == pytest.approx(predicted_s + 1.0 - MARGIN * 2.0)
+    assert held.promise is None
+    slow = Calibration(log_factor=math.log(3.0))
+    assert decide(work, placement, limit, calibration=slow).late_s == pytest.approx(
+        3 * predicted_s - MARGIN * 2.0
+    )
+    assert decide(work, placed(work), TtftLimit(100.0)) == Decision(0.0)  # it would teach nothing
 
 
 def test_nobody_is_refused_for_a_guess() -> None:
@@ -111,33 +148,36 @@ def decoding(**load: int) -> WorkerSnapshot:
     return WorkerSnapshot("d", "d/1", "", "decode", "ready", rates=RATES, **load)  # type: ignore[arg-type]
 
 
-def test_waits_for_a_seat_while_others_end() -> None:
-    """With 10 seats a step takes 30 ms, and of requests of 100 tokens one ends each 0.3 s."""
+def test_waits_for_a_running_slot_while_others_end() -> None:
+    """With 10 running slots a step takes 30 ms, and of requests of 100 tokens one ends each 0.3
+    s.
+    """
     work = Work(100)
-    assert seat_wait_s(work, decoding(num_running=9, num_seats=10), 100) == 0.0
-    assert seat_wait_s(work, decoding(num_running=50), 100) == 0.0  # it does not say
-    assert seat_wait_s(work, decoding(num_running=99, num_seats=10), 0) == 0.0  # nobody ended yet
-    full = decoding(num_running=8, num_pulls=2, num_seats=10)
-    assert seat_wait_s(work, full, 100) == pytest.approx(0.3)
-    queue = decoding(num_running=10, num_waiting=4, num_seats=10)
-    assert seat_wait_s(work, queue, 100) == pytest.approx(1.5)
+    assert slot_wait_s(work, decoding(num_running=9, num_running_slots=10), 100) == 0.0
+    assert slot_wait_s(work, decoding(num_running=50), 100) == 0.0  # it does not say
+    # Nobody ended yet.
+    assert slot_wait_s(work, decoding(num_running=99, num_running_slots=10), 0) == 0.0
+    full = decoding(num_running=8, num_pulls=2, num_running_slots=10)
+    assert slot_wait_s(work, full, 100) == pytest.approx(0.3)
+    queue = decoding(num_running=10, num_waiting=4, num_running_slots=10)
+    assert slot_wait_s(work, queue, 100) == pytest.approx(1.5)
 
 
 def test_waits_for_blocks_while_others_end() -> None:
-    free = decoding(num_running=10, num_seats=64, blocks_total=100, blocks_used=90)
-    assert seat_wait_s(Work(160), free, 100) == 0.0
-    assert seat_wait_s(Work(161), free, 100) == pytest.approx(0.3)
+    free = decoding(num_running=10, num_running_slots=64, blocks_total=100, blocks_used=90)
+    assert slot_wait_s(Work(160), free, 100) == 0.0
+    assert slot_wait_s(Work(161), free, 100) == pytest.approx(0.3)
     queue = decoding(
         num_running=10, num_waiting=2, queued_tokens=50, blocks_total=100, blocks_used=90
     )
-    assert seat_wait_s(Work(111), queue, 100) == pytest.approx(0.9)
+    assert slot_wait_s(Work(111), queue, 100) == pytest.approx(0.9)
     prompts = replace(queue, num_waiting=0)  # which have their blocks
-    assert seat_wait_s(Work(111), prompts, 100) == 0.0
+    assert slot_wait_s(Work(111), prompts, 100) == 0.0
 
 
-def test_the_queue_where_it_is_prefilled_shortens_while_it_waits_for_a_seat() -> None:
+def test_the_queue_where_it_is_prefilled_shortens_while_it_waits_for_a_running_slot() -> None:
     work, alone_s = Work(100), 0.2
-    full = decoding(num_running=10, num_waiting=4, num_seats=10)
+    full = decoding(num_running=10, num_waiting=4, num_running_slots=10)
     for queued, wait in ((500, 1.5), (1500, 3.0)):
         peer = WorkerSnapshot("p", "p/1", "", "prefill", "ready", rates=RATES, queued_tokens=queued)
         placement = Placement(full, (peer,), (), 100, "")

@@ -6,27 +6,28 @@ from tandem.router.admission.calibration import Calibration, Promise
 from tandem.router.admission.predict import MARGIN
 
 
-def learn(calibration: Calibration, predicted_s: float, seen_s: float, times: int) -> None:
+def learn(calibration: Calibration, predicted_s: float, seen_s: float, times: int) -> Calibration:
     for _ in range(times):
-        calibration.kept(Promise(predicted_s, made_at=100.0), 100.0 + seen_s)
+        calibration = calibration.kept(Promise(predicted_s, promised_at=100.0), 100.0 + seen_s)
+    return calibration
 
 
 def test_learns_by_how_much_predictions_are_off_and_forgets_it() -> None:
     calibration = Calibration()
     assert calibration.factor == 1.0
-    learn(calibration, 2.0, 5.0, 60)
+    calibration = learn(calibration, 2.0, 5.0, 60)
     assert calibration.factor == pytest.approx(2.5, rel=0.01)
-    learn(calibration, 2.0, 1.6, 60)
+    calibration = learn(calibration, 2.0, 1.6, 60)
     assert calibration.factor == pytest.approx(0.8, rel=0.01)
 
 
 def test_one_that_is_far_off_says_little() -> None:
     calibration = Calibration()
-    learn(calibration, 1.0, 1000.0, 1)
+    calibration = learn(calibration, 1.0, 1000.0, 1)
     assert calibration.factor < 1.3
-    learn(calibration, 1.0, 1000.0, 1000)
+    calibration = learn(calibration, 1.0, 1000.0, 1000)
     assert calibration.factor == pytest.approx(8.0)
-    learn(calibration, 1.0, 0.0, 1000)
+    calibration = learn(calibration, 1.0, 0.0, 1000)
     assert calibration.factor == pytest.approx(0.5)
 
 
@@ -34,19 +35,19 @@ def test_only_what_was_predicted_to_be_near_the_limit_counts() -> None:
     calibration = Calibration()
     assert calibration.promise(0.29, 1.0, 0.0) is None
     assert calibration.promise(0.31, 1.0, 0.0) is not None
-    learn(calibration, 1.0, 4.0, 60)
+    calibration = learn(calibration, 1.0, 4.0, 60)
     assert calibration.promise(0.1, 1.0, 0.0) is not None  # 0.4 by what was learned
 
 
 def test_keeps_back_what_the_spread_asks_for() -> None:
     calibration = Calibration()
     assert calibration.margin == pytest.approx(MARGIN)
-    learn(calibration, 1.0, 1.0, 200)
+    calibration = learn(calibration, 1.0, 1.0, 200)
     assert calibration.margin == pytest.approx(0.85)
     for seen_s in [0.8, 1.25] * 200:  # a spread of 0.22 about none
-        learn(calibration, 1.0, seen_s, 1)
+        calibration = learn(calibration, 1.0, seen_s, 1)
     assert calibration.margin == pytest.approx(0.59, abs=0.04)
-    learn(calibration, 1.0, 1000.0, 3)
+    calibration = learn(calibration, 1.0, 1000.0, 3)
     assert calibration.margin == pytest.approx(0.4)
-    learn(calibration, 1.0, 1.0, 200)
+    calibration = learn(calibration, 1.0, 1.0, 200)
     assert calibration.margin > 0.8

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.store.registry import Load, WorkerRecord
-from tests.harness.scripted_worker import contract
+from tests.harness.scripted_worker import compatibility
 
 
 def record(**load: int) -> WorkerRecord:
@@ -21,7 +21,7 @@ def record(**load: int) -> WorkerRecord:
         pid=1,
         model="m",
         max_model_len=100,
-        contract=contract("f"),
+        compatibility=compatibility("f"),
         load=Load(**load),
     )
 

@@ -26,8 +26,8 @@ def replies(*, chat: bool, **body: Any) -> Replies:
 
 
 def streamed(*, chat: bool, **body: Any) -> list[dict[str, Any]]:
-    made = replies(chat=chat, stream=True, **body)
-    return [chunk for delta in (FIRST, LAST) for chunk in made.chunks(0, delta)]
+    output_token_ids = replies(chat=chat, stream=True, **body)
+    return [chunk for delta in (FIRST, LAST) for chunk in output_token_ids.chunks(0, delta)]
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -46,8 +46,8 @@ def test_each_chunk_has_the_usage_so_far_when_that_is_asked_for(chat: bool) -> N
     """As at vLLM: with the final usage beside it, and without include_usage not at all."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = streamed(chat=chat, stream_options=options)
-    made = [c["usage"]["completion_tokens"] for c in chunks]
-    assert made == [*([0] if chat else []), 1, 3, 3]
+    output_token_ids = [c["usage"]["completion_tokens"] for c in chunks]
+    assert output_token_ids == [*([0] if chat else []), 1, 3, 3]
     assert {c["usage"]["prompt_tokens"] for c in chunks} == {3}
     assert chunks[-1]["choices"] == []
     without = streamed(chat=chat, stream_options={"continuous_usage_stats": True})
@@ -107,8 +107,10 @@ def test_several_prompts_are_choices_with_their_usage_summed() -> None:
 
 def test_chunks_of_several_prompts_end_with_one_usage() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    made = several(stream=True, stream_options=options, return_token_ids=True)
-    chunks = [c for i, d in ((0, FIRST), (1, OTHER), (0, LAST)) for c in made.chunks(i, d)]
+    output_token_ids = several(stream=True, stream_options=options, return_token_ids=True)
+    chunks = [
+        c for i, d in ((0, FIRST), (1, OTHER), (0, LAST)) for c in output_token_ids.chunks(i, d)
+    ]
     assert [[c["index"] for c in chunk["choices"]] for chunk in chunks] == [[0], [1], [0], []]
     prompts = [chunk["choices"][0].get("prompt_token_ids") for chunk in chunks[:-1]]
     assert prompts == [[1, 2, 3], [1, 2, 3, 4], None]

@@ -3,10 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.perf_model.predict import prefill_seconds, queue_seconds, token_seconds
+from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
 from tandem.router.placement.choose import (
     PREFILL_CANDIDATES_MAX,
     Work,
@@ -16,7 +18,7 @@ from tandem.router.placement.choose import (
     near_best,
     prefill_cost,
 )
-from tandem.router.placement.costs import TOKEN_S, cached_tokens, with_likely_rates
+from tandem.router.placement.costs import cached_tokens, with_likely_rates
 
 
 def worker(worker_id: str, role: str = "decode", **more: object) -> WorkerSnapshot:
@@ -110,7 +112,8 @@ def test_more_cached_never_costs_more(
     theirs = {w.worker_id: 7 * i for i, w in enumerate(others)}
     less, more = ({one.worker_id: d, **theirs} for d in (depth, depth + deeper_by))
     assert no_more(
-        decode_cost(work, one, more, sources=others), decode_cost(work, one, less, sources=others)
+        decode_cost(work, one, more, producers=others),
+        decode_cost(work, one, less, producers=others),
     )
     held = {w.worker_id: cached_tokens(work, w, theirs) for w in others}
     assert no_more(
@@ -137,11 +140,11 @@ def test_more_cached_never_takes_a_worker_out_of_the_choice(
 ) -> None:
     if not workers:
         return
-    costs = {w.worker_id: decode_cost(work, w, matches, sources=workers) for w in workers}
+    costs = {w.worker_id: decode_cost(work, w, matches, producers=workers) for w in workers}
     before = near_best(workers, costs)
     lucky = data.draw(st.sampled_from(before))
     deeper = {**matches, lucky.worker_id: matches.get(lucky.worker_id, 0) + deeper_by}
-    costs[lucky.worker_id] = decode_cost(work, lucky, deeper, sources=workers)
+    costs[lucky.worker_id] = decode_cost(work, lucky, deeper, producers=workers)
     after = near_best(workers, costs)
     assert lucky in after
     assert len(after) <= len(before)
@@ -157,9 +160,9 @@ def test_more_load_never_costs_less(
         num_waiting=one.num_waiting + waiting,
         queued_tokens=one.queued_tokens + queued,
     )
-    for sources in ([], [one]):
-        before = decode_cost(work, one, {}, sources=sources)
-        assert no_more(before, decode_cost(work, busier, {}, sources=sources))
+    for producers in ([], [one]):
+        before = decode_cost(work, one, {}, producers=producers)
+        assert no_more(before, decode_cost(work, busier, {}, producers=producers))
     assert no_more(prefill_cost(work, one, {}), prefill_cost(work, busier, {}))
 
 
@@ -208,13 +211,17 @@ def test_prefix_holders_have_more_than_the_first_candidate_and_are_others(
     assert first not in placement.prefix_holders
 
 
-def test_without_rates_a_token_has_one_price() -> None:
+def test_without_rates_all_have_the_prices_of_the_guess() -> None:
+    guess, token_s = WorkerRates(), token_seconds(WorkerRates())
     idle, busy = worker("p", "prefill"), worker("p", "prefill", queued_tokens=300, num_leases=2)
-    assert prefill_cost(Work(100), idle, {"p": 2}) == TOKEN_S * 68
-    assert abs(prefill_cost(Work(100), busy, {}) - TOKEN_S * (300 + 2 * 32 + 100)) < 1e-9
+    assert prefill_cost(Work(100), idle, {"p": 2}) == prefill_seconds(guess, 100, 32)
+    prompt_s = prefill_seconds(guess, 100, 0)
+    expected_s = queue_seconds(guess, 300) + 2 * 32 * token_s + 3 * prompt_s
+    assert prefill_cost(Work(100), busy, {}) == pytest.approx(expected_s)
     running = worker("d", num_running=2, num_waiting=1)
-    price = decode_cost(Work(100), running, {}, sources=[idle])
-    assert abs(price - TOKEN_S * (2 * 24 + 64 + 25)) < 1e-9
+    price = decode_cost(Work(100), running, {}, producers=[idle])
+    expected_s = 2 * 24 * guess.decode.sequence_s + 64 * token_s + 0.25 * 2 * prompt_s
+    assert price == pytest.approx(expected_s)
 
 
 def test_a_slow_worker_gets_less_and_one_that_is_new_is_taken_for_like_the_others() -> None:
@@ -311,23 +318,32 @@ def test_of_many_workers_the_only_one_left_is_found() -> None:
 
 
 def test_workers_that_cannot_exchange_kv_are_never_paired_and_both_kinds_serve() -> None:
-    old = [worker("d-old", pairing_key=b"1"), worker("p-old", "prefill", pairing_key=b"1")]
-    new = [worker("d-new", pairing_key=b"2"), worker("p-new", "prefill", pairing_key=b"2")]
+    old = [
+        worker("d-old", compatibility_key=b"1"),
+        worker("p-old", "prefill", compatibility_key=b"1"),
+    ]
+    new = [
+        worker("d-new", compatibility_key=b"2"),
+        worker("p-new", "prefill", compatibility_key=b"2"),
+    ]
     chosen = set()
     for seed in range(40):
         placement = choose(Work(500), [*old, *new], {"p-old": 9, "d-new": 3}, Random(seed))
         assert placement is not None
-        kind = placement.decode.pairing_key
+        kind = placement.decode.compatibility_key
         chosen.add(kind)
         partners = (*placement.prefill_candidates, *placement.prefix_holders)
         assert partners
-        assert all(w.pairing_key == kind for w in partners)
+        assert all(w.compatibility_key == kind for w in partners)
     assert chosen == {b"1", b"2"}
 
 
 def test_in_an_upgrade_the_generation_that_can_take_it_does() -> None:
-    leaves = worker("d-old", pairing_key=b"1", state="draining")
-    stays = [worker("d-new", pairing_key=b"2"), worker("p-old", "prefill", pairing_key=b"1")]
+    leaves = worker("d-old", compatibility_key=b"1", state="draining")
+    stays = [
+        worker("d-new", compatibility_key=b"2"),
+        worker("p-old", "prefill", compatibility_key=b"1"),
+    ]
     placement = choose(Work(500), [leaves, *stays], {}, Random(0))
     assert placement is not None
     assert placement.decode.worker_id == "d-new"

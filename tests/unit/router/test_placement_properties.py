@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.cost_model import DecodeRate, PairRate, PrefillRate, WorkerRates, prefill_seconds
+from tandem.perf_model.predict import prefill_seconds
+from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
 from tandem.router.placement.choose import (
     NEAR_BEST_S,
     SHARE_EXCESS,

@@ -7,8 +7,8 @@ import pytest
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound
 from tandem.router.request.request import (
     ALLOWED,
+    ClientRequest,
     Conversation,
-    GenerationRequest,
     Message,
     Sampling,
 )
@@ -57,7 +57,7 @@ def test_sampling_out_of_range_names_the_field_and_the_range(name: str, value: f
 def test_request_out_of_range(name: str, value: object) -> None:
     field = "prompt" if name == "messages" else name
     with pytest.raises(BadRequest) as raised:
-        GenerationRequest(**{"prompt": "x", field: value})  # type: ignore[arg-type]
+        ClientRequest(**{"prompt": "x", field: value})  # type: ignore[arg-type]
     assert raised.value.param == name
     assert ALLOWED[name] in raised.value.message
 
@@ -69,32 +69,32 @@ def test_unknown_role(role: str) -> None:
     assert len(raised.value.message) < 200
 
 
-def check(request: GenerationRequest) -> None:
+def check(request: ClientRequest) -> None:
     request.check_against(model="tiny", vocab_size=100, max_model_len=10)
 
 
 def test_what_only_the_model_can_tell() -> None:
-    check(GenerationRequest(prompt="x", model="tiny"))
-    check(GenerationRequest(prompt=(0, 99)))
+    check(ClientRequest(prompt="x", model="tiny"))
+    check(ClientRequest(prompt=(0, 99)))
     with pytest.raises(ModelNotFound, match="'tiny'"):
-        check(GenerationRequest(prompt="x", model="TINY"))
+        check(ClientRequest(prompt="x", model="TINY"))
     with pytest.raises(BadRequest, match="0 to 99"):
-        check(GenerationRequest(prompt=(100,)))
+        check(ClientRequest(prompt=(100,)))
     with pytest.raises(BadRequest, match="0 to 99"):
-        check(GenerationRequest(prompt="x", stop_token_ids=(-1,)))
+        check(ClientRequest(prompt="x", stop_token_ids=(-1,)))
     with pytest.raises(ContextTooLong, match="at most 9"):
-        check(GenerationRequest(prompt=(1,) * 10))
+        check(ClientRequest(prompt=(1,) * 10))
     with pytest.raises(ContextTooLong, match="at most 640") as raised:
-        check(GenerationRequest(prompt=Conversation((Message("user", "x" * 641),))))
+        check(ClientRequest(prompt=Conversation((Message("user", "x" * 641),))))
     assert raised.value.param == "messages"
 
 
 def test_completion_limit() -> None:
-    request = GenerationRequest(prompt="x")
+    request = ClientRequest(prompt="x")
     assert request.completion_limit(4, 10) == 6
-    assert GenerationRequest(prompt="x", default_max_tokens=3).completion_limit(4, 10) == 3
-    assert GenerationRequest(prompt="x", default_max_tokens=16).completion_limit(4, 10) == 6
-    exact = GenerationRequest(prompt="x", max_tokens=6)
+    assert ClientRequest(prompt="x", default_max_tokens=3).completion_limit(4, 10) == 3
+    assert ClientRequest(prompt="x", default_max_tokens=16).completion_limit(4, 10) == 6
+    exact = ClientRequest(prompt="x", max_tokens=6)
     assert exact.completion_limit(4, 10) == 6
     with pytest.raises(ContextTooLong, match="must be at most 5") as raised:
         exact.completion_limit(5, 10)
@@ -106,7 +106,7 @@ def test_completion_limit() -> None:
 
 
 def test_a_completion_without_a_limit_leaves_room_in_the_pool() -> None:
-    request = GenerationRequest(prompt="a")
+    request = ClientRequest(prompt="a")
     assert request.completion_limit(10, 100, pool_tokens=64) == 54
     assert request.completion_limit(70, 100, pool_tokens=64) == 1  # the worker says it never fits
     assert request.completion_limit(10, 100) == 90

@@ -4,44 +4,12 @@ from random import Random
 
 import pytest
 
-from tandem.cost_model import PrefillRate, WorkerRates
+from tandem.perf_model.rates import PrefillRate, WorkerRates
 from tandem.router.placement.choose import SHARE_EXCESS, Roster, Work, choose
-from tandem.router.placement.shares import HALF_LIFE_S, REBASE_S, Shares, paced
+from tandem.router.placement.shares import REBASE_S, Shares
 from tests.unit.router.test_placement import worker
 
 TOKEN = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), measured=True)
-
-
-def test_the_pace_and_the_share_are_learned_from_first_tokens() -> None:
-    shares = Shares()
-    shares.join("slow", 0.0)
-    for n in range(40):
-        sent = shares.sent("slow", 1.0, 10.0 * n)
-        shares.first_token(sent, "slow", 10.0 * n + 1.3)
-    assert shares.pace("slow") == pytest.approx(1.3, rel=0.01)
-    assert paced(TOKEN, shares.pace("slow")).prefill.seconds(100) == pytest.approx(0.13, rel=0.01)
-    given_s = sum(1.3 * 2.0 ** (-(391.3 - 10 * n - 1.3) / HALF_LIFE_S) for n in range(40))
-    assert shares.placed("slow") / shares.second(391.3) == pytest.approx(given_s)
-
-
-def test_of_two_in_a_queue_each_counts_for_its_own_time() -> None:
-    shares = Shares()
-    shares.join("w", 0.0)
-    sent = [shares.sent("w", 1.0, 0.0) for _ in range(2)]
-    assert shares.placed("w") == 2.0
-    for n, one in enumerate(sent):
-        shares.first_token(one, "w", 1.0 + n)
-    assert shares.pace("w") == pytest.approx(1.0)
-
-
-def test_who_was_chosen_and_did_not_compute_it_has_no_share_of_it() -> None:
-    shares = Shares()
-    shares.join("chosen", 0.0)
-    shares.join("other", 0.0)
-    shares.first_token(shares.sent("chosen", 1.0, 0.0), "other", 2.0)
-    assert shares.placed("chosen") == 0.0
-    assert shares.placed("other") == 2.0 * shares.second(2.0)
-    assert shares.pace("other") == 1.0
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])

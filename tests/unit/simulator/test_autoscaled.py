@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tandem.config import AutoscaleConfig
-from tandem.cost_model import DecodeRate, PrefillRate, WorkerRates
+from tandem.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
 from tandem.router.admission.predict import TtftLimit
 from tandem.router.placement.choose import choose
 from tandem.simulator.autoscaled import Autoscaled, reversals
@@ -89,18 +89,9 @@ def test_it_costs_less_than_the_pools_at_their_largest(
 
 def test_a_worker_comes_a_cold_start_later_and_goes_when_it_is_empty() -> None:
     clock, log = Clock(), []
+    scenario = Scenario(block_size=16, kv_tokens=160, sequences_max=4, queue_max=4)
     workers = [
-        Worker(
-            f"w{n}",
-            "prefill",
-            rates=WorkerRates(),
-            block_size=16,
-            num_blocks=10,
-            sequences_max=4,
-            queue_max=4,
-            clock=clock,
-            listener=None,  # type: ignore[arg-type]
-        )
+        Worker(f"w{n}", "prefill", scenario, clock, None)  # type: ignore[arg-type]
         for n in range(3)
     ]
     fleet = Fleet(

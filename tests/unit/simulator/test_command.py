@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[3]
 MOONCAKE = ROOT / "tests" / "data" / "mooncake_small.jsonl"
@@ -61,9 +60,17 @@ def test_pools_that_follow_a_days_load_explain_themselves() -> None:
         ([str(MOONCAKE), "--autoscale", "--decode", "0"], "autoscale-decode-max is 0"),
     ],
 )
-def test_a_bad_option_is_named(arguments: list[str], words: str) -> None:
-    from tandem.simulator.command import app
+def test_a_bad_option_is_named(
+    arguments: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from tandem.simulator.command import main
 
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 1
-    assert words in done.stderr
+    monkeypatch.setattr("sys.argv", ["simulate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert words in said

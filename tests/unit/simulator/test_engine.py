@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.cost_model import DecodeRate, PrefillRate, WorkerRates
+from tandem.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
 from tandem.simulator.workers.engine import Engine
 
 RATES = WorkerRates(PrefillRate(0.1, 0.001, 0.0), DecodeRate(0.01, 0.002), step_tokens=100)

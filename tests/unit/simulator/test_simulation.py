@@ -106,10 +106,10 @@ def test_a_dead_decode_worker_loses_nothing_and_its_requests_move() -> None:
     arrivals += [Arrival(1.0, 60_000 // 4, 5, ()) for _ in range(6)]
     faults = (Fault(1.5, "decode-0", "down"), Fault(2.0, "decode-0", "up"))
     simulation = run(replace(EXACT, faults=faults), arrivals)
-    moved = [r for r in simulation.requests if r.num_moves]
-    begun = [r for r in moved if r.num_made]
+    moved = [r for r in simulation.requests if r.num_migrations]
+    begun = [r for r in moved if r.num_output_tokens]
     assert begun
-    assert all(r.first_token_s < 1.5 and r.num_made < 2000 for r in begun)
+    assert all(r.first_token_s < 1.5 and r.num_output_tokens < 2000 for r in begun)
     assert len(moved) > len(begun)
     assert all(r.ended_s for r in moved)
     assert all(r.decode is not None and r.decode.worker_id == "decode-1" for r in moved)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.transfer.fence import Fence
+from tandem.transfer.nixl.fence import Fence
 
 BLOCKS_MAX = 6
 GRACE_S = 0.5
@@ -82,7 +82,7 @@ class FenceMachine(RuleBasedStateMachine):
         self.reads: dict[int, set[int]] = {}
         self.now = 0.0
         self.failed_at: dict[int, float] = {}
-        self.generation = 0
+        self.instance = 0
 
     @property
     def blocks(self) -> set[int]:
@@ -109,7 +109,7 @@ class FenceMachine(RuleBasedStateMachine):
     def renew(self) -> None:
         assert set(self.fence.renewed()) == self.blocks
         self.reads.clear()
-        self.generation += 1
+        self.instance += 1
 
     @rule(under_way=st.integers(0, 2), passed_s=st.integers(0, 48).map(lambda n: n / 8))
     def ask(self, under_way: int, passed_s: float) -> None:
@@ -128,7 +128,7 @@ class FenceMachine(RuleBasedStateMachine):
         assert self.fence.fenced(range(16)) == self.blocks
         assert self.fence.num_blocks == len(self.blocks)
         assert self.fence.is_full == (len(self.blocks) > BLOCKS_MAX)
-        assert self.fence.generation == self.generation
+        assert self.fence.instance == self.instance
         assert self.fence.holds_reads == bool(self.reads)
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.transfer.piece_size import PIECE_S, PieceSize
+from tandem.transfer.nixl.piece_size import PIECE_S, PieceSize
 
 MIB = 1 << 20
 

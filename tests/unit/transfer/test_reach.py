@@ -7,35 +7,35 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tandem.transfer.reach import HostIdentity, Reach, host_identity, reach
-from tandem.transfer.ucx_mode import UcxMode
+from tandem.transfer.nixl.reach import HostIdentity, Reach, host_identity, reach
+from tandem.transfer.nixl.ucx_mode import UcxMode
 
-HERE = HostIdentity("a", "pid:[1]", uid=0, cma=True, rdma=False, ipc_namespace="ipc:[1]")
+LOCAL = HostIdentity("a", "pid:[1]", uid=0, cma=True, rdma=False, ipc_namespace="ipc:[1]")
 
 
 def test_one_machine_one_namespace_and_one_user_read_each_others_memory() -> None:
-    assert reach(HERE, HERE) is Reach.MEMORY
+    assert reach(LOCAL, LOCAL) is Reach.MEMORY
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        replace(HERE, boot_id="b"),
-        replace(HERE, pid_namespace="pid:[2]"),
-        replace(HERE, ipc_namespace="ipc:[2]"),
-        replace(HERE, uid=1000),
-        replace(HERE, cma=False),
+        replace(LOCAL, boot_id="b"),
+        replace(LOCAL, pid_namespace="pid:[2]"),
+        replace(LOCAL, ipc_namespace="ipc:[2]"),
+        replace(LOCAL, uid=1000),
+        replace(LOCAL, cma=False),
     ],
 )
 def test_a_single_difference_leaves_grpc_or_rdma(other: HostIdentity) -> None:
-    assert reach(HERE, other) is reach(other, HERE) is Reach.NOTHING
-    with_rdma = replace(HERE, rdma=True)
+    assert reach(LOCAL, other) is reach(other, LOCAL) is Reach.NOTHING
+    with_rdma = replace(LOCAL, rdma=True)
     assert reach(with_rdma, other) is Reach.NOTHING, "RDMA needs a port on both sides"
     assert reach(with_rdma, replace(other, rdma=True)) is Reach.RDMA
 
 
 def test_plain_tcp_is_used_where_both_sides_allow_it_and_nothing_else_is_there() -> None:
-    ours, theirs = replace(HERE, tcp=True), replace(HERE, tcp=True, boot_id="b")
+    ours, theirs = replace(LOCAL, tcp=True), replace(LOCAL, tcp=True, boot_id="b")
     assert reach(ours, theirs) is Reach.TCP
     assert reach(ours, replace(theirs, boot_id="a")) is Reach.MEMORY
     assert reach(replace(ours, rdma=True), replace(theirs, rdma=True)) is Reach.RDMA
@@ -43,16 +43,16 @@ def test_plain_tcp_is_used_where_both_sides_allow_it_and_nothing_else_is_there()
 
 
 def test_a_mode_belongs_to_an_agent_so_two_modes_never_meet() -> None:
-    assert reach(HERE, replace(HERE, rdma=True)) is Reach.NOTHING
-    assert reach(replace(HERE, rdma=True), replace(HERE, rdma=True)) is Reach.RDMA
+    assert reach(LOCAL, replace(LOCAL, rdma=True)) is Reach.NOTHING
+    assert reach(replace(LOCAL, rdma=True), replace(LOCAL, rdma=True)) is Reach.RDMA
 
 
 def test_an_older_version_does_not_tell_its_ipc_namespace() -> None:
-    assert reach(HERE, replace(HERE, ipc_namespace="")) is Reach.MEMORY
+    assert reach(LOCAL, replace(LOCAL, ipc_namespace="")) is Reach.MEMORY
 
 
 def test_a_process_that_does_not_know_its_machine_shares_it_with_nobody() -> None:
-    unknown = replace(HERE, boot_id="")
+    unknown = replace(LOCAL, boot_id="")
     assert reach(unknown, unknown) is Reach.NOTHING
 
 

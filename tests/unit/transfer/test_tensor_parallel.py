@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import Incompatible
-from tandem.transfer.descriptors import BlockPairs
-from tandem.transfer.tensor_parallel import ParallelLayout, Part, RankRead, descriptors
+from tandem.transfer.tensor_parallel import BlockPairs, ParallelLayout, Part, RankRead, descriptors
 from tests.harness.tensor_parallel_ranks import expected_pools, rank_pools, whole_model
 
 WHOLE = BlockLayout(6, 4, 2, 2, 3, "bfloat16")  # a head of a block: 48 bytes
@@ -28,9 +27,11 @@ def divides(heads: int, degree: int) -> bool:
     return heads % degree == 0 or degree % heads == 0
 
 
-def source_ranks(source: int, local: int, local_rank: int) -> list[int]:
-    reads = descriptors(layout(source), layout(local), BlockPairs([0], [0]), local_rank=local_rank)
-    return [read.source_rank for read in reads]
+def producer_ranks(producer: int, local: int, local_rank: int) -> list[int]:
+    reads = descriptors(
+        layout(producer), layout(local), BlockPairs([0], [0]), local_rank=local_rank
+    )
+    return [read.producer_rank for read in reads]
 
 
 @st.composite
@@ -38,31 +39,31 @@ def cases(draw: st.DrawFn) -> tuple[ParallelLayout, ParallelLayout, BlockPairs]:
     heads = draw(st.integers(1, 16))
     degrees = st.sampled_from([degree for degree in DEGREES if divides(heads, degree)])
     whole = replace(WHOLE, num_kv_heads=heads, num_layers=draw(st.integers(1, 3)))
-    source = ParallelLayout(replace(whole, num_blocks=draw(st.integers(1, 9))), draw(degrees))
+    producer = ParallelLayout(replace(whole, num_blocks=draw(st.integers(1, 9))), draw(degrees))
     local = ParallelLayout(replace(whole, num_blocks=draw(st.integers(1, 9))), draw(degrees))
     local_ids = draw(st.lists(st.integers(0, local.whole.num_blocks - 1), unique=True))
-    source_id = st.integers(0, source.whole.num_blocks - 1)
-    source_ids = draw(st.lists(source_id, min_size=len(local_ids), max_size=len(local_ids)))
-    return source, local, BlockPairs(source_ids, local_ids)
+    producer_id = st.integers(0, producer.whole.num_blocks - 1)
+    producer_ids = draw(st.lists(producer_id, min_size=len(local_ids), max_size=len(local_ids)))
+    return producer, local, BlockPairs(producer_ids, local_ids)
 
 
 @given(cases())
 def test_every_rank_gets_its_heads_and_nothing_else(
     case: tuple[ParallelLayout, ParallelLayout, BlockPairs],
 ) -> None:
-    source, local, blocks = case
-    whole = whole_model(1, source.whole)
-    source_pools = rank_pools(whole, source)
+    producer, local, blocks = case
+    whole = whole_model(1, producer.whole)
+    producer_pools = rank_pools(whole, producer)
     for rank, expected in enumerate(expected_pools(whole, local, blocks)):
         pool = np.zeros(local.rank_layout.pool_bytes, np.uint8)
         written = np.zeros(pool.shape, bool)
-        for read in descriptors(source, local, blocks, local_rank=rank):
+        for read in descriptors(producer, local, blocks, local_rank=rank):
             for part in read.parts:
                 into = slice(part.local_offset, part.local_offset + part.num_bytes)
-                start = part.source_offset
+                start = part.producer_offset
                 assert not written[into].any()  # no byte travels twice
                 written[into] = True
-                pool[into] = source_pools[read.source_rank][start : start + part.num_bytes]
+                pool[into] = producer_pools[read.producer_rank][start : start + part.num_bytes]
         assert np.array_equal(pool, expected)
         assert written.sum() == len(blocks.local_ids) * local.rank_layout.block_bytes
 
@@ -96,19 +97,19 @@ def test_three_ranks_read_what_six_heads_on_two_ranks_share() -> None:
 
 
 def test_replicas_of_a_head_are_read_in_turn() -> None:
-    assert [source_ranks(8, 8, rank) for rank in range(8)] == [[rank] for rank in range(8)]
-    assert [source_ranks(8, 4, rank) for rank in range(4)] == [[0], [3], [4], [7]]
-    assert source_ranks(8, 1, 0) == [0, 2, 4, 6]
-    assert [source_ranks(4, 8, rank) for rank in range(8)] == [
+    assert [producer_ranks(8, 8, rank) for rank in range(8)] == [[rank] for rank in range(8)]
+    assert [producer_ranks(8, 4, rank) for rank in range(4)] == [[0], [3], [4], [7]]
+    assert producer_ranks(8, 1, 0) == [0, 2, 4, 6]
+    assert [producer_ranks(4, 8, rank) for rank in range(8)] == [
         [r] for r in (0, 0, 1, 1, 2, 2, 3, 3)
     ]
 
 
-@pytest.mark.parametrize("source", [4, 8, 16])
+@pytest.mark.parametrize("producer", [4, 8, 16])
 @pytest.mark.parametrize("local", [8, 16])
-def test_no_source_rank_serves_more_readers_than_another(source: int, local: int) -> None:
-    served = Counter(rank for r in range(local) for rank in source_ranks(source, local, r))
-    assert set(served.values()) == {max(1, local // source)}
+def test_no_producer_rank_serves_more_consumers_than_another(producer: int, local: int) -> None:
+    served = Counter(rank for r in range(local) for rank in producer_ranks(producer, local, r))
+    assert set(served.values()) == {max(1, local // producer)}
 
 
 @pytest.mark.parametrize(("heads", "degree"), [(4, 3), (6, 4), (3, 2), (4, 6), (4, 0), (4, -1)])
@@ -150,3 +151,8 @@ def test_pools_of_other_sizes_are_fine_but_their_ends_are_kept() -> None:
 def test_a_rank_that_is_not_there_is_a_mistake_of_ours() -> None:
     with pytest.raises(ValueError, match="no rank 2"):
         descriptors(layout(1), layout(2), BlockPairs([0], [0]), local_rank=2)
+
+
+def test_a_pair_needs_both_sides() -> None:
+    with pytest.raises(ValueError, match="2 producer blocks for 1 local"):
+        BlockPairs([1, 2], [1])

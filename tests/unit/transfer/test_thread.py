@@ -1,4 +1,6 @@
-"""The thread's contract where NIXL is missing or broken; tests/service has it over real NIXL."""
+"""The thread's KV compatibility where NIXL is missing or broken; tests/service has it over real
+NIXL.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,31 @@ import pytest
 from tandem.config import TransferConfig
 from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import Incompatible, InternalError
-from tandem.transfer import nixl, nixl_agent, thread
-from tandem.transfer.nixl import NixlReader
-from tandem.transfer.protocol import LocalPool, Pull, PullResult, RemotePool, layout_fields
-from tandem.transfer.ucx_mode import UcxMode
+from tandem.transfer.nixl import agent, messages, thread
+from tandem.transfer.nixl import consumer as consumer_module
+from tandem.transfer.nixl.consumer import RECOVER_S, NixlConsumer
+from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
+from tandem.transfer.nixl.ucx_mode import UcxMode
 
 LAYOUT = BlockLayout(8, 1, 1, 4, 8, "float32")
 DEADLINE_S = 10.0
 MEMORY = np.zeros(LAYOUT.pool_bytes, np.uint8)
-POOL = LocalPool(MEMORY.ctypes.data, MEMORY.nbytes, 0, "DRAM", layout_fields(LAYOUT))
+POOL = LocalPool(MEMORY.ctypes.data, MEMORY.nbytes, 0, "DRAM", LAYOUT)
 REMOTE = RemotePool(0, 8, LAYOUT.block_bytes, 0, "DRAM")
 
 
 @pytest.fixture
 def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "_PACKAGES", ("no_such_nixl",))
+    monkeypatch.setattr(agent, "_PACKAGES", ("no_such_nixl",))
 
 
 @pytest.fixture
-def events() -> SimpleQueue[thread.TransferEvent]:
+def events() -> SimpleQueue[messages.TransferEvent]:
     return SimpleQueue()
 
 
 @pytest.fixture
-def transfer(events: SimpleQueue[thread.TransferEvent]) -> Iterator[thread.TransferThread]:
+def transfer(events: SimpleQueue[messages.TransferEvent]) -> Iterator[thread.TransferThread]:
     under_test = thread.TransferThread(POOL, TransferConfig(), "alone", events.put)
     under_test.start()
     yield under_test
@@ -46,7 +49,7 @@ def pull(**changes: object) -> Pull:
     fields = {
         "pull_id": "a",
         "peer_id": "nobody",
-        "source_block_ids": [1, 2],
+        "producer_block_ids": [1, 2],
         "local_block_ids": [3, 4],
         "deadline_s": DEADLINE_S,
     }
@@ -55,76 +58,76 @@ def pull(**changes: object) -> Pull:
 
 def test_loading_a_missing_nixl_tells_why(without_nixl: None) -> None:
     with pytest.raises(Incompatible, match="no_such_nixl: No module named 'no_such_nixl'"):
-        nixl_agent.load_nixl()
+        agent.load_nixl()
 
 
 def test_without_nixl_each_question_is_answered(
     without_nixl: None,
     transfer: thread.TransferThread,
-    events: SimpleQueue[thread.TransferEvent],
+    events: SimpleQueue[messages.TransferEvent],
 ) -> None:
     transfer.connect("peer", b"metadata", REMOTE)
     connected = events.get(timeout=DEADLINE_S)
-    assert isinstance(connected, thread.PeerConnected)
+    assert isinstance(connected, messages.PeerConnected)
     assert "NIXL cannot be loaded" in connected.error
-    transfer.source(7)
-    source = events.get(timeout=DEADLINE_S)
-    assert isinstance(source, thread.SourceReady)
-    assert (source.request_id, source.metadata) == (7, b"")
-    assert source.pool == RemotePool(POOL.address, 8, LAYOUT.block_bytes, 0, "DRAM")
-    assert "NIXL cannot be loaded" in source.error
+    transfer.producer(7)
+    producer = events.get(timeout=DEADLINE_S)
+    assert isinstance(producer, messages.ProducerReady)
+    assert (producer.request_id, producer.metadata) == (7, b"")
+    assert producer.pool == RemotePool(POOL.address, 8, LAYOUT.block_bytes, 0, "DRAM")
+    assert "NIXL cannot be loaded" in producer.error
 
 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
         ({}, "the peer nobody is not connected"),
-        ({"source_block_ids": [1]}, "1 source blocks for 2 here"),
-        ({"source_block_ids": [], "local_block_ids": []}, "0 source blocks for 0 here"),
+        ({"producer_block_ids": [1]}, "1 producer blocks for 2 here"),
+        ({"producer_block_ids": [], "local_block_ids": []}, "0 producer blocks for 0 here"),
         ({"local_block_ids": [3, 8]}, "a block id is not in a pool of 8 blocks"),
     ],
 )
 def test_a_pull_that_cannot_start_fails_and_leaves_its_blocks_safe(
     transfer: thread.TransferThread,
-    events: SimpleQueue[thread.TransferEvent],
+    events: SimpleQueue[messages.TransferEvent],
     changes: dict[str, object],
     error: str,
 ) -> None:
     wanted = pull(**changes)
     transfer.submit(wanted)
     settled = events.get(timeout=DEADLINE_S)
-    assert settled == thread.Settled(PullResult("a", False, error=error, reason="refused"))
+    assert settled == messages.Settled(PullResult("a", False, error=error, reason="refused"))
     if wanted.local_block_ids:
-        assert events.get(timeout=DEADLINE_S) == thread.Unfenced(wanted.local_block_ids)
+        assert events.get(timeout=DEADLINE_S) == messages.Unfenced(wanted.local_block_ids)
 
 
 def test_a_peer_with_other_blocks_is_incompatible(
-    transfer: thread.TransferThread, events: SimpleQueue[thread.TransferEvent]
+    transfer: thread.TransferThread, events: SimpleQueue[messages.TransferEvent]
 ) -> None:
     transfer.connect("peer", b"metadata", RemotePool(0, 8, LAYOUT.block_bytes * 2, 0, "DRAM"))
     connected = events.get(timeout=DEADLINE_S)
-    assert isinstance(connected, thread.PeerConnected)
+    assert isinstance(connected, messages.PeerConnected)
     assert connected.error == "peer has blocks of 512 bytes, here of 256"
 
 
 def test_cancelling_and_disconnecting_what_is_unknown_is_nothing(
-    transfer: thread.TransferThread, events: SimpleQueue[thread.TransferEvent]
+    transfer: thread.TransferThread, events: SimpleQueue[messages.TransferEvent]
 ) -> None:
     transfer.cancel("unknown")
     transfer.disconnect("unknown")
     transfer.submit(pull())
-    assert isinstance(events.get(timeout=DEADLINE_S), thread.Settled)
+    assert isinstance(events.get(timeout=DEADLINE_S), messages.Settled)
 
 
 def test_after_a_bug_everything_is_answered_and_only_what_never_started_is_unfenced(
     monkeypatch: pytest.MonkeyPatch,
     transfer: thread.TransferThread,
-    events: SimpleQueue[thread.TransferEvent],
+    events: SimpleQueue[messages.TransferEvent],
 ) -> None:
-    def broken(reader: NixlReader) -> list[PullResult]:
+    def broken(consumer: NixlConsumer) -> list[PullResult]:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(NixlReader, "poll", broken)
+    monkeypatch.setattr(NixlConsumer, "poll", broken)
     submit: list[Callable[[], None]] = [
         lambda: transfer.submit(pull()),
         lambda: transfer.submit(pull()),
@@ -132,26 +135,26 @@ def test_after_a_bug_everything_is_answered_and_only_what_never_started_is_unfen
     for number, each in enumerate(submit):
         each()
         settled = events.get(timeout=DEADLINE_S)
-        assert isinstance(settled, thread.Settled)
+        assert isinstance(settled, messages.Settled)
         assert not settled.result.done
         assert settled.result.reason == "broken"
         assert "a bug" in settled.result.error
         if number == 0:
-            assert isinstance(told := events.get(timeout=DEADLINE_S), thread.Broken)
+            assert isinstance(told := events.get(timeout=DEADLINE_S), messages.Broken)
             assert "a bug" in told.message
-    assert events.get(timeout=DEADLINE_S) == thread.Unfenced([3, 4])  # of the one never started
+    assert events.get(timeout=DEADLINE_S) == messages.Unfenced([3, 4])  # of the one never started
     transfer.connect("peer", b"metadata", REMOTE)
     connected = events.get(timeout=DEADLINE_S)
-    assert isinstance(connected, thread.PeerConnected)
+    assert isinstance(connected, messages.PeerConnected)
     assert "a bug" in connected.error
     assert events.empty()
 
 
-def test_a_reader_that_cannot_be_made_anew_is_told_once_and_not_before_its_time(
+def test_a_consumer_that_cannot_be_made_anew_is_told_once_and_not_before_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    reader = NixlReader(
+    consumer = NixlConsumer(
         POOL, "alone", mode=UcxMode.MEMORY, quarantine_blocks_max=4, clock=lambda: now
     )
 
@@ -160,22 +163,24 @@ def test_a_reader_that_cannot_be_made_anew_is_told_once_and_not_before_its_time(
 
     def connect() -> None:
         with pytest.raises(Incompatible):
-            reader.connect("peer", b"metadata", REMOTE)
+            consumer.connect("peer", b"metadata", REMOTE)
 
-    monkeypatch.setattr(nixl, "Generation", fails)
+    monkeypatch.setattr(consumer_module, "AgentInstance", fails)
     connect()
-    now += 2 * nixl.RECOVER_S
+    now += 2 * RECOVER_S
     connect()
-    assert reader.failure() == "", "without NIXL from the start nothing is lost: gRPC is left"
-    reader.fence()
+    assert consumer.failure() == "", "without NIXL from the start nothing is lost: gRPC is left"
+    consumer.fence()
     connect()
-    assert "no memory to register" in reader.failure()
-    monkeypatch.setattr(nixl, "Generation", lambda *args: SimpleNamespace(load=lambda *peer: None))
-    reader.connect("peer", b"metadata", REMOTE)
-    assert reader.failure() == ""
+    assert "no memory to register" in consumer.failure()
+    monkeypatch.setattr(
+        consumer_module, "AgentInstance", lambda *args: SimpleNamespace(load=lambda *peer: None)
+    )
+    consumer.connect("peer", b"metadata", REMOTE)
+    assert consumer.failure() == ""
 
 
-def test_the_queue_of_commands_is_bounded(events: SimpleQueue[thread.TransferEvent]) -> None:
+def test_the_queue_of_commands_is_bounded(events: SimpleQueue[messages.TransferEvent]) -> None:
     never_started = thread.TransferThread(POOL, TransferConfig(), "idle", events.put)
     for _ in range(thread.COMMANDS_MAX):
         never_started.cancel("x")

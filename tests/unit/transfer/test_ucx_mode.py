@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tandem.transfer.ucx_mode import UcxMode, transports, ucx_tls
+from tandem.transfer.nixl.ucx_mode import UcxMode, transports, ucx_tls
 
 
 @pytest.mark.parametrize("asked", ["all", "tcp", "^cma", "tcp,rc", "rc_mlx5,ud", ""])

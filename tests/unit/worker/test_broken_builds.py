@@ -16,12 +16,13 @@ import pytest
 
 from tandem.engine.sequence import Status
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.transfer.grpc.reservations import Reservation
+from tandem.transfer.grpc.transport import GrpcTransport
+from tandem.transfer.protocol import BlockPull
 from tandem.worker.engine_process import messages
-from tandem.worker.engine_process.pool_view import Reservation
 from tandem.worker.engine_process.process import EngineProcess
-from tandem.worker.kv_pulls.lease import ReaderLease
+from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.lease_stream import LeaseStream
-from tandem.worker.kv_pulls.puller import Puller
 from tests.harness.transfer_cluster import WORKERS
 from tests.unit.worker.test_transfer_properties import TransferMachine
 
@@ -32,12 +33,12 @@ OTHER = [0] * 13
 
 
 def release_before_pull(patches: ExitStack) -> None:
-    """The reader says that its reads are done as soon as it knows of the blocks."""
+    """The consumer says that its reads are done as soon as it knows of the blocks."""
 
-    def is_whole(self: ReaderLease, blocks: Any) -> bool:
+    def is_whole(self: ConsumerLease, blocks: Any) -> bool:
         return self._next_block == self._end_block
 
-    patches.enter_context(patch.object(ReaderLease, "_is_whole", is_whole))
+    patches.enter_context(patch.object(ConsumerLease, "_is_whole", is_whole))
 
 
 def free_while_a_read_is_in_flight(patches: ExitStack) -> None:
@@ -62,19 +63,19 @@ def trust_a_hold_before_released(patches: ExitStack) -> None:
 
 
 def free_on_hold(patches: ExitStack) -> None:
-    """The source names what it has of a chain, and keeps no reference."""
+    """The producer names what it has of a chain, and keeps no reference."""
     apply = EngineProcess._apply
 
     def let_go(self: EngineProcess, command: messages.Command, frames: list[bytes]) -> None:
         apply(self, command, frames)
-        if isinstance(command, messages.Hold):
-            self._engine._chains.remove(command.sequence_id, ())
+        if isinstance(command, messages.PinPrefix):
+            self._engine._peer_blocks.remove(command.sequence_id, ())
 
     patches.enter_context(patch.object(EngineProcess, "_apply", let_go))
 
 
 def free_when_computed(patches: ExitStack) -> None:
-    """The source frees when its blocks are computed, not when its reader has read them."""
+    """The producer frees when its blocks are computed, not when its consumer has read them."""
     turn = EngineProcess._turn
 
     def forgetful(self: EngineProcess) -> None:
@@ -88,21 +89,21 @@ def free_when_computed(patches: ExitStack) -> None:
 
 def write_by_grpc_after_cancel(patches: ExitStack) -> None:
     """A pull by gRPC goes on writing after its lease was given up."""
-    pull = Puller._pull_by_grpc
+    pull = GrpcTransport.pull
 
-    async def detached(self: Puller, *arguments: Any) -> float:
-        return await asyncio.shield(asyncio.ensure_future(pull(self, *arguments)))
+    async def detached(self: GrpcTransport, blocks: BlockPull) -> float:
+        return await asyncio.shield(asyncio.ensure_future(pull(self, blocks)))
 
-    patches.enter_context(patch.object(Puller, "_pull_by_grpc", detached))
+    patches.enter_context(patch.object(GrpcTransport, "pull", detached))
     patches.enter_context(patch.object(Reservation, "check", lambda *arguments: None))
 
 
 def reads_land_late(machine: TransferMachine) -> None:
-    """Meanwhile the source has other work, which takes every block that it may take."""
+    """Meanwhile the producer has other work, which takes every block that it may take."""
     _submit(machine, PROMPT, order=("p0",))
     _rounds(machine, 10, land=False)
-    _submit(machine, OTHER, reader="d1", order=("p0",))
-    _rounds(machine, 10, land=False, readers=("d1",))
+    _submit(machine, OTHER, consumer="d1", order=("p0",))
+    _rounds(machine, 10, land=False, consumers=("d1",))
     machine.go_well(6)
 
 
@@ -123,7 +124,7 @@ def prefix_is_pulled(machine: TransferMachine) -> None:
     _submit(machine, PROMPT, order=())
     machine.go_well(6)
     machine.go_well(6)
-    _submit(machine, PROMPT, reader="d1", order=(), holders=["d0"])
+    _submit(machine, PROMPT, consumer="d1", order=(), holders=["d0"])
     machine.go_well(6)
     machine.go_well(6)
 
@@ -133,13 +134,13 @@ def bytes_come_late(machine: TransferMachine) -> None:
     _submit(machine, PROMPT, order=("p0",))
     for _ in range(40):
         _rounds(machine, 1)
-        if any(fetch.to_reader for fetch in machine.fetches):
+        if any(fetch.to_consumer for fetch in machine.fetches):
             break
-    assert any(fetch.to_reader for fetch in machine.fetches)
+    assert any(fetch.to_consumer for fetch in machine.fetches)
     machine.cancel(0)
     for fetch in machine.fetches:
-        while fetch.to_reader:
-            machine.loop.call(fetch.deliver_to_reader)
+        while fetch.to_consumer:
+            machine.loop.call(fetch.deliver_to_consumer)
 
 
 # What is broken, where it shows, and which check says so.
@@ -148,8 +149,8 @@ BROKEN = [
     (free_while_a_read_is_in_flight, client_goes_in_mid_pull, "may still write blocks"),
     (commit_before_released, all_goes_well, "a commit before `released`"),
     (trust_a_hold_before_released, prefix_is_pulled, "a prefix is trusted before `released`"),
-    (free_on_hold, prefix_is_pulled, "a source let go of blocks"),
-    (free_when_computed, all_goes_well, "a source let go of blocks"),
+    (free_on_hold, prefix_is_pulled, "a producer let go of blocks"),
+    (free_when_computed, all_goes_well, "a producer let go of blocks"),
     (write_by_grpc_after_cancel, bytes_come_late, "written for a lease that is over"),
 ]
 
@@ -194,10 +195,10 @@ def _submit(
     prompt: list[int],
     *,
     order: tuple[str, ...],
-    reader: str = "d0",
+    consumer: str = "d0",
     holders: list[str] | None = None,
 ) -> None:
-    machine.submit(prompt, 1, set(), reader, order, holders or [], len(prompt))
+    machine.submit(prompt, 1, set(), consumer, order, holders or [], len(prompt))
 
 
 def _rounds(
@@ -205,9 +206,11 @@ def _rounds(
     times: int,
     *,
     land: bool = True,
-    readers: tuple[str, ...] = WORKERS,
+    consumers: tuple[str, ...] = WORKERS,
 ) -> None:
-    """Rounds in which nothing is delivered of fetches, and reads land only for `readers`, if so."""
+    """Rounds in which nothing is delivered of fetches, and reads land only for `consumers`, if
+    so.
+    """
     for _ in range(times):
         for node in machine.nodes.values():
             machine.loop.call(node.turn)
@@ -215,10 +218,10 @@ def _rounds(
             for wire in stream.wires:
                 machine.loop.call(wire)
         for fetch in machine.fetches:
-            if fetch.to_source:
-                machine.loop.call(fetch.deliver_to_source)
+            if fetch.to_producer:
+                machine.loop.call(fetch.deliver_to_producer)
         for agent, read in machine._reads():
-            if land or (readers != WORKERS and agent.name.startswith(readers)):
+            if land or (consumers != WORKERS and agent.name.startswith(consumers)):
                 agent.land(read, 0)
         for node in machine.nodes.values():
             machine.loop.call(node.turn_transfers)

@@ -1,4 +1,4 @@
-"""Checksums of a run, made at its source and compared at its reader."""
+"""Checksums of a run, made at its producer and compared at its consumer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_the_checksum_is_xxh3() -> None:
     assert run.checksums[0].xxh3 == xxhash.xxh3_64_intdigest(bytes([30]) * SIZE)
 
 
-async def test_a_source_that_names_no_checksums_is_no_proof() -> None:
+async def test_a_producer_that_names_no_checksums_is_no_proof() -> None:
     run = await announced(16)
     pool, _ = make_pool()
     with pytest.raises(LeaseLost):

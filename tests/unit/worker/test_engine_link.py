@@ -10,7 +10,6 @@ from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerCon
 from tandem.errors import ConfigError, WorkerLost
 from tandem.worker import __main__ as worker_main
 from tandem.worker.engine_process.link import EngineLink
-from tests.harness.programs import parse_worker
 
 
 def config(start_deadline_s: float) -> WorkerConfig:
@@ -56,8 +55,9 @@ def test_the_option_is_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_main, "_run", run)
     monkeypatch.setattr(worker_main, "configure_logging", lambda process: None)
     command = ["tandem", "worker", "--role", "decode", "--model", "m"]
-    worker_main.main(**parse_worker([*command, "--start-deadline", "7"]))
-    worker_main.main(**parse_worker(command))
+    for more in (["--start-deadline", "7"], []):
+        monkeypatch.setattr("sys.argv", [*command[1:], *more])
+        worker_main.main()
     assert [c.start_deadline_s for c in seen] == [7, 1800]
     with pytest.raises(ConfigError, match="start-deadline"):
         config(float("nan"))

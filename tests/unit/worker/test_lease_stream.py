@@ -5,7 +5,7 @@ import grpc.aio
 import pytest
 
 from tandem.errors import LeaseLost
-from tandem.worker.kv_pulls.lease_stream import is_source_gone
+from tandem.worker.kv_pulls.lease_stream import is_producer_gone
 
 UNAVAILABLE, ABORTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED
 
@@ -31,17 +31,17 @@ def _caused(cause: BaseException) -> LeaseLost:
         (ABORTED, "", False),
     ],
 )
-def test_a_lease_is_lost_with_its_source_or_without(
+def test_a_lease_is_lost_with_its_producer_or_without(
     code: grpc.StatusCode, details: str, is_gone: bool
 ) -> None:
     error = _rpc_error(code, details)
-    assert is_source_gone(error) is is_gone
-    assert is_source_gone(_caused(error)) is is_gone
-    assert is_source_gone(_caused(ExceptionGroup("of tasks", [error]))) is is_gone
-    assert not is_source_gone(LeaseLost("the engine hangs"))
+    assert is_producer_gone(error) is is_gone
+    assert is_producer_gone(_caused(error)) is is_gone
+    assert is_producer_gone(_caused(ExceptionGroup("of tasks", [error]))) is is_gone
+    assert not is_producer_gone(LeaseLost("the engine hangs"))
 
 
 def test_an_error_may_be_raised_from_the_group_that_it_is_of() -> None:
     error = LeaseLost("bytes: cut")
     error.__cause__ = ExceptionGroup("of tasks", [error])
-    assert not is_source_gone(error)
+    assert not is_producer_gone(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.observability.traces import Attributes
 from tandem.worker.decode.router_stream import RouterStream
-from tandem.worker.decode.sequence import DecodeSequence
+from tandem.worker.decode.sequence import DecodeSequence, Submission
 from tandem.worker.kv_pulls.lease import PullStats
 from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.prefill.leases import Lease
@@ -30,8 +30,10 @@ class KeptSpan:
 
 
 def sequence() -> DecodeSequence:
-    spec = SequenceSpec("r#0", [1, 2, 3], 3, Mode.AWAIT_KV, SamplingParams(), max_tokens=4)
-    made = DecodeSequence("r", 0, spec, [], [], RouterStream(), span=KeptSpan())
+    spec = SequenceSpec(
+        "r#0", [1, 2, 3], 3, Mode.WAITING_FOR_REMOTE_KV, SamplingParams(), max_tokens=4
+    )
+    made = DecodeSequence(Submission("r", 0), spec, RouterStream(), span=KeptSpan())
     made.submitted_at = 10.0
     return made
 
@@ -69,11 +71,11 @@ def test_a_remote_prefills_queue_is_queue_and_its_transfer_is_a_stage() -> None:
         ("decode", 17.0, 20.0),
     ]
     found = samples(metrics)
-    assert found["tandem_time_to_first_token_seconds_sum"] == 4
+    assert found["tandem_engine_time_to_first_token_seconds_sum"] == 4
     assert found["tandem_request_queue_time_seconds_sum"] == 1.5
-    assert found["tandem_request_time_per_output_token_seconds_sum"] == 3
+    assert found["tandem_engine_request_time_per_output_token_seconds_sum"] == 3
     assert found["tandem_request_decode_time_seconds_sum"] == 6
-    assert found["tandem_e2e_request_latency_seconds_sum"] == 10
+    assert found["tandem_engine_e2e_request_latency_seconds_sum"] == 10
     assert found["tandem_prefix_cache_queries_total"] == 3
     assert found["tandem_prefix_cache_hits_total"] == 2
 
@@ -84,7 +86,7 @@ def test_one_cancelled_in_the_queue_has_no_later_stages() -> None:
     metrics.requests.on_end(made, 12.0)
     assert isinstance(made.span, KeptSpan)
     assert (made.span.stages, made.span.error) == ([], "")
-    assert samples(metrics)["tandem_e2e_request_latency_seconds_count"] == 0
+    assert samples(metrics)["tandem_engine_e2e_request_latency_seconds_count"] == 0
 
 
 def test_one_that_failed_is_an_error_in_its_trace() -> None:
@@ -94,7 +96,7 @@ def test_one_that_failed_is_an_error_in_its_trace() -> None:
     assert made.span.error == "worker_lost"
 
 
-def test_a_lease_has_its_stages_at_the_source() -> None:
+def test_a_lease_has_its_stages_at_the_producer() -> None:
     metrics = WorkerMetrics(worker_id="d0", role="prefill")
     lease = Lease("r#1", "d1", span=KeptSpan(), opened_at=1.0)
     lease.admitted_at, lease.prefilled_at = 2.0, 5.0

@@ -9,7 +9,8 @@ import pytest
 
 from tandem.engine.cache.pool_memory import create_shared, map_shared, size_shared
 from tandem.errors import InternalError, LeaseLost
-from tandem.worker.engine_process.pool_view import MappedPool, Reservations
+from tandem.transfer.grpc.reservations import Reservations
+from tandem.worker.engine_process.pool_view import MappedPool
 
 SIZE = 100
 
@@ -25,7 +26,7 @@ def block(value: int) -> bytes:
 
 async def test_blocks_land_where_the_reservation_says_and_nowhere_else() -> None:
     pool, memory = make_pool()
-    into = Reservations().open("s", 3, [6, 1, 4])
+    into = Reservations().open("s", [6, 1, 4])
     pool.write(into, 1, memoryview(block(7) + block(8)))
     assert [memory[n * SIZE] for n in range(8)] == [0, 7, 0, 0, 8, 0, 0, 0]
     assert [bytes(each) for each in await pool.read("s", [4, 1])] == [block(8), block(7)]
@@ -34,13 +35,13 @@ async def test_blocks_land_where_the_reservation_says_and_nowhere_else() -> None
 def test_nothing_is_written_once_the_engine_was_told_of_the_end() -> None:
     pool, memory = make_pool()
     reservations = Reservations()
-    first, other = reservations.open("s", 0, [0]), reservations.open("t", 0, [1])
+    first, other = reservations.open("s", [0]), reservations.open("t", [1])
     reservations.end("s")
     with pytest.raises(LeaseLost):
         pool.write(first, 0, memoryview(block(1)))
     pool.write(other, 0, memoryview(block(2)))
     assert (memory[0], memory[SIZE]) == (0, 2)
-    again = reservations.open("s", 0, [0])  # the sequence was restarted, and reserved anew
+    again = reservations.open("s", [0])  # the sequence was restarted, and reserved anew
     pool.write(again, 0, memoryview(block(3)))
     with pytest.raises(LeaseLost):
         pool.write(first, 0, memoryview(block(1)))
@@ -50,7 +51,7 @@ def test_nothing_is_written_once_the_engine_was_told_of_the_end() -> None:
 def test_a_closed_pull_does_not_close_another_one_of_its_sequence() -> None:
     pool, memory = make_pool()
     reservations = Reservations()
-    first, second = reservations.open("s", 0, [0]), reservations.open("s", 1, [1])
+    first, second = reservations.open("s", [0]), reservations.open("s", [1])
     reservations.close(first)
     with pytest.raises(LeaseLost):
         pool.write(first, 0, memoryview(block(1)))
@@ -65,7 +66,7 @@ def test_a_closed_pull_does_not_close_another_one_of_its_sequence() -> None:
 @pytest.mark.parametrize(("first", "num_bytes"), [(0, SIZE - 1), (0, 3 * SIZE), (2, SIZE)])
 def test_bytes_that_are_not_the_blocks_are_refused(first: int, num_bytes: int) -> None:
     pool, memory = make_pool()
-    into = Reservations().open("s", 0, [0, 1])
+    into = Reservations().open("s", [0, 1])
     with pytest.raises(LeaseLost):
         pool.write(into, first, memoryview(bytes([1]) * num_bytes))
     assert memory[:] == bytes(8 * SIZE)

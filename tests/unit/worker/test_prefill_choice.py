@@ -6,7 +6,8 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cost_model import Holder, PairRate, PrefillRate, WorkerRates
+from tandem.perf_model.predict import Holder
+from tandem.perf_model.rates import PairRate, PrefillRate, WorkerRates
 from tandem.worker.decode.prefill_choice import (
     Candidate,
     Here,

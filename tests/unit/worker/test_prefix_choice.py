@@ -1,5 +1,5 @@
-from tandem.cost_model import PairRate, PrefillRate, WorkerRates
-from tandem.worker.prefill.prefix_choice import Holder, holders_worth_asking
+from tandem.perf_model.rates import PairRate, PrefillRate, WorkerRates
+from tandem.worker.prefill.prefix_choice import ConnectedHolder, holders_worth_asking
 
 BLOCK = 16
 RATES = WorkerRates(
@@ -7,11 +7,14 @@ RATES = WorkerRates(
 )
 
 
-def holder(name: str, num_blocks: int, *, bytes_per_s: float = 1e9, latency_s: float = 0) -> Holder:
-    return Holder(name, "e", "x", num_blocks, PairRate("nixl", latency_s, bytes_per_s))
+def holder(
+    name: str, num_blocks: int, *, bytes_per_s: float = 1e9, latency_s: float = 0
+) -> ConnectedHolder:
+    rate = PairRate("nixl", latency_s, bytes_per_s)
+    return ConnectedHolder(num_blocks * BLOCK, rate, name, "e", "x")
 
 
-def chosen(*holders: Holder, num_cached_blocks: int = 0) -> list[str]:
+def chosen(*holders: ConnectedHolder, num_cached_blocks: int = 0) -> list[str]:
     found = holders_worth_asking(
         holders,
         rates=RATES,

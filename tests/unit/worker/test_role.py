@@ -32,7 +32,7 @@ class Asker:
 
 def service_of(*askers: Any) -> DecodeService:
     service = DecodeService.__new__(DecodeService)
-    service._sequences = dict(enumerate(askers))  # type: ignore[arg-type]
+    service._sequences = list(askers)  # type: ignore[assignment]
     return service
 
 

@@ -59,6 +59,6 @@ async def test_a_stream_whose_commands_cannot_be_read_is_cut_off() -> None:
         raise OSError("broken")
 
     reading = asyncio.create_task(breaks())
-    reading.add_done_callback(stream.on_reader_done)
+    reading.add_done_callback(stream.on_consumer_done)
     with pytest.raises(WorkerLost):
         await stream.next_message()

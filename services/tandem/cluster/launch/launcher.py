@@ -1,4 +1,4 @@
-"""`tandem up`: the whole cluster on this machine, in the foreground, and all of it gone at its end.
+"""`tandem up` runs a whole cluster on this machine, in the foreground, and ends all of it.
 
     check ports -> guardian -> Redis -> Ray, and beside it: model, workers, router -> ready -> watch
 
@@ -21,6 +21,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tandem.cluster.launch.built_in_model import download_built_in
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.launch.options import LaunchOptions, make_spec
 from tandem.cluster.launch.readiness import Readiness
@@ -33,7 +34,7 @@ from tandem.cluster.ray.head_process import HeadProcess
 from tandem.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
 from tandem.errors import ConfigError
 from tandem.memory import read_memory, why_too_much, worker_need
-from tandem.models.source import BUILT_IN, ModelFolder, resolve
+from tandem.models.source import BUILT_IN, ModelFolder, built_in_file, resolve
 from tandem.store.client import wait_until_answers
 
 _DRAIN_S = 2.5  # of routers and workers at the end; all must be gone in 5 s
@@ -92,7 +93,7 @@ class _Launch:
             self._guardian.wait(1.0)
 
     def start(self) -> None:
-        """Returns when requests can be sent. Raises ConfigError with the reason if it cannot be."""
+        """Starts all until requests can be sent. Raises ConfigError with the reason if not."""
         began = time.monotonic()
         self._environment[REDIS_URL_VARIABLE] = self._start_redis()
         self._screen.done("redis", time.monotonic() - began)
@@ -119,7 +120,7 @@ class _Launch:
         self._screen.show_ready(model.name, members, readiness.transports, logs)
 
     def watch(self) -> None:
-        """Until told to stop: whatever ended of Redis, Ray and the guardian is started again."""
+        """Runs until told to stop; starts Redis, Ray and the guardian again when they end."""
         ends = EndWatch()
         for name, pid in self._ray_pids.items():
             ends.add(name, pid)
@@ -146,12 +147,12 @@ class _Launch:
                     self._start_fresh_head(ends)
 
     def _start_fresh_head(self, ends: EndWatch) -> None:
-        """Returns at once: Redis must not wait for Ray."""
+        """Starts a fresh head and returns at once: Redis must not wait for Ray."""
         self._ray_head.start(self._spec)
         ends.add("ray head", self._ray_head.pid)
 
     def _take_fresh_head(self, ends: EndWatch) -> None:
-        """The process that starts it has ended: it is up, or could not be started."""
+        """Takes the fresh head, whose starting process has ended, or starts another."""
         try:
             head = self._ray_head.started()
             assert head is not None, "its output has ended"
@@ -179,9 +180,6 @@ class _Launch:
         os.environ[CLUSTER_ID_VARIABLE] = self._cluster_id
         environment = process.child_environment(os.environ)
         environment[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
-        source = str(Path(__file__).parents[2])
-        path = [source, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
         # What a killed process leaves behind goes with the run folder.
         environment["TMPDIR"] = str(self._run_folder / "tmp")
         (self._run_folder / "tmp").mkdir()
@@ -208,6 +206,9 @@ class _Launch:
 
     def _resolve_model(self) -> ModelFolder:
         self._screen.say("looking for the model")
+        if _needs_download(self._options.model):
+            self._screen.say("downloading the built-in model (93 MB, once)")
+            download_built_in()
         return resolve(self._options.model)
 
     def _start_processes(
@@ -221,16 +222,21 @@ class _Launch:
             )
 
 
+def _needs_download(model: str) -> bool:
+    return model == BUILT_IN and not Path(model).exists() and built_in_file() is None
+
+
 def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
     """Raises ConfigError when the workers' memory is not free. Without a model, which may have to
     be downloaded first, only the KV pools count. A GPU's memory is checked by its worker."""
-    config = options.engine_config
+    config = options.engine
     if config.device == "cuda" or (config.device == "auto" and _GPU.exists()):
         return
     num_workers, memory = options.num_prefill + options.num_decode, read_memory()
     if not why_too_much(worker_need(config, model), num_workers, memory):
         return
-    if model is None and (options.model == BUILT_IN or Path(options.model).is_dir()):
+    is_here = options.model == BUILT_IN or Path(options.model).is_dir()
+    if model is None and is_here and not _needs_download(options.model):
         model = resolve(options.model)  # it takes no time, and the message is whole
     raise ConfigError(why_too_much(worker_need(config, model), num_workers, memory))
 

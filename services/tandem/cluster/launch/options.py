@@ -1,49 +1,76 @@
-"""What `tandem up` was asked for, and the commands of the processes that follow from it."""
+"""The options of `tandem up`, and the commands of the processes that follow from them."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Group, Parameter
 
 from tandem.cluster.pools import ClusterSpec, PoolCommand
-from tandem.config import AutoscaleConfig, EngineConfig, Pool, TransferConfig
+from tandem.config import (
+    AdmissionOptions,
+    AutoscaleConfig,
+    AutoscaleMode,
+    EngineOptions,
+    ModelName,
+    Pool,
+    TransferConfig,
+)
 from tandem.errors import ConfigError
+from tandem.options import Bounds, Count, Options, PositiveOrNone, Text, to_argv
 
-_PORT_MAX = 65535
 LOCAL_COLD_START_S = 15.0  # of a worker whose model is on this machine
+_CLUSTER = Group("Cluster", sort_key=1)
+
+_PoolSize = Annotated[int, Bounds(least=0, most=64)]
+_PublicPort = Annotated[int, Bounds(least=1, most=65535)]
 
 
+@Parameter(name="*", group=_CLUSTER)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions:
-    """Checked when made; raises ConfigError naming the option at fault."""
+class LaunchOptions(Options):
+    """`tandem up` starts a whole cluster on this machine; Ctrl-C stops all of it."""
 
-    model: str = "smollm2"
-    num_prefill: int = 1
-    num_decode: int = 1
-    host: str = "127.0.0.1"  # of the two public ports
-    http_port: int = 8000
-    grpc_port: int = 8001
-    redis_url: str = ""  # empty: an embedded server
-    parent_pid: int | None = None  # its end is ours, too
-    warm_blocks: int = 0  # that a new worker adopts from its peers
-    engine: tuple[str, ...] = ()  # options of every worker, such as --dtype float32
-    # what a worker makes of them
-    engine_config: EngineConfig = field(default_factory=lambda: EngineConfig(model=""))
-    transfer: tuple[str, ...] = ()  # more of them, such as --transport grpc
-    router: tuple[str, ...] = ()  # options of every router, such as --ttft-limit 10
+    model: Annotated[ModelName, Parameter(group=_CLUSTER)] = "smollm2"
+    num_prefill: Annotated[_PoolSize, Parameter(name="--prefill")] = 1
+    """Number of prefill workers."""
+    num_decode: Annotated[_PoolSize, Parameter(name="--decode")] = 1
+    """Number of decode workers."""
+    host: str = "127.0.0.1"
+    """Address of both public ports."""
+    http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000
+    """Port of the HTTP API."""
+    grpc_port: _PublicPort = 8001
+    """Port of the gRPC API."""
+    redis_url: Annotated[Text, Parameter(name="--redis")] = ""
+    """URL of a Redis to use. Default: one of its own."""
+    parent_pid: Annotated[PositiveOrNone, Parameter(name="--die-with-parent", metavar="PID")] = None
+    """Process whose end stops the cluster, too. 0: none."""
+    autoscale: AutoscaleMode = "off"
+    autoscale_max: Count = 4
+    """Largest number of workers in either pool that the autoscaler asks for."""
+    admission: AdmissionOptions = field(default_factory=AdmissionOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
 
-    def __post_init__(self) -> None:
-        for name, port in (("--port", self.http_port), ("--grpc-port", self.grpc_port)):
-            if not 1 <= port <= _PORT_MAX:
-                raise ConfigError(f"{name} is {port}; allowed is 1 to {_PORT_MAX}")
+    def check_together(self) -> None:
         if self.http_port == self.grpc_port:
             raise ConfigError(f"--port and --grpc-port are both {self.http_port}; they must differ")
-        for name, size in (("--prefill", self.num_prefill), ("--decode", self.num_decode)):
-            if not 0 <= size <= 64:
-                raise ConfigError(f"{name} is {size}; allowed is 0 to 64")
+        assert self.autoscaler is not None  # raises ConfigError as a router would
+
+    @property
+    def autoscaler(self) -> AutoscaleConfig:
+        """Returns the autoscaler's settings of a router on this machine."""
+        return AutoscaleConfig(
+            mode=self.autoscale,
+            prefill_max=self.autoscale_max,
+            decode_max=self.autoscale_max,
+            cold_start_s=LOCAL_COLD_START_S,
+        )
 
     @property
     def http_url(self) -> str:
@@ -52,35 +79,6 @@ class LaunchOptions:
     @property
     def grpc_address(self) -> str:
         return f"{_reachable(self.host)}:{self.grpc_port}"
-
-
-def check_worker_options(
-    engine: Mapping[str, str | int | float], transfer: Mapping[str, str]
-) -> EngineConfig:
-    """A worker's settings. Raises ConfigError as a worker would, before anything is started."""
-    TransferConfig(**{k.replace("-", "_"): v for k, v in transfer.items()})  # type: ignore[arg-type]
-    names = {
-        "kv-memory": "kv_bytes_max",
-        "threads": "num_threads",
-        "itl-target": "itl_target_s",
-        "itl-limit": "itl_limit_s",
-    }
-    fields = {names.get(k, k.replace("-", "_")): v for k, v in engine.items()}
-    for name in ("num_blocks", "max_tokens_per_step"):
-        fields[name] = fields[name] or None  # type: ignore[assignment]
-    return EngineConfig(model="", **fields)  # type: ignore[arg-type]
-
-
-def autoscale_options(mode: str, size_max: int) -> list[str]:
-    """Of a router on this machine. Raises ConfigError as it would."""
-    AutoscaleConfig(mode=mode, prefill_max=size_max, decode_max=size_max)  # type: ignore[arg-type]
-    options = {
-        "": mode,
-        "-prefill-max": size_max,
-        "-decode-max": size_max,
-        "-cold-start": LOCAL_COLD_START_S,
-    }
-    return [part for name, v in options.items() for part in (f"--autoscale{name}", str(v))]
 
 
 def make_spec(
@@ -111,7 +109,7 @@ def _router(options: LaunchOptions, model: Path) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.router", "--model", str(model)]
     command += ["--router-id", "{id}", "--host", options.host]
     command += ["--http-port", "{http_port}", "--grpc-port", "{grpc_port}"]
-    command += options.router
+    command += [*to_argv(options.admission), *to_argv(options.autoscaler)]
     ports = {"http_port": options.http_port, "grpc_port": options.grpc_port}
     return PoolCommand(command, ports=ports)
 
@@ -119,5 +117,5 @@ def _router(options: LaunchOptions, model: Path) -> PoolCommand:
 def _worker(role: Pool, options: LaunchOptions, model: Path) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.worker", "--role", role, "--worker-id", "{id}"]
     command += ["--model", str(model), "--cores", "{core}"]
-    command += ["--warm-blocks", str(options.warm_blocks), *options.transfer, *options.engine]
+    command += [*to_argv(options.transfer), *to_argv(options.engine)]
     return PoolCommand(command, pinned=True)

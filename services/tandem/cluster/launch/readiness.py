@@ -1,4 +1,4 @@
-"""When a cluster that is being started can take requests, and which part took how long.
+"""Tells when a cluster that is being started can take requests, and how long each part took.
 
 Ready: the router answers, every worker's record says ready, and Ray's controller is there. A
 process that ends before that is a failed start: its last words are the reason.
@@ -6,20 +6,17 @@ process that ends before that is a failed start: its last words are the reason.
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
 import urllib.request
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import Member
+from tandem.cluster.processes import process
 from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.ray.head import HeadStarted
 from tandem.cluster.ray.head_process import HeadProcess
@@ -30,7 +27,6 @@ from tandem.store.registry import WorkerRecord
 _DEADLINE_S = 300.0
 _INTERVAL_S = 0.05
 _REPLY_DEADLINE_S = 2.0
-_LOG_TAIL_LINES = 15
 _PAIRS_DEADLINE_S = 5.0  # without pairs the cluster serves, too: decode workers prefill
 
 
@@ -49,7 +45,7 @@ class Readiness:
         self._waiting[member.member_id] = (member, started, time.monotonic())
 
     def wait(self, ray_head: HeadProcess) -> HeadStarted:
-        """Raises ConfigError saying which part did not come up, with the end of its log."""
+        """Waits until all is up. Raises ConfigError that names what is not, with its log's end."""
         give_up_at = time.monotonic() + _DEADLINE_S
         head: HeadStarted | None = None
         with closing(connect_blocking(self.redis_url)) as redis:
@@ -63,7 +59,7 @@ class Readiness:
                     self.screen.done("ray controller", head.controller_s)
                 for member_id, (_, started, _) in self._waiting.items():
                     if started.wait(0):
-                        raise _failed(member_id, started.log_path)
+                        raise process.failed_start(member_id, started.log_path)
                 if time.monotonic() > give_up_at:
                     raise ConfigError(
                         f"not ready after {_DEADLINE_S:g} s: "
@@ -74,16 +70,16 @@ class Readiness:
         return head
 
     def _wait_for_pairs(self, redis: SyncClient) -> None:
-        """Until every decode worker has connected every prefill worker, or a bound."""
+        """Waits until every decode worker has connected every prefill worker, within a bound."""
         began = time.monotonic()
-        sources = {m.member_id for m in self._members if m.pool == "prefill"}
-        readers = {m.member_id for m in self._members if m.pool == "decode"}
-        while sources and readers and time.monotonic() - began < _PAIRS_DEADLINE_S:
-            records = [self._record(member_id, redis) for member_id in readers]
+        producers = {m.member_id for m in self._members if m.pool == "prefill"}
+        consumers = {m.member_id for m in self._members if m.pool == "decode"}
+        while producers and consumers and time.monotonic() - began < _PAIRS_DEADLINE_S:
+            records = [self._record(member_id, redis) for member_id in consumers]
             self.transports = {
                 r.worker_id: " ".join(set(r.transports.values())) for r in records if r
             }
-            if all(r is not None and sources <= set(r.transports) for r in records):
+            if all(r is not None and producers <= set(r.transports) for r in records):
                 self.screen.done("pairs", time.monotonic() - began)
                 return
             time.sleep(_INTERVAL_S)
@@ -91,7 +87,12 @@ class Readiness:
     def _is_ready(self, member_id: str, redis: SyncClient) -> bool:
         member = self._waiting[member_id][0]
         if member.pool == "router":
-            return self._router_is_ready()
+            url = f"{self.options.http_url}/ready"
+            try:
+                with urllib.request.urlopen(url, timeout=_REPLY_DEADLINE_S):
+                    return True
+            except OSError:
+                return False
         record = self._record(member_id, redis)
         return record is not None and record.state == "ready"
 
@@ -100,21 +101,3 @@ class Readiness:
         if not isinstance(record, bytes):
             return None
         return msgspec.msgpack.decode(record, type=WorkerRecord)
-
-    def _router_is_ready(self) -> bool:
-        try:
-            self._get_json("/ready")
-        except (OSError, ValueError):
-            return False
-        return True
-
-    def _get_json(self, path: str) -> Any:
-        url = self.options.http_url + path
-        with urllib.request.urlopen(url, timeout=_REPLY_DEADLINE_S) as reply:
-            return json.load(reply)
-
-
-def _failed(what: str, log: Path) -> ConfigError:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    tail = "\n".join(lines[-_LOG_TAIL_LINES:])
-    return ConfigError(f"{what} ended while it was started; the end of its log:\n{tail}")

@@ -1,4 +1,4 @@
-"""What `tandem up` shows: a line for each thing done, then one screen when all is ready."""
+"""The output of `tandem up`: a line for each thing done, then one screen when all is ready."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROMPT = "What is gravity? Explain in two sentences."
 
 
 class LaunchScreen:
-    """Keeps the times, too: `done` is told how long each part took and when it was done."""
+    """Shows progress and keeps the times: `done` is told how long each part took."""
 
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
@@ -35,7 +35,7 @@ class LaunchScreen:
     def show_ready(
         self, model: str, members: Sequence[Member], transports: dict[str, str], logs: str
     ) -> None:
-        """`transports`: worker id -> what it pulls by, as far as known."""
+        """Shows the ready cluster; `transports` maps worker ids to transports, as far as known."""
         print_ = self._console.print
         url = self._options.http_url
         print_()

@@ -1,4 +1,4 @@
-"""Starts a command that outlives whoever asked for it: `detach.py RECORD LOG COMMAND...`.
+"""Starts a command that outlives its caller: `detach.py RECORD LOG COMMAND...`.
 
 Run as a script by its path (`python -I -S`), so it imports nothing of Tandem and little else. The
 command gets a session of its own and, since this process ends at once, no parent that could take it
@@ -11,7 +11,7 @@ import sys
 
 
 def start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot: with the pid its identity."""
+    """Start of a process in clock ticks since boot: with the pid, its identity."""
     with open(f"/proc/{pid}/stat") as stat:
         return int(stat.read().rpartition(")")[2].split()[19])
 

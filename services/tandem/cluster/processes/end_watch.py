@@ -7,7 +7,7 @@ import select
 
 
 class EndWatch:
-    """One process a name."""
+    """Watches one process for each name."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -15,7 +15,7 @@ class EndWatch:
         self._gone: list[str] = []
 
     def add(self, name: str, pid: int) -> None:
-        """One that is gone already has ended, too."""
+        """Watches a process; one that is gone already counts as ended."""
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -30,7 +30,7 @@ class EndWatch:
             self._close(pidfd)
 
     def wait(self) -> str:
-        """The name of one that has ended; each is told once."""
+        """Waits, and returns the name of one that has ended; each is returned once."""
         while not self._gone:
             self._gone += [self._close(pidfd) for pidfd, _ in self._poll.poll()]
         return self._gone.pop(0)

@@ -1,4 +1,4 @@
-"""Ends a whole cluster when its launcher is gone, however it went: the launcher's last will.
+"""Ends a whole cluster when its launcher is gone, however it ended.
 
 Run as a script by its path (`python -I -S guardian.py CLUSTER_ID RUN_FOLDER`), with standard input
 a pipe whose other end only the launcher holds. At its end of file everything that carries the
@@ -54,7 +54,7 @@ def signal_all(pids: list[int], number: signal.Signals) -> None:
 
 
 def end_session(session_id: int) -> None:
-    """SIGKILL, at once, to every process of a session."""
+    """Sends SIGKILL, at once, to every process of a session."""
     pids = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -66,7 +66,7 @@ def end_session(session_id: int) -> None:
 
 
 def end_cluster(cluster_id: str, term_s: float = _TERM_S, spare: "int | None" = None) -> bool:
-    """SIGTERM, then SIGKILL until only `spare` is left; False if something would not go."""
+    """Sends SIGTERM, then SIGKILL until only `spare` is left; False if something would not go."""
     term_until = time.monotonic() + term_s
     kill_until = term_until + _KILL_S
     asked: set[int] = set()

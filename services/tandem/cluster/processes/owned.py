@@ -1,4 +1,4 @@
-"""What the pool controller must not forget: its file `controller.json` in the run folder.
+"""State that the pool controller must not lose: its file `controller.json` in the run folder.
 
 The controller alone writes it, before it tells anybody. An agent that Ray started again reads there
 whether its process is still wanted: the one that was told is dead, and the controller may be too.
@@ -21,7 +21,7 @@ class Owned(msgspec.Struct):
     members: list[Member]
 
     def wants(self, agent_name: str) -> bool:
-        """Whether this agent's process is to run: it is known, and is not on its way out."""
+        """Returns whether this agent's process is to run: it is known and not on its way out."""
         return any(m.agent_name == agent_name and not m.leaves for m in self.members)
 
     def write(self, run_folder: Path) -> None:
@@ -31,7 +31,7 @@ class Owned(msgspec.Struct):
 
 
 def read(run_folder: Path) -> Owned | None:
-    """None before the first controller of this folder has written."""
+    """Reads the file; None before the first controller of this folder has written it."""
     try:
         return msgspec.json.decode((run_folder / _FILE).read_bytes(), type=Owned)
     except FileNotFoundError:

@@ -21,6 +21,7 @@ from tandem.cluster.processes import detach
 from tandem.errors import ConfigError
 
 _DETACH_DEADLINE_S = 30.0
+_LOG_TAIL_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class DetachedProcess:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def stop(self, deadline_s: float) -> None:
-        """SIGTERM, which drains it, and SIGKILL when it is not gone in time."""
+        """Sends SIGTERM, which drains it, and SIGKILL when it is not gone in time."""
         self.send(signal.SIGTERM)
         if not self.wait(deadline_s):
             self.send(signal.SIGKILL)
@@ -57,7 +58,7 @@ class DetachedProcess:
 def start(
     process_id: str, command: Sequence[str], run_folder: Path, environment: Mapping[str, str]
 ) -> DetachedProcess:
-    """Raises ConfigError when the command cannot be run."""
+    """Starts a detached process. Raises ConfigError when the command cannot be run."""
     record = _record_path(run_folder, process_id)
     log = log_path(run_folder, process_id)
     for folder in (record.parent, log.parent):
@@ -80,7 +81,7 @@ def start(
 
 
 def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
-    """The living process of that record, if there is one."""
+    """Returns the living process of that record, if there is one."""
     try:
         record = json.loads(_record_path(run_folder, process_id).read_text())
     except FileNotFoundError:
@@ -101,12 +102,19 @@ def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
     return None
 
 
+def failed_start(what: str, log: Path) -> ConfigError:
+    """The error of a process that ended while it was started, with its last words."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    tail = "\n".join(lines[-_LOG_TAIL_LINES:])
+    return ConfigError(f"{what} ended while it was started; the end of its log:\n{tail}")
+
+
 def log_path(run_folder: Path, process_id: str) -> Path:
     return run_folder / "logs" / f"{process_id}.log"
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a worker or a router gets of the environment of an agent or launcher: no setting of Ray.
+    """Returns the environment for a worker or a router: the caller's without settings of Ray.
 
     An agent would else hand on what Ray set for the agent itself.
     """

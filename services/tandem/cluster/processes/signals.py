@@ -1,4 +1,4 @@
-"""How a program in the foreground is told to stop: signals, or the end of its parent."""
+"""Stops a program in the foreground by signals, or by the end of its parent."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Interrupted(BaseException):
 
 
 class StopSignals:
-    """While open, a stop signal raises `Interrupted`; at its end the old handlers are back."""
+    """Turns stop signals into `Interrupted` while open; at its end the old handlers are back."""
 
     def __init__(self, *, parent_pid: int | None = None) -> None:
-        """With `parent_pid`, the end of that process, which must be our parent, is a SIGTERM."""
+        """`parent_pid` makes the end of that process, which must be our parent, a SIGTERM."""
         self._parent_pid = parent_pid
         self._before = {number: signal.getsignal(number) for number in _STOP}
 

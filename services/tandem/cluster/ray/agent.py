@@ -21,6 +21,7 @@ from pathlib import Path
 
 import ray
 
+from tandem.backoff import Backoff, doubling
 from tandem.cluster.pools import ClusterSpec, Member, MemberState
 from tandem.cluster.processes import owned, process
 from tandem.cluster.processes.process import DetachedProcess
@@ -36,7 +37,7 @@ HEALTHY_AFTER_S = 60.0  # a process that ran this long starts its back-off anew
 
 
 class Agent:
-    """Made by the pool controller as an actor named `member.agent_name`."""
+    """Keeps one process running; the pool controller makes it as actor `member.agent_name`."""
 
     def __init__(self, spec: ClusterSpec, member: Member) -> None:
         configure_logging(member.agent_name)
@@ -55,11 +56,11 @@ class Agent:
         os.eventfd_write(self._wake_fd, 1)
 
     def status(self) -> tuple[str, MemberState, int, int]:
-        """(agent's name, state, pid, starts), as it is told to the controller."""
+        """Returns (agent's name, state, pid, starts), as the controller is told."""
         return self._member.agent_name, self._state, self._pid, self._num_starts
 
     def _run(self) -> None:
-        backoff_s = BACKOFF_FIRST_S
+        backoff = Backoff(doubling(BACKOFF_FIRST_S, BACKOFF_MAX_S))
         while True:
             started_at = time.monotonic()
             running = self._find()
@@ -79,12 +80,11 @@ class Agent:
                 running.close()
                 log.warning("%s ended; its log is %s", running.process_id, running.log_path)
             if time.monotonic() - started_at > HEALTHY_AFTER_S:
-                backoff_s = BACKOFF_FIRST_S
+                backoff.reset()
             self._tell("restarting", 0)
-            if _readable(self._wake_fd, backoff_s):
+            if _readable(self._wake_fd, backoff.next_s()):
                 self._tell("gone", 0)
                 return
-            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
 
     def _is_wanted(self) -> bool:
         known = owned.read(self._run_folder)

@@ -23,7 +23,6 @@ from tandem.cluster.pools import (
     ClusterSpec,
     Member,
     MemberState,
-    check_sizes,
     describe,
     plan,
 )
@@ -33,6 +32,7 @@ from tandem.cluster.ray.agent import CONTROLLER_NAME, Agent
 from tandem.cluster.ray.scale_channel import ScaleChannel
 from tandem.config import REDIS_URL_VARIABLE
 from tandem.observability.logs import configure_logging
+from tandem.pool_sizes import check_sizes
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _EVENTS_MAX = 10_000
 
 
 class PoolController:
-    """Made by `start_controller`, once a cluster."""
+    """Owns the pools of one cluster; `start_controller` makes it."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         configure_logging(CONTROLLER_NAME)
@@ -53,16 +53,16 @@ class PoolController:
         threading.Thread(target=self._run, name="pools", daemon=True).start()
 
     def scale(self, sizes: object) -> None:
-        """Sets the wanted size of the pools named. Raises ValueError saying what is allowed."""
+        """Sets the wanted size of the pools named. Raises BadRequest saying what is allowed."""
         checked = check_sizes(sizes)
         self._events.put(lambda: self._owned.wanted.update(checked))
 
     def report(self, agent_name: str, state: MemberState, pid: int, num_starts: int) -> None:
-        """An agent's word about its process."""
+        """Takes an agent's report about its process."""
         self._events.put(lambda: self._take_report(agent_name, state, pid, num_starts))
 
     def state(self) -> dict[str, object]:
-        """As in Redis."""
+        """Returns the state of all pools as in Redis."""
         return describe(self._owned.wanted, self._owned.members)
 
     def _run(self) -> None:
@@ -127,7 +127,7 @@ class PoolController:
 
 
 def start_controller(spec: ClusterSpec) -> Any:
-    """The handle of the cluster's controller, made now; the caller is connected to Ray.
+    """Makes the cluster's controller and returns its handle; the caller is connected to Ray.
 
     Redis's URL is not among its arguments but in its node's environment: Ray stores arguments.
     """

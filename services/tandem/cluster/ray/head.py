@@ -21,7 +21,8 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.pools import POOL_SIZE_MAX, POOLS, ClusterSpec
+from tandem.cluster.pools import ClusterSpec
+from tandem.pool_sizes import POOL_SIZE_MAX, POOLS
 
 NAMESPACE = "tandem"
 _OBJECT_STORE_BYTES = 80 << 20  # the smallest Ray takes; nothing of Tandem's goes there
@@ -60,7 +61,7 @@ class HeadStarted(msgspec.Struct, frozen=True):
 
 
 def head_environment(environment: Mapping[str, str], run_folder: Path) -> dict[str, str]:
-    """What the head must be started with. Makes its token, in the run folder, for joiners."""
+    """Returns the head's environment. Makes its token, in the run folder, for joiners."""
     token = run_folder / "ray.token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
@@ -79,7 +80,7 @@ def head_environment(environment: Mapping[str, str], run_folder: Path) -> dict[s
 
 
 def start_head(temp_dir: Path) -> tuple[str, dict[str, int]]:
-    """(address, pids of GCS and raylet). They outlive this process."""
+    """Returns (address, pids of GCS and raylet). They outlive this process."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 

@@ -21,14 +21,12 @@ import msgspec
 
 from tandem.cluster.pools import ClusterSpec
 from tandem.cluster.processes import guardian
+from tandem.cluster.processes.process import failed_start
 from tandem.cluster.ray.head import HeadStarted, head_environment
-from tandem.errors import ConfigError
-
-_LOG_TAIL_LINES = 15
 
 
 class HeadProcess:
-    """One at a time: `start` ends what was left of the one before."""
+    """Runs one head at a time: `start` ends what was left of the one before."""
 
     def __init__(self, run_folder: Path, environment: Mapping[str, str]) -> None:
         """`environment` has the cluster's variables."""
@@ -38,12 +36,12 @@ class HeadProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that starts it; also the session of all that it started."""
+        """Id of the process that starts the head; also the session of all that it started."""
         assert self._process is not None
         return self._process.pid
 
     def start(self, spec: ClusterSpec | None = None) -> None:
-        """Returns at once. Without `spec` it waits for `tell`."""
+        """Starts a head and returns at once. Without `spec` it waits for `tell`."""
         self.end()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -59,8 +57,8 @@ class HeadProcess:
             self.tell(spec)
 
     def tell(self, spec: ClusterSpec) -> None:
-        """What it needs to make the pool controller. Said to one that has ended already: nothing;
-        `started` has the reason."""
+        """Sends it the spec, from which it makes the pool controller. Does nothing if it has ended
+        already; `started` has the reason."""
         assert self._process is not None
         assert self._process.stdin is not None
         try:
@@ -70,16 +68,14 @@ class HeadProcess:
             pass
 
     def started(self, timeout_s: float = 0.0) -> HeadStarted | None:
-        """Once it is up; None while it is not. Raises ConfigError when it ended before that."""
+        """Returns its facts once it is up, else None. Raises ConfigError if it ended before."""
         assert self._process is not None
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
             return None
         if line := self._process.stdout.readline():
             return msgspec.json.decode(line, type=HeadStarted)
-        lines = self._log.read_text(errors="replace").splitlines()
-        tail = "\n".join(lines[-_LOG_TAIL_LINES:])
-        raise ConfigError(f"Ray's head ended while it was started; the end of its log:\n{tail}")
+        raise failed_start("Ray's head", self._log)
 
     def end(self) -> None:
         """Kills all of it, with no grace: agents would start again what is stopped next."""

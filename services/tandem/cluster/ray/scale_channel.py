@@ -17,8 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from tandem.cluster.pools import check_sizes
 from tandem.config import Pool
+from tandem.errors import BadRequest
+from tandem.pool_sizes import check_sizes
 from tandem.store.client import REPLY_TIMEOUT_S, UNREACHABLE, SyncClient, connect_blocking
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ _TAKE_MAX = 1000
 
 
 class ScaleChannel:
-    """`on_sizes` is called, in a thread of this channel, with sizes that make sense."""
+    """Calls `on_sizes`, in a thread of its own, with sizes that make sense."""
 
     def __init__(
         self, redis_url: str, cluster_id: str, on_sizes: Callable[[dict[Pool, int]], None]
@@ -46,7 +47,7 @@ class ScaleChannel:
         threading.Thread(target=self._run, name="scale-requests", daemon=True).start()
 
     def publish(self, state: dict[str, object]) -> None:
-        """Written now, or as soon as Redis is there again."""
+        """Writes the state now, or as soon as Redis is there again."""
         self._state = state
         try:
             self._write()
@@ -76,12 +77,12 @@ class ScaleChannel:
         return taken if isinstance(taken, list) else ()
 
     def _take(self, bodies: Sequence[bytes | str]) -> None:
-        """Oldest first."""
+        """Merges requests, oldest first, and passes the sizes on."""
         sizes: dict[Pool, int] = {}
         for body in bodies:
             try:
                 sizes |= check_sizes(json.loads(body))
-            except ValueError as error:
+            except (ValueError, BadRequest) as error:
                 log.error("a scale request is refused: %s", error)
         if sizes:
             self._on_sizes(sizes)
@@ -91,7 +92,7 @@ class ScaleChannel:
             self._redis().set(self._pools, json.dumps(self._state))
 
     def _redis(self) -> SyncClient:
-        """Made here and not at first: one of a Cluster connects when it is made."""
+        """Returns the client, made on first use: one of a Cluster connects when it is made."""
         if self._client is None:
             reply_timeout_s = _TAKE_TIMEOUT_S + REPLY_TIMEOUT_S
             self._client = connect_blocking(self._redis_url, reply_timeout_s=reply_timeout_s)

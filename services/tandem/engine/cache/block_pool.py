@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from tandem.engine.cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from tandem.engine.types import StoredBlock
 
-_LISTED_PER_BLOCK_MAX = 16  # hot chains: bounds how often long shared prefixes are repeated
+_LISTED_PER_BLOCK_MAX = 16  # hot prefixes: bounds how often long shared prefixes are repeated
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class BlockPool:
         return block_id
 
     def is_writable(self, block_id: int) -> bool:
-        """Whether its one owner may still write it."""
+        """Returns whether the one owner of the block may still write it."""
         block = self._blocks[block_id]
         return block.num_references == 1 and block.block_hash is None
 
@@ -172,7 +172,7 @@ class BlockPool:
             self._quarantined.add(block_id)
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
-        """Nothing is written to these any more; blocks that are not in quarantine are left."""
+        """Frees quarantined blocks, which no read writes any more; ignores other blocks."""
         for block_id in block_ids:
             if block_id in self._quarantined:
                 self._quarantined.remove(block_id)
@@ -183,9 +183,9 @@ class BlockPool:
         return bool(self._stored or self._removed)
 
     def take_events(self) -> tuple[list[StoredBlock], list[bytes]]:
-        """What came and went since the last call, net: (stored, parents first; removed, children).
+        """Returns net changes since last time: (stored, parents first; removed, children first).
 
-        Net, because a reader applies all that was stored before all that was removed.
+        Net, because a consumer applies all that was stored before all that was removed.
         """
         stored = [StoredBlock(parent, block_hash) for block_hash, parent in self._stored.items()]
         removed = list(self._removed)
@@ -196,7 +196,7 @@ class BlockPool:
         """Hashes that `match` finds, from `first` on and before `end`; empty `end`: to the last."""
         return [h for h in self._by_hash if first <= h and (not end or h < end)]
 
-    def hot_chains(self, blocks_max: int) -> list[list[bytes]]:
+    def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
         """Hashes of the most lately used chains, each from its root on.
 
         At most `blocks_max` blocks, a prefix that chains share counted once; the last chain may be

@@ -1,4 +1,4 @@
-"""What sequences and chains do with their block tables: let others find blocks, and give them back.
+"""Operations on the block tables of sequences and chains: store blocks, and give them back.
 
 A table's first blocks are stored (hashed, shared, never written), the rest are its owner's own. Own
 blocks that a read may still write (unsafe) go to quarantine, never straight to the next owner.

@@ -1,4 +1,4 @@
-"""Which unreferenced cached block goes first when a pool needs room.
+"""Eviction policies: the order in which a pool evicts its unreferenced cached blocks.
 
 The pool offers only leaves (blocks with no cached child), so a policy never has to think of chains;
 a parent is offered when its last child is gone.

@@ -15,7 +15,6 @@ from tandem.config import EngineConfig
 from tandem.errors import ConfigError
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class BlockLayout:
         return block_id * self.block_bytes
 
     def describe(self) -> str:
-        """The part of the compatibility contract that layout decides (not the pool's size)."""
+        """Returns the layout's part of the KV compatibility (not the pool's size)."""
         return (
             f"block-major heads={self.num_kv_heads} layers={self.num_layers} "
             f"block={self.block_size} head_dim={self.head_dim} dtype={self.dtype}"
@@ -64,7 +63,7 @@ class BlockLayout:
 
 
 def num_blocks_of(config: EngineConfig, block_bytes: int) -> int:
-    """How large the settings want the pool. Raises ConfigError when not even one block fits."""
+    """Returns the pool's size in blocks. Raises ConfigError when not even one block fits."""
     if config.num_blocks is not None:
         num_blocks, given = config.num_blocks, f"num_blocks is {config.num_blocks}"
     else:

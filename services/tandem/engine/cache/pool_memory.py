@@ -87,7 +87,7 @@ def populate(address: int, num_bytes: int) -> threading.Thread:
 
 
 def _in_huge_pages(pages: mmap.mmap) -> mmap.mmap:
-    """Because a layer's share of a block is spread over the whole pool.
+    """Requests huge pages, because a layer's share of a block is spread over the whole pool.
 
     Only a hint: a kernel that was built without huge pages answers EINVAL.
     """

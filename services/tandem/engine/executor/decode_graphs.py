@@ -59,7 +59,7 @@ class DecodeGraphs:
         return 0 < len(slices) <= self._sizes[-1] and all(s.num_tokens == 1 for s in slices)
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """fp32 logits [slices, vocab], of every slice."""
+        """Returns fp32 logits [slices, vocab], of every slice."""
         bucket = self._buckets[bisect_left(self._sizes, len(slices))]
         return bucket.run(slices)[: len(slices)]
 

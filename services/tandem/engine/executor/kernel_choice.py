@@ -1,4 +1,4 @@
-"""Which kernels compute a model on a device: what was asked for, or the fastest that there is."""
+"""Chooses the kernels that compute a model on a device: the ones asked for, or the fastest."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
 
 
 def why_not_triton(device: torch.device, numerics: str) -> str:
-    """Why the Triton kernels cannot run there; empty if they can."""
+    """Returns why the Triton kernels cannot run there; empty if they can."""
     if numerics == "invariant":
         return "the invariant numerics are torch's and the native kernels'"
     if importlib.util.find_spec("triton") is None:

@@ -98,7 +98,7 @@ class Decoder:
         return self._kernels.rms_norm(x, weight, self._config.rms_norm_eps)
 
     def _project(self, x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
-        """[rows, columns of all parts side by side]."""
+        """Returns the products [rows, columns of all parts side by side]."""
         if len(parts) == 1:
             return self._kernels.linear(x, parts[0].weight, parts[0].bias)
         out = x.new_empty(x.shape[0], sum(part.weight.shape[0] for part in parts))
@@ -111,7 +111,7 @@ class Decoder:
 
 
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:
-    """[head_dim / 2], scaled as the config says."""
+    """Returns rotary frequencies [head_dim / 2], scaled as the config says."""
     frequencies = rotary_frequencies(config.head_dim, config.rope_theta)
     scaling = config.rope_scaling
     if scaling is None:

@@ -42,7 +42,7 @@ _INPUTS = ("token_ids", "slots", "positions", "spans", "block_tables", "logit_ro
 
 
 def why_not_native(config: ModelConfig) -> str:
-    """Why a model cannot be computed by it; empty if it can."""
+    """Returns why the native kernels cannot compute a model; empty if they can."""
     if load() is None:
         return "they were not built (no C++ compiler at install?)"
     if config.head_dim % PANEL:
@@ -99,7 +99,7 @@ class NativeDecoder:
 
     @property
     def multiplies_bf16(self) -> bool:
-        """As it is, not widened to fp32 first."""
+        """True if bfloat16 is multiplied as it is, not widened to fp32 first."""
         return self._library.packed_kind(Kind.BF16, self._instructions) is Kind.BF16_PAIRS
 
     def __del__(self) -> None:
@@ -162,7 +162,7 @@ class NativeDecoder:
         )
 
     def _packed_bytes(self, weights: ModelWeights) -> int:
-        """Of all matrices: they lie one after another, in huge pages where the system has them."""
+        """Returns the bytes of all packed matrices, which lie in a row, in huge pages if any."""
 
         def of(parts: Sequence[Linear], *, in_turn: int = 1) -> int:
             kind = self._kind(parts[0].weight)
@@ -184,8 +184,8 @@ class NativeDecoder:
         return self._library.packed_kind(kind, self._instructions)
 
     def _gate_up(self, parts: Sequence[Linear]) -> Sequence[Linear]:
-        """In pairs (decoder.h) panels of gates and of ups take turns; they come as two, or as one
-        with the rows of both."""
+        """Interleaves panels of gates and of ups if packed in pairs (decoder.h); they come as two
+        matrices, or as one with the rows of both."""
         if self._kind(parts[0].weight) is not Kind.BF16_PAIRS:
             return parts
         weights = [half for part in parts for half in part.weight.chunk(3 - len(parts))]
@@ -229,7 +229,7 @@ class NativeDecoder:
 
 
 def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A panel of outputs of each, the next of each, ...; zeros where the last one has fewer."""
+    """Interleaves the tensors by panels of outputs; fills the last panel of each with zeros."""
     rest = -len(tensors[0]) % PANEL
     panels = [
         torch.cat([tensor, tensor.new_zeros(rest, *tensor.shape[1:])]).view(
@@ -241,8 +241,8 @@ def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _AngleTable:
-    """Of all positions up to twice the furthest one seen: computing them anew takes longer than
-    looking them up, and a position's bits would depend on those beside it."""
+    """Angles of all positions up to twice the furthest one seen: looking them up is faster than
+    computing them, and a computed position's bits would depend on those beside it."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._frequencies = rope_frequencies(config)
@@ -263,7 +263,7 @@ class _AngleTable:
 
 
 class _Results:
-    """Of a step: megabytes, which the system would find and zero again for every step."""
+    """Memory for a step's results, reused: the system would find and zero megabytes each step."""
 
     def __init__(self, num_rows: int, vocab: int, room: torch.Tensor | None = None) -> None:
         """`room` of one before, used again if it is large enough."""
@@ -276,7 +276,7 @@ class _Results:
         self.most_likely = array("i", bytes(4 * num_rows))
 
     def of(self, num_rows: int) -> _Results:
-        """In the same memory."""
+        """Returns results of `num_rows` rows in the same memory."""
         if num_rows == len(self.most_likely):
             return self
         return _Results(num_rows, self._vocab, self._room)

@@ -102,7 +102,7 @@ class ModelRunner:
 
     @property
     def native(self) -> NativeDecoder | None:
-        """What computes the small steps, if compiled: it knows where their time goes."""
+        """The decoder of the small steps, if compiled: it knows where their time goes."""
         return self._small if isinstance(self._small, NativeDecoder) else None
 
     def layout(self, num_blocks: int) -> BlockLayout:
@@ -157,8 +157,8 @@ def _choose_device(wanted: str) -> torch.device:
 
 
 def _tokens_per_step(device: torch.device) -> int:
-    """On CUDA 16 for each multiprocessor, down to a power of 2: a product with 4,096 columns then
-    has about four tiles of 128 x 128 for each (H100: 2,048, A100: 1,024)."""
+    """Returns a step's token budget. On CUDA 16 a multiprocessor, down to a power of 2 (H100:
+    2,048, A100: 1,024): a product with 4,096 columns has about four 128 x 128 tiles for each."""
     if device.type != "cuda":
         return 512
     wanted = 16 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -166,7 +166,7 @@ def _tokens_per_step(device: torch.device) -> int:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware multiplies bfloat16; elsewhere it is emulated, slower than float32."""
+    """Returns whether the hardware multiplies bfloat16; emulated, it is slower than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return cpu_has_bfloat16()

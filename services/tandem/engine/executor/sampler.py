@@ -1,4 +1,4 @@
-"""From logits to tokens: each sequence's own parameters, drawn by (seed, position).
+"""Turns logits into tokens: each sequence's own parameters, drawn by (seed, position).
 
 The draw for the token at index i of a whole sequence depends on its seed and on i alone, so a
 sequence that was moved, preempted or prefilled elsewhere goes on as it would have.

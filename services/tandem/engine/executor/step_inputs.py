@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.engine.scheduler.batch import StepBatch
 from tandem_kernels.attention_groups import QuerySpan, batch_order
 from tandem_kernels.kv_cache import KvPool
 
@@ -35,7 +35,9 @@ def make_step_inputs(batch: StepBatch, pool: KvPool, *, row_multiple: int) -> St
     last_rows = [0] * len(slices)
     for i in order:
         piece = slices[i]
-        spans.append(_span(piece, first_row=len(token_ids)))
+        spans.append(
+            QuerySpan(len(token_ids), piece.num_tokens, piece.context_len, piece.block_table)
+        )
         token_ids += piece.token_ids
         places = range(piece.context_len - piece.num_tokens, piece.context_len)
         positions += places
@@ -57,13 +59,4 @@ def make_step_inputs(batch: StepBatch, pool: KvPool, *, row_multiple: int) -> St
             dtype=torch.long,
             device=pool.device,
         ),
-    )
-
-
-def _span(piece: SequenceSlice, *, first_row: int) -> QuerySpan:
-    return QuerySpan(
-        first_row=first_row,
-        num_queries=piece.num_tokens,
-        context_len=piece.context_len,
-        block_table=piece.block_table,
     )

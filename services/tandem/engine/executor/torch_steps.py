@@ -31,7 +31,7 @@ class TorchSteps:
         kv: torch.Tensor,
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """As NativeDecoder.forward, on the device of `kv`."""
+        """Runs a step as NativeDecoder.forward does, on the device of `kv`."""
         if self._kv is not kv:  # of one runner it is the same in every step
             self._kv, self._pool = kv, KvPool(kv)
         pool = self._pool

@@ -121,7 +121,7 @@ class TritonDecoder:
 
 
 def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
-    """[rows, columns of all parts side by side]; on a device they are one matrix (weights.py)."""
+    """Returns [rows, columns of all parts]; on a device they are one matrix (weights.py)."""
     if len(parts) == 1:
         return linear(x, parts[0].weight, parts[0].bias)
     return torch.cat([linear(x, part.weight, part.bias) for part in parts], dim=1)

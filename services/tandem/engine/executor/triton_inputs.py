@@ -36,7 +36,7 @@ class StepShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the parts of the array, in its order."""
+        """Sizes of the parts of the array, in its order."""
         tokens, seqs = self.num_tokens, self.num_seqs
         tables = seqs * self.table_width
         return (tokens, tokens, tokens, seqs, self.num_chunks + 1, self.num_logits, tables)

@@ -60,7 +60,7 @@ class TritonSteps:
         kv: torch.Tensor,
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """As TorchSteps.forward. The logits of a decode step are overwritten by the next one.
+        """Runs a step as TorchSteps.forward does. A decode step's logits last until the next one.
 
         Waits for the device only to call `on_kv_written`; without it, it waits for nothing.
         """

@@ -1,4 +1,4 @@
-"""What the scheduler hands the model for one step: plain lists, no tensors.
+"""The batch that the scheduler hands the model for one step: plain lists, no tensors.
 
 A step computes, for each scheduled sequence, the next `num_tokens` tokens after those whose KV is
 in the pool already. Prefill, a chunk of it and decode are the same thing: catch up.

@@ -1,8 +1,8 @@
-"""How many tokens the next chunk of a prompt has whose blocks a peer pulls as they become final.
+"""Sizes the next chunk of a prompt whose blocks a peer pulls as they become final.
 
     compute  |--- chunk 1 ---|--- chunk 2 ---|- 3 -|
     pull                     |-- 1 --|       |- 2 -||3|
-                                                    ^ exposed: the reader waits for it
+                                                    ^ exposed: the consumer waits for it
 
 A chunk's pull is hidden behind the chunks after it, so the last one's is exposed; but each chunk
 more costs a step, which reads all weights once more. Over a fast link one chunk is best; over a
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tandem.cost_model import PrefillRate
+from tandem.perf_model.rates import PrefillRate
 
 _SHAPED_BUDGETS = 4  # so many budgets before the end chunks begin to be shaped
 _LAST_MIN = 16
@@ -26,7 +26,7 @@ _LAST_MIN = 16
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How fast KV comes to the reader: seconds of each pull, and of each token in it."""
+    """Speed of KV to the consumer: seconds of each pull, and of each token in it."""
 
     latency_s: float
     token_s: float
@@ -37,29 +37,29 @@ def next_chunk(
     *,
     context: int,
     lag_s: float,
-    room: int,
+    tokens_left: int,
     budget: int,
     rate: PrefillRate,
     link: Link,
 ) -> int:
-    """Tokens of the next chunk, 1 to `room`, of `num_missing` that follow `context` others.
+    """Tokens of the next chunk, 1 to `tokens_left`, of `num_missing` that follow `context` others.
 
-    `lag_s` is how long the pulls of earlier chunks still take. `room` is what this step has left
-    of `budget`, the most that later steps have.
+    `lag_s` is how long the pulls of earlier chunks still take. `tokens_left` is what this step has
+    left of `budget`, the most that later steps have.
     """
     if num_missing > _SHAPED_BUDGETS * budget:
-        return room
-    plans = [_fit(plan, room, budget) for plan in _plans(num_missing, budget, rate, link)]
+        return tokens_left
+    plans = [_fit(plan, tokens_left, budget) for plan in _plans(num_missing, budget, rate, link)]
     return min(plans, key=lambda plan: finish_s(plan, context, lag_s, rate, link))[0]
 
 
-def tail_chunk(num_missing: int, *, room: int, budget: int) -> int:
+def tail_chunk(num_missing: int, *, tokens_left: int, budget: int) -> int:
     """Without a measured link: the last chunk is a quarter of the budget."""
-    return _tail_plan(num_missing, room, budget)[0]
+    return _tail_plan(num_missing, tokens_left, budget)[0]
 
 
 def lag_after(num_tokens: int, context: int, lag_s: float, rate: PrefillRate, link: Link) -> float:
-    """How long pulls still take when this chunk is computed, its own among them."""
+    """Returns how long pulls still take when this chunk is computed, its own among them."""
     computed_s = rate.seconds(num_tokens, context, num_tokens)
     return max(0.0, lag_s - computed_s) + link.latency_s + num_tokens * link.token_s
 
@@ -67,7 +67,7 @@ def lag_after(num_tokens: int, context: int, lag_s: float, rate: PrefillRate, li
 def finish_s(
     plan: Sequence[int], context: int, lag_s: float, rate: PrefillRate, link: Link
 ) -> float:
-    """From now until the last chunk's blocks are at the reader."""
+    """Returns the seconds from now until the last chunk's blocks are at the consumer."""
     computed_s = 0.0
     for num_tokens in plan:
         computed_s += rate.seconds(num_tokens, context, num_tokens)
@@ -86,7 +86,7 @@ def _plans(num_missing: int, budget: int, rate: PrefillRate, link: Link) -> Iter
 
 
 def _shaped(num_missing: int, last: int, budget: int, rate: PrefillRate, link: Link) -> list[int]:
-    """From the end: each chunk's pull takes as long as computing the chunk after it."""
+    """Plans from the end: each chunk's pull takes as long as computing the chunk after it."""
     sizes = [last]
     while (left := num_missing - sum(sizes)) > 0:
         hidden_s = max(0.0, rate.step_s + sizes[-1] * rate.token_s - link.latency_s)
@@ -95,23 +95,23 @@ def _shaped(num_missing: int, last: int, budget: int, rate: PrefillRate, link: L
     return sizes[::-1]
 
 
-def _tail_plan(num_missing: int, room: int, budget: int) -> list[int]:
+def _tail_plan(num_missing: int, tokens_left: int, budget: int) -> list[int]:
     plan, tail = [], max(1, budget // 4)
     while num_missing:
         size = num_missing
         if num_missing > tail:
             size = max(num_missing - tail, -(-num_missing // 2))
-        plan.append(min(size, room))
+        plan.append(min(size, tokens_left))
         num_missing -= plan[-1]
-        room = budget
+        tokens_left = budget
     return plan
 
 
-def _fit(plan: list[int], room: int, budget: int) -> list[int]:
+def _fit(plan: list[int], tokens_left: int, budget: int) -> list[int]:
     """The plan with no chunk over what its step has room for."""
     fitted: list[int] = []
     for size in plan:
         while size:
-            fitted.append(min(size, budget if fitted else room))
+            fitted.append(min(size, budget if fitted else tokens_left))
             size -= fitted[-1]
     return fitted

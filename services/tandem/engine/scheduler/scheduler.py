@@ -1,19 +1,19 @@
-"""What the next step computes, who gets blocks for it, and who has to give his back.
+"""Plans each step: what it computes, which sequences get blocks, and which are preempted.
 
 It knows sequences and the block pool, no tensors. A step's token budget goes to decode first, then
 to prefill in the order of arrival, in chunks that delay those who decode by no more than is wanted
-(pace.py); then waiting sequences are admitted, oldest first.
+(perf_model/step-time model.py); then waiting sequences are admitted, oldest first.
 
 Blocks: admission reserves all that a sequence's tokens need, or the sequence waits and holds
 nothing. While it decodes it takes one more when its last is full; when the pool has none, the
 youngest running sequence is preempted: it gives its blocks back, waits again by its age, and
-computes them again. Never preempted: AWAITING_KV (reads are in flight) and FOR_PEER (a reader
-trusts its blocks). One that awaits its prefix only (`prefix_blocks`) was admitted with all its
-blocks too; after that it is like any other, and preempted it awaits nothing any more.
+computes them again. Never preempted: WAITING_FOR_KV (reads are in flight) and PREFILL_ONLY (a
+consumer trusts its blocks). One that awaits its prefix only (`prefix_blocks`) was admitted with
+all its blocks too; after that it is like any other, and preempted it awaits nothing any more.
 
-Why two sequences cannot preempt each other for ever: nobody takes blocks from an older one, for who
-finds no younger victim preempts himself; waiting sequences are admitted by age, so nobody younger
-comes in before him; and an admitted sequence makes at least one token before it can need another
+Two sequences cannot preempt each other for ever. None takes blocks from an older one: without a
+younger victim it preempts itself. Waiting sequences are admitted by age, so that no younger one
+comes in before it. An admitted sequence makes at least one token before it can need another
 block. So the oldest of all gets on with every admission, and it waits only for blocks that are
 lent to peers or awaited, whose leases have deadlines.
 """
@@ -24,14 +24,14 @@ from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from tandem.cost_model import token_contexts
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
-from tandem.engine.scheduler.pace import Pace, StepWork
-from tandem.engine.scheduler.seats import Seats
+from tandem.engine.scheduler.running_slots import RunningSlots
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import Mode
+from tandem.perf_model.rates import token_contexts
+from tandem.perf_model.step_time import StepTimeModel, StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class Scheduler:
     def __init__(
         self,
         pool: BlockPool,
-        pace: Pace,
-        seats: Seats,
+        step_time: StepTimeModel,
+        running_slots: RunningSlots,
         *,
         max_num_seqs: int,
         max_tokens_per_step: int,
@@ -99,8 +99,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.awaiting: list[Sequence] = []
         self._pool = pool
-        self._pace = pace
-        self._seats = seats
+        self._step_time = step_time
+        self._running_slots = running_slots
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens_per_step
         self._bytes_per_token = bytes_per_token
@@ -141,7 +141,7 @@ class Scheduler:
         for queue, status in (
             (self.waiting, Status.WAITING),
             (self.running, Status.RUNNING),
-            (self.awaiting, Status.AWAITING_KV),
+            (self.awaiting, Status.WAITING_FOR_KV),
         ):
             expected = {s.sequence_id for s in sequences if s.status is status}
             found = [s.sequence_id for s in queue]
@@ -157,10 +157,10 @@ class Scheduler:
             )
 
     def _plan_decode(self, schedule: Schedule) -> bool:
-        """Answers whether somebody was preempted."""
+        """Plans the sequences that decode; returns whether one was preempted."""
         num_waiting = len(self.waiting)
         for sequence in [s for s in self.running if s.in_decode]:
-            if not self._has_room(schedule):
+            if not self._has_tokens_left(schedule):
                 break
             if sequence.status is Status.RUNNING and self._grow(sequence):
                 schedule.add(sequence, sequence.num_missing_tokens)
@@ -180,91 +180,91 @@ class Scheduler:
             schedule.admitted.append(sequence)
             if sequence.lacks_kv:
                 self.withdraw(sequence)
-                sequence.status = Status.AWAITING_KV
+                sequence.status = Status.WAITING_FOR_KV
                 self.awaiting.append(sequence)
                 continue
             self.start(sequence)
             self._add_chunk(schedule, sequence)
 
     def _can_admit(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Whether there is a seat and all its blocks, beside what is planned already.
+        """Returns whether there are a running slot and all its blocks, beside what is planned.
 
-        Who will decode here waits until each step has a place for him and for all who came before:
-        else those who await KV would, as it comes, keep prompts out of every step. What is for a
-        peer waits for nobody who awaits: two workers may work for each other.
+        A sequence that will decode here waits until each step has a place for it and all before it:
+        otherwise those that await KV would, as it comes, keep prompts out of every step. One that
+        is for a peer waits for none of those: two workers may work for each other.
         """
-        if sequence.mode is not Mode.FOR_PEER:
-            seat = len(self.running) + len(self.awaiting) < self._max_num_seqs
+        if sequence.mode is not Mode.PREFILL_ONLY:
+            slot = len(self.running) + len(self.awaiting) < self._max_num_seqs
         else:
-            queue = self.awaiting if sequence.may_await_kv else self.running
-            seat = len(queue) < self._max_num_seqs
-        if not sequence.may_await_kv:
-            seat = seat and self._room(schedule, 0) > 0
-        if self._seats.is_limited and sequence.mode is not Mode.FOR_PEER:
-            seat = seat and self._num_seated < self._seats.num
-        return seat and self._pool.can_reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
+            queue = self.awaiting if sequence.may_wait_for_remote_kv else self.running
+            slot = len(queue) < self._max_num_seqs
+        if not sequence.may_wait_for_remote_kv:
+            slot = slot and self._tokens_left(schedule, 0) > 0
+        if self._running_slots.is_limited and sequence.mode is not Mode.PREFILL_ONLY:
+            slot = slot and self._num_slots_taken < self._running_slots.num
+        return slot and self._pool.can_reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
 
     @property
     def chunk_tokens(self) -> int:
-        """Of prefill in a step, at a prompt's start, beside those who decode now."""
+        """Tokens of prefill in a step, at a prompt's start, beside sequences that decode now."""
         decoding = [s for s in self.running if s.in_decode]
         contexts = sum(s.num_computed_tokens for s in decoding)
         work = StepWork(decode_tokens=len(decoding), decode_contexts=contexts)
-        return self._room(Schedule(work=work), 0)
+        return self._tokens_left(Schedule(work=work), 0)
 
     @property
-    def _num_seated(self) -> int:
-        """Who decodes here, or will as soon as its KV is there."""
-        return sum(s.mode is not Mode.FOR_PEER for s in (*self.running, *self.awaiting))
+    def _num_slots_taken(self) -> int:
+        """Number of sequences that decode here, or will as soon as their KV is there."""
+        return sum(s.mode is not Mode.PREFILL_ONLY for s in (*self.running, *self.awaiting))
 
-    def _has_room(self, schedule: Schedule) -> bool:
+    def _has_tokens_left(self, schedule: Schedule) -> bool:
         return schedule.num_tokens < self._max_tokens and len(schedule.chunks) < self._max_num_seqs
 
-    def _room(self, schedule: Schedule, context: int) -> int:
+    def _tokens_left(self, schedule: Schedule, context: int) -> int:
         """Tokens that the step has left for a chunk after `context` others."""
-        room = self._max_tokens - schedule.num_tokens
-        in_time = self._pace.chunk_max(schedule.work, context)
-        return max(0, room if in_time is None else min(room, in_time))
+        tokens_left = self._max_tokens - schedule.num_tokens
+        in_time = self._step_time.chunk_max(schedule.work, context)
+        return max(0, tokens_left if in_time is None else min(tokens_left, in_time))
 
     def _add_chunk(self, schedule: Schedule, sequence: Sequence) -> None:
-        room = self._room(schedule, sequence.num_computed_tokens)
-        if not room or len(schedule.chunks) >= self._max_num_seqs:
+        tokens_left = self._tokens_left(schedule, sequence.num_computed_tokens)
+        if not tokens_left or len(schedule.chunks) >= self._max_num_seqs:
             return
-        if sequence.mode is Mode.FOR_PEER:
-            schedule.add(sequence, self._chunk_for_peer(sequence, room))
+        if sequence.mode is Mode.PREFILL_ONLY:
+            schedule.add(sequence, self._chunk_prefill_only(sequence, tokens_left))
         else:
-            schedule.add(sequence, min(sequence.num_missing_tokens, room))
+            schedule.add(sequence, min(sequence.num_missing_tokens, tokens_left))
 
     def computed(self, chunk: Chunk) -> None:
-        """The chunk was run; told before its sequence moves on."""
+        """Updates the pull lag after a chunk was run, before its sequence moves on."""
         sequence = chunk.sequence
-        rate = self._pace.prefill_rate
-        if sequence.reader_rate is not None and rate is not None:
+        rate = self._step_time.prefill_rate
+        if sequence.consumer_rate is not None and rate is not None:
             sequence.pull_lag_s = lag_after(
                 chunk.num_tokens,
                 sequence.num_computed_tokens,
                 sequence.pull_lag_s,
                 rate,
-                self._link(sequence.reader_rate),
+                self._link(sequence.consumer_rate),
             )
 
-    def _link(self, reader_rate: tuple[float, float]) -> Link:
-        latency_s, bytes_per_s = reader_rate
+    def _link(self, consumer_rate: tuple[float, float]) -> Link:
+        latency_s, bytes_per_s = consumer_rate
         return Link(latency_s, self._bytes_per_token / bytes_per_s)
 
-    def _chunk_for_peer(self, sequence: Sequence, room: int) -> int:
-        """The reader pulls a chunk while the next is computed: only the last pull is waited for."""
-        num_missing, rate = sequence.num_missing_tokens, self._pace.prefill_rate
-        if sequence.reader_rate is None or rate is None:
-            return tail_chunk(num_missing, room=room, budget=self._max_tokens)
+    def _chunk_prefill_only(self, sequence: Sequence, tokens_left: int) -> int:
+        """Sizes a chunk, pulled while the next is computed: only the last pull is waited for."""
+        num_missing, rate = sequence.num_missing_tokens, self._step_time.prefill_rate
+        if sequence.consumer_rate is None or rate is None:
+            return tail_chunk(num_missing, tokens_left=tokens_left, budget=self._max_tokens)
         return next_chunk(
             num_missing,
             context=sequence.num_computed_tokens,
             lag_s=sequence.pull_lag_s,
-            room=room,
+            tokens_left=tokens_left,
             budget=self._max_tokens,
             rate=rate,
-            link=self._link(sequence.reader_rate),
+            link=self._link(sequence.consumer_rate),
         )
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -278,7 +278,7 @@ class Scheduler:
                 sequence.block_table += taken
                 continue
             victim = next(
-                (s for s in reversed(self.running) if s.mode is not Mode.FOR_PEER), sequence
+                (s for s in reversed(self.running) if s.mode is not Mode.PREFILL_ONLY), sequence
             )
             self._preempt(victim)
             if victim is sequence:

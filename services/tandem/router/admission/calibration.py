@@ -1,4 +1,4 @@
-"""By how much predicted times to first token are off, learned from what came of them. Pure.
+"""Learns by how much predictions of TTFT are off, from the first tokens that followed. Pure.
 
     admitted, its prediction near the limit --first token--> seen / predicted --> factor
 
@@ -12,7 +12,7 @@ spread says how much of a limit must be kept back for 99 of 100 to be in time.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.router.admission.predict import MARGIN
 
@@ -27,41 +27,44 @@ _MARGINS = (0.4, 0.85)
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What was predicted of a request when it was taken. Seconds."""
+    """The predicted TTFT of an admitted request, and when it was predicted, in seconds."""
 
     predicted_s: float
-    made_at: float
+    promised_at: float
 
 
+@dataclass(frozen=True, slots=True)
 class Calibration:
-    """One a router."""
+    """A calibration is what was learned so far, as plain data; `kept` answers the next one."""
 
-    def __init__(self) -> None:
-        self._log_factor = 0.0
-        self._variance = (math.log(MARGIN) / _SPREADS) ** 2  # of the logarithms
+    log_factor: float = 0.0
+    variance: float = (math.log(MARGIN) / _SPREADS) ** 2  # of the logarithms
 
     @property
     def margin(self) -> float:
-        """The share of a limit that a prediction may be, for 99 of 100 to keep it."""
+        """Largest share of a limit that a prediction may have, for 99 of 100 to keep the limit."""
         lowest, highest = _MARGINS
-        return min(highest, max(lowest, math.exp(-_SPREADS * math.sqrt(self._variance))))
+        return min(highest, max(lowest, math.exp(-_SPREADS * math.sqrt(self.variance))))
 
     @property
     def factor(self) -> float:
-        """What a prediction is to be multiplied with."""
-        return math.exp(self._log_factor)
+        """Factor that corrects a predicted TTFT."""
+        return math.exp(self.log_factor)
 
     def promise(self, predicted_s: float, limit_s: float, now: float) -> Promise | None:
-        """To be kept with a request that is taken; None: it will say nothing."""
+        """Returns the promise of an admitted request; None if it is too short to learn from."""
         if self.factor * predicted_s < NEAR * limit_s:
             return None
         return Promise(predicted_s, now)
 
-    def kept(self, promise: Promise, now: float) -> None:
-        """Its first token came."""
-        seen_s = max(1e-3, now - promise.made_at)
+    def kept(self, promise: Promise, now: float) -> Calibration:
+        """The calibration after the first token of a promised request came."""
+        seen_s = max(1e-3, now - promise.promised_at)
         off = math.log(seen_s / max(1e-3, promise.predicted_s))
         lowest, highest = map(math.log, _FACTORS)
-        error = min(highest, max(lowest, off)) - self._log_factor
-        self._log_factor += _LATE * error
-        self._variance += _LATE / 2 * (error * error - self._variance)
+        error = min(highest, max(lowest, off)) - self.log_factor
+        return replace(
+            self,
+            log_factor=self.log_factor + _LATE * error,
+            variance=self.variance + _LATE / 2 * (error * error - self.variance),
+        )

@@ -1,4 +1,4 @@
-"""Who is next among requests that wait, so that each tenant gets its share of the work. Pure.
+"""Orders waiting requests so that each tenant gets its share of the work. Pure.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Each tenant's first request has a
 start: where the one before it ended, in work of that tenant, or where the queue is now if none
@@ -17,17 +17,17 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Line(Generic[T]):
+class _TenantQueue(Generic[T]):
     start: float  # of its first request
     cost: float = 0.0  # of all that wait
     waiting: dict[T, tuple[int, float]] = field(default_factory=dict)  # number and cost, in order
 
 
 class FairQueue(Generic[T]):
-    """Items are told apart by equality. Costs are positive, in any unit."""
+    """Fair queue over tenants. Items are compared by equality; costs are positive, in any unit."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line[T]] = {}
+        self._queues: dict[str, _TenantQueue[T]] = {}
         self._ends: dict[str, float] = {}  # of tenants that were served and have nobody waiting
         self._now = 0.0
         self._number = 0
@@ -38,64 +38,64 @@ class FairQueue(Generic[T]):
 
     def push(self, tenant: str, cost: float, item: T) -> None:
         assert cost > 0, cost
-        line = self._lines.get(tenant)
-        if line is None:
+        queue = self._queues.get(tenant)
+        if queue is None:
             start = max(self._now, self._ends.pop(tenant, 0.0))
-            line = self._lines[tenant] = _Line(start)
+            queue = self._queues[tenant] = _TenantQueue(start)
         self._number += 1
-        line.waiting[item] = (self._number, cost)
-        line.cost += cost
+        queue.waiting[item] = (self._number, cost)
+        queue.cost += cost
         self._size += 1
 
     def pop(self) -> T:
-        """Takes the next one out. Raises IndexError when nobody waits."""
-        if not self._lines:
+        """Removes and returns the next item. Raises IndexError if nothing waits."""
+        if not self._queues:
             raise IndexError("nobody waits")
-        tenant = min(self._lines, key=self._turn)
-        line = self._lines[tenant]
-        item = next(iter(line.waiting))
-        self._now = line.start
-        line.start += self._take(tenant, line, item)
-        if not self._lines:
+        tenant = min(self._queues, key=self._turn)
+        queue = self._queues[tenant]
+        item = next(iter(queue.waiting))
+        self._now = queue.start
+        queue.start += self._take(tenant, queue, item)
+        if not self._queues:
             # Everybody was served: nobody is owed anything.
             self._ends.clear()
         else:
-            if tenant not in self._lines:
-                self._ends[tenant] = line.start
+            if tenant not in self._queues:
+                self._ends[tenant] = queue.start
             self._ends = {t: end for t, end in self._ends.items() if end > self._now}
         return item
 
     def remove(self, tenant: str, item: T) -> bool:
-        """Of one that waits no more, at no cost to its tenant. False when it does not wait."""
-        line = self._lines.get(tenant)
-        if line is None or item not in line.waiting:
+        """Removes an item that waits no more, at no cost to its tenant; False if it is not here."""
+        queue = self._queues.get(tenant)
+        if queue is None or item not in queue.waiting:
             return False
-        self._take(tenant, line, item)
-        if tenant not in self._lines and line.start > self._now:
-            self._ends[tenant] = line.start
+        self._take(tenant, queue, item)
+        if tenant not in self._queues and queue.start > self._now:
+            self._ends[tenant] = queue.start
         return True
 
     def cost_ahead(self, tenant: str) -> float:
-        """What is served before a request of this tenant that comes now, but for the last of each
-        other tenant."""
-        own = self._lines.get(tenant)
+        """Returns the cost that is served before a new request of this tenant, except for the last
+        request of each other tenant."""
+        own = self._queues.get(tenant)
         start = own.start + own.cost if own else max(self._now, self._ends.get(tenant, 0.0))
         others = (
-            min(line.cost, max(0.0, start - line.start))
-            for name, line in self._lines.items()
+            min(queue.cost, max(0.0, start - queue.start))
+            for name, queue in self._queues.items()
             if name != tenant
         )
         return (own.cost if own else 0.0) + sum(others)
 
     def _turn(self, tenant: str) -> tuple[float, int]:
-        line = self._lines[tenant]
-        number, _ = next(iter(line.waiting.values()))
-        return line.start, number
+        queue = self._queues[tenant]
+        number, _ = next(iter(queue.waiting.values()))
+        return queue.start, number
 
-    def _take(self, tenant: str, line: _Line[T], item: T) -> float:
-        _, cost = line.waiting.pop(item)
-        line.cost -= cost
+    def _take(self, tenant: str, queue: _TenantQueue[T], item: T) -> float:
+        _, cost = queue.waiting.pop(item)
+        queue.cost -= cost
         self._size -= 1
-        if not line.waiting:
-            del self._lines[tenant]
+        if not queue.waiting:
+            del self._queues[tenant]
         return cost

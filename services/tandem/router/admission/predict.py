@@ -1,9 +1,8 @@
-"""Whether a request is taken now, or refused early with the time to wait. Pure.
+"""Predicts a placed request's time to first token, and names the allowed one. Pure.
 
-A request that would come too late anyway only makes those behind it late too. What is predicted is
-its time to first token where it was placed:
+The prediction has these parts:
 
-    until the decode worker has a seat for it, and blocks: so many others must end first
+    until the decode worker has a running slot for it, and blocks: so many others must end first
     meanwhile, and after that: the prompts queued where it is prefilled
     its own prompt; steps are longer by those who decode there
 
@@ -18,16 +17,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tandem.cost_model import HERE_MARGIN
+from tandem.perf_model.predict import beside_decode, expect, is_faster_here
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
-from tandem.router.placement.costs import TOKEN_S, computing_s, with_likely_rates
+from tandem.router.placement.costs import computing_s, with_likely_rates
 
+OWN_TIMES = 2.0  # a prompt may wait as long as it takes itself, whatever the limit is
 MARGIN = 0.75  # of the limit: predictions are believed up to it, until their spread is known
 
 
 @dataclass(frozen=True, slots=True)
 class TtftLimit:
-    """The longest wait for a first token that is still of use."""
+    """Longest time to first token that is still of use, by the length of the prompt."""
 
     base_s: float
     token_s: float = 0.0  # more for each token of the prompt
@@ -40,24 +40,25 @@ class TtftLimit:
 
 
 def expected_ttft_s(work: Work, placement: Placement, *, completion_tokens: float = 0.0) -> float:
-    """Of the placed request, by what its workers tell. `completion_tokens` is how many tokens a
-    request makes here, in the mean; 0: nobody knows, and seats are believed to come free."""
-    seat_s = seat_wait_s(work, placement.decode, completion_tokens)
+    """Predicts the TTFT of a placed request from its workers' reports. `completion_tokens` is the
+    mean number of tokens that a request makes here; 0 if unknown, and running slots are then
+    assumed to come free."""
+    slot_s = slot_wait_s(work, placement.decode, completion_tokens)
     missing = placement.tokens_missing
     decode, *peers = with_likely_rates([placement.decode, *placement.prefill_candidates])
-    here_s = _prefilled_s(work, decode, missing, after_s=seat_s)
+    here_s = _prefilled_s(work, decode, missing, after_s=slot_s)
     if not peers:
         return here_s
-    there_s = min(_prefilled_s(work, w, missing, after_s=seat_s) for w in peers)
+    there_s = min(_prefilled_s(work, w, missing, after_s=slot_s) for w in peers)
     delay_s = computing_s(work, decode, missing) * decode.num_running
-    return here_s if here_s + delay_s < HERE_MARGIN * there_s else there_s
+    return here_s if is_faster_here(here_s + delay_s, there_s) else there_s
 
 
-def seat_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
-    """Until enough sequences have ended there. In a full worker, one does each
-    `completion_tokens` steps for each seat."""
+def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
+    """Predicts the seconds until enough sequences have ended there. In a full worker, one ends
+    every `completion_tokens` steps for each running slot."""
     num_there = decode.num_running + decode.num_pulls + decode.num_waiting
-    num_to_end = num_there + 1 - decode.num_seats if decode.num_seats else 0
+    num_to_end = num_there + 1 - decode.num_running_slots if decode.num_running_slots else 0
     if decode.blocks_total:
         # What waits there has no blocks yet; all its tokens are queued. Without it, what is queued
         # is of prompts that have all of theirs.
@@ -67,8 +68,8 @@ def seat_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) ->
             num_to_end = max(num_to_end, decode.num_waiting + 1)
     if num_to_end <= 0:
         return 0.0
-    num_seated = decode.num_running + decode.num_pulls
-    num_ending = max(1, min(num_seated, decode.num_seats or num_seated))
+    num_slots_taken = decode.num_running + decode.num_pulls
+    num_ending = max(1, min(num_slots_taken, decode.num_running_slots or num_slots_taken))
     return num_to_end * completion_tokens * decode.rates.decode.seconds(num_ending) / num_ending
 
 
@@ -80,8 +81,8 @@ def allowed_s(
     slower: float = 1.0,
     margin: float = MARGIN,
 ) -> float:
-    """What a prediction may be; workers are so many times slower than they tell, and `margin` of
-    the limit is not kept back. Without rates there is none to speak of: infinity."""
+    """Largest acceptable prediction, in seconds; workers are `slower` times as slow as they report,
+    and `margin` is the usable share of the limit. Infinity if no worker has measured rates."""
     workers = with_likely_rates([*placement.prefill_candidates, placement.decode])
     if not any(w.rates.measured for w in workers):
         return math.inf
@@ -92,20 +93,14 @@ def allowed_s(
     return allowed
 
 
-def wait_s(work: Work, placement: Placement, limit: TtftLimit) -> float | None:
-    """None when the request is taken; else the seconds after which it may be."""
-    late_s = expected_ttft_s(work, placement) - allowed_s(work, placement, limit)
-    return late_s if late_s > 0 else None
-
-
 def _prefilled_s(work: Work, worker: WorkerSnapshot, missing: int, *, after_s: float) -> float:
-    """Until the prompt is computed there, begun after so many seconds."""
-    rates, queued = worker.rates, worker.queued_tokens
-    if not rates.measured:
-        return max(after_s, TOKEN_S * queued) + TOKEN_S * missing
-    chunk = min(rates.step_tokens, worker.chunk_tokens or rates.step_tokens)
-    beside_s = rates.decode.sequence_s * worker.num_running / chunk  # of each token
-    cached = min(work.num_tokens - missing, work.num_tokens - 1)
-    queue_s = rates.prefill.seconds(queued, 0, chunk) + queued * beside_s
-    own_s = rates.prefill.seconds(work.num_tokens - cached, cached, chunk) + missing * beside_s
-    return max(after_s, queue_s) + own_s
+    """Predicts the seconds until that worker has computed the prompt, begun after `after_s`."""
+    rates = beside_decode(worker.rates, worker.chunk_tokens, worker.num_running)
+    expected = expect(
+        rates,
+        work.num_tokens,
+        work.num_tokens - missing,
+        queued_tokens=worker.queued_tokens,
+        after_s=after_s,
+    )
+    return expected.total_s

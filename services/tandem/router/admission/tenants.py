@@ -1,4 +1,4 @@
-"""Whose request it is, as a gateway in front of the router says: the header `x-tandem-tenant`.
+"""Reads a request's tenant from `x-tandem-tenant`, a header that a gateway before the router sets.
 
 Heeded only by a router that was told to trust it: a client that could set it itself could name
 anybody. A tenant's blocks are hashed under a salt of its own, so that two with the same prompt
@@ -18,7 +18,7 @@ TENANT_CHARACTERS_MAX = 128
 
 
 def read_tenant(values: Sequence[str], *, trusted: bool) -> str:
-    """Of all values of the header; empty: none. Raises BadRequest."""
+    """Returns the tenant that the header's values name; empty if none. Raises BadRequest."""
     if not trusted or not values:
         return ""
     if len(values) > 1:
@@ -36,7 +36,7 @@ def read_tenant(values: Sequence[str], *, trusted: bool) -> str:
 
 
 def cache_salt(cluster_token: str, tenant: str) -> bytes:
-    """Of a tenant's block hashes, the same at every router of the cluster; empty without a tenant.
+    """Returns the salt of a tenant's block hashes, the same at every router; empty if no tenant.
 
     The chain's root takes it in with its length, so it can be no other field's ending.
     """

@@ -1,6 +1,6 @@
-"""Compares the prefix tree with what the workers hold: now and then a sample, or when asked.
+"""Compares the prefix tree with what the workers hold: a sample at intervals, or on request.
 
-Each `interval_s` one worker, in turn, and at most `SAMPLE` entries of it: about a millisecond of
+Each `INTERVAL_S` one worker, in turn, and at most `SAMPLE` entries of it: about a millisecond of
 Redis's time, and one look through the worker's hashes. What differs at three looks in a row is an
 alarm, and so is a log that stands still while its worker's record is written.
 """
@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
 
 import grpc.aio
 
 from tandem.errors import QueueFull
-from tandem.prefix_index.audit import Differences, Held, Patience, audit_all, audit_sample
+from tandem.prefix_index.audit import CALL_ENTRIES, Differences, Held, TreeInspector
 from tandem.prefix_index.entries import split_entries
-from tandem.prefix_index.inspect import CALL_ENTRIES, TreeInspector
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.index.trust import IndexTrust
 from tandem.router.workers.cluster_view import ClusterView
@@ -37,16 +35,8 @@ _ANSWER_DEADLINE_S = 30.0
 _WORKERS_AT_ONCE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Of one worker; `error` says why it could not be compared."""
-
-    differences: Differences = field(default_factory=Differences)
-    error: str = ""
-
-
 class IndexAudit:
-    """`run` samples for ever; `verify` answers an operator."""
+    """The audit of the prefix tree: `run` samples for ever; `verify` answers an operator."""
 
     def __init__(
         self,
@@ -54,23 +44,18 @@ class IndexAudit:
         tree: TreeInspector,
         trust: IndexTrust,
         metrics: IndexMetrics,
-        *,
-        interval_s: float = INTERVAL_S,
-        patience: Patience = Patience(),
     ) -> None:
         self._view = view
         self._tree = tree
         self._trust = trust
         self._metrics = metrics
-        self._interval_s = interval_s
-        self._patience = patience
         self._audited_last = ""
         self._rounds_absent: dict[str, int] = {}
         self._verifying = False
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(INTERVAL_S)
             try:
                 await self._round()
             except UNREACHABLE as error:
@@ -78,8 +63,8 @@ class IndexAudit:
             except Exception:
                 log.exception("an audit of the prefix tree broke")
 
-    async def verify(self, *, everything: bool) -> dict[str, Verdict]:
-        """A verdict for each worker: of a sample, or of every entry. Raises QueueFull.
+    async def verify(self, *, everything: bool) -> dict[str, Differences]:
+        """Returns each worker's differences in a sample or in all of its entries. Raises QueueFull.
 
         A worker whose entries differ has to publish them anew.
         """
@@ -88,16 +73,14 @@ class IndexAudit:
         self._verifying = True
         turns = asyncio.Semaphore(_WORKERS_AT_ONCE)
 
-        async def one(worker: KnownWorker) -> Verdict:
+        async def one(worker: KnownWorker) -> Differences:
             async with turns:
-                return await self._verdict(worker, everything=everything)
+                return await self._compare(worker, None if everything else SAMPLE)
 
         try:
             workers = {w.record.worker_id: w for w in self._view.known()}
-            verdicts = await asyncio.gather(*map(one, workers.values()))
-            for worker_id, verdict in zip(workers, verdicts, strict=True):
-                self._act_on(worker_id, verdict)
-            return dict(zip(workers, verdicts, strict=True))
+            found = await asyncio.gather(*map(one, workers.values()))
+            return dict(zip(workers, found, strict=True))
         finally:
             self._verifying = False
 
@@ -110,17 +93,7 @@ class IndexAudit:
         ids = sorted(w.record.worker_id for w in workers)
         self._audited_last = next((i for i in ids if i > self._audited_last), ids[0])
         worker = next(w for w in workers if w.record.worker_id == self._audited_last)
-        self._act_on(self._audited_last, await self._verdict(worker, everything=False))
-
-    def _act_on(self, worker_id: str, verdict: Verdict) -> None:
-        found = verdict.differences
-        if found.in_tree and found.any:
-            self._trust.alarm(
-                worker_id,
-                "audit",
-                f"of {found.num_checked} entries {found.missing} are missing in the prefix tree "
-                f"and {found.stale} are stale",
-            )
+        await self._compare(worker, SAMPLE)
 
     def _look_for_silence(self, workers: list[KnownWorker]) -> None:
         assert self._metrics.stats is not None
@@ -139,28 +112,32 @@ class IndexAudit:
                 )
         self._rounds_absent = absent
 
-    async def _verdict(self, worker: KnownWorker, *, everything: bool) -> Verdict:
+    async def _compare(self, worker: KnownWorker, sample: int | None) -> Differences:
+        """Counts what was found, and raises the alarm when entries differ."""
         worker_id = worker.record.worker_id
         async with grpc.aio.insecure_channel(
             worker.record.address, options=CHANNEL_OPTIONS
         ) as channel:
             held = self._held_by(WorkerStub(channel))  # type: ignore[no-untyped-call]
             try:
-                if everything:
-                    found = await audit_all(self._tree, worker_id, held, patience=self._patience)
-                else:
-                    found = await audit_sample(
-                        self._tree, worker_id, held, entries=SAMPLE, patience=self._patience
-                    )
+                found = await self._tree.audit(worker_id, held, sample=sample)
             except grpc.aio.AioRpcError as error:
-                return Verdict(error=f"it does not answer: {error.code().name}: {error.details()}")
+                message = f"it does not answer: {error.code().name}: {error.details()}"
+                return Differences(error=message)
             except UNREACHABLE as error:
-                return Verdict(error=f"Redis does not answer: {error!r}")
+                return Differences(error=f"Redis does not answer: {error!r}")
         counts = {"missing": found.missing, "stale": found.stale}
         counts["same"] = found.num_checked - found.missing - found.stale
         for outcome, count in counts.items():
             self._metrics.audited.labels(outcome=outcome).inc(count)
-        return Verdict(found)
+        if found.in_tree and found.any:
+            self._trust.alarm(
+                worker_id,
+                "audit",
+                f"of {found.num_checked} entries {found.missing} are missing in the prefix tree "
+                f"and {found.stale} are stale",
+            )
+        return found
 
     def _held_by(self, stub: WorkerStub) -> Held:
         async def held(first: int, end: int) -> set[bytes]:

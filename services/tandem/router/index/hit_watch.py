@@ -1,4 +1,4 @@
-"""Whether what a worker's entries in the prefix tree promise comes true. Pure.
+"""Checks whether what a worker's entries in the prefix tree promise comes true. Pure.
 
 For each worker a window of its last requests: the tokens that were predicted to be cached there
 when a request was placed, and those that were. Reuse at someone else may hide that a worker has
@@ -29,7 +29,7 @@ class HitWatch:
         self._windows: dict[str, _Window] = {}
 
     def observe(self, worker_id: str, predicted: int, cached: int) -> float | None:
-        """Takes in a request; the ratio of hits, when it is too low to trust the worker's entries.
+        """Takes in a request; returns the hit ratio if it is too low to trust the worker's entries.
 
         `cached`: at least so many tokens were reused there. The window begins anew after an answer.
         """
@@ -57,6 +57,6 @@ class HitWatch:
         self._windows.pop(worker_id, None)
 
     def keep(self, worker_ids: Collection[str]) -> None:
-        """Forgets all others."""
+        """Forgets all other workers."""
         for worker_id in self._windows.keys() - set(worker_ids):
             del self._windows[worker_id]

@@ -1,4 +1,4 @@
-"""Which workers' entries in the prefix tree are believed: an alarm ends it until they are new.
+"""An alarm ends the trust in a worker's entries in the prefix tree until it has published anew.
 
     believed --alarm--> forgotten in the tree: no router matches its entries any more
                             `--its publisher's next heartbeat finds that, and publishes everything
@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Literal, Protocol
+from typing import Literal
 
+from tandem.prefix_index.redis import RedisIndex
 from tandem.router.index.hit_watch import HitWatch
 from tandem.router.index.metrics import IndexMetrics
-from tandem.router.request.dispatcher import Job
+from tandem.router.request.job import Job
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.store.client import REPLY_TIMEOUT_S, UNREACHABLE
 
@@ -29,12 +30,8 @@ Alarm = Literal["hits", "audit", "silent"]
 RENEWAL_S = 20.0
 
 
-class Forgets(Protocol):
-    async def forget(self, worker_id: str) -> None: ...
-
-
 class IndexTrust:
-    def __init__(self, view: ClusterView, index: Forgets, metrics: IndexMetrics) -> None:
+    def __init__(self, view: ClusterView, index: RedisIndex, metrics: IndexMetrics) -> None:
         self._view = view
         self._index = index
         self._metrics = metrics
@@ -43,18 +40,24 @@ class IndexTrust:
         self._forgetting: set[asyncio.Task[None]] = set()
 
     def observe(self, job: Job) -> None:
-        """Compares what was predicted for a request that ended with what became of it."""
-        contract = self._view.contract()
-        if contract is None or job.placement is None or job.num_submissions != 1:
+        """Compares the cached tokens predicted for a request that ended with the actual ones."""
+        compatibility, routed, progress = (
+            self._view.compatibility(),
+            job.routing.routed,
+            job.progress,
+        )
+        if compatibility is None or routed is None or job.routing.num_submissions != 1:
             return
-        prompt_blocks = (len(job.token_ids) - 1) // contract.block_size
-        used = [job.placement.decode.worker_id]
-        if job.timings is not None and job.timings.prefill_worker_id:
-            used.append(job.timings.prefill_worker_id)
+        prompt_blocks = (len(job.request.token_ids) - 1) // compatibility.block_size
+        used = [routed.placement.decode.worker_id]
+        if progress.timings is not None and progress.timings.prefill_worker_id:
+            used.append(progress.timings.prefill_worker_id)
         for worker_id in used:
-            predicted = min(job.matches.get(worker_id, 0), prompt_blocks) * contract.block_size
-            self._metrics.on_prediction(predicted, min(job.cached_tokens, predicted))
-            ratio = self._watch.observe(worker_id, predicted, job.cached_tokens)
+            predicted = (
+                min(routed.matches.get(worker_id, 0), prompt_blocks) * compatibility.block_size
+            )
+            self._metrics.on_prediction(predicted, min(progress.cached_tokens, predicted))
+            ratio = self._watch.observe(worker_id, predicted, progress.cached_tokens)
             if ratio is not None:
                 self.alarm(
                     worker_id,

@@ -1,4 +1,4 @@
-"""Where a request's time went, by stages, for clients, metrics and its trace alike.
+"""Splits a request's time into stages, for clients, metrics and its trace alike.
 
     tokenize --> route --> queue --> prefill --> first token --> transfer_exposed --> first_decode
                                      ttft = all before the first token and the wire
@@ -8,8 +8,8 @@ while the one it left still made some or not.
 
 Router and workers each measure their own part: `queue` is waiting for a turn or a worker here, in
 the decode worker's queue and in the prefill worker's; `transfer_exposed` and `first_decode` lie
-between the first token and the second, because the first leaves before its blocks are here. What
-lacks to the time to first token is the wire, and attempts on workers that were lost.
+between the first token and the second, because the first leaves before its blocks are here. The
+rest of TTFT is network time, and attempts on workers that were lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 class Timeline:
-    """Of one request; a stage that it came through twice is summed."""
+    """The stages of one request; a stage that it came through twice is summed."""
 
     def __init__(self, span: RequestSpan = NO_SPAN) -> None:
         self.span = span
@@ -53,20 +53,20 @@ class Timeline:
 
     @asynccontextmanager
     async def queueing(self, turn: AbstractAsyncContextManager[None]) -> AsyncIterator[None]:
-        """Enters `turn`; until that is done the request waits."""
+        """Enters `turn`, and counts the time until then as queueing."""
         async with AsyncExitStack() as inside:
             with self.stage("queue"):
                 await inside.enter_async_context(turn)
             yield
 
     def note_tokens(self, now: float) -> None:
-        """A client gets tokens now: the first ones, or more."""
+        """Notes that the client gets tokens now: the first ones, or more."""
         self.last_token_s = now
         if self.ttft_s is None:
             self.ttft_s = now - self.began_s
 
     def take(self, timings: pb.SequenceTimings, num_tokens: int) -> None:
-        """What a decode worker measured, told with the first token that it made and the second.
+        """Takes in a decode worker's times, told with the first token that it made and the second.
 
         `num_tokens`: the request's, these and those that other workers made counted in.
         """
@@ -81,7 +81,7 @@ class Timeline:
             self._add("first_decode", max(0.0, timings.second_token_ms - exposed_ms) / 1000)
 
     def server_timing(self) -> str:
-        """All that is known so far, as the value of a Server-Timing header (W3C), milliseconds."""
+        """Returns all known times as the value of a Server-Timing header (W3C), in milliseconds."""
         known = [(name, self.stages_s[name]) for name in STAGES if name in self.stages_s]
         if self.ttft_s is not None:
             known.append(("ttft", self.ttft_s))  # type: ignore[arg-type]

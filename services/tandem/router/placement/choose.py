@@ -1,4 +1,4 @@
-"""Where a request goes: a decode worker, and prefill workers in order of preference.
+"""Chooses where a request goes: a decode worker, and prefill workers in order of preference.
 
 Pure: plain data in, plain data out; no clock, no socket, and the random source is an argument. The
 simulator runs this same code. The cost of a worker is the time that the request is predicted to
@@ -56,6 +56,15 @@ class Placement:
     tokens_missing: int  # where the prompt will be prefilled: the first candidate, else decode
     reason: str
 
+    @property
+    def computes(self) -> WorkerSnapshot:
+        """The worker that is expected to prefill the prompt."""
+        return self.prefill_candidates[0] if self.prefill_candidates else self.decode
+
+    def prefill_s(self, work: Work) -> float:
+        """Seconds that computing the missing tokens takes there, with nobody ahead."""
+        return computing_s(work, self.computes, self.tokens_missing)
+
 
 def choose(
     work: Work,
@@ -65,12 +74,12 @@ def choose(
     *,
     refused: frozenset[str] = frozenset(),
 ) -> Placement | None:
-    """None when no decode worker is usable; `matches` is blocks of the prompt by worker id.
+    """Places a request; None if no decode worker is usable. `matches` is its blocks by worker id.
 
     Workers whose epoch is in `refused` said no to this request already.
     """
     roster = workers if isinstance(workers, Roster) else Roster(workers)
-    if len(roster.pairing_keys) > 1:
+    if len(roster.compatibility_keys) > 1:
         return _choose_one_generation(work, roster, matches, rng, refused)
     holders = _deepest(roster, matches, rng)
     usable = _shortlist("decode", roster, holders, refused, rng)
@@ -81,11 +90,11 @@ def choose(
     decode, prefill = likely[: len(usable)], likely[len(usable) :]
     candidates: list[WorkerSnapshot] = []
     if prefill:
-        sources = holders[:PREFIX_HOLDERS_MAX]
-        candidates = _order_prefill(work, prefill, matches, sources, roster, rng)
+        producers = holders[:PREFIX_HOLDERS_MAX]
+        candidates = _order_prefill(work, prefill, matches, producers, roster, rng)
     else:
         decode = _within_share(work, decode, matches, roster)
-    costs = {w.worker_id: decode_cost(work, w, matches, sources=candidates) for w in decode}
+    costs = {w.worker_id: decode_cost(work, w, matches, producers=candidates) for w in decode}
     chosen = _pick(near_best(decode, costs), rng)
     prefills = candidates[0] if candidates else chosen
     cached = cached_tokens(work, chosen, matches)
@@ -115,10 +124,10 @@ def _choose_one_generation(
     rng: Random,
     refused: frozenset[str],
 ) -> Placement | None:
-    """In an upgrade: workers that can exchange KV, by chance and by how many of them decode."""
+    """Places by one KV compatibility in an upgrade, drawn by how many of its workers decode."""
     groups: dict[bytes, Roster] = {}
     for worker in roster.by_id.values():
-        groups.setdefault(worker.pairing_key, Roster()).put(worker)
+        groups.setdefault(worker.compatibility_key, Roster()).put(worker)
     left = [(group, _num_usable(group, refused)) for group in groups.values()]
     left = [(group, count) for group, count in left if count]
     if not left:
@@ -136,7 +145,7 @@ def _num_usable(roster: Roster, refused: frozenset[str]) -> int:
 def near_best(
     workers: Sequence[WorkerSnapshot], costs: Mapping[str, float]
 ) -> list[WorkerSnapshot]:
-    """Those whose cost is too close to the lowest for stale load to tell them apart."""
+    """Returns the workers whose cost is too close to the lowest for stale load to tell apart."""
     limit = min([costs[w.worker_id] for w in workers]) + NEAR_BEST_S
     return [w for w in workers if costs[w.worker_id] <= limit]
 
@@ -148,7 +157,7 @@ def _pick(workers: list[WorkerSnapshot], rng: Random) -> WorkerSnapshot:
 def _within_share(
     work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], roster: Roster
 ) -> list[WorkerSnapshot]:
-    """Those who may take more prefill; who is furthest below the mean when nobody may.
+    """Returns the workers that may take more prefill; if none may, the one furthest below the mean.
 
     A worker's share of late, this request in it, stays under the mean and `SHARE_EXCESS` of it
     and one request: the whole prompt, computed. So one conversation stays where its blocks are,
@@ -164,7 +173,7 @@ def _within_share(
 
 
 def _saved_s(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> float:
-    """What its cached blocks save there."""
+    """Seconds of prefill that the worker's cached blocks save."""
     cached = cached_tokens(work, worker, matches)
     if not cached:
         return 0.0
@@ -180,7 +189,7 @@ def _order_prefill(
     roster: Roster,
     rng: Random,
 ) -> list[WorkerSnapshot]:
-    """The first at random among the near-best who may take more, then all others by cost."""
+    """Puts a random near-best worker that may take more first, then all others by cost."""
     held = {h.worker_id: cached_tokens(work, h, matches) for h in holders}
     costs = {w.worker_id: prefill_cost(work, w, matches, held=held) for w in workers}
     first = _pick(near_best(_within_share(work, workers, matches, roster), costs), rng)
@@ -196,7 +205,7 @@ def _shortlist(
     refused: frozenset[str],
     rng: Random,
 ) -> list[WorkerSnapshot]:
-    """Who is weighed: all of the pool when they are few, else some at random and the holders."""
+    """Returns the workers to weigh: all of a small pool, else some at random and the holders."""
     pool, by_id = roster.pool(role), roster.by_id
     count = len(pool)
     if count > FEW:
@@ -214,7 +223,7 @@ def _shortlist(
 
 
 def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[WorkerSnapshot]:
-    """A few that have the most of the prompt, the most first, at random among equals."""
+    """Returns a few workers with the most of the prompt, the most first, at random among equals."""
     if not matches:
         return []
     found = _usable_of_deepest(roster, matches, rng)

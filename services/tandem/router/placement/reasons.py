@@ -1,4 +1,4 @@
-"""Why a request went where it did, as one of a few kinds: for a counter, and for people.
+"""Classifies why a request went where it did, for a counter and for people.
 
     prefix             who has the most of the prompt got it
     load_over_prefix   somebody has more of it, but is too busy, or slow, for that to pay
@@ -23,7 +23,7 @@ _NO = ("", "0", "false", "no", "off")
 
 
 def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> Reason:
-    """`matches` as `choose` took them."""
+    """Returns why the request was placed there; `matches` is what `choose` took."""
     reused = work.num_tokens - placement.tokens_missing
     holders = placement.prefix_holders
     if any(cached_tokens(work, holder, matches) > reused for holder in holders):
@@ -32,5 +32,5 @@ def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> R
 
 
 def asks(value: str | None) -> bool:
-    """Whether a client that sent this value of a header wants the answer to it."""
+    """Returns whether a client that sent this value of a header wants the answer to it."""
     return value is not None and value.strip().lower() not in _NO

@@ -13,27 +13,28 @@ from tandem.router.placement.costs import WorkerSnapshot
 
 
 class Roster:
-    """One snapshot for each worker id, the last that was put.
+    """Holds one snapshot for each worker id, the last that was put.
 
     `second` is what a second of prefill counts in the workers' shares (`shares.py`).
     """
 
-    __slots__ = ("_pools", "_sums", "by_id", "pairing_keys", "second")
+    __slots__ = ("_pools", "_sums", "by_id", "compatibility_keys", "second")
 
     def __init__(self, workers: Iterable[WorkerSnapshot] = ()) -> None:
         self.by_id: dict[str, WorkerSnapshot] = {}
         self.second = 1.0
-        self.pairing_keys: Counter[bytes] = Counter()  # of all workers: one key but in an upgrade
+        # Of all workers: one key but in an upgrade.
+        self.compatibility_keys: Counter[bytes] = Counter()
         self._pools: dict[str, list[str]] = {}
         self._sums: dict[str, list[float]] = {}  # by role: usable workers, and their shares
         for worker in workers:
             self.put(worker)
 
     def put(self, worker: WorkerSnapshot) -> None:
-        """A new worker, or news of one."""
+        """Adds a worker, or replaces its snapshot."""
         known = self.by_id.get(worker.worker_id)
-        if known is None or known.pairing_key != worker.pairing_key:
-            self.pairing_keys[worker.pairing_key] += 1
+        if known is None or known.compatibility_key != worker.compatibility_key:
+            self.compatibility_keys[worker.compatibility_key] += 1
             if known is not None:
                 self._drop_key(known)
         if known is None or known.role != worker.role:
@@ -52,7 +53,7 @@ class Roster:
         self.by_id[worker.worker_id] = worker
 
     def remove(self, worker_id: str) -> None:
-        """Of one that left; nothing for one that never came."""
+        """Removes a worker that left; does nothing for one that never came."""
         known = self.by_id.pop(worker_id, None)
         if known is not None:
             self._drop_key(known)
@@ -63,15 +64,15 @@ class Roster:
                 sums[1] -= known.placed
 
     def _drop_key(self, worker: WorkerSnapshot) -> None:
-        self.pairing_keys[worker.pairing_key] -= 1
-        if not self.pairing_keys[worker.pairing_key]:
-            del self.pairing_keys[worker.pairing_key]
+        self.compatibility_keys[worker.compatibility_key] -= 1
+        if not self.compatibility_keys[worker.compatibility_key]:
+            del self.compatibility_keys[worker.compatibility_key]
 
     def pool(self, role: str) -> Sequence[str]:
         """Ids of the workers of this role, in the order in which they came."""
         return self._pools.get(role, ())
 
     def mean_placed(self, role: str) -> float:
-        """Of the usable workers of this role."""
+        """Mean share of the usable workers of this role."""
         count, total = self._sums.get(role, (0.0, 0.0))
         return total / count if count else 0.0

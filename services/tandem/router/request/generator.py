@@ -1,4 +1,4 @@
-"""The life of a request in the router, from a checked GenerationRequest to text and usage.
+"""Follows a request through the router, from a checked ClientRequest to text and usage.
 
     prepare (tokenize, hash; off the event loop) -> dispatch (place, submit, follow) -> detokenize,
     stop strings -> deltas
@@ -25,10 +25,11 @@ from tandem.observability.traces import NO_TRACING, Attributes, Tracing
 from tandem.router.admission.tenants import cache_salt
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.timeline import Timeline
-from tandem.router.request.dispatcher import Dispatcher, Job
+from tandem.router.request.dispatcher import Dispatcher
+from tandem.router.request.job import Job, PreparedRequest, Progress
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
 from tandem.router.request.prompts import Chain, PromptPreparer
-from tandem.router.request.request import GenerationRequest
+from tandem.router.request.request import ClientRequest
 from tandem.router.request.text import TextStream
 from tandem.router.workers.cluster_view import ClusterView
 
@@ -48,7 +49,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What became known since the delta before.
+    """The news of a generation since the delta before.
 
     The first comes with the first token and has the prompt's ids; the last has `finish_reason`.
     `usage` counts all up to here.
@@ -65,7 +66,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What the router needs of the model: its tokenizer and limits, no weights."""
+    """The parts of the model that the router needs: its tokenizer and limits, no weights."""
 
     folder: ModelFolder
     tokenizer: Tokenizer
@@ -73,7 +74,7 @@ class LoadedModel:
 
 
 class Generator:
-    """Shared by all requests of a router. `model` is None until it is loaded."""
+    """Generates for all requests of a router. `model` is None until it is loaded."""
 
     def __init__(
         self,
@@ -101,14 +102,14 @@ class Generator:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens, prompt and completion together; 0 until the model is loaded."""
+        """Largest number of tokens, prompt and completion together; 0 until the model is loaded."""
         if self.model is None:
             return 0
         limits = [self.model.folder.config.max_model_len, self._view.max_model_len()]
         return min(limit for limit in limits if limit is not None)
 
     def not_ready_reason(self) -> str:
-        """Empty when requests can be served."""
+        """Returns why requests cannot be served; empty when they can."""
         if self.draining:
             return "this router is draining"
         if self.model is None:
@@ -122,11 +123,11 @@ class Generator:
 
     async def generate(
         self,
-        request: GenerationRequest,
+        request: ClientRequest,
         trace: Mapping[str, str] = _NO_TRACE,
         together: asyncio.Barrier | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Deltas, at least one; closing the generator cancels the request wherever it is.
+        """Yields deltas, at least one; closing the generator cancels the request wherever it is.
 
         `trace`: the client's headers `traceparent` and `tracestate`, if it sent them. `together`:
         it is awaited once the prompt is prepared, so that of the requests that share it none is
@@ -159,7 +160,7 @@ class Generator:
             record.end()
             self._metrics.on_end(record)
 
-    def _open(self, request: GenerationRequest, trace: Mapping[str, str]) -> RequestRecord:
+    def _open(self, request: ClientRequest, trace: Mapping[str, str]) -> RequestRecord:
         operation = "chat" if request.kind == "chat" else "text_completion"
         attributes: Attributes = {
             "gen_ai.operation.name": operation,
@@ -173,7 +174,7 @@ class Generator:
         return record
 
     async def _run(
-        self, request: GenerationRequest, record: RequestRecord, together: asyncio.Barrier | None
+        self, request: ClientRequest, record: RequestRecord, together: asyncio.Barrier | None
     ) -> AsyncGenerator[Delta, None]:
         model = self.model
         if model is None:
@@ -181,10 +182,10 @@ class Generator:
         deadline = asyncio.get_running_loop().time() + self.config.request_deadline_s
         timeline = record.timeline
         with timeline.stage("tokenize"):
-            job = await self._prepare(request, model)
+            job = await self._prepare(request, model, timeline)
             if together is not None:
                 await together.wait()
-        job.timeline, record.job = timeline, job
+        record.job = job
         text = TextStream(model.tokenizer, request.stop)
         steps = self._dispatcher.run(job)
         num_sent = 0
@@ -208,11 +209,13 @@ class Generator:
                     text=piece.text,
                     token_ids=piece.token_ids,
                     usage=Usage(
-                        len(job.token_ids), num_sent + len(piece.token_ids), job.cached_tokens
+                        len(job.request.token_ids),
+                        num_sent + len(piece.token_ids),
+                        job.progress.cached_tokens,
                     ),
                     finish_reason=piece.finish_reason,
-                    prompt_token_ids=job.token_ids if num_sent == 0 else None,
-                    placement=job.reason,
+                    prompt_token_ids=job.request.token_ids if num_sent == 0 else None,
+                    placement=job.routing.routed.reason if job.routing.routed else "",
                     timeline=timeline,
                 )
                 num_sent += len(piece.token_ids)
@@ -221,37 +224,37 @@ class Generator:
                 if piece.finish_reason:
                     # Before the last delta, so that the worker is free however slow the client is.
                     await steps.aclose()
-                    self._metrics.demand.ended(len(job.made))
+                    self._metrics.demand.ended(len(job.progress.output_token_ids))
                 yield delta
                 if piece.finish_reason:
                     return
 
-    async def _prepare(self, request: GenerationRequest, model: LoadedModel) -> Job:
+    async def _prepare(self, request: ClientRequest, model: LoadedModel, timeline: Timeline) -> Job:
         max_model_len = self.max_model_len
         request.check_against(
             model=self.served_name,
             vocab_size=model.folder.config.vocab_size,
             max_model_len=max_model_len,
         )
-        contract = self._view.contract()
+        compatibility = self._view.compatibility()
         salt = cache_salt(self.config.cluster.token, request.tenant)
-        chain = Chain.of(contract, salt) if contract else None
+        chain = Chain.of(compatibility, salt) if compatibility else None
         prepared = await model.preparer.prepare(request.prompt, chain)
         seed = request.sampling.seed
         stop_token_ids = set(request.stop_token_ids)
         if not request.ignore_eos:
             stop_token_ids.update(model.tokenizer.eos_token_ids)
-        return Job(
-            request=request,
+        checked = PreparedRequest(
+            client=request,
             seed=secrets.randbits(64) if seed is None else seed % 2**64,
             token_ids=prepared.token_ids,
-            block_hashes=prepared.block_hashes,
             max_tokens=request.completion_limit(
                 len(prepared.token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
             ),
             stop_token_ids=sorted(stop_token_ids),
             cache_salt=salt,
         )
+        return Job(checked, Progress(prepared.block_hashes, timeline))
 
     def _observe_latency(self, elapsed_s: float, num_tokens: int, *, first: bool) -> None:
         if not num_tokens:
@@ -263,9 +266,11 @@ class Generator:
             self._metrics.itl_s.observe(elapsed_s / num_tokens)
 
     def _count_demand(self, job: Job, elapsed_s: float, num_tokens: int, *, first: bool) -> None:
-        """For the autoscaler: by how much of what its service level allows."""
+        """Tells the autoscaler's meter each latency as a share of what its service level allows."""
         slo, meter = self.config.autoscale, self._metrics.demand
         if num_tokens and first:
-            meter.first_token(elapsed_s / (slo.ttft_s + slo.ttft_token_s * len(job.token_ids)))
+            meter.first_token(
+                elapsed_s / (slo.ttft_s + slo.ttft_token_s * len(job.request.token_ids))
+            )
         elif num_tokens:
             meter.next_tokens(elapsed_s / num_tokens / slo.itl_s, num_tokens)

@@ -1,78 +1,173 @@
-"""A prepared request, what became of it so far, and what a worker is told of it.
+"""A prepared request on its way through the router: its states, how far it is, where it goes.
 
-Knows token ids, not text. What was made so far goes with the prompt wherever the request moves, and
-sampling is seeded by position: so it makes the same tokens there.
+    PLACING    --a decode worker is chosen------------------> SUBMITTED
+               --tenants take turns-------------------------> WAITING
+               --no decode worker is usable-----------------> PENDING
+    WAITING    --its tenant's turn came---------------------> PLACING
+    PENDING    --a worker came------------------------------> PLACING
+    SUBMITTED  --stop or length-----------------------------> ENDED
+               --refused there, or the worker was lost------> PLACING
+               --the worker leaves--------------------------> MIGRATING
+    MIGRATING  --another has a token, or nobody takes it----> SUBMITTED
+    any other  --error--> FAILED, --closed by its caller----> CANCELLED
+
+The Dispatcher alone changes the state of a job, by `Job.to`. A job holds nothing itself: the
+Dispatcher closes the `Attempt` that a job leaves, which cancels it at that worker, and counts back
+what a prefill worker was asked for (`Routing.asked`). A worker is lost to a job at most a few times
+(migration_budget.py). A request that was taken once is not refused for want of capacity: it waits
+where all are full or none is there.
+
+Knows token ids, not text. What was made so far goes with the prompt wherever the request migrates,
+and sampling is seeded by position: so it makes the same tokens there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from tandem.block_hash import block_hash
 from tandem.errors import NeverFits
 from tandem.router.admission.calibration import Promise
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement, WorkerSnapshot
-from tandem.router.request.move_budget import LOSSES_MAX
-from tandem.router.request.request import GenerationRequest
+from tandem.router.request.migration_budget import LOSSES_MAX
+from tandem.router.request.request import ClientRequest
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.registry import Contract
+from tandem.states import transition
+from tandem.store.registry import KvCompatibility
+
+
+class JobState(Enum):
+    PLACING = "placing"
+    WAITING = "waiting"
+    PENDING = "pending"
+    SUBMITTED = "submitted"
+    MIGRATING = "migrating"
+    ENDED = "ended"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_CUT = (JobState.FAILED, JobState.CANCELLED)
+TRANSITIONS: Mapping[JobState, Collection[JobState]] = {
+    JobState.PLACING: (JobState.WAITING, JobState.PENDING, JobState.SUBMITTED, *_CUT),
+    JobState.WAITING: (JobState.PLACING, *_CUT),
+    JobState.PENDING: (JobState.PLACING, *_CUT),
+    JobState.SUBMITTED: (JobState.PLACING, JobState.MIGRATING, JobState.ENDED, *_CUT),
+    JobState.MIGRATING: (JobState.SUBMITTED,),
+    JobState.ENDED: (),
+    JobState.FAILED: (),
+    JobState.CANCELLED: (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A client's request with its prompt as token ids; it stays as it is."""
+
+    client: ClientRequest
+    seed: int
+    token_ids: list[int]
+    max_tokens: int
+    stop_token_ids: list[int]
+    cache_salt: bytes = b""
+
+
+@dataclass(slots=True)
+class Progress:
+    """A request's tokens and times so far, wherever they were made."""
+
+    block_hashes: list[bytes]  # of the prompt, later of what was made too, as far as it was needed
+    timeline: Timeline
+    output_token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0  # of the prompt, where its first token was made
+    timings: pb.SequenceTimings | None = None
+    num_migrations: int = 0
+    num_lost: int = 0  # workers, prefill or decode
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A submission's workers, and why they were chosen."""
+
+    placement: Placement
+    matches: dict[str, int]  # that it was placed by
+    reason: str  # in one line
+
+
+@dataclass(slots=True)
+class Routing:
+    """A request's way to the workers: where it is, and where it may not go. Times are monotonic
+    seconds."""
+
+    routed: Routed | None = None
+    num_submissions: int = 0
+    asked: tuple[str, int, float] | None = None  # a prefill worker: who, for how many tokens, when
+    is_admitted: bool = False
+    promise: Promise | None = None  # of its first token, while none came and it did not migrate
+    homeless_since: float | None = None  # no worker has it, and one had
+    leaves: str = ""  # MIGRATING: id of the worker that it migrates off
+    stays_until: float = -math.inf  # no worker was found for it to migrate to
+    refused: set[str] = field(default_factory=set)  # epochs of workers that did not take it
+    retry_after_s: float | None = None  # the shortest that a full worker named
+    never_fits: NeverFits | None = None  # what a worker said whose KV pool is too small for it
+
+    def ask_all_again(self) -> None:
+        """Workers that refused it may be asked once more."""
+        self.refused.clear()
+        self.retry_after_s = None
 
 
 @dataclass(slots=True)
 class Job:
-    """One request on its way, and what became of it so far."""
+    """One request on its way; `to` is the one place where its state changes."""
 
-    request: GenerationRequest
-    seed: int
-    token_ids: list[int]
-    block_hashes: list[bytes]  # of the prompt, later of what was made too, as far as it was needed
-    max_tokens: int
-    stop_token_ids: list[int]
-    cache_salt: bytes = b""
-    made: list[int] = field(default_factory=list)
-    cached_tokens: int = 0  # of the prompt, where its first token was made
-    is_admitted: bool = False
-    promise: Promise | None = None  # of its first token, while none came and it did not move
-    num_submissions: int = 0
-    num_moves: int = 0
-    num_lost: int = 0  # workers, prefill or decode
-    homeless_since: float | None = None  # monotonic seconds: no worker has it, and one had
-    leaves: str = ""  # id of the worker that it moves off while that still has its blocks
-    stays_until: float = -math.inf  # monotonic seconds: no worker was found for it to move to
-    refused: set[str] = field(default_factory=set)  # epochs of workers that did not take it
-    retry_after_s: float | None = None  # the shortest that a full worker named
-    never_fits: NeverFits | None = None  # what a worker said whose KV pool is too small for it
-    placement: Placement | None = None
-    matches: dict[str, int] = field(default_factory=dict)  # that it was placed by
-    reason: str = ""  # for the placement, in one line
-    asked: tuple[str, int, float] | None = None  # a prefill worker: who, for how many tokens, when
-    timings: pb.SequenceTimings | None = None
-    timeline: Timeline = field(default_factory=Timeline)
+    request: PreparedRequest
+    progress: Progress
+    routing: Routing = field(default_factory=Routing)
+    state: JobState = JobState.PLACING
+
+    def to(self, state: JobState) -> None:
+        self.state = transition(self.state, state, TRANSITIONS)
+
+    @property
+    def is_over(self) -> bool:
+        return not TRANSITIONS[self.state]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.client.request_id
 
     @property
     def num_tokens(self) -> int:
-        """Of the model's input: the prompt, and what was made of the answer."""
-        return len(self.token_ids) + len(self.made)
+        """Number of tokens of the model's input: the prompt, and what was made of the answer."""
+        return len(self.request.token_ids) + len(self.progress.output_token_ids)
 
-    def hashes(self, contract: Contract | None) -> list[bytes]:
-        """Of all full blocks of the input; of the prompt's only while no contract is known."""
-        if contract is None or not self.made:
-            return self.block_hashes
-        size = contract.block_size
-        parent = self.block_hashes[-1] if self.block_hashes else None
-        for start in range(len(self.block_hashes) * size, self.num_tokens - size + 1, size):
-            parent = parent or contract.chain_root(self.cache_salt)
+    def hashes(self, compatibility: KvCompatibility | None) -> list[bytes]:
+        """Returns the hashes of all full blocks of the input; only the prompt's while no KV
+        compatibility is known.
+        """
+        block_hashes = self.progress.block_hashes
+        if compatibility is None or not self.progress.output_token_ids:
+            return block_hashes
+        size = compatibility.block_size
+        parent = block_hashes[-1] if block_hashes else None
+        for start in range(len(block_hashes) * size, self.num_tokens - size + 1, size):
+            parent = parent or compatibility.chain_root(self.request.cache_salt)
             parent = block_hash(parent, self._tokens(start, start + size))
-            self.block_hashes.append(parent)
-        return self.block_hashes
+            block_hashes.append(parent)
+        return block_hashes
 
     def _tokens(self, start: int, end: int) -> list[int]:
-        """Of the input, without a copy of all of it."""
-        prompt = len(self.token_ids)
-        return self.token_ids[start:end] + self.made[max(0, start - prompt) : max(0, end - prompt)]
+        """Returns a slice of the input, without a copy of all of it."""
+        token_ids, output_token_ids = self.request.token_ids, self.progress.output_token_ids
+        prompt = len(token_ids)
+        return (
+            token_ids[start:end] + output_token_ids[max(0, start - prompt) : max(0, end - prompt)]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,27 +184,28 @@ def submission(
     matches: Mapping[str, int],
     leaves: WorkerSnapshot | None = None,
 ) -> pb.SubmitSequence:
-    """`leaves`: the worker that it moves off while that still has all of its blocks."""
-    sampling, trace = job.request.sampling, job.timeline.span.headers
+    """Builds the message; `leaves` is the worker it migrates off, still with all its blocks."""
+    request, progress, trace = job.request, job.progress, job.progress.timeline.span.headers
+    sampling = request.client.sampling
     holders = [(w, matches[w.worker_id]) for w in placement.prefix_holders]
     if leaves is not None:
-        holders.insert(0, (leaves, len(job.block_hashes)))
+        holders.insert(0, (leaves, len(progress.block_hashes)))
     return pb.SubmitSequence(
-        request_id=job.request.request_id,
-        attempt=job.num_submissions,
+        request_id=job.request_id,
+        attempt=job.routing.num_submissions,
         input=pb.SequenceInput(
-            token_ids=job.token_ids + job.made,
-            num_prompt_tokens=len(job.token_ids),
+            token_ids=request.token_ids + progress.output_token_ids,
+            num_prompt_tokens=len(request.token_ids),
             sampling=pb.Sampling(
                 temperature=sampling.effective_temperature,
                 top_k=max(0, sampling.top_k),
                 top_p=sampling.top_p,
                 min_p=sampling.min_p,
-                seed=job.seed,
+                seed=request.seed,
             ),
-            max_tokens=job.max_tokens,
-            stop_token_ids=job.stop_token_ids,
-            cache_salt=job.cache_salt,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+            cache_salt=request.cache_salt,
         ),
         prefill_candidates=[
             pb.PrefillCandidate(
@@ -127,5 +223,5 @@ def submission(
             for w, num_blocks in holders
         ],
         trace=pb.TraceContext(**trace) if trace else None,
-        losses_max=max(1, LOSSES_MAX - job.num_lost),
+        losses_max=max(1, LOSSES_MAX - progress.num_lost),
     )

@@ -1,4 +1,4 @@
-"""The requests that this router served of late: outcome, placement, stages, tokens, moves.
+"""Keeps the requests that this router served of late: outcome, placement, stages, tokens, moves.
 
     open --> running (its job is looked at when somebody asks) --> ended (only facts are kept)
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from tandem.errors import RequestNotFound, TandemError
 from tandem.router.metrics.timeline import Timeline
-from tandem.router.request.dispatcher import Job
+from tandem.router.request.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -85,27 +85,28 @@ class RequestRecord:
 
     def _facts(self) -> dict[str, Any]:
         job = self.job
-        placement = job.placement if job else None
-        timings = job.timings if job else None
+        progress = job.progress if job else None
+        routed = job.routing.routed if job else None
+        timings = progress.timings if progress else None
         return {
-            "placement": job.reason if job else "",
-            "decode_worker": placement.decode.worker_id if placement else "",
+            "placement": routed.reason if routed else "",
+            "decode_worker": routed.placement.decode.worker_id if routed else "",
             "prefill_worker": timings.prefill_worker_id if timings else "",
             "transport": timings.transport if timings else "",
             "blocks_pulled": timings.blocks_pulled if timings else 0,
             "bytes_pulled": timings.bytes_pulled if timings else 0,
             "usage": {
-                "prompt_tokens": len(job.token_ids) if job else 0,
+                "prompt_tokens": len(job.request.token_ids) if job else 0,
                 "completion_tokens": self.num_sent,
-                "cached_tokens": job.cached_tokens if job else 0,
+                "cached_tokens": progress.cached_tokens if progress else 0,
             },
-            "moves": job.num_moves if job else 0,
-            "workers_lost": job.num_lost if job else 0,
+            "moves": progress.num_migrations if progress else 0,
+            "workers_lost": progress.num_lost if progress else 0,
         }
 
 
 class RequestLog:
-    """One a router."""
+    """The latest requests of a router; each router has one."""
 
     def __init__(self, requests_max: int = REQUESTS_MAX) -> None:
         self._requests_max = requests_max
@@ -117,7 +118,7 @@ class RequestLog:
             self._records.popitem(last=False)
 
     def find(self, name: str) -> RequestRecord:
-        """By the request's id, or that of its reply (`cmpl-...`). Raises RequestNotFound."""
+        """Finds a request by its id, or that of its reply (`cmpl-...`). Raises RequestNotFound."""
         record = self._records.get(_request_id(name))
         if record is None:
             raise RequestNotFound(
@@ -127,7 +128,7 @@ class RequestLog:
         return record
 
     def find_choices(self, name: str) -> list[RequestRecord]:
-        """The requests `ID-0`, `ID-1`, ... of an answer to several prompts; empty: it is none."""
+        """Returns the requests `ID-0`, `ID-1`, ... of an answer to several prompts; else none."""
         request_id = _request_id(name)
         return [r for i, r in self._records.items() if i.startswith(f"{request_id}-")]
 

@@ -1,4 +1,4 @@
-"""Prompts to token ids and block hashes, off the event loop.
+"""Turns prompts into token ids and block hashes, off the event loop.
 
 Short prompts go to a thread (tokenizing runs without the GIL, and is over before a process had
 been asked); long ones, and the hashing of many blocks, which holds the GIL, go to a pool of
@@ -24,7 +24,7 @@ from tandem.block_hash import HASH_BYTES, hash_blocks
 from tandem.errors import BadRequest
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.request.request import Conversation, Prompt
-from tandem.store.registry import Contract
+from tandem.store.registry import KvCompatibility
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +34,14 @@ INLINE_TOKENS_MAX = 2_048
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What the block hashes of a prompt start from."""
+    """The root and the block size of a prompt's block hashes."""
 
     root: bytes
     block_size: int
 
     @classmethod
-    def of(cls, contract: Contract, cache_salt: bytes = b"") -> Chain:
-        return cls(root=contract.chain_root(cache_salt), block_size=contract.block_size)
+    def of(cls, compatibility: KvCompatibility, cache_salt: bytes = b"") -> Chain:
+        return cls(root=compatibility.chain_root(cache_salt), block_size=compatibility.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _start_process(folder: Path) -> None:
 
 
 def _exit_with_parent() -> None:
-    """A killed router leaves nothing behind: its pool's pipes alone would not tell."""
+    """Exits with the router, even with a killed one: the pool's pipes alone would not tell."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

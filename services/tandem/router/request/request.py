@@ -1,6 +1,6 @@
-"""One generation request, checked: what HTTP and gRPC both translate into.
+"""A checked generation request: HTTP and gRPC both translate into it.
 
-A `GenerationRequest` that exists is valid, but for what only the model can tell (`check_against`).
+A `ClientRequest` that exists is valid, but for what only the model can tell (`check_against`).
 Every refusal names the field and says what is allowed. Knows no wire format.
 """
 
@@ -50,13 +50,13 @@ ALLOWED = {
 
 
 def refusal(name: str, given: object = None) -> BadRequest:
-    """The error for a field whose value is not among what `ALLOWED` says."""
+    """Returns the error for a field whose value is not among what `ALLOWED` says."""
     shown = "" if given is None else f"; it is {_shorten(given)}"
     return BadRequest(f"{name} must be {ALLOWED[name]}{shown}", param=name)
 
 
 def name_prompt(error: BadRequest, index: int) -> BadRequest:
-    """The same refusal; its message says which of several prompts it is about."""
+    """Returns the same refusal with a message that says which of several prompts it is about."""
     return type(error)(f"prompt {index} (from 0): {error.message}", param=error.param)
 
 
@@ -85,7 +85,7 @@ Prompt = str | tuple[int, ...] | Conversation
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """As the client asked; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off."""
+    """Sampling as requested; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -112,7 +112,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class ClientRequest:
     prompt: Prompt
     model: str = ""  # empty: the served model
     sampling: Sampling = Sampling()
@@ -140,7 +140,7 @@ class GenerationRequest:
             raise refusal("stop_token_ids", f"a list of {len(self.stop_token_ids)}")
 
     def check_against(self, *, model: str, vocab_size: int, max_model_len: int) -> None:
-        """What can be refused before the prompt is tokenized. Raises BadRequest, ModelNotFound."""
+        """Checks what it can before the prompt is tokenized. Raises BadRequest, ModelNotFound."""
         if self.model not in ("", model):
             raise ModelNotFound(
                 f"the model {_shorten(self.model)} is not served here; {model!r} is", param="model"
@@ -161,7 +161,7 @@ class GenerationRequest:
     def completion_limit(
         self, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int | None = None
     ) -> int:
-        """Tokens that may be made. Raises ContextTooLong when prompt and completion do not fit.
+        """Returns the completion's limit. Raises ContextTooLong if it and the prompt do not fit.
 
         A limit that the client did not name also leaves room in a KV pool of `pool_tokens`.
         """

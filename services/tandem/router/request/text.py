@@ -1,6 +1,6 @@
-"""Token ids of one request to the text that its client sees: detokenized, cut at a stop string.
+"""Turns a request's token ids into the text its client sees: detokenized, cut at a stop string.
 
-Knows where the text ends, not who is told: the caller cancels the sequence.
+It only finds where the text ends; the caller cancels the sequence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tandem.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`token_ids` are those that count: up to the token that completed a stop string."""
+    """Text with the tokens that count: up to the one that completed a stop string."""
 
     text: str
     token_ids: list[int]
@@ -28,7 +28,7 @@ class TextStream:
         self._stop = StopStrings(stop) if stop else None
 
     def push(self, token_ids: list[int], finish_reason: str) -> Piece:
-        """With a `finish_reason` all text that was held back comes out.
+        """Returns the new text. A `finish_reason` releases all text that was held back.
 
         The token that ended a sequence with "stop" (an end-of-sequence token, or one of the
         client's stop ids) counts, and is not part of the text.
@@ -52,5 +52,5 @@ class TextStream:
         return Piece("".join(texts), token_ids, finish_reason)
 
     def _rest(self, finish_reason: str) -> str:
-        """What the detokenizer held back, less a character that the end cut in half."""
+        """Returns what the detokenizer held back, less a character that the end cut in half."""
         return self._detokenizer.flush().rstrip("\ufffd") if finish_reason else ""

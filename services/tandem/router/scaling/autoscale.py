@@ -1,4 +1,4 @@
-"""The autoscaler in a router: what all routers were asked for, one decision, and its word.
+"""The autoscaler in a router: it sums the demand of all routers, decides once and asks for sizes.
 
     {tandem:CLUSTER}:demand      HASH, router -> msgpack (when, held, Demand); each writes its own
     {tandem:CLUSTER}:autoscaler  STRING, who decides, for a few intervals: another one if it is gone
@@ -6,7 +6,7 @@
 
 Every router counts and tells; one of them runs the policy (`autoscaler/policy.py`) and
 asks the owner of the sizes, as `tandem scale` does. Where that is an HPA or KEDA, it reads the
-metric `tandem:desired_workers`, which every router exports. Redis lost: sizes stay.
+metric `tandem_desired_workers`, which every router exports. Redis lost: sizes stay.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import time
 from collections.abc import Callable, Iterator
 
 import msgspec
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from tandem.autoscaler.demand import Demand, DemandMeter, Observation
 from tandem.autoscaler.policy import Autoscaler, Decision
-from tandem.autoscaler.signals import Demand, DemandMeter, Observation
 from tandem.config import RouterConfig
 from tandem.errors import TandemError
-from tandem.router.scaling.pool_signals import likely_decode, see_pool
+from tandem.observability.metrics import gauges
+from tandem.router.scaling.pool_observation import likely_decode, see_pool
 from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.store.client import UNREACHABLE
@@ -47,7 +48,7 @@ return 1
 
 
 class AutoscaleLoop:
-    """`run` it beside the router; who serves requests tells `meter` of them."""
+    """Runs the autoscaler beside the router; the request path tells `meter` of its requests."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class AutoscaleLoop:
         *,
         num_held: Callable[[], int],
     ) -> None:
-        """`num_held()`: requests that this router holds because a pool is empty."""
+        """`num_held()` is how many requests this router holds because a pool is empty."""
         self._owner = SizeOwner(config, view)
         self._meter = meter
         self._config = config
@@ -72,7 +73,7 @@ class AutoscaleLoop:
         self._total = Demand()
 
     async def run(self) -> None:
-        """Until cancelled; not to be run when it is off."""
+        """Runs until cancelled; not to be run when autoscaling is off."""
         interval_s = self._config.autoscale.interval_s
         while True:
             try:
@@ -113,7 +114,7 @@ class AutoscaleLoop:
             await self._owner.set_sizes(changes, who=f"autoscaler of {self._config.router_id}")
 
     async def _owned(self) -> dict[str, int]:
-        """Sizes as their owner has them; without those that cannot be asked for here, or now."""
+        """Returns sizes from their owner, without those that cannot be set here, or read now."""
         try:
             return await self._owner.sizes()
         except TandemError as error:
@@ -121,7 +122,7 @@ class AutoscaleLoop:
             return {}
 
     async def _sum_demand(self) -> int:
-        """Adds what each router counted since the last turn; how many requests all hold."""
+        """Adds what each router counted since the last turn; returns how many requests all hold."""
         redis, now, is_first = self._view.redis, time.time(), self._policy is None
         num_held, seen = 0, dict[str, Demand]()
         for field, value in (await redis.hgetall(self._demand_key)).items():
@@ -164,8 +165,8 @@ class AutoscaleLoop:
         return decisions
 
     def _size(self, role: str, owned: dict[str, int]) -> int:
-        """As its owner has it; where that cannot be asked, what was decided last: it follows that
-        later, and a size that is counted would have it decided again until it has followed."""
+        """Returns the pool's size from its owner, or else the last decided size: the pool follows
+        that later, and with a counted size it would be decided again until then."""
         records = [w.record for w in self._view.known()]
         if role not in owned:
             decided: dict[str, int] = {d.role: d.to for d in self._view.decisions}
@@ -176,21 +177,22 @@ class AutoscaleLoop:
 
 
 class AutoscaleGauges(Collector):
-    """What the pools should be, for people, an HPA or KEDA."""
+    """Metrics of the sizes that the pools should have, for people, an HPA or KEDA."""
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
 
     def collect(self) -> Iterator[Metric]:
-        desired = GaugeMetricFamily(
-            "tandem:desired_workers", "Size that the pool should have now", labels=["role"]
+        decisions = self._view.decisions
+        yield gauges(
+            "tandem_desired_workers",
+            "Size that the pool should have now",
+            ["role"],
+            [((d.role,), d.to) for d in decisions],
         )
-        wanted = GaugeMetricFamily(
-            "tandem:wanted_workers",
+        yield gauges(
+            "tandem_wanted_workers",
             "Size that its signals ask for, before it is kept steady",
-            labels=["role", "reason"],
+            ["role", "reason"],
+            [((d.role, d.why), d.wanted) for d in decisions],
         )
-        for decision in self._view.decisions:
-            desired.add_metric([decision.role], decision.to)
-            wanted.add_metric([decision.role, decision.why], decision.wanted)
-        yield from (desired, wanted)

@@ -25,7 +25,7 @@ _TEXT_MAX = 200  # characters of one part
 
 @dataclass(slots=True)
 class Change:
-    """Its maker fills in `before` and `after` as soon as it knows them."""
+    """A change; its maker fills in `before` and `after` as soon as it knows them."""
 
     before: str = "unknown"
     after: str = "unknown"

@@ -1,4 +1,4 @@
-"""What operators may change, over HTTP and gRPC alike: pool sizes, a worker's role, its end."""
+"""Operators' changes, over HTTP and gRPC alike: pool sizes, a worker's role, its end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import msgspec
 
 from tandem.config import RouterConfig
 from tandem.errors import BadRequest, NotNow, WorkerLost, WorkerNotFound
+from tandem.pool_sizes import check_sizes
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.pools import check_sizes
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -31,7 +31,7 @@ DRAIN_DEADLINE_MAX_S = 3600.0
 _OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
-class Flipped(msgspec.Struct, frozen=True):
+class RoleSet(msgspec.Struct, frozen=True):
     worker_id: str
     role: str
     took_s: float  # at the worker
@@ -39,7 +39,7 @@ class Flipped(msgspec.Struct, frozen=True):
 
 
 class ClusterControl:
-    """One a router. Raises errors of errors.py. `who` asks, for the log of changes."""
+    """Changes of a cluster. Raises errors of errors.py. `who` asks, for the log of changes."""
 
     def __init__(self, config: RouterConfig, view: ClusterView) -> None:
         self._cluster = config.cluster
@@ -47,10 +47,10 @@ class ClusterControl:
         self._sizes = SizeOwner(config, view)
 
     async def scale(self, wanted: dict[str, Any], *, who: str) -> dict[str, int]:
-        """Asks who owns the sizes; the state of the pools tells when it is so. Raises NotNow where
-        that is nobody whom a router can ask."""
+        """Forwards the request to the owner of the pools; poll the pool state for completion.
+        Raises NotNow if there is no owner that a router can ask."""
         try:
-            sizes = check_sizes(wanted)
+            sizes = dict[str, int](check_sizes(wanted).items())
         except BadRequest:
             with logged_change(who, "sizes") as change:
                 change.after = shown_sizes(wanted)
@@ -58,7 +58,7 @@ class ClusterControl:
         await self._sizes.set_sizes(sizes, who=who)
         return sizes
 
-    async def flip(self, worker_id: str, role: str = "", *, who: str) -> Flipped:
+    async def set_role(self, worker_id: str, role: str = "", *, who: str) -> RoleSet:
         """Moves a worker to the pool of this role, or to the other one, and waits until this
         router sees it there. The last decode worker stays: nobody could answer without it."""
         started = time.monotonic()
@@ -79,11 +79,11 @@ class ClusterControl:
                     await self._view.wait_change()
         except TimeoutError:
             log.warning("worker %s is in the %s pool and not seen there yet", worker_id, role)
-        return Flipped(worker_id, role, reply.took_s, time.monotonic() - started)
+        return RoleSet(worker_id, role, reply.took_s, time.monotonic() - started)
 
     async def drain(self, worker_id: str, deadline_s: Any, *, who: str) -> None:
-        """Returns when the worker has begun to leave; 0: its own deadline. It does the rest itself:
-        it leaves placement at once, routers move its sequences, and it ends when it is empty."""
+        """Starts a worker's drain; `deadline_s` 0 is its own. The worker does the rest: it leaves
+        placement at once, routers migrate its sequences, and it ends when it is empty."""
         with logged_change(who, f"drain of {worker_id}") as change:
             change.after = "draining"
             is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)

@@ -1,4 +1,4 @@
-"""Pool sizes where Kubernetes owns them: the scale of the object that a pool's pods are of.
+"""Reads and sets pool sizes that Kubernetes owns, by the scale of the object of a pool's pods.
 
     GET   /apis/apps/v1/namespaces/NAMESPACE/statefulsets/NAME/scale
     PATCH /apis/apps/v1/namespaces/NAMESPACE/statefulsets/NAME/scale
@@ -16,7 +16,6 @@ import logging
 import os
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,44 +32,35 @@ _HEADERS = {"Content-Type": "application/merge-patch+json", "Accept": "applicati
 _MANAGER = {"fieldManager": "tandem-router"}  # who owns `replicas` in the object's managedFields
 
 
-@dataclass(frozen=True, slots=True)
-class _Account:
-    url: str
-    namespace: str
-    token: str = field(repr=False)
-    tls: ssl.SSLContext
-
-
 class _ScaleSpec(msgspec.Struct):
     replicas: int = 0  # the server leaves a zero out
 
 
 class _Scale(msgspec.Struct):
-    """What is read here of autoscaling/v1 Scale."""
+    """The fields of autoscaling/v1 Scale that are read here."""
 
     spec: _ScaleSpec = msgspec.field(default_factory=_ScaleSpec)
 
 
 class KubernetesScale:
     def __init__(self, objects: Mapping[str, str], account: Path) -> None:
-        """`objects`: pool -> RESOURCE/NAME; `account`: the service account's folder."""
+        """`objects` maps a pool to RESOURCE/NAME; `account` is the service account's folder."""
         self._objects = objects
         self._account = account
 
     async def set_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Returns when the API server has taken all of them. Raises NotNow before it asks for any
-        where one is not to be set here; else the error of the first that was not taken, which says
-        what became of each."""
+        """Sets all sizes at the API server. Raises NotNow before the first request if one is not to
+        be set here; else the first error of a size that was not taken, which says what became of
+        each."""
         if foreign := [pool for pool in sizes if pool not in self._objects]:
             raise NotNow(
                 f"the size of {' and '.join(foreign)} is not this router's to set (that of "
                 f"{', '.join(self._objects)} is): its HPA, KEDA or RayCluster owns it",
                 param=foreign[0],
             )
-        account = self._read_account()
-        async with _client(account) as client:
+        async with self._client() as client:
             results = await asyncio.gather(
-                *(self._patch(client, account.namespace, pool, n) for pool, n in sizes.items()),
+                *(self._patch(client, pool, n) for pool, n in sizes.items()),
                 return_exceptions=True,
             )
         for result in results:
@@ -82,34 +72,26 @@ class KubernetesScale:
             raise type(errors[0])("; ".join([*(e.message for e in errors), *taken]))
 
     async def sizes(self) -> dict[str, int]:
-        """Replicas that are wanted of each pool of workers. Raises as `set_sizes` does."""
-        account = self._read_account()
+        """Returns the wanted replicas of each pool of workers. Raises as `set_sizes` does."""
         pools = [pool for pool in self._objects if pool != "router"]
-        async with _client(account) as client:
+        async with self._client() as client:
             scales = await asyncio.gather(
-                *(self._call(client, "GET", account.namespace, pool, "read") for pool in pools)
+                *(self._call(client, "GET", pool, "read") for pool in pools)
             )
         return {pool: scale.spec.replicas for pool, scale in zip(pools, scales, strict=True)}
 
-    async def _patch(self, client: httpx.AsyncClient, namespace: str, pool: str, size: int) -> None:
+    async def _patch(self, client: httpx.AsyncClient, pool: str, size: int) -> None:
         patch = msgspec.json.encode({"spec": {"replicas": size}})
-        await self._call(client, "PATCH", namespace, pool, "set", params=_MANAGER, content=patch)
+        await self._call(client, "PATCH", pool, "set", params=_MANAGER, content=patch)
         log.debug("%s: %d replicas are wanted of %s", pool, size, self._objects[pool])
 
     async def _call(
-        self,
-        client: httpx.AsyncClient,
-        method: str,
-        namespace: str,
-        pool: str,
-        done: str,
-        **more: Any,
+        self, client: httpx.AsyncClient, method: str, pool: str, done: str, **more: Any
     ) -> _Scale:
         owner = self._objects[pool]
-        path = f"/apis/apps/v1/namespaces/{namespace}/{owner}/scale"
         try:
             async with asyncio.timeout(DEADLINE_S):
-                reply = await client.request(method, path, **more)
+                reply = await client.request(method, f"{owner}/scale", **more)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise DeadlineExceeded(
                 f"{pool} may be {done} or not: the Kubernetes API server did not answer in "
@@ -126,8 +108,9 @@ class KubernetesScale:
         except msgspec.DecodeError as error:
             raise ScaleAway(f"{owner}: the API server's answer is no Scale: {error}") from error
 
-    def _read_account(self) -> _Account:
-        """Raises NotNow outside a pod, or where the pod has no token."""
+    def _client(self) -> httpx.AsyncClient:
+        """Opens a client of the API server for this namespace's objects. Raises NotNow outside a
+        pod, or where the pod has no token."""
         host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
         if not host:
             raise NotNow(
@@ -146,21 +129,17 @@ class KubernetesScale:
                 f"this router's pod has no service account that could set sizes: {error}"
             ) from error
         bracketed = f"[{host}]" if ":" in host else host
-        return _Account(f"https://{bracketed}:{port}", namespace, token, tls)
-
-
-def _client(account: _Account) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=account.url,
-        verify=account.tls,
-        headers={**_HEADERS, "Authorization": f"Bearer {account.token}"},
-        timeout=DEADLINE_S,
-        trust_env=False,  # no proxy gets the token
-    )
+        return httpx.AsyncClient(
+            base_url=f"https://{bracketed}:{port}/apis/apps/v1/namespaces/{namespace}",
+            verify=tls,
+            headers={**_HEADERS, "Authorization": f"Bearer {token}"},
+            timeout=DEADLINE_S,
+            trust_env=False,  # no proxy gets the token
+        )
 
 
 def _refusal(reply: httpx.Response, pool: str, owner: str, done: str) -> TandemError:
-    """What the API server said, under the code of ours that tells whether a retry may help."""
+    """Returns the API server's message under an error code that tells whether a retry may help."""
     status = reply.status_code
     message = f"{pool} is not {done}: the Kubernetes API server answers {status} for {owner}"
     if reason := _reason(reply.content):
@@ -173,7 +152,7 @@ def _refusal(reply: httpx.Response, pool: str, owner: str, done: str) -> TandemE
 
 
 def _reason(body: bytes) -> str:
-    """`message` of a Status object; empty for anything else."""
+    """Returns `message` of a Status object; empty for anything else."""
     try:
         status = msgspec.json.decode(body, type=dict[str, object])
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""Who owns the sizes of the pools, and whom a router asks to change them.
+"""The owner of the pool sizes, which a router asks to change them.
 
 a pool controller       (Ray, `tandem up`)  by its list in Redis
 Kubernetes' API server  (`--scale-objects`) by the scale of each pool's object
@@ -25,7 +25,7 @@ _BEFORE_DEADLINE_S = 1.0  # the log's `before` may not use up the time of who wa
 
 
 class SizeOwner:
-    """As one router reaches it. Raises errors of services/tandem/errors.py."""
+    """The owner of the sizes as a router reaches it. Raises errors of services/tandem/errors.py."""
 
     def __init__(self, config: RouterConfig, view: ClusterView) -> None:
         self._cluster_id = config.cluster.cluster_id
@@ -38,15 +38,15 @@ class SizeOwner:
             self._kubernetes = KubernetesScale(config.scale_objects, Path(config.service_account))
 
     async def sizes(self) -> dict[str, int]:
-        """Of the pools whose size can be asked for here, those that still start counted in."""
+        """Returns the sizes of pools that can be set here, including workers that still start."""
         if self._kubernetes is not None:
             return await self._kubernetes.sizes()
         told = told_pools(self._view.pools_json)
         return {pool: int(state["wanted"]) for pool, state in told.items() if "wanted" in state}
 
     async def set_sizes(self, sizes: Mapping[str, int], *, who: str) -> None:
-        """Asks for the sizes and logs who did; the state of the pools tells when they are reached.
-        Raises NotNow where there is nobody whom a router can ask."""
+        """Requests the sizes and logs who did; poll the pool state for completion. Raises NotNow if
+        there is no owner that a router can ask."""
         with logged_change(who, "sizes") as change:
             change.after = shown_sizes(sizes)
             before = await self._sizes_before()

@@ -1,4 +1,4 @@
-"""One submission of a request to one decode worker, as it comes back: tokens, an end, a failure.
+"""One submission of a request to a decode worker, and its answer: tokens, an end, a failure.
 
 Its updates wait in a buffer of its own, so a client that reads slowly holds up nobody else; the
 buffer needs no back pressure, because a request makes at most `max_tokens` tokens and each is 4
@@ -16,7 +16,7 @@ from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
 
 class Attempt:
-    """`close` it when nobody reads it any more."""
+    """A submission and its answer; `close` it when nobody reads it any more."""
 
     def __init__(
         self, worker_id: str, number: int, tokens_max: int, on_close: Callable[[Attempt], None]
@@ -39,7 +39,7 @@ class Attempt:
         return self.is_finished or self.failure is not None
 
     async def updates(self) -> list[pb.SequenceUpdate]:
-        """All that came since the last call; nothing when the worker has said that it leaves.
+        """Returns all updates since the last call; none when the worker has said that it leaves.
 
         Raises what it failed with, once all before that was read.
         """

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tandem.backoff import Backoff, doubling_at_random
 from tandem.errors import WorkerLeft, WorkerLost
 from tandem.router.workers.attempt import Attempt
 from tandem.rpc.auth import token_metadata
@@ -50,7 +50,7 @@ class WorkerClient:
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change`: it went up or down. `on_load`: its load, or what was sent since, changed."""
+        """Calls `on_change` when it goes up or down, `on_load` when load or sent work changes."""
         self.worker_id = worker_id
         self.address = address
         self.is_up = False
@@ -78,11 +78,11 @@ class WorkerClient:
         return len(self._unreported)
 
     def submit(self, message: pb.SubmitSequence, *, tokens_to_prefill: int) -> Attempt:
-        """Raises WorkerLost at once when the stream is down."""
+        """Submits a sequence. Raises WorkerLost at once when the stream is down."""
         if not self.is_up:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
-        made = len(message.input.token_ids) - message.input.num_prompt_tokens
-        tokens_max = message.input.max_tokens - made
+        num_output_tokens = len(message.input.token_ids) - message.input.num_prompt_tokens
+        tokens_max = message.input.max_tokens - num_output_tokens
         request_id = message.request_id
 
         def on_close(attempt: Attempt) -> None:
@@ -109,15 +109,14 @@ class WorkerClient:
         self._command_waits.set()
 
     async def _run(self) -> None:
-        backoff_s = BACKOFF_MIN_S
+        backoff = Backoff(doubling_at_random(BACKOFF_MIN_S, BACKOFF_MAX_S))
         while True:
-            was_up = False
             try:
                 async with grpc.aio.insecure_channel(
                     self.address, options=CHANNEL_OPTIONS
                 ) as channel:
                     await asyncio.wait_for(channel.channel_ready(), CONNECT_DEADLINE_S)
-                    was_up = True
+                    backoff.reset()
                     await self._serve(pb_grpc.WorkerStub(channel))  # type: ignore[no-untyped-call]
                 reason = "the worker ended the stream"
             except TimeoutError:
@@ -129,13 +128,10 @@ class WorkerClient:
                 reason = repr(error)
             finally:
                 self._go_down("the router stops")
-            if was_up:
-                backoff_s = BACKOFF_MIN_S
             log.warning(
                 "worker %s at %s is not connected: %s", self.worker_id, self.address, reason
             )
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+            await asyncio.sleep(backoff.next_s())
 
     async def _serve(self, stub: pb_grpc.WorkerStub) -> None:
         call = stub.Decode(metadata=token_metadata(self._token))

@@ -1,4 +1,4 @@
-"""Which workers there are, as this router sees them: records in Redis, streams, reported load.
+"""The workers as this router sees them: records in Redis, streams, reported load.
 
     record seen, ready, same model            -> may be chosen, if decode once its stream is up
     record expired while Redis is well        -> gone; its stream is closed when no request is on it
@@ -27,7 +27,7 @@ from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.pools import read_pools
 from tandem.store.client import UNREACHABLE, Client
-from tandem.store.registry import Contract, Registry, WorkerRecord
+from tandem.store.registry import KvCompatibility, Registry, WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ POLL_INTERVAL_S = 0.5
 
 @dataclass(slots=True)
 class ClusterView:
-    """`run` keeps it; everybody else only reads. `on_news` is called when load was told."""
+    """`run` keeps it; everybody else only reads, or hears of news (`listen`)."""
 
     cluster: ClusterConfig
     redis: Client
@@ -44,7 +44,7 @@ class ClusterView:
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
     pools_json: bytes | None = None  # as the pool controller wrote it
     decisions: list[Decision] = field(default_factory=list)  # of the autoscaler, the last ones
-    on_news: Callable[[], None] = lambda: None
+    _listeners: list[Callable[[], None]] = field(default_factory=list)
     _workers: dict[str, KnownWorker] = field(default_factory=dict)
     _roster: Roster = field(default_factory=Roster)
     _shares: Shares = field(default_factory=Shares)  # of the prefill that this router gave out
@@ -71,7 +71,7 @@ class ClusterView:
             await asyncio.gather(*(c.close() for c in clients))
 
     def roster(self) -> Roster:
-        """All workers as of now; a snapshot is made anew only when something changed there."""
+        """Returns all workers as of now; a snapshot is made anew only after a change there."""
         now_s = time.monotonic() - self._made_at
         if self._shares.rebase(now_s):
             self._roster = Roster()
@@ -84,11 +84,19 @@ class ClusterView:
         self._roster.second = self._shares.second(now_s)
         return self._roster
 
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` from now on whenever a worker's load was told or changed here."""
+        self._listeners.append(listener)
+
+    def _tell_news(self) -> None:
+        for listener in self._listeners:
+            listener()
+
     def snapshots(self) -> list[WorkerSnapshot]:
         return list(self.roster().by_id.values())
 
     def has_decode_worker(self, refused: frozenset[str] = frozenset()) -> bool:
-        """Whether a request could be placed now, on a worker whose epoch is not in `refused`."""
+        """Returns whether a request can go now to a worker whose epoch is not in `refused`."""
         return any(
             w.usable and w.role == "decode" and w.epoch not in refused for w in self.snapshots()
         )
@@ -101,7 +109,7 @@ class ClusterView:
         return worker.client if worker else None
 
     def note_prefill(self, worker_id: str, num_tokens: int) -> float:
-        """Counts work sent to a prefill worker until its next record shows it; when it was sent."""
+        """Counts work sent to a prefill worker until its next record shows it; returns the time."""
         now = time.monotonic()
         if worker := self._workers.get(worker_id):
             worker.note_prefill(num_tokens, now, forgotten_before=self._forgotten_before(now))
@@ -111,22 +119,22 @@ class ClusterView:
     def note_prefilled(
         self, worker_id: str, num_tokens: int, sent_at: float, *, by_it: bool
     ) -> None:
-        """Work sent to a prefill worker then waits there no more; it need not be who did it."""
+        """Notes that work sent there at `sent_at` waits no more; `by_it`: that worker did it."""
         if worker := self._workers.get(worker_id):
             worker.note_prefilled(num_tokens, sent_at, by_it=by_it)
             self._stale.add(worker_id)
-            self.on_news()
+            self._tell_news()
 
     def note_share(self, worker_id: str, prefill_s: float) -> None:
-        """Counts a prompt that takes so long there to what the worker was given of late."""
+        """Adds a prompt that takes `prefill_s` seconds there to the worker's share."""
         if worker_id in self._workers:
             self._shares.sent(worker_id, prefill_s, time.monotonic() - self._made_at)
             self._stale.add(worker_id)
 
-    def contract(self) -> Contract | None:
-        """What blocks are hashed under; None while no compatible worker is known."""
+    def compatibility(self) -> KvCompatibility | None:
+        """KV compatibility that blocks are hashed under; None without a compatible worker."""
         records = (w.record for w in self._workers.values())
-        return next((r.contract for r in records if self.is_compatible(r)), None)
+        return next((r.compatibility for r in records if self.is_compatible(r)), None)
 
     def max_model_len(self) -> int | None:
         """The shortest context among compatible workers; None while there are none."""
@@ -137,14 +145,14 @@ class ClusterView:
         """Tokens that the smallest KV pool of a decode worker holds; None while none is known."""
         workers = [w for w in self._workers.values() if w.record.role == "decode"]
         sizes = [
-            w.load.blocks_total * w.record.contract.block_size
+            w.load.blocks_total * w.record.compatibility.block_size
             for w in workers
             if self.is_compatible(w.record)
         ]
         return min((size for size in sizes if size), default=None)
 
     def is_compatible(self, record: WorkerRecord) -> bool:
-        return record.contract.model_fingerprint == self.model_fingerprint
+        return record.compatibility.model_fingerprint == self.model_fingerprint
 
     async def wait_change(self) -> None:
         """Returns when a worker came, went, or changed its state or connection."""
@@ -155,12 +163,12 @@ class ClusterView:
         self._stale.update(self._workers)
         self._changed.set()
         self._changed = asyncio.Event()
-        self.on_news()
+        self._tell_news()
 
     def _note_load(self, worker_id: str) -> None:
         if worker_id in self._workers:
             self._stale.add(worker_id)
-            self.on_news()
+            self._tell_news()
 
     async def _poll(self, registry: Registry) -> None:
         read_at = time.monotonic()
@@ -197,7 +205,7 @@ class ClusterView:
         if changed:
             self.tell_change()
         elif self._stale:
-            self.on_news()
+            self._tell_news()
 
     def _merge_one(self, worker_id: str, record: WorkerRecord) -> bool:
         """Takes a record in. True when something changed that a waiting request may care about."""
@@ -236,7 +244,7 @@ class ClusterView:
         return changed
 
     def _forgotten_before(self, now: float) -> float:
-        """What was sent before shows in a record by now, or never will."""
+        """Returns a time: what was sent before it shows in a record by now, or never will."""
         return now - 2 * self.cluster.record_interval_s
 
     def _drop(self, worker_id: str) -> None:
@@ -251,10 +259,10 @@ class ClusterView:
         if self.redis_state != "lost":
             log.warning("Redis is lost, the last known workers stand: %r", error)
         self.redis_state = "lost"
-        self.on_news()
+        self._tell_news()
 
     def _report_incompatible(self, record: WorkerRecord) -> None:
-        theirs = record.contract.model_fingerprint
+        theirs = record.compatibility.model_fingerprint
         if not self.model_fingerprint or theirs == self.model_fingerprint:
             return
         log.error(

@@ -1,4 +1,4 @@
-"""What this router knows of one worker: its record, its stream, and what it sent there since.
+"""One worker as this router knows it: its record, its stream, and what was sent there since.
 
 Load is told late: by a prefill worker in its record, by a decode worker on its stream. What was
 sent and cannot be in the load yet is added to it, until a load that was taken later comes. What a
@@ -17,7 +17,7 @@ from tandem.store.registry import Load, WorkerRecord
 
 @dataclass(slots=True)
 class KnownWorker:
-    """Only decode workers have a client."""
+    """A worker as this router knows it; only decode workers have a client."""
 
     record: WorkerRecord
     client: WorkerClient | None = None
@@ -27,7 +27,7 @@ class KnownWorker:
 
     @property
     def load(self) -> Load:
-        """The newer of what its stream and its record say."""
+        """The newer of the loads that its stream and its record report."""
         told = self.client.load if self.client is not None else None
         return told if told is not None and told.step >= self.record.load.step else self.record.load
 
@@ -40,7 +40,7 @@ class KnownWorker:
         self._sent.append((now, num_tokens))
 
     def note_prefilled(self, num_tokens: int, sent_at: float, *, by_it: bool) -> None:
-        """A prompt that was sent then has its first token, or ended without: it waits no more."""
+        """Notes that a prompt sent then waits no more: it has its first token, or ended without."""
         if (sent_at, num_tokens) in self._sent:
             self._sent.remove((sent_at, num_tokens))
         elif by_it:
@@ -49,7 +49,7 @@ class KnownWorker:
     def take_record(
         self, record: WorkerRecord, *, last_read_at: float, forgotten_before: float
     ) -> bool:
-        """Whether placement sees another worker now.
+        """Takes in a record; returns whether placement sees another worker now.
 
         A load that differs was taken after the records were last read, so it shows what was sent
         before that. What never reached the worker never changes its load: it is forgotten in time.
@@ -84,12 +84,12 @@ class KnownWorker:
             queued_tokens=queued + tokens,
             num_leases=load.num_leases + len(self._sent),
             num_pulls=load.num_pulls,
-            num_seats=load.num_seats,
+            num_running_slots=load.num_running_slots,
             chunk_tokens=load.chunk_tokens,
             blocks_total=load.blocks_total,
             blocks_used=load.blocks_used,
             rates=self.record.rates,
             pairs=self.record.pairs,
-            pairing_key=self.record.contract.pairing_key(),
+            compatibility_key=self.record.compatibility.compatibility_key(),
             placed=placed,
         )

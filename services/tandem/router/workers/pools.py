@@ -10,41 +10,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
-from tandem.config import Pool
-from tandem.errors import BadRequest, NoWorkers
+from tandem.errors import NoWorkers
+from tandem.pool_sizes import POOLS
 from tandem.store.client import UNREACHABLE, Client
 from tandem.store.registry import WorkerRecord
 
-POOLS: tuple[str, ...] = get_args(Pool)
-POOL_SIZE_MAX = 64
-POOL_SIZE_MIN = {"router": 1, "prefill": 0, "decode": 0}  # without a router nobody could ask again
 # Nobody takes them while there is no controller.
 _PENDING_MAX = 64
 
 
-def check_sizes(body: dict[str, Any]) -> dict[str, int]:
-    """Raises BadRequest naming the pool at fault."""
-    allowed = f'an object of pool sizes, such as {{"prefill": 2}}; pools are {", ".join(POOLS)}'
-    if not body:
-        raise BadRequest(f"the body must be {allowed}")
-    for pool, size in body.items():
-        if pool not in POOLS:
-            raise BadRequest(f"there is no pool {pool[:80]!r}; send {allowed}", param=pool[:80])
-        least = POOL_SIZE_MIN[pool]
-        if type(size) is not int or not least <= size <= POOL_SIZE_MAX:
-            raise BadRequest(
-                f"{pool} must be an integer from {least} to {POOL_SIZE_MAX}: the size wanted",
-                param=pool,
-            )
-    return body
-
-
 async def has_controller(redis: Client, cluster_id: str) -> bool:
-    """Whether one has ever told of its pools. Raises NoWorkers when Redis does not answer."""
+    """Returns whether a controller ever wrote its pools. Raises NoWorkers if Redis is away."""
     try:
         return await read_pools(redis, cluster_id) is not None
     except UNREACHABLE as error:
@@ -52,7 +32,7 @@ async def has_controller(redis: Client, cluster_id: str) -> bool:
 
 
 async def ask_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> None:
-    """Raises NoWorkers when Redis does not answer."""
+    """Asks the controller for sizes. Raises NoWorkers when Redis does not answer."""
     key = f"{{tandem:{cluster_id}}}:scale"
     try:
         async with redis.pipeline(transaction=True) as pipe:
@@ -64,7 +44,7 @@ async def ask_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> No
 
 
 async def read_pools(redis: Client, cluster_id: str) -> bytes | None:
-    """As the controller wrote them; None without a controller. Errors of redis-py pass through."""
+    """Returns what the controller wrote; None without one. Errors of redis-py pass through."""
     value = await redis.get(f"{{tandem:{cluster_id}}}:pools")
     return value.encode() if isinstance(value, str) else value
 
@@ -72,7 +52,7 @@ async def read_pools(redis: Client, cluster_id: str) -> bytes | None:
 def pool_states(
     records: Iterable[WorkerRecord], pools_json: bytes | None
 ) -> dict[str, dict[str, Any]]:
-    """The controller's word, and beside it what registered: there may be no controller.
+    """Returns what the controller wrote and what has registered: there may be no controller.
 
     `ready` workers of a pool may be lent to the other one; `serving` are those that do its work.
     """
@@ -96,7 +76,7 @@ def pool_states(
 
 
 def told_pools(pools_json: bytes | None) -> dict[str, dict[str, Any]]:
-    """What the controller wrote; empty without a controller."""
+    """Returns the pools that the controller wrote; empty without a controller."""
     if pools_json is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Reports as pictures, and as one page that needs no other file. Needs the extra `simulate`."""
+"""Draws reports as pictures, and as one page with all inside. Needs the extra `simulate`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ table { border-collapse: collapse } img { width: 49% }"""
 
 
 def write_plots(reports: Sequence[Report], folder: Path) -> list[Path]:
-    """One PNG for each of `_PLOTS`: a line for each policy, over the load."""
+    """Writes one PNG for each of `_PLOTS`: a line for each policy, over the load."""
     paths = []
     for name, (label, value) in _PLOTS.items():
         figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
@@ -51,7 +51,7 @@ def write_plots(reports: Sequence[Report], folder: Path) -> list[Path]:
 
 
 def write_page(reports: Sequence[Report], title: str, images: Sequence[Path], path: Path) -> None:
-    """The table and the plots, the images inside."""
+    """Writes a page of the table and the plots, with the images inside."""
     pictures = "".join(
         f'<img alt="{image.stem}" src="data:image/png;base64,'
         f'{base64.b64encode(image.read_bytes()).decode()}">'

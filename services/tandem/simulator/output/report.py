@@ -1,4 +1,4 @@
-"""What one run gave, in figures."""
+"""The figures of one run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.simulator.simulation import Simulation
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`load_*` are the most loaded worker's share against the mean, of those that prefill."""
+    """Figures of a run. `load_*` are the largest share over the mean, of workers that prefill."""
 
     policy: str
     load: float  # of what the workers can carry
@@ -57,7 +57,7 @@ def summarize(simulation: Simulation, policy: str, load: float) -> Report:
         num_served=len(served),
         num_refused=sum(r.failure == "refused" for r in requests),
         num_lost=sum(r.failure == "lost" for r in requests),
-        num_moved=sum(r.num_moves > 0 for r in requests),
+        num_moved=sum(r.num_migrations > 0 for r in requests),
         num_good=len(good),
         goodput=len(good) / max(1, len(requests)),
         hit_rate=sum(r.cached_tokens for r in served) / prompt_tokens,

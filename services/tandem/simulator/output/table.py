@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def rows(reports: Sequence[Report]) -> list[tuple[str, ...]]:
-    """Seeds of one load and policy are averaged."""
+    """Returns a row for each load and policy, averaged over their seeds."""
     groups: dict[tuple[float, str], list[Report]] = {}
     for report in reports:
         groups.setdefault((report.load, report.policy), []).append(report)

@@ -16,14 +16,14 @@ from heapq import heappop, heappush
 from math import ceil
 from typing import Generic, TypeVar
 
-from tandem.cost_model import WorkerRates
+from tandem.perf_model.rates import WorkerRates
 
 Job = TypeVar("Job")
 _EPSILON = 1e-9  # steps
 
 
 class Engine(Generic[Job]):
-    """Knows rates and counts, not requests."""
+    """The engine of a worker. It knows rates and counts, not requests."""
 
     def __init__(self, rates: WorkerRates) -> None:
         self.rates = rates
@@ -57,7 +57,7 @@ class Engine(Generic[Job]):
         self._set_step()
 
     def decode(self, job: Job, num_tokens: int) -> None:
-        """Adds a sequence that makes so many tokens, one a step."""
+        """Adds a sequence that makes `num_tokens` tokens, one a step."""
         self._number += 1
         heappush(self._decoding, (self._steps + num_tokens, self._number, job))
         self._set_step()
@@ -69,7 +69,7 @@ class Engine(Generic[Job]):
         return round(self._prefill_tokens * max(0.0, left))
 
     def advance(self, now_s: float) -> None:
-        """To `now_s`, which is not later than `next_at`."""
+        """Advances to `now_s`, which is not later than `next_at`."""
         passed_s = now_s - self._now_s
         if passed_s > 0:
             self._steps += passed_s * self.speed / self._step_s
@@ -78,7 +78,7 @@ class Engine(Generic[Job]):
             self._now_s = now_s
 
     def next_at(self) -> float | None:
-        """When the next job is done if nothing changes; None when idle."""
+        """Returns when the next job is done if nothing changes; None when idle."""
         end = self._decoding[0][0] if self._decoding else None
         if self.prefilling is not None and (end is None or self._prefill_end < end):
             end = self._prefill_end
@@ -87,7 +87,7 @@ class Engine(Generic[Job]):
         return self._now_s + max(0.0, end - self._steps) * self._step_s / self.speed
 
     def take_prefilled(self) -> Job | None:
-        """The prompt, if it is done by now."""
+        """Removes and returns the prompt, if it is done by now."""
         job = self.prefilling
         if job is None or self._prefill_end > self._steps + _EPSILON:
             return None
@@ -99,7 +99,7 @@ class Engine(Generic[Job]):
         self._set_step()
 
     def take_decoded(self) -> list[Job]:
-        """Sequences that have made their last token by now."""
+        """Removes and returns the sequences that have made their last token by now."""
         done = []
         while self._decoding and self._decoding[0][0] <= self._steps + _EPSILON:
             done.append(heappop(self._decoding)[2])
@@ -108,11 +108,11 @@ class Engine(Generic[Job]):
         return done
 
     def tokens_left(self) -> list[tuple[Job, int]]:
-        """Of each decoding sequence: tokens that it has still to make."""
+        """Returns each decoding sequence with the number of tokens that it has still to make."""
         return [(job, ceil(end - self._steps - _EPSILON)) for end, _, job in self._decoding]
 
     def drop_all(self) -> list[Job]:
-        """Everything ends: the worker died."""
+        """Drops and returns all jobs, as the worker died."""
         jobs = [job for _, _, job in self._decoding]
         if self.prefilling is not None:
             jobs.append(self.prefilling)

@@ -1,4 +1,4 @@
-"""Pools of simulated workers whose sizes change: who starts, who drains, and what it costs.
+"""Resizes pools of simulated workers: which ones start, which ones drain, and what it costs.
 
     off --asked for--> starting --cold start--> ready --size falls--> draining --empty--> off
 
@@ -17,8 +17,8 @@ _State = Literal["off", "starting", "ready", "draining"]
 
 
 class Fleet:
-    """One pool, of as many workers as it may ever have. `start` and `stop` are called when a
-    worker's cold start is over, and when it has drained."""
+    """One pool, of as many workers as it may ever have. It calls `on_start` after a cold start,
+    `on_drain` when a drain begins, and `on_stop` when a worker is off."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class Fleet:
         return self._states.count("ready")
 
     def open(self, size: int) -> None:
-        """Before anything else: so many are ready, the others are off."""
+        """Begins, before anything else, with `size` ready workers; the others are off."""
         for number in range(size, len(self._workers)):
             self._turn_off(number)
         self.sizes.append((self._clock.now_s, size))
 
     def resize(self, size: int) -> None:
-        """The lowest that are off start; the highest that are there go."""
+        """Starts the lowest workers that are off, or drains the highest that are there."""
         self.pay()
         if size != self.wanted:
             self.sizes.append((self._clock.now_s, size))
@@ -73,14 +73,14 @@ class Fleet:
             self._on_drain(self._workers[number])
 
     def collect(self) -> None:
-        """Lets go of those that have drained."""
+        """Turns off the workers that have drained."""
         self.pay()
         for number, state in enumerate(self._states):
             if state == "draining" and self._workers[number].is_idle:
                 self._turn_off(number)
 
     def pay(self) -> float:
-        """Worker seconds up to now."""
+        """Returns the worker seconds up to now."""
         count = sum(state != "off" for state in self._states)
         self._paid_s += count * (self._clock.now_s - self._paid_until_s)
         self._paid_until_s = self._clock.now_s

@@ -6,27 +6,26 @@ faster than one alone, memory and everything else that they share counted in.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class Sharer(Protocol):
-    def set_speed(self, speed: float) -> None: ...
+if TYPE_CHECKING:
+    from tandem.simulator.workers.worker import Worker
 
 
 class Host:
     def __init__(self, cores: float) -> None:
         self._cores = cores
-        self._sharers: list[Sharer] = []
+        self._workers: list[Worker] = []
         self._busy: set[int] = set()
         self._speed = 1.0
 
-    def join(self, sharer: Sharer) -> int:
-        """What it is to be called in `note`."""
-        self._sharers.append(sharer)
-        return len(self._sharers) - 1
+    def join(self, worker: Worker) -> int:
+        """Adds a worker; returns its number for `note`."""
+        self._workers.append(worker)
+        return len(self._workers) - 1
 
     def note(self, number: int, *, busy: bool) -> None:
-        """Whether it computes now; the speed of all changes when there are more than cores."""
+        """Notes whether a worker computes now; slows all when more do than there are cores."""
         if busy:
             self._busy.add(number)
         else:
@@ -34,5 +33,5 @@ class Host:
         speed = min(1.0, self._cores / max(1, len(self._busy)))
         if speed != self._speed:
             self._speed = speed
-            for sharer in self._sharers:
-                sharer.set_speed(speed)
+            for worker in self._workers:
+                worker.set_speed(speed)

@@ -24,11 +24,11 @@ class KvCache:
 
     @property
     def num_used(self) -> int:
-        """That live sequences hold."""
+        """Number of blocks that live sequences hold."""
         return len(self._held) + self._num_private
 
     def num_cached(self, block_hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of the chain are here."""
+        """Returns how many leading blocks of the chain are here."""
         held, idle = self._held, self._idle
         for depth, block_hash in enumerate(block_hashes):
             if block_hash not in held and block_hash not in idle:
@@ -36,7 +36,7 @@ class KvCache:
         return len(block_hashes)
 
     def reserve(self, cached: Sequence[bytes], num_private: int) -> list[bytes] | None:
-        """Holds `cached`, which are here, and room for others; who was evicted for it.
+        """Holds `cached`, which are here, and room for others; returns the blocks evicted for it.
 
         None when there is no room: nothing changed.
         """
@@ -55,7 +55,7 @@ class KvCache:
         return self._evict(len(idle) - room)
 
     def store(self, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """Private blocks get their names and are held as before; those that are new here."""
+        """Names private blocks, which are held as before; returns those that are new here."""
         new = []
         for block_hash in block_hashes:
             if block_hash in self._held:

@@ -12,51 +12,36 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.cost_model import WorkerRates
 from tandem.simulator.clock import Clock
+from tandem.simulator.scenario import Scenario
 from tandem.simulator.workers.engine import Engine
 from tandem.simulator.workers.host import Host
 from tandem.simulator.workers.kv_cache import KvCache
 from tandem.store.registry import Load
 
 
+@dataclass(slots=True, eq=False)
 class Task:
     """Part of a request on one worker."""
 
-    __slots__ = (
-        "cached_tokens",
-        "generation",
-        "hashes",
-        "num_held",
-        "num_private",
-        "num_tokens",
-        "output_tokens",
-        "owner",
-        "pulled_blocks",
-        "queued_tokens",
-        "tokens_left",
-    )
-
-    def __init__(
-        self, owner: object, num_tokens: int, hashes: Sequence[bytes], output_tokens: int
-    ) -> None:
-        self.owner = owner
-        self.num_tokens = num_tokens
-        self.hashes = hashes  # of the prompt's full blocks
-        self.output_tokens = output_tokens  # 0: a lease
-        self.cached_tokens = 0  # that were here when it started
-        self.queued_tokens = 0  # it counts as so many while it waits
-        self.pulled_blocks = 0  # leading blocks that came from a holder before it was submitted
-        self.num_held = 0  # leading blocks of `hashes` that it holds by name
-        self.num_private = 0
-        self.generation = 0  # of the worker when it got its blocks
-        self.tokens_left: int | None = None  # to make, when its worker died under it in the batch
+    owner: object
+    num_tokens: int
+    hashes: Sequence[bytes]  # of the prompt's full blocks
+    output_tokens: int  # 0: a lease
+    cached_tokens: int = 0  # that were here when it started
+    queued_tokens: int = 0  # it counts as so many while it waits
+    pulled_blocks: int = 0  # leading blocks that came from a holder before it was submitted
+    num_held: int = 0  # leading blocks of `hashes` that it holds by name
+    num_private: int = 0
+    epoch: int = 0  # of the worker when it got its blocks
+    tokens_left: int | None = None  # to make, when its worker died under it in the batch
 
 
 class Listener(Protocol):
-    """Who follows the tasks. Called inside a worker's event; may call the worker back."""
+    """Follows the tasks. It is called inside a worker's event, and may call the worker back."""
 
     def reserved(self, worker: Worker, task: Task) -> None: ...
     def prefilled(self, worker: Worker, task: Task) -> None: ...
@@ -72,28 +57,24 @@ class Worker:
         self,
         worker_id: str,
         role: str,
-        *,
-        rates: WorkerRates,
-        block_size: int,
-        num_blocks: int,
-        sequences_max: int,
-        queue_max: int,
+        scenario: Scenario,
         clock: Clock,
         listener: Listener,
-        host: Host | None = None,  # none: cores of its own
+        host: Host | None = None,
     ) -> None:
+        """Without a `host` it has cores of its own."""
         self.worker_id = worker_id
         self.role = role
-        self.rates = rates  # the true ones
+        self.rates = rates = scenario.true_rates(worker_id)
         self.is_up = True
         self.is_draining = False
-        self.generation = 0  # counts its starts
+        self.epoch = 0  # counts its starts
         self.num_leases = 0
         self.engine: Engine[Task] = Engine(rates)
-        self.cache = KvCache(num_blocks)
-        self._block_size = block_size
-        self._sequences_max = sequences_max
-        self._queue_max = queue_max
+        self.cache = KvCache(scenario.kv_tokens // scenario.block_size)
+        self._block_size = scenario.block_size
+        self._sequences_max = scenario.sequences_max
+        self._queue_max = scenario.queue_max
         self._clock = clock
         self._listener = listener
         self._queue: deque[Task] = deque()
@@ -101,10 +82,10 @@ class Worker:
         self._queued_tokens = 0
         self._wakes = 0
         self._host = host
-        self._seat = host.join(self) if host is not None else 0
+        self._place = host.join(self) if host is not None else 0
 
     def submit(self, task: Task) -> bool:
-        """To be prefilled here. False when the queue is full, or memory could never hold it."""
+        """Queues a task for prefill. False if the queue is full, or memory could never hold it."""
         if not self._fits(task) or len(self._queue) >= self._queue_max:
             return False
         cached = self.cache.num_cached(task.hashes)
@@ -116,7 +97,7 @@ class Worker:
         return True
 
     def reserve(self, task: Task) -> bool:
-        """Memory for one that a peer prefills. False as for `submit`."""
+        """Reserves memory for a task that a peer prefills. False as for `submit`."""
         if not self._fits(task) or len(self._reserving) >= self._queue_max:
             return False
         self._reserving.append(task)
@@ -124,15 +105,15 @@ class Worker:
         return True
 
     def adopt(self, task: Task) -> None:
-        """All blocks of a reserved task came: it decodes; its first token was made by the peer."""
+        """Decodes a reserved task whose blocks all came; the peer made its first token."""
         self._store(task)
         self.engine.advance(self._clock.now_s)
         self.engine.decode(task, task.output_tokens - 1)
         self._settle()
 
     def release(self, task: Task) -> None:
-        """Of a lease whose blocks were read, or a reserved task that is given up."""
-        if not self.is_up or task.generation != self.generation:
+        """Releases a lease whose blocks were read, or a reserved task that is given up."""
+        if not self.is_up or task.epoch != self.epoch:
             return
         self.cache.release(task.hashes[: task.num_held], task.num_private)
         task.num_held = task.num_private = 0
@@ -140,7 +121,7 @@ class Worker:
         self._settle()
 
     def cancel(self, task: Task) -> None:
-        """Of a task that nobody waits for any more, wherever it is; nothing when it is over."""
+        """Cancels a task, wherever it is; does nothing when it is over."""
         if task in self._queue:
             self._queue.remove(task)
             self._queued_tokens -= task.queued_tokens
@@ -153,7 +134,7 @@ class Worker:
             self.release(task)
 
     def fail(self) -> list[Task]:
-        """Dies: everything is lost. The tasks that were in the queues or in the engine."""
+        """Dies and loses everything; returns the tasks that were in the queues or in the engine."""
         self.engine.advance(self._clock.now_s)
         for task, tokens_left in self.engine.tokens_left():
             task.tokens_left = tokens_left
@@ -169,12 +150,12 @@ class Worker:
     def restart(self) -> None:
         """Comes back empty."""
         self.is_up = True
-        self.generation += 1
+        self.epoch += 1
         self.engine.advance(self._clock.now_s)
         self._listener.load_changed(self)
 
     def set_speed(self, speed: float) -> None:
-        """Of its engine, by what else computes on its host."""
+        """Sets the speed of its engine, by what else computes on its host."""
         self.engine.advance(self._clock.now_s)
         self.engine.speed = speed
         self._plan_wake()
@@ -192,7 +173,7 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Nobody holds anything here, and nobody waits."""
+        """True if nothing is held here, and nothing waits."""
         engine = self.engine
         waits = self._queue or self._reserving or engine.prefilling is not None
         return not (waits or engine.num_decoding or self.num_leases or self.cache.num_used)
@@ -257,10 +238,10 @@ class Worker:
         self._listener.load_changed(self)
 
     def _plan(self) -> None:
-        """The next event, and whether it computes at all now."""
+        """Plans the next event, and tells the host whether the worker computes at all now."""
         busy = self._plan_wake()
         if self._host is not None:
-            self._host.note(self._seat, busy=busy)
+            self._host.note(self._place, busy=busy)
 
     def _plan_wake(self) -> bool:
         self._wakes += 1
@@ -277,7 +258,7 @@ class Worker:
         if removed is None:
             return False
         task.num_held, task.num_private = cached, num_private
-        task.generation = self.generation
+        task.epoch = self.epoch
         task.cached_tokens = min(cached * self._block_size, task.num_tokens - 1)
         if removed:
             self._listener.blocks_changed(self, (), removed)

@@ -1,4 +1,4 @@
-"""Where a prompt is prefilled: by which candidate, or on the decode worker itself. Pure.
+"""Chooses where a prompt is prefilled: by which candidate, or on the decode worker itself. Pure.
 
 Both ways are predicted, until the sequence can decode:
 
@@ -16,15 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.cost_model import (
-    ASK_S,
-    HERE_MARGIN,
-    Holder,
-    PairRate,
-    WorkerRates,
-    best_prefill,
-    default_pair,
-)
+from tandem.perf_model.predict import ASK_S, Expected, Holder, expect, is_faster_here
+from tandem.perf_model.rates import PairRate, WorkerRates, default_pair
 
 NEAR_BEST = 1.1  # the router's first choice stays first up to this: it spreads the load
 _UNMEASURED = default_pair("nixl")
@@ -59,19 +52,19 @@ class Candidate(Place):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Whom to ask, in order, and what to expect; nobody: prefill here."""
+class PrefillPlan:
+    """The candidates to ask, in order, and what to expect; none: prefill here."""
 
     candidates: tuple[str, ...]
     seconds: float
     reason: str
 
 
-def plan_prefill(prompt: Prompt, here: Here, candidates: Sequence[Candidate]) -> Plan:
+def plan_prefill(prompt: Prompt, here: Here, candidates: Sequence[Candidate]) -> PrefillPlan:
     """`candidates` come in the router's order."""
     here_s = seconds_here(prompt, here)
     if not candidates:
-        return Plan((), here_s, "nobody to ask")
+        return PrefillPlan((), here_s, "nobody to ask")
     missing_here = prompt.num_tokens - here.cached_tokens
     costs = {c.worker_id: seconds_at(prompt, c, missing_here) for c in candidates}
     order = sorted(costs, key=lambda worker_id: costs[worker_id])  # stable: the router's order
@@ -82,37 +75,33 @@ def plan_prefill(prompt: Prompt, here: Here, candidates: Sequence[Candidate]) ->
         order.insert(0, first)
     told = ", ".join(f"{w} {costs[w] * 1000:.0f} ms" for w in order)
     reason = f"here {here_s * 1000:.0f} ms, {told}; {missing_here} tokens missing"
-    if here_s < HERE_MARGIN * best_s:
-        return Plan((), here_s, reason)
-    worth_it = [w for w in order if HERE_MARGIN * costs[w] <= here_s]
-    return Plan(tuple(worth_it), costs[worth_it[0]], reason)
+    if is_faster_here(here_s, best_s):
+        return PrefillPlan((), here_s, reason)
+    worth_it = [w for w in order if not is_faster_here(here_s, costs[w])]
+    return PrefillPlan(tuple(worth_it), costs[worth_it[0]], reason)
 
 
 def seconds_here(prompt: Prompt, here: Here) -> float:
-    """Until the prompt is prefilled, and the delay that this makes for those who decode here."""
-    start_s, compute_s = _prefill(prompt, here)
-    return _queue(here) + start_s + compute_s * (1 + here.num_running)
+    """Predicts seconds to prefill the prompt here, with the delay for those who decode here."""
+    expected = _expect(prompt, here)
+    return expected.total_s + expected.compute_s * here.num_running
 
 
 def seconds_at(prompt: Prompt, candidate: Candidate, missing_here: int) -> float:
-    """Until the blocks that are missing here have come."""
-    prefill_s = sum(_prefill(prompt, candidate))
+    """Returns the seconds until the missing blocks have come, pulled while the peer computes."""
+    expected = _expect(prompt, candidate, after_s=candidate.wait_s)
     pull_s = missing_here * prompt.bytes_per_token / candidate.pair.bytes_per_s
     latency_s = ASK_S + 2 * candidate.pair.latency_s
-    return max(_queue(candidate), candidate.wait_s) + latency_s + max(prefill_s, pull_s)
+    return expected.queue_s + latency_s + max(expected.pull_s + expected.compute_s, pull_s)
 
 
-def _prefill(prompt: Prompt, place: Place) -> tuple[float, float]:
-    """Waiting for a prefix from a holder, if that is worth it, and computing the rest."""
-    start_s, _, compute_s = best_prefill(
+def _expect(prompt: Prompt, place: Place, *, after_s: float = 0.0) -> Expected:
+    return expect(
         place.rates,
         prompt.num_tokens,
         place.cached_tokens,
-        place.holders,
+        queued_tokens=place.queued_tokens,
+        after_s=after_s,
+        holders=place.holders,
         bytes_per_token=prompt.bytes_per_token,
     )
-    return start_s, compute_s
-
-
-def _queue(place: Place) -> float:
-    return place.rates.prefill.seconds(place.queued_tokens, 0, place.rates.step_tokens)

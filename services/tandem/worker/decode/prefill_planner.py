@@ -1,4 +1,4 @@
-"""What the choice of a place to prefill needs to know, gathered: records, rates, own load.
+"""Gathers what the choice of a place to prefill needs to know: records, rates, own load.
 
 Other workers' load and rates are those of their records, a second old or two; what this worker
 itself has sent to a candidate since is counted in.
@@ -9,23 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import msgspec
-
 from tandem.config import WorkerConfig
-from tandem.cost_model import Holder, PairRate, WorkerRates, default_pair
+from tandem.perf_model.predict import Holder, believed, beside_decode, likely_rates
+from tandem.perf_model.rates import PairRate, WorkerRates, default_pair
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.registry import WorkerRecord
-from tandem.worker.decode.prefill_choice import Candidate, Here, Plan, Prompt, plan_prefill
+from tandem.worker.decode.prefill_choice import Candidate, Here, PrefillPlan, Prompt, plan_prefill
 from tandem.worker.peers.rates import Rates
 
 
 class PrefillPlanner:
     """`load` is this worker's own, `records` are all workers', both kept new by the worker."""
 
-    def __init__(self, config: WorkerConfig, rates: Rates, *, block_bytes: int) -> None:
+    def __init__(self, config: WorkerConfig, rates: Rates) -> None:
         self._config = config
         self._rates = rates
-        self._bytes_per_token = block_bytes / config.engine.block_size
+        self._bytes_per_token = rates.worker.block_bytes / config.engine.block_size
         self._block_size = config.engine.block_size
         self._records: dict[str, WorkerRecord] = {}
         self._tokens_sent: dict[str, int] = {}  # worker id -> tokens asked for and not there yet
@@ -36,7 +35,7 @@ class PrefillPlanner:
 
     @contextmanager
     def sent(self, worker_id: str, num_tokens: int) -> Iterator[None]:
-        """While a candidate prefills so many tokens for a sequence here."""
+        """Counts the tokens of a candidate while it prefills them for a sequence here."""
         self._tokens_sent[worker_id] = self._tokens_sent.get(worker_id, 0) + num_tokens
         try:
             yield
@@ -53,14 +52,15 @@ class PrefillPlanner:
         *,
         num_tokens: int,
         cached_tokens: int,
-    ) -> Plan:
-        """Whom to ask, by what was measured. Until a prefill was, all count as equally fast, and
-        the pair, which measured itself when it was made, decides."""
+    ) -> PrefillPlan:
+        """Plans which candidates to ask, by what was measured. Until a prefill was, all count as
+        equally fast, and the pair, which was measured when it was made, decides."""
         if self._config.transfer.prefill_at == "remote":
-            return Plan(tuple(c.worker_id for c in candidates), 0.0, "forced")
+            return PrefillPlan(tuple(c.worker_id for c in candidates), 0.0, "forced")
         prompt = Prompt(num_tokens, self._bytes_per_token)
         here = Here(
-            rates=self._rates_here(),
+            # Its delay for those who decode here is counted by the choice.
+            rates=beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0),
             queued_tokens=self.load.queued_tokens,
             cached_tokens=cached_tokens,
             holders=tuple(self._holders(holders, self._config.worker_id)),
@@ -81,8 +81,9 @@ class PrefillPlanner:
         name = candidate.worker_id
         record = self._records.get(name)
         queued = record.load.queued_tokens if record is not None else 0
+        told = self._rates.worker if record is None else record.rates
         return Candidate(
-            rates=self._rates_of(record),
+            rates=self._believed(told),
             queued_tokens=max(queued, self._tokens_sent.get(name, 0)),
             cached_tokens=candidate.cached_blocks * self._block_size,
             holders=tuple(self._holders(holders, name)),
@@ -91,34 +92,22 @@ class PrefillPlanner:
             wait_s=wait_s,
         )
 
-    def _holders(self, holders: Iterable[pb.PrefixHolder], reader: str) -> Iterator[Holder]:
+    def _holders(self, holders: Iterable[pb.PrefixHolder], consumer: str) -> Iterator[Holder]:
         for holder in holders:
-            if holder.worker_id != reader and holder.num_blocks:
-                rate = self._pair(holder.worker_id, reader)
+            if holder.worker_id != consumer and holder.num_blocks:
+                rate = self._pair(holder.worker_id, consumer)
                 yield Holder(holder.num_blocks * self._block_size, rate)
 
-    def _pair(self, source: str, reader: str) -> PairRate:
-        """From one worker to another: the reader's own figures, or a first guess."""
-        if reader == self._config.worker_id:
-            rate = self._rates.pairs.get(source)
+    def _pair(self, producer: str, consumer: str) -> PairRate:
+        """Returns the rate from one worker to another: the consumer's own, or a first guess."""
+        if consumer == self._config.worker_id:
+            rate = self._rates.pairs.get(producer)
         else:
-            record = self._records.get(reader)
-            rate = record.pairs.get(source) if record is not None else None
+            record = self._records.get(consumer)
+            rate = record.pairs.get(producer) if record is not None else None
         return rate or default_pair(self._config.transfer.transport)
 
-    def _rates_here(self) -> WorkerRates:
-        """In the chunks that go beside those who decode here now."""
-        rates = self._rates_of(None)
-        chunk = min(rates.step_tokens, self.load.chunk_tokens or rates.step_tokens)
-        return msgspec.structs.replace(rates, step_tokens=chunk)
-
-    def _rates_of(self, record: WorkerRecord | None) -> WorkerRates:
-        """Of a worker, or of one like it: workers of one cluster are likely to be alike."""
-        own = self._rates.worker
-        known = [r.rates for r in self._records.values() if r.rates.measured]
-        wanted = own if record is None else record.rates
-        if wanted.measured:
-            return wanted
-        if own.measured:
-            return own
-        return known[0] if known else own
+    def _believed(self, told: WorkerRates) -> WorkerRates:
+        """Workers of one cluster are likely to be alike."""
+        others = (record.rates for record in self._records.values())
+        return believed(told, likely_rates((self._rates.worker, *others)))

@@ -1,4 +1,4 @@
-"""How a reserved prompt gets its KV: from a candidate under a lease, or computed here.
+"""Gets a reserved prompt its KV: from a candidate under a lease, or computed here.
 
     reserved --> plan --> ask the first of it --> whole lease --> Commit
                   ^  |              `--> failed or refused: without it, or with the wait it named
@@ -13,29 +13,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
+from dataclasses import dataclass
 
 import msgspec
 
-from tandem.config import WorkerConfig
-from tandem.engine.types import Mode, Reserved
+from tandem.engine.types import Mode, Reserved, SequenceSpec
 from tandem.errors import LeaseLost, TandemError
 from tandem.observability.logs import about
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.decode.prefill_choice import Plan
+from tandem.worker.decode.live_sequences import LiveSequences
+from tandem.worker.decode.prefill_choice import PrefillPlan
 from tandem.worker.decode.prefill_planner import PrefillPlanner
-from tandem.worker.decode.sequence import DecodeSequence
-from tandem.worker.engine_process.link import EngineLink
+from tandem.worker.decode.sequence import DecodeSequence, SequenceState
 from tandem.worker.engine_process.messages import (
     Commit,
     ContinuePrefill,
     Restart,
     StartLocalPrefill,
 )
-from tandem.worker.kv_pulls.lease import LeaseMaker, PullStats, ReaderLease
-from tandem.worker.kv_pulls.lease_stream import is_source_gone
-from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker, PullStats
+from tandem.worker.kv_pulls.lease_stream import is_producer_gone
+from tandem.worker.parts import Parts
 from tandem.worker.peers.peers import Peers
+from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.prefix_pull import PrefixPuller
 
 log = logging.getLogger(__name__)
@@ -44,53 +44,41 @@ _WAIT_MAX_S = 2.0  # for a candidate that refused and is still the best; asked o
 _ASKED_MAX = 2
 
 
-class Owner(Protocol):
-    """Whose sequences they are."""
+@dataclass(frozen=True, slots=True)
+class Producers:
+    """The ways in which blocks of other workers come to this one."""
 
-    def is_over(self, sequence: DecodeSequence) -> bool: ...
-
-    def finish_if_over(self, sequence: DecodeSequence) -> bool: ...
-
-    def on_first_token(self, sequence: DecodeSequence, token_id: int, stats: PullStats) -> None: ...
-
-    def on_source_lost(self, sequence: DecodeSequence) -> bool:
-        """Tells that a prefill worker was lost under it; whether it may cost another one."""
-
-    def as_holder(self, num_blocks: int) -> list[pb.PrefixHolder]:
-        """This worker as one that has so many first blocks of a prompt; empty if it has none."""
+    peers: Peers
+    prefixes: PrefixPuller
+    make_lease: LeaseMaker
 
 
 class PromptPrefill:
-    """For all sequences of one decode worker."""
+    """Gets KV for the reserved prompts of one decode worker."""
 
     def __init__(
         self,
-        config: WorkerConfig,
-        link: EngineLink,
-        peers: Peers,
-        metrics: WorkerMetrics,
+        parts: Parts,
+        producers: Producers,
         planner: PrefillPlanner,
-        owner: Owner,
-        prefixes: PrefixPuller,
-        make_lease: LeaseMaker,
+        sequences: LiveSequences,
+        identity: pb.PrefixHolder,
     ) -> None:
-        self._config = config
-        self._link = link
-        self._peers = peers
-        self._metrics = metrics
+        """`identity` is this worker's, for peers that may pull a prompt's first blocks from it."""
+        self._link = parts.link
+        self._metrics = parts.metrics
+        self._producers = producers
         self._planner = planner
-        self._owner = owner
-        self._prefixes = prefixes
-        self._make_lease = make_lease
-        self._block_size = config.engine.block_size
+        self._sequences = sequences
+        self._identity = identity
+        self._block_size = parts.config.engine.block_size
 
     async def run(self, sequence: DecodeSequence, reserved: Reserved) -> None:
         """Commits the first whole lease, else starts prefill here."""
         if sequence.prefix is not None:
-            num_blocks = await self._prefixes.fill(sequence.prefix, reserved)
-            self._link.send(ContinuePrefill(sequence.sequence_id, num_blocks))
+            await self._pull_prefix(sequence, sequence.prefix, reserved)
             return
-        left = list(sequence.candidates)
+        left = list(sequence.submission.candidates)
         asked: dict[str, int] = {}
         waits_s: dict[str, float] = {}
         while left and sequence.may_ask:
@@ -102,50 +90,67 @@ class PromptPrefill:
             left.remove(candidate)
             await asyncio.sleep(min(waits_s.get(name, 0.0), _WAIT_MAX_S))
             lease = await self._lease(candidate)
-            if self._owner.is_over(sequence):
+            if sequence.is_over:
                 return
             if lease is None or not sequence.may_ask:
                 continue
             asked[name] = asked.get(name, 0) + 1
+            sequence.to(SequenceState.PULLING)
             try:
                 first_token_id = await self._run_lease(sequence, reserved, lease)
             except Exception as error:
                 # Whatever it was, nothing that was pulled is trusted: only a whole lease commits.
                 self._note_failure(sequence, error)
-                sequence.timings.prefill_worker_id = ""
-                if self._owner.is_over(sequence) or self._owner.finish_if_over(sequence):
-                    return
-                if is_source_gone(error) and not self._owner.on_source_lost(sequence):
+                if not sequence.is_over:
+                    self._sequences.finish_if_over(sequence)
+                if not sequence.is_over and is_producer_gone(error):
+                    self._sequences.lose_producer(sequence)
+                if sequence.is_over:
                     return
                 wait_s = error.retry_after_s if isinstance(error, TandemError) else None
                 if wait_s and asked[name] < _ASKED_MAX:
                     waits_s[name] = wait_s
                     left.append(candidate)
                 if not lease.pulled_anything:
+                    sequence.to(SequenceState.RESERVED)
                     continue
-                reserved_again = self._restart(sequence, remote=bool(left))
-                if reserved_again is None:
+                mode = Mode.WAITING_FOR_REMOTE_KV if left else Mode.LOCAL
+                spec = msgspec.structs.replace(
+                    sequence.spec, mode=mode, remote_prefill_min_tokens=0
+                )
+                self._restart(sequence, spec, is_awaited=bool(left))
+                if sequence.reserved is None:
                     return
-                reserved = await reserved_again
+                reserved = await sequence.reserved
                 continue
-            if self._owner.is_over(sequence):
+            if sequence.is_over:
                 return
             self._record(sequence, lease)
+            sequence.to(SequenceState.RUNNING)
             self._link.send(Commit(sequence.sequence_id, first_token_id))
             return
         self._metrics.local_prefills.inc()
         self._prefill_here(sequence, reserved)
 
+    async def _pull_prefix(
+        self, sequence: DecodeSequence, plan: PrefixPlan, reserved: Reserved
+    ) -> None:
+        sequence.to(SequenceState.PULLING)
+        num_blocks = await self._producers.prefixes.fill(plan, reserved)
+        sequence.to(SequenceState.RUNNING)
+        self._link.send(ContinuePrefill(sequence.sequence_id, num_blocks))
+
     def _prefill_here(self, sequence: DecodeSequence, reserved: Reserved) -> None:
-        """With its first blocks from a holder where that is sooner: it is reserved once more."""
-        here = msgspec.structs.replace(sequence.spec, mode=Mode.HERE, remote_prefill_min_tokens=0)
+        """Prefills here; if a holder is sooner with the first blocks, reserves once more."""
+        here = msgspec.structs.replace(sequence.spec, mode=Mode.LOCAL, remote_prefill_min_tokens=0)
         num_cached = reserved.num_cached_tokens // self._block_size
-        sequence.prefix = self._prefixes.plan(here, sequence.holders, num_cached_blocks=num_cached)
+        holders = sequence.submission.holders
+        sequence.prefix = self._producers.prefixes.plan(here, holders, num_cached_blocks=num_cached)
         if sequence.prefix is None:
+            sequence.to(SequenceState.RUNNING)
             self._link.send(StartLocalPrefill(sequence.sequence_id))
             return
-        sequence.spec, sequence.reserved = sequence.prefix.spec, None
-        self._link.send(Restart(sequence.spec))
+        self._restart(sequence, sequence.prefix.spec)
 
     def _plan(
         self,
@@ -153,16 +158,16 @@ class PromptPrefill:
         reserved: Reserved,
         left: list[pb.PrefillCandidate],
         waits_s: dict[str, float],
-    ) -> Plan:
+    ) -> PrefillPlan:
         plan = self._planner.plan(
             left,
-            sequence.holders,
+            sequence.submission.holders,
             waits_s,
             num_tokens=len(sequence.spec.token_ids),
             cached_tokens=reserved.num_cached_tokens,
         )
         choice = "remote" if plan.candidates else "local"
-        again = "first" if left == sequence.candidates else "again"
+        again = "first" if left == sequence.submission.candidates else "again"
         self._metrics.on_choice(choice, again)
         log.debug(
             "%s is prefilled %s: %s",
@@ -174,11 +179,11 @@ class PromptPrefill:
         return plan
 
     async def _run_lease(
-        self, sequence: DecodeSequence, reserved: Reserved, lease: ReaderLease
+        self, sequence: DecodeSequence, reserved: Reserved, lease: ConsumerLease
     ) -> int:
         def on_first_token(token_id: int, stats: PullStats) -> None:
             sequence.timings.prefill_worker_id = lease.peer.worker_id
-            self._owner.on_first_token(sequence, token_id, stats)
+            self._sequences.send_first_token(sequence, token_id, stats)
 
         missing = len(sequence.spec.token_ids) - reserved.num_cached_tokens
         first_missing = reserved.num_cached_tokens // self._block_size
@@ -190,7 +195,7 @@ class PromptPrefill:
                         request_id=sequence.request_id,
                         first_missing_block=first_missing,
                         targets=reserved.block_ids,
-                        prefix_holders=[*self._owner.as_holder(first_missing), *sequence.holders],
+                        prefix_holders=self._holders(sequence, first_missing),
                         trace=sequence.span.headers,
                         on_first_token=on_first_token,
                     )
@@ -199,13 +204,23 @@ class PromptPrefill:
         finally:
             sequence.asks = None
 
-    async def _lease(self, candidate: pb.PrefillCandidate) -> ReaderLease | None:
+    def _holders(self, sequence: DecodeSequence, num_blocks: int) -> list[pb.PrefixHolder]:
+        """Whoever has first blocks of the prompt: this worker too, if `num_blocks` are here."""
+        if not num_blocks:
+            return sequence.submission.holders
+        here = pb.PrefixHolder(num_blocks=num_blocks)
+        here.MergeFrom(self._identity)
+        return [here, *sequence.submission.holders]
+
+    async def _lease(self, candidate: pb.PrefillCandidate) -> ConsumerLease | None:
         try:
-            peer = await self._peers.get(candidate.worker_id, candidate.epoch, candidate.address)
+            peer = await self._producers.peers.get(
+                candidate.worker_id, candidate.epoch, candidate.address
+            )
         except TandemError as error:
             log.warning("prefill worker %s is passed over: %s", candidate.worker_id, error)
             return None
-        return self._make_lease(peer)
+        return self._producers.make_lease(peer)
 
     def _note_failure(self, sequence: DecodeSequence, error: Exception) -> None:
         expected = isinstance(error, TandemError)
@@ -217,19 +232,19 @@ class PromptPrefill:
             extra=about(sequence.sequence_id),
         )
         self._metrics.prefill_failures.inc()
+        sequence.timings.prefill_worker_id = ""
 
     def _restart(
-        self, sequence: DecodeSequence, *, remote: bool
-    ) -> asyncio.Future[Reserved] | None:
-        """Gives up what was pulled; a future of the next reservation if another prefills."""
-        mode = Mode.AWAIT_KV if remote else Mode.HERE
-        spec = msgspec.structs.replace(sequence.spec, mode=mode, remote_prefill_min_tokens=0)
+        self, sequence: DecodeSequence, spec: SequenceSpec, *, is_awaited: bool = False
+    ) -> None:
+        """Gives up what was pulled, and queues the sequence anew with `spec`."""
+        loop = asyncio.get_running_loop()
+        sequence.to(SequenceState.QUEUED)
         sequence.spec = spec
-        sequence.reserved = asyncio.get_running_loop().create_future() if remote else None
+        sequence.reserved = loop.create_future() if is_awaited else None
         self._link.send(Restart(spec))
-        return sequence.reserved
 
-    def _record(self, sequence: DecodeSequence, lease: ReaderLease) -> None:
+    def _record(self, sequence: DecodeSequence, lease: ConsumerLease) -> None:
         stats, timings = lease.stats, sequence.timings
         timings.transfer_exposed_ms = stats.exposed_s * 1000
         timings.transfer_ms = stats.pull_s * 1000

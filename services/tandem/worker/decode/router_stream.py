@@ -40,7 +40,7 @@ class RouterStream:
         self._changed.set()
 
     def note_submit(self, num_commands: int) -> None:
-        """A submit came; it is with the engine once so many commands were applied."""
+        """Notes a submit, which the engine has once it applied `num_commands` commands."""
         self._submits.append(num_commands)
 
     def push_load(self, load: pb.WorkerLoad, num_commands: int) -> None:
@@ -51,8 +51,8 @@ class RouterStream:
         self._load = load
         self._changed.set()
 
-    def on_reader_done(self, task: asyncio.Task[None]) -> None:
-        """A reader that broke ends the stream: its router must not wait on a deaf one."""
+    def on_consumer_done(self, task: asyncio.Task[None]) -> None:
+        """A consumer that broke ends the stream: its router must not wait on a deaf one."""
         if not task.cancelled() and task.exception() is not None:
             log.error("reading a router's commands broke", exc_info=task.exception())
             self._closed = True
@@ -64,7 +64,7 @@ class RouterStream:
         self._changed.set()
 
     def end(self) -> None:
-        """After what gathered so far: the worker leaves."""
+        """Ends the stream after what gathered so far, because the worker leaves."""
         self._ended = True
         self._changed.set()
 

@@ -1,4 +1,21 @@
-"""One request on its decode worker, what is known of it so far, and where its time went.
+"""One request on its decode worker: its states, how far it is, and where its time went.
+
+    QUEUED    --the engine reserved blocks for its prompt-----------> RESERVED
+              --its first token comes: the engine computes it-------> RUNNING
+    RESERVED  --a peer is asked for its KV--------------------------> PULLING
+              --nobody is worth asking: `StartLocalPrefill`---------> RUNNING
+              --a holder of its first blocks is: `Restart`----------> QUEUED
+    PULLING   --all came: `Commit`, or `ContinuePrefill`------------> RUNNING
+              --the lease failed before anything came---------------> RESERVED
+              --it failed later: `Restart`, without what was pulled-> QUEUED
+    any       --finished, failed, cancelled-------------------------> ENDED
+
+`LiveSequences` begins and ends a sequence, `DecodeService` moves it by what the engine reports, and
+`PromptPrefill` from RESERVED on until it is RUNNING or QUEUED again. The engine holds its blocks
+from RESERVED on, and frees them by itself at its finish, else at `Remove`; a lease ends when the
+task that runs it leaves it, which ENDED cancels.
+
+Its time, for the router, metrics and its trace:
 
     submitted --queue--> admitted --prefill--> first token --transfer exposed--> released
                                                     `--first decode--> second token --decode--> end
@@ -10,27 +27,57 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from tandem.engine.types import Reserved, SequenceSpec
 from tandem.observability.traces import NO_SPAN, Attributes, RequestSpan
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.states import transition
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.kv_pulls.lease import PullStats
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 
 
-@dataclass(slots=True)
-class DecodeSequence:
-    """Times are `time.monotonic()` seconds; 0: not yet."""
+class SequenceState(Enum):
+    QUEUED = "queued"
+    RESERVED = "reserved"
+    PULLING = "pulling"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+_S = SequenceState
+TRANSITIONS: Mapping[SequenceState, Collection[SequenceState]] = {
+    _S.QUEUED: (_S.RESERVED, _S.RUNNING, _S.ENDED),
+    _S.RESERVED: (_S.QUEUED, _S.PULLING, _S.RUNNING, _S.ENDED),
+    _S.PULLING: (_S.QUEUED, _S.RESERVED, _S.RUNNING, _S.ENDED),
+    _S.RUNNING: (_S.ENDED,),
+    _S.ENDED: (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A router's request for a sequence."""
 
     request_id: str
     attempt: int
+    candidates: list[pb.PrefillCandidate] = field(default_factory=list)
+    holders: list[pb.PrefixHolder] = field(default_factory=list)  # of the prompt's first blocks
+    losses_max: int = 0  # prefill workers that may be lost under it; 0: as many as there are
+
+
+@dataclass(slots=True)
+class DecodeSequence:
+    """Times are `time.monotonic()` seconds; 0: not yet. `to` alone changes its state."""
+
+    submission: Submission
     spec: SequenceSpec
-    candidates: list[pb.PrefillCandidate]
-    holders: list[pb.PrefixHolder]  # of the prompt's first blocks, other workers
     stream: RouterStream
     span: RequestSpan = NO_SPAN
+    state: SequenceState = SequenceState.QUEUED
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
     first_token_at: float = 0.0
@@ -41,17 +88,27 @@ class DecodeSequence:
     timings: pb.SequenceTimings = field(
         default_factory=lambda: pb.SequenceTimings(transport="local")
     )
-    reserved: asyncio.Future[Reserved] | None = None
+    reserved: asyncio.Future[Reserved] | None = None  # QUEUED again: its prefill awaits it
     prefilling: asyncio.Task[None] | None = None
     may_ask: bool = True  # False: what it lacks is computed here
     asks: asyncio.Timeout | None = None  # while a prefill worker computes its prompt: its end
-    prefix: PrefixPlan | None = None  # HERE: whom to pull its first blocks from
-    losses_max: int = 0  # prefill workers that may be lost under it; 0: as many as there are
-    num_lost: int = 0
+    prefix: PrefixPlan | None = None  # LOCAL: whom to pull its first blocks from
+    num_lost: int = 0  # prefill workers
+
+    def to(self, state: SequenceState) -> None:
+        self.state = transition(self.state, state, TRANSITIONS)
+
+    @property
+    def is_over(self) -> bool:
+        return self.state is SequenceState.ENDED
 
     @property
     def sequence_id(self) -> str:
         return self.spec.sequence_id
+
+    @property
+    def request_id(self) -> str:
+        return self.submission.request_id
 
     def note_first_token(self, now: float) -> None:
         self.first_token_at = now

@@ -1,7 +1,7 @@
 """The I/O process's end of the engine process: starts it, talks to it, notices its end.
 
-Replies that answer one question (a peer, a source, an integrity check, block bytes) resolve a
-future here. Step reports and settled pulls go to the listeners that the services set.
+Replies that answer one question (a peer, a producer, an integrity check, block bytes) resolve a
+future here. Step reports, final blocks and settled pulls are events for the one listener.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,19 @@ import zmq.asyncio
 
 from tandem.config import WorkerConfig
 from tandem.engine.cache.pool_memory import create_shared, map_shared
-from tandem.engine.types import FinalBlocks
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
-from tandem.transfer.protocol import PullResult, RemotePool
-from tandem.worker.engine_process import messages
-from tandem.worker.engine_process.pool_view import (
-    MappedPool,
-    PoolThroughEngine,
-    PoolView,
-    Reservations,
+from tandem.transfer.grpc.reservations import PoolView, Reservations
+from tandem.transfer.nixl.messages import (
+    Broken,
+    PeerConnected,
+    ProducerReady,
+    PullResult,
+    RemotePool,
+    Renewed,
 )
+from tandem.transfer.protocol import BlockPull
+from tandem.worker.engine_process import messages
+from tandem.worker.engine_process.pool_view import MappedPool, PoolThroughEngine
 from tandem.worker.engine_process.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -43,7 +47,7 @@ _replies: msgspec.msgpack.Decoder[messages.Reply] = msgspec.msgpack.Decoder(mess
 
 
 class EngineLink:
-    """One engine process. `on_report`, `on_final`, `on_transfer` are called on the event loop."""
+    """One engine process. `on_event` is called on the event loop."""
 
     pool: PoolView  # after `start`
 
@@ -51,6 +55,7 @@ class EngineLink:
         self,
         config: WorkerConfig,
         epoch: str,
+        on_event: Callable[[messages.Event], None] = lambda event: None,
         *,
         engine_module: str = "tandem.worker.engine_process.process",
     ) -> None:
@@ -58,9 +63,7 @@ class EngineLink:
         self._config = config
         self._epoch = epoch
         self._engine_module = engine_module
-        self.on_report: Callable[[messages.Report], None] = lambda report: None
-        self.on_final: Callable[[list[FinalBlocks]], None] = lambda final_blocks: None
-        self.on_transfer: Callable[[messages.TransferReply], None] = lambda reply: None
+        self._on_event = on_event
         self.num_reports = 0
         self.num_sent = 0  # commands; a report tells how many of them it comes after
         self.is_awaited = False  # a command was sent since the last report
@@ -147,11 +150,21 @@ class EngineLink:
         # A PAIR socket's queue takes a thousand messages; the engine empties it every turn.
         self._commands.send_multipart(frames, copy=data is None)
 
-    def pull(self, command: messages.StartPull) -> asyncio.Future[PullResult]:
-        """Starts a pull; the future has its one result."""
+    def pull(self, peer_id: str, pull: BlockPull) -> asyncio.Future[PullResult]:
+        """Starts a pull over NIXL; the future has its one result."""
         future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
-        self._pulls[command.pull_id] = future
-        self.send(command)
+        pull_id = uuid.uuid4().hex
+        self._pulls[pull_id] = future
+        self.send(
+            messages.StartPull(
+                pull_id=pull_id,
+                sequence_id=pull.sequence_id,
+                peer_id=peer_id,
+                producer_block_ids=list(pull.producer_block_ids),
+                local_block_ids=list(pull.local_block_ids),
+                deadline_s=pull.deadline_s,
+            )
+        )
         return future
 
     async def connect_peer(
@@ -160,46 +173,38 @@ class EngineLink:
         """Bytes and seconds of a few reads. Raises Incompatible when the pool cannot be read."""
         answer = self._question(("peer", peer_id))
         self.send(messages.ConnectPeer(peer_id, metadata, pool))
-        reply: messages.PeerConnected = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        reply: PeerConnected = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
         if reply.error:
             raise Incompatible(reply.error)
-        return reply.reads
+        return list(reply.reads)
 
-    async def describe_source(self) -> messages.Source:
-        request_id = next(self._request_ids)
-        answer = self._question(request_id)
-        self.send(messages.DescribeSource(request_id))
-        return await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+    def disconnect_peer(self, peer_id: str) -> None:
+        self.send(messages.DisconnectPeer(peer_id))
+
+    async def describe_producer(self) -> ProducerReady:
+        reply: ProducerReady = await self._ask(messages.DescribeSource)
+        return reply
 
     async def load_bytes(self, sequence_id: str, block_ids: list[int]) -> memoryview:
-        """Bytes of blocks that a FOR_PEER sequence holds. Raises InternalError if it does not."""
-        request_id = next(self._request_ids)
-        answer = self._question(request_id)
-        self.send(messages.LoadBytes(request_id, sequence_id, block_ids))
-        return await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        """Bytes of blocks that a PREFILL_ONLY sequence holds. Raises InternalError if it does
+        not.
+        """
+        data: memoryview = await self._ask(messages.LoadBytes, sequence_id, block_ids)
+        return data
 
-    async def list_chains(self, blocks_max: int) -> list[list[bytes]]:
+    async def list_prefixes(self, blocks_max: int) -> list[list[bytes]]:
         """Block hashes of the chains used last, each from its root on."""
-        request_id = next(self._request_ids)
-        answer = self._question(request_id)
-        self.send(messages.ListChains(request_id, blocks_max))
-        reply: messages.Chains = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        reply: messages.Chains = await self._ask(messages.ListChains, blocks_max)
         return reply.chains
 
     async def list_blocks(self, first: bytes, end: bytes) -> list[bytes]:
         """Hashes that the engine holds from `first` on and before `end`; empty: to the last."""
-        request_id = next(self._request_ids)
-        answer = self._question(request_id)
-        self.send(messages.ListBlocks(request_id, first, end))
-        reply: messages.Blocks = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        reply: messages.Blocks = await self._ask(messages.ListBlocks, first, end)
         return reply.hashes
 
     async def check_integrity(self) -> str:
         """Empty when all pools are whole, else what is wrong."""
-        request_id = next(self._request_ids)
-        answer = self._question(request_id)
-        self.send(messages.CheckIntegrity(request_id))
-        reply: messages.Integrity = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        reply: messages.Integrity = await self._ask(messages.CheckIntegrity)
         return reply.message
 
     def kill(self, reason: str) -> None:
@@ -224,6 +229,13 @@ class EngineLink:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    async def _ask(self, command: Callable[..., messages.Command], *arguments: object) -> Any:
+        """Sends a command whose first field is the id that its answer names."""
+        request_id = next(self._request_ids)
+        answer = self._question(request_id)
+        self.send(command(request_id, *arguments))
+        return await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+
     def _question(self, key: object) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._answers[key] = future
@@ -247,22 +259,20 @@ class EngineLink:
             case messages.Report():
                 self.num_reports += 1
                 self.is_awaited = False
-                self.on_report(reply)
-            case messages.BlocksFinal(final_blocks):
-                self.on_final(final_blocks)
+                self._on_event(reply)
             case messages.PullsSettled(results):
                 for result in results:
                     future = self._pulls.pop(result.pull_id, None)
                     if future is not None and not future.done():
                         future.set_result(result)
-                self.on_transfer(reply)
-            case messages.ReaderRenewed() | messages.TransferBroken():
-                self.on_transfer(reply)
+                self._on_event(reply)
+            case messages.BlocksFinal() | Renewed() | Broken():
+                self._on_event(reply)
             case messages.Ready():
                 self._answer("ready", reply)
-            case messages.PeerConnected():
+            case PeerConnected():
                 self._answer(("peer", reply.peer_id), reply)
-            case messages.Source() | messages.Integrity() | messages.Chains() | messages.Blocks():
+            case ProducerReady() | messages.Integrity() | messages.Chains() | messages.Blocks():
                 self._answer(reply.request_id, reply)
             case messages.BlockData(request_id, error):
                 self._answer(request_id, InternalError(error) if error else frames[1].buffer)

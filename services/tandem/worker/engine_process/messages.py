@@ -2,7 +2,7 @@
 
 The I/O process sends `Command`s; the engine process applies them between two steps. It answers
 with one `Report` a step, and before it with one `BlocksFinal` when blocks become final in the step:
-their readers do not wait for its end. The transfer thread answers with one `PullsSettled` as soon
+their consumers do not wait for its end. The transfer thread answers with one `PullsSettled` as soon
 as pulls settle: a long step does not delay a Release.
 """
 
@@ -11,7 +11,14 @@ from __future__ import annotations
 import msgspec
 
 from tandem.engine.types import FinalBlocks, Mode, SequenceSpec, StepReport
-from tandem.transfer.protocol import LocalPool, PullResult, RemotePool
+from tandem.transfer.nixl.messages import (
+    Broken,
+    PeerConnected,
+    ProducerReady,
+    PullResult,
+    RemotePool,
+    Renewed,
+)
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -19,7 +26,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartLocalPrefill(msgspec.Struct, frozen=True, tag=True):
-    """An AWAIT_KV sequence is computed here after all; none of its blocks was pulled."""
+    """Compute a WAITING_FOR_REMOTE_KV sequence here after all; none of its blocks was pulled."""
 
     sequence_id: str
 
@@ -31,36 +38,36 @@ class Restart(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Released came: the pulled blocks are good, and `first_token_id` follows the prompt."""
+    """Commit pulled blocks, which `Released` made good; `first_token_id` follows the prompt."""
 
     sequence_id: str
     first_token_id: int
 
 
 class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):
-    """So many first blocks of a sequence that awaits its prefix are good; the rest is computed."""
+    """Compute the rest of a sequence that awaits its prefix: `num_blocks` first blocks are good."""
 
     sequence_id: str
     num_blocks: int  # the cached ones counted in
 
 
-class Hold(msgspec.Struct, frozen=True, tag=True):
-    """Keep what is cached of a chain for a reader, until `Remove`; reported `Held`."""
+class PinPrefix(msgspec.Struct, frozen=True, tag=True):
+    """Keep what is cached of a chain for a consumer, until `Remove`; reported `Held`."""
 
     sequence_id: str
     block_hashes: list[bytes]
     first_wanted_block: int
 
 
-class Adopt(msgspec.Struct, frozen=True, tag=True):
+class ImportBlocks(msgspec.Struct, frozen=True, tag=True):
     """Take FREE blocks for a chain that comes from a peer; reported `Reserved`."""
 
     sequence_id: str
     block_hashes: list[bytes]
 
 
-class CommitAdopted(msgspec.Struct, frozen=True, tag=True):
-    """So many first blocks of an adopted chain are good: they are cached, and the chain is over."""
+class CommitImport(msgspec.Struct, frozen=True, tag=True):
+    """Cache an imported chain's first `num_blocks` blocks, which are good, and end the chain."""
 
     sequence_id: str
     num_blocks: int
@@ -100,13 +107,13 @@ class DisconnectPeer(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartPull(msgspec.Struct, frozen=True, tag=True):
-    """Pull a run into blocks first_block.. of the sequence's table."""
+    """Pull a run into blocks that the sequence holds."""
 
     pull_id: str
     sequence_id: str
     peer_id: str
-    first_block: int
-    source_block_ids: list[int]
+    producer_block_ids: list[int]
+    local_block_ids: list[int]
     deadline_s: float
 
 
@@ -114,12 +121,11 @@ class StoreBytes(msgspec.Struct, frozen=True, tag=True):
     """The gRPC transport's pull, as its bytes came: the frame after this message has them."""
 
     sequence_id: str
-    first_block: int
-    num_blocks: int
+    block_ids: list[int]
 
 
 class LoadBytes(msgspec.Struct, frozen=True, tag=True):
-    """Send the bytes of blocks that a FOR_PEER sequence holds; answered by `BlockData`."""
+    """Send the bytes of blocks that a PREFILL_ONLY sequence holds; answered by `BlockData`."""
 
     request_id: int
     sequence_id: str
@@ -127,7 +133,7 @@ class LoadBytes(msgspec.Struct, frozen=True, tag=True):
 
 
 class DescribeSource(msgspec.Struct, frozen=True, tag=True):
-    """Ask for what a reader needs to read from here; answered by `Source`."""
+    """Ask for what a consumer needs to read from here; answered by `Producer`."""
 
     request_id: int
 
@@ -146,9 +152,9 @@ Command = (
     | Restart
     | Commit
     | ContinuePrefill
-    | Hold
-    | Adopt
-    | CommitAdopted
+    | PinPrefix
+    | ImportBlocks
+    | CommitImport
     | ListChains
     | ListBlocks
     | Remove
@@ -164,7 +170,7 @@ Command = (
 
 
 # After these a read must not land in the sequence's blocks any more.
-ENDS_OF_PULLS = (Commit, CommitAdopted, ContinuePrefill, Remove, Restart)
+ENDS_OF_PULLS = (Commit, CommitImport, ContinuePrefill, Remove, Restart)
 
 
 def sequence_id(command: Command) -> str:
@@ -199,7 +205,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksFinal(msgspec.Struct, frozen=True, tag=True):
-    """Blocks that readers may pull from now on, sent while the step that made them goes on; what
+    """Blocks that consumers may pull from now on, sent while the step that made them goes on; what
     else it brings comes in its `Report`, later."""
 
     final_blocks: list[FinalBlocks]
@@ -207,24 +213,6 @@ class BlocksFinal(msgspec.Struct, frozen=True, tag=True):
 
 class PullsSettled(msgspec.Struct, frozen=True, tag=True):
     results: list[PullResult]
-
-
-class ReaderRenewed(msgspec.Struct, frozen=True, tag=True):
-    """The NIXL reader was made anew, so that reads which were given up write nothing any more."""
-
-    num_times: int
-
-
-class TransferBroken(msgspec.Struct, frozen=True, tag=True):
-    """No pull over NIXL will succeed in this process any more."""
-
-    message: str
-
-
-class PeerConnected(msgspec.Struct, frozen=True, tag=True):
-    peer_id: str
-    error: str  # empty: connected, and all self-test reads passed
-    reads: list[tuple[int, float]] = []  # bytes and seconds of those
 
 
 class BlockData(msgspec.Struct, frozen=True, tag=True):
@@ -244,13 +232,6 @@ class Blocks(msgspec.Struct, frozen=True, tag=True):
     hashes: list[bytes]
 
 
-class Source(msgspec.Struct, frozen=True, tag=True):
-    request_id: int
-    metadata: bytes  # empty without NIXL
-    pool: RemotePool
-    error: str = ""
-
-
 class Integrity(msgspec.Struct, frozen=True, tag=True):
     request_id: int
     message: str  # empty: all pools whole
@@ -263,7 +244,8 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     code: str = ""  # of services/tandem/errors.py, where it is one of its errors
 
 
-TransferReply = PullsSettled | ReaderRenewed | TransferBroken
+TransferReply = PullsSettled | Renewed | Broken
+Event = Report | BlocksFinal | TransferReply  # that nobody asked for
 Reply = (
     Ready
     | Report
@@ -273,9 +255,9 @@ Reply = (
     | BlockData
     | Chains
     | Blocks
-    | Source
+    | ProducerReady
     | Integrity
     | Fatal
 )
 
-__all__ = ["Command", "LocalPool", "Mode", "Reply"]
+__all__ = ["Command", "Mode", "Reply"]

@@ -7,8 +7,8 @@ It knows no gRPC, no Redis and no asyncio. It talks to the I/O process over two 
     transfers  PUSH   `PullsSettled`, `PeerConnected` and others, by the transfer thread, at once
 
 A turn: apply what came, make one step if there is work, report. Without work the loop sleeps in
-`poll`. While somebody waits for a sequence here it turns at least every `TICK_S`, so that a reader
-can tell a busy or idle engine from a hung one.
+`poll`. While somebody waits for a sequence here it turns at least every `TICK_S`, so that a
+consumer can tell a busy or idle engine from a hung one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from tandem.engine.cache.pool_memory import populate
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Failed, FinalBlocks, StepReport
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, InternalError, TandemError
 from tandem.models.source import resolve
 from tandem.observability.logs import about, configure_logging
-from tandem.transfer import thread as transfer
-from tandem.transfer.protocol import LocalPool, Pull, PullResult, layout_fields
+from tandem.transfer.nixl import messages as transfer
+from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult
+from tandem.transfer.nixl.thread import TransferThread
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.pull_ledger import PullLedger
 from tandem.worker.engine_process.settings import EngineSettings
@@ -67,7 +68,7 @@ class EngineProcess:
         self._wake_sender: Any = None
         self._settled: SimpleQueue[transfer.TransferEvent] = SimpleQueue()
         self._ledger = PullLedger()
-        self._transfer = transfer.TransferThread(
+        self._transfer = TransferThread(
             self._local_pool(),
             settings.transfer,
             f"{settings.worker_id}-{settings.epoch}",
@@ -116,7 +117,7 @@ class EngineProcess:
         if self._engine.has_work():
             return 0
         load = self._engine.load()
-        anyone = load.num_running + load.num_waiting + load.num_awaiting_kv + load.num_for_peer
+        anyone = load.num_running + load.num_waiting + load.num_awaiting_kv + load.num_prefill_only
         return (TICK_S if anyone or load.blocks_quarantined else _IDLE_S) * 1000
 
     def _turn(self) -> None:
@@ -163,15 +164,15 @@ class EngineProcess:
             case messages.ContinuePrefill(sequence_id, num_blocks):
                 unsafe = self._give_up(sequence_id)
                 self._engine.continue_prefill(sequence_id, num_blocks, unsafe)
-            case messages.Hold(sequence_id, block_hashes, first_wanted_block):
-                self._engine.hold(sequence_id, block_hashes, first_wanted_block)
-            case messages.Adopt(sequence_id, block_hashes):
-                self._engine.adopt(sequence_id, block_hashes)
-            case messages.CommitAdopted(sequence_id, num_blocks):
+            case messages.PinPrefix(sequence_id, block_hashes, first_wanted_block):
+                self._engine.pin_prefix(sequence_id, block_hashes, first_wanted_block)
+            case messages.ImportBlocks(sequence_id, block_hashes):
+                self._engine.import_blocks(sequence_id, block_hashes)
+            case messages.CommitImport(sequence_id, num_blocks):
                 unsafe = self._give_up(sequence_id)
-                self._engine.commit_adopted(sequence_id, num_blocks, unsafe)
+                self._engine.commit_import(sequence_id, num_blocks, unsafe)
             case messages.ListChains(request_id, blocks_max):
-                chains = self._engine.hot_chains(blocks_max)
+                chains = self._engine.hot_prefixes(blocks_max)
                 self._send(messages.Chains(request_id, chains))
             case messages.ListBlocks(request_id, first, end):
                 hashes = self._engine.block_hashes(first, end)
@@ -180,17 +181,18 @@ class EngineProcess:
                 self._engine.remove(sequence_id, self._give_up(sequence_id))
             case messages.StartPull():
                 self._start_pull(command)
-            case messages.StoreBytes(sequence_id, first_block, num_blocks):
-                block_ids = self._engine.block_ids(sequence_id)
-                self._bytes.write(block_ids[first_block : first_block + num_blocks], frames[1])
+            case messages.StoreBytes(sequence_id, block_ids):
+                self._check_held(sequence_id, block_ids)
+                self._bytes.write(block_ids, frames[1])
             case messages.LoadBytes(request_id, sequence_id, block_ids):
-                self._load_bytes(request_id, sequence_id, block_ids)
+                self._check_held(sequence_id, block_ids)
+                self._send(messages.BlockData(request_id, ""), self._bytes.read(block_ids))
             case messages.ConnectPeer(peer_id, metadata, pool):
                 self._transfer.connect(peer_id, metadata, pool)
             case messages.DisconnectPeer(peer_id):
                 self._transfer.disconnect(peer_id)
             case messages.DescribeSource(request_id):
-                self._transfer.source(request_id)
+                self._transfer.producer(request_id)
             case messages.CheckIntegrity(request_id):
                 self._send(messages.Integrity(request_id, self._integrity()))
             case messages.Shutdown():
@@ -216,24 +218,21 @@ class EngineProcess:
         return unsafe
 
     def _start_pull(self, command: messages.StartPull) -> None:
-        table = self._engine.block_ids(command.sequence_id)
-        last = command.first_block + len(command.source_block_ids)
+        self._check_held(command.sequence_id, command.local_block_ids)
         pull = Pull(
             pull_id=command.pull_id,
             peer_id=command.peer_id,
-            source_block_ids=command.source_block_ids,
-            local_block_ids=table[command.first_block : last],
+            producer_block_ids=command.producer_block_ids,
+            local_block_ids=command.local_block_ids,
             deadline_s=command.deadline_s,
         )
         self._transfer.submit(pull)
         self._ledger.start(command.sequence_id, pull)
 
-    def _load_bytes(self, request_id: int, sequence_id: str, block_ids: list[int]) -> None:
-        held = set(self._engine.block_ids(sequence_id))
-        if not held.issuperset(block_ids):
-            self._send(messages.BlockData(request_id, "the lease does not hold these blocks"))
-            return
-        self._send(messages.BlockData(request_id, ""), self._bytes.read(block_ids))
+    def _check_held(self, sequence_id: str, block_ids: list[int]) -> None:
+        """Raises InternalError when the sequence does not hold these blocks (any more)."""
+        if not set(self._engine.block_ids(sequence_id)).issuperset(block_ids):
+            raise InternalError(f"{sequence_id} does not hold these blocks")
 
     def _integrity(self) -> str:
         try:
@@ -257,18 +256,8 @@ class EngineProcess:
             case transfer.Unfenced():
                 self._settled.put(event)
                 self._wake_sender.send(b"")
-            case transfer.PeerConnected(peer_id, error, reads):
-                connected = messages.PeerConnected(peer_id, error, list(reads))
-                self._transfers.send(msgspec.msgpack.encode(connected))
-            case transfer.Renewed(num_times):
-                renewed = messages.ReaderRenewed(num_times)
-                self._transfers.send(msgspec.msgpack.encode(renewed))
-            case transfer.Broken(message):
-                broken = messages.TransferBroken(message)
-                self._transfers.send(msgspec.msgpack.encode(broken))
-            case transfer.SourceReady():
-                source = messages.Source(event.request_id, event.metadata, event.pool, event.error)
-                self._transfers.send(msgspec.msgpack.encode(source))
+            case _:
+                self._transfers.send(msgspec.msgpack.encode(event))
 
     def _apply_transfer_events(self) -> None:
         while self._wake.poll(0):
@@ -299,7 +288,7 @@ class EngineProcess:
             num_bytes=self._engine.layout.pool_bytes,
             device_id=kv.device.index or 0,
             memory="VRAM" if kv.device.type == "cuda" else "DRAM",
-            layout=layout_fields(self._engine.layout),
+            layout=self._engine.layout,
         )
 
     def _ready(self, fingerprint: str, load_ms: dict[str, float]) -> messages.Ready:

@@ -1,4 +1,4 @@
-"""Which local blocks a read may still write: what the engine may not hand out again.
+"""Tracks local blocks that a read may still write, which the engine may not hand out again.
 
     start ---- settled(done) --> safe
           `--- settled(failed) or give_up --> unsafe until `unfenced`, or a late `settled(done)`
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tandem.transfer.protocol import Pull, PullResult
+from tandem.transfer.nixl.messages import Pull, PullResult
 
 
 class PullLedger:
@@ -29,7 +29,7 @@ class PullLedger:
             self._unsafe[block_id] = sequence_id
 
     def settled(self, result: PullResult) -> list[int]:
-        """Blocks to take out of quarantine now."""
+        """Removes a pull that ended; returns the blocks to take out of quarantine now."""
         _, block_ids = self._pulls.pop(result.pull_id, ("", []))
         return self._safe(block_ids) if result.done else []
 

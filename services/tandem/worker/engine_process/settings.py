@@ -1,4 +1,4 @@
-"""What the I/O process hands the engine process at its start, on standard input."""
+"""Settings that the I/O process hands the engine process at its start, on standard input."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class EngineWatch:
         """One look, `TURN_S` after the one before."""
         self._look_at_quarantine()
         num_reports, self._num_reports = self._num_reports, self._link.num_reports
-        # A reader gives up before this watch does, and its command to remove waits then.
+        # A consumer gives up before this watch does, and its command to remove waits then.
         waits = self._is_used() or self._link.is_awaited
         if not waits or self._num_reports != num_reports:
             self._silent_s = 0.0

@@ -1,4 +1,4 @@
-"""How many bytes of pulls may be under way at once: of this worker, and of one peer.
+"""Bounds the bytes of pulls that are under way at once: of this worker, and of one peer.
 
     async with bounds.taken(peer_id, num_bytes): ...
 
@@ -23,7 +23,7 @@ class _Waiter:
 
 
 class BytesInFlight:
-    """For one event loop. A cancelled waiter leaves the line."""
+    """Bounds bytes under way, for one event loop. A cancelled waiter leaves the line."""
 
     def __init__(self, *, bytes_max: int, peer_bytes_max: int) -> None:
         self._bytes_max = bytes_max

@@ -1,8 +1,8 @@
 """Checksums of blocks on both sides of a transfer: `--verify-blocks off|sample|all`.
 
-The source names XXH3 (64 bits) of blocks when it announces them, the reader compares once they are
-in place and before they count. That catches bytes that changed on the way, and blocks that changed
-at the source while it had promised that they would not.
+The producer names XXH3 (64 bits) of blocks when it announces them, the consumer compares once they
+are in place and before they count. That catches bytes that changed on the way, and blocks that
+changed at the producer while it had promised that they would not.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import xxhash
 
 from tandem.errors import BlockMismatch, LeaseLost
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.engine_process.pool_view import PoolView
+from tandem.transfer.grpc.reservations import PoolView
 
 _BLOCKS_A_TURN = 8  # hashed before others on the event loop have their turn
 
 
 def checked(first_block: int, num_blocks: int, every: int) -> range:
-    """Which blocks of a run have a checksum: each `every`-th of the prompt's; 0: none."""
+    """Returns which blocks of a run have a checksum: each `every`-th of the prompt's; 0: none."""
     return range(-first_block % every, num_blocks, every) if every else range(0)
 
 
 async def checksums(
     pool: PoolView, sequence_id: str, first_block: int, block_ids: Sequence[int], every: int
 ) -> list[pb.BlockChecksum]:
-    """Of a run that is to be announced; the sequence holds its blocks."""
+    """Computes the checksums of a run that is to be announced; the sequence holds its blocks."""
     indices = checked(first_block, len(block_ids), every)
     hashes = await _hashes(pool, sequence_id, [block_ids[index] for index in indices])
     return [
@@ -49,7 +49,7 @@ async def verify(
         if value != expected[index]:
             raise BlockMismatch(
                 f"block {run.first_block + index} has the checksum {value:016x} here and "
-                f"{expected[index]:016x} at its source (its block {run.block_ids[index]})"
+                f"{expected[index]:016x} at its producer (its block {run.block_ids[index]})"
             )
 
 

@@ -1,13 +1,13 @@
-"""The reader's side of one lease: a `Prefill` stream, and the pulls that it protects.
+"""The consumer's side of one lease: a `Prefill` stream, and the pulls that it protects.
 
     open --> reading events, each run pulled at once --> prefilled or held --> released --> done
       |                 `--> all blocks here: release ----------------------------^
       `---------------------------`------> LeaseLost (stream closed)
 
-The stream is the lease: leaving `run` or `hold` in any way closes it, and the source frees its
+The stream is the lease: leaving `run` or `hold` in any way closes it, and the producer frees its
 blocks. Until they return, nothing that was pulled may be trusted; they return only after `released`
 of the same epoch and lease came back whole. `release` is sent as soon as every read is DONE, also
-before the source has sampled the first token: then nothing is left to wait for after it.
+before the producer has sampled the first token: then nothing is left to wait for after it.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from tandem.worker.peers.rates import Rates
 
 @dataclass(slots=True)
 class PullStats:
-    """What one lease moved, and when. Times are of time.monotonic(); 0: it did not come to it."""
+    """Amounts and times of one lease. Times are of time.monotonic(); 0: it was not reached."""
 
     num_blocks: int = 0
     num_skipped: int = 0  # blocks before the first missing one: here already
     num_bytes: int = 0
-    queue_s: float = 0.0  # in the source's queue
+    queue_s: float = 0.0  # in the producer's queue
     pull_s: float = 0.0  # of all pulls together, while others ran or not
     began_at: float = 0.0  # the first of them
     prefilled_at: float = 0.0  # when the first token came
     released_at: float = 0.0
-    cached_tokens: int = 0  # of the prompt, at the source
+    cached_tokens: int = 0  # of the prompt, at the producer
 
     @property
     def exposed_s(self) -> float:
-        """From the first token until decode may begin."""
+        """Seconds from the first token until decode may begin."""
         return self.released_at - self.prefilled_at
 
 
-class ReaderLease:
+class ConsumerLease:
     """One attempt to have blocks of `peer` here: a prompt that it prefills, or a chain it has."""
 
     def __init__(self, peer: Peer, *, puller: Puller, rates: Rates, config: WorkerConfig) -> None:
@@ -60,7 +60,7 @@ class ReaderLease:
         self._lease_id = uuid.uuid4().hex
         self._epoch = ""
         self._next_block = 0
-        self._end_block: int | None = None  # None: the source did not say yet
+        self._end_block: int | None = None  # None: the producer did not say yet
         self._is_answered = False  # by `prefilled` or `held`: its engine has done its part
         self._is_release_sent = False
         self._may_pull = asyncio.Event()
@@ -85,13 +85,13 @@ class ReaderLease:
 
         `trace` are the headers of the request's span. Raises TandemError.
         """
-        self._lease_id = f"{request_id}#{self._lease_id}"  # so that the source's logs name it
+        self._lease_id = f"{request_id}#{self._lease_id}"  # so that the producer's logs name it
         start = pb.StartPrefill(
             lease_id=self._lease_id,
             request_id=request_id,
             input=sequence_input(spec),
             first_missing_block=first_missing_block,
-            reader_worker_id=self._config.worker_id,
+            consumer_worker_id=self._config.worker_id,
             transport=self.peer.transport,
             prefix_holders=prefix_holders,
             verify_every=self._config.transfer.verify_every,
@@ -124,7 +124,7 @@ class ReaderLease:
         first_missing_block: int,
         targets: list[int],
     ) -> int:
-        """Pulls what the source has of a chain, from the first missing block on, into `targets`.
+        """Pulls what the producer has of a chain, from the first missing block on, into `targets`.
 
         Returns how many of the chain's first blocks it has. Raises TandemError.
         """
@@ -132,7 +132,7 @@ class ReaderLease:
             lease_id=self._lease_id,
             block_hashes=block_hashes,
             first_missing_block=first_missing_block,
-            reader_worker_id=self._config.worker_id,
+            consumer_worker_id=self._config.worker_id,
             transport=self.peer.transport,
             verify_every=self._config.transfer.verify_every,
         )
@@ -239,12 +239,12 @@ class ReaderLease:
 
 
 # Makes a lease of a peer; what all leases of a worker share is in it.
-LeaseMaker = Callable[[Peer], ReaderLease]
+LeaseMaker = Callable[[Peer], ConsumerLease]
 
 
 @dataclass(frozen=True, slots=True)
 class _Targets:
-    """Where blocks go: the sequence's block table from `first_block` on."""
+    """Targets of pulled blocks: the sequence's block table from `first_block` on."""
 
     sequence_id: str
     first_block: int

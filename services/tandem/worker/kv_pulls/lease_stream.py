@@ -1,8 +1,8 @@
-"""A `Prefill` stream as its reader has it: whatever breaks it is `LeaseLost`.
+"""A `Prefill` stream as its consumer has it: whatever breaks it is `LeaseLost`.
 
 Broken, closed, silent for longer than heartbeats allow, or with an engine behind it whose turns
-have stopped: the reader learns of each in bounded time, and leaving the stream closes it, which
-frees at the source what was held for it.
+have stopped: the consumer learns of each in bounded time, and leaving the stream closes it, which
+frees at the producer what was held for it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import grpc.aio
 from tandem.config import TransferConfig, WorkerConfig
 from tandem.errors import LeaseLost, TandemError
 from tandem.rpc.auth import token_metadata
+from tandem.rpc.channels import foreign_cancellation_raises
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import hang_timeout_s
 
-_SILENCES = 10  # heartbeats that may be missed in a row before the source counts as gone
+_SILENCES = 10  # heartbeats that may be missed in a row before the producer counts as gone
 
 # What grpc.aio raises when the other side or the channel is gone; a write to a call that has ended
 # is an InvalidStateError, a call on a closed channel a UsageError.
@@ -44,25 +45,22 @@ async def open_stream(
 ) -> AsyncIterator[LeaseStream]:
     """Raises LeaseLost, or the TandemError that a task inside it raised."""
     call = peer.stub.Prefill(metadata=token_metadata(config.cluster.token))
+    closed = LeaseLost(f"the connection to {peer.worker_id} was closed")
     try:
-        stream = LeaseStream(peer, config.transfer, call)
-        await stream.write(opening)
-        yield stream
+        with foreign_cancellation_raises(closed):
+            stream = LeaseStream(peer, config.transfer, call)
+            await stream.write(opening)
+            yield stream
     except BaseExceptionGroup as group:
         raise _first_error(group) from group
     except _BROKEN_CALL as error:
         raise LeaseLost(f"{peer.worker_id}: {_describe(error)}") from error
-    except asyncio.CancelledError:
-        # A channel that is closed under a call cancels it; that is not our cancellation.
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise
-        raise LeaseLost(f"the connection to {peer.worker_id} was closed") from None
     finally:
         call.cancel()
 
 
 class LeaseStream:
-    """`engine_waited_for`: whether the source's engine still has something to do for the lease."""
+    """`engine_waited_for` tells whether the producer's engine still has work for the lease."""
 
     def __init__(self, peer: Peer, config: TransferConfig, call: Any) -> None:
         self._peer = peer
@@ -114,8 +112,8 @@ class LeaseStream:
         return asyncio.get_running_loop().time()
 
 
-def is_source_gone(error: BaseException | None) -> bool:
-    """Whether a lease was lost because the source's process ended under it.
+def is_producer_gone(error: BaseException | None) -> bool:
+    """Returns whether a lease was lost because the producer's process ended under it.
 
     The system then closes its connections at once. One that times out says that the way is cut or
     the process stands still, one that cannot be made that it had ended before: neither is a
@@ -139,7 +137,7 @@ def is_source_gone(error: BaseException | None) -> bool:
 
 
 def _first_error(group: BaseExceptionGroup) -> BaseException:
-    """What to report of a group: our own errors before what they caused."""
+    """Returns the error to report of a group: our own errors before what they caused."""
     errors = [e for e in group.exceptions if not isinstance(e, BaseExceptionGroup)]
     ours = [e for e in errors if isinstance(e, TandemError)]
     if ours:

@@ -1,4 +1,4 @@
-"""A worker's place in the cluster: its record, its contract, its peers, its blocks in the tree.
+"""A worker's place in the cluster: its record, KV compatibility, peers, and blocks in the tree.
 
 All of it is a cache of facts in Redis. Redis lost: the worker serves on, tries again, and publishes
 everything anew when Redis is back.
@@ -16,7 +16,7 @@ from tandem.engine.types import StepReport
 from tandem.prefix_index.publisher import Publisher
 from tandem.prefix_index.redis import RedisIndex
 from tandem.store.client import UNREACHABLE, connect
-from tandem.store.registry import Contract, Registry, WorkerRecord
+from tandem.store.registry import KvCompatibility, Registry, WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ class Membership:
         self._task: asyncio.Task[None] | None = None
         self._reachable = True
 
-    async def join(self, contract: Contract) -> None:
+    async def join(self, compatibility: KvCompatibility) -> None:
         """Waits for Redis, then joins. Raises Incompatible naming the differences."""
         while True:
             try:
-                await self._registry.check_contract(contract, self._record().generation)
+                await self._registry.check_compatibility(compatibility, self._record().generation)
                 break
             except UNREACHABLE as error:
                 self._note_unreachable(error)

@@ -4,60 +4,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import grpc
 import msgspec
 
-from tandem.config import Role, WorkerConfig
+from tandem.config import Role
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
-from tandem.store.registry import Contract, Load, State
-from tandem.transfer.reach import host_identity
+from tandem.transfer.nixl.reach import host_identity
 from tandem.worker.convert import (
-    contract_from,
-    contract_message,
+    compatibility_from,
+    compatibility_message,
     host_message,
     load_message,
     rate_message,
 )
-from tandem.worker.decode.service import DecodeService
-from tandem.worker.engine_process.link import EngineLink
-from tandem.worker.peers.rates import Rates
-from tandem.worker.prefill.service import PrefillService
+
+if TYPE_CHECKING:
+    from tandem.worker.lifecycle.worker import Worker
 
 log = logging.getLogger(__name__)
-
-
-class Served(Protocol):
-    """What a worker shows to its servicer."""
-
-    config: WorkerConfig
-    epoch: str
-    contract: Contract
-    link: EngineLink
-    rates: Rates
-    decode: DecodeService
-    prefill: PrefillService
-
-    @property
-    def draining(self) -> bool: ...
-
-    @property
-    def state(self) -> State: ...
-
-    async def set_role(self, role: Role) -> float: ...
-
-    def load(self) -> Load: ...
-
-    def stop(self, deadline_s: float) -> None: ...
 
 
 class Servicer(WorkerServicer):
     """Translates and delegates; holds no state."""
 
-    def __init__(self, worker: Served) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
     async def Decode(  # noqa: N802
@@ -88,7 +62,7 @@ class Servicer(WorkerServicer):
     async def ListChains(  # noqa: N802
         self, request: pb.ListChainsRequest, context: Any
     ) -> pb.ListChainsResponse:
-        chains = await self._worker.link.list_chains(request.blocks_max)
+        chains = await self._worker.link.list_prefixes(request.blocks_max)
         return pb.ListChainsResponse(chains=[pb.BlockChain(block_hashes=chain) for chain in chains])
 
     async def ListBlocks(  # noqa: N802
@@ -104,8 +78,8 @@ class Servicer(WorkerServicer):
         return pb.ListBlocksResponse(hashes=b"".join(h[:ENTRY_BYTES] for h in hashes))
 
     async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:  # noqa: N802
-        contract = self._worker.contract
-        if differences := contract.differences(contract_from(request.contract)):
+        compatibility = self._worker.compatibility
+        if differences := compatibility.differences(compatibility_from(request.compatibility)):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"{request.worker_id} cannot read from {self._worker.config.worker_id}: here "
@@ -114,18 +88,18 @@ class Servicer(WorkerServicer):
         response = pb.ConnectResponse(
             worker_id=self._worker.config.worker_id,
             epoch=self._worker.epoch,
-            contract=contract_message(contract),
+            compatibility=compatibility_message(compatibility),
             transports=["grpc"],
             host=host_message(host_identity(self._worker.config.transfer.nixl_tcp)),
         )
         if "nixl" in request.transports and self._worker.config.transfer.transport != "grpc":
-            source = await self._worker.link.describe_source()
-            if source.metadata:
+            producer = await self._worker.link.describe_producer()
+            if producer.metadata:
                 response.transports.insert(0, "nixl")
-                response.nixl_metadata = source.metadata
-                response.pool = msgspec.msgpack.encode(source.pool)
+                response.nixl_metadata = producer.metadata
+                response.pool = msgspec.msgpack.encode(producer.pool)
             else:
-                log.warning("NIXL cannot serve blocks here: %s", source.error)
+                log.warning("NIXL cannot serve blocks here: %s", producer.error)
         if self._worker.config.transfer.transport == "nixl":
             response.transports.remove("grpc")
         return response

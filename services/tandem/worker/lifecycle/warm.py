@@ -1,10 +1,10 @@
 """Fills a new worker's cache from its peers, so that it does not start cold.
 
-    ListChains of a peer --> Adopt a chain (FREE blocks only) --> pull it --> CommitAdopted
+    ListChains of a peer --> ImportBlocks a chain (FREE blocks only) --> pull it --> CommitImport
 
 In the background, after the worker has joined: requests come first, and nothing is evicted for it.
 What fails is left cold. A chain is the path from a root to a leaf, so that what two chains share is
-adopted with the first and found in the cache by the second.
+imported with the first and found in the cache by the second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.errors import TandemError, from_code
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.engine_process.link import ANSWER_DEADLINE_S, EngineLink
-from tandem.worker.engine_process.messages import Adopt, CommitAdopted, Remove
+from tandem.worker.engine_process.messages import CommitImport, ImportBlocks, Remove
 from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.peers.peer import Peer
 from tandem.worker.prefill.prefix_pull import PrefixPuller
@@ -63,7 +63,7 @@ class Warmer:
         for peer in peers:
             try:
                 for chain in await self._chains(peer):
-                    if self._num_warmed >= self._config.warm_blocks:
+                    if self._num_warmed >= self._config.transfer.warm_blocks:
                         return
                     num_blocks = await self._adopt(peer, chain)
                     self._num_warmed += num_blocks
@@ -78,7 +78,9 @@ class Warmer:
         return future if future is not None and not future.done() else None
 
     async def _chains(self, peer: Peer) -> list[list[bytes]]:
-        request = pb.ListChainsRequest(blocks_max=self._config.warm_blocks - self._num_warmed)
+        request = pb.ListChainsRequest(
+            blocks_max=self._config.transfer.warm_blocks - self._num_warmed
+        )
         response: pb.ListChainsResponse = await peer.stub.ListChains(
             request,
             timeout=ANSWER_DEADLINE_S,
@@ -87,13 +89,13 @@ class Warmer:
         return [list(chain.block_hashes) for chain in response.chains]
 
     async def _adopt(self, peer: Peer, block_hashes: list[bytes]) -> int:
-        """How many blocks came."""
+        """Imports a chain from a peer; returns how many blocks came."""
         sequence_id = f"warm-{uuid.uuid4().hex}"
         future: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
         self._reserved[sequence_id] = future
         try:
             async with asyncio.timeout(CHAIN_DEADLINE_S):
-                self._link.send(Adopt(sequence_id, block_hashes))
+                self._link.send(ImportBlocks(sequence_id, block_hashes))
                 reserved = await future
                 num_cached = reserved.num_cached_tokens // self._block_size
                 if not reserved.block_ids:
@@ -105,8 +107,8 @@ class Warmer:
                     num_cached=num_cached,
                     targets=reserved.block_ids,
                 )
-            self._link.send(CommitAdopted(sequence_id, num_blocks))
+            self._link.send(CommitImport(sequence_id, num_blocks))
             return num_blocks - num_cached
         finally:
             self._reserved.pop(sequence_id, None)
-            self._link.send(Remove(sequence_id))  # an adoption that was committed is gone already
+            self._link.send(Remove(sequence_id))  # an import that was committed is gone already

@@ -2,7 +2,7 @@
 
 starting --> ready --> draining --> gone
    `-----------`----------------------^      (stopped while it loads; the engine ended, or the
-                                              contract was refused)
+                                              KV compatibility was refused)
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from tandem.rpc.failures import FailureInterceptor, log_lost_peers_calmly
 from tandem.rpc.options import SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from tandem.store.registry import Contract, Load, State, WorkerRecord
+from tandem.store.registry import KvCompatibility, Load, State, WorkerRecord
+from tandem.transfer.nixl.messages import Broken
 from tandem.worker.convert import load_message
+from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.watch import EngineWatch
-from tandem.worker.kv_pulls.lease import ReaderLease
+from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.lifecycle.membership import Membership
 from tandem.worker.lifecycle.role import RoleChange
@@ -45,6 +47,7 @@ from tandem.worker.lifecycle.servicer import Servicer
 from tandem.worker.lifecycle.warm import Warmer
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.parts import Parts
 from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.prefix_pull import PrefixPuller
@@ -64,7 +67,7 @@ class Worker:
     peers: Peers
     decode: DecodeService
     prefill: PrefillService
-    contract: Contract
+    compatibility: KvCompatibility
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
@@ -94,7 +97,7 @@ class Worker:
         self._stopping.set()
 
     async def set_role(self, role: Role) -> float:
-        """To the other pool, or back; seconds that it took."""
+        """Moves to the other pool, or back; returns the seconds that it took."""
         return await self._role.to(role)
 
     async def _tell_role(self) -> None:
@@ -106,7 +109,7 @@ class Worker:
 
     async def run(self) -> None:
         """Serves until `stop`. Raises WorkerLost when the engine ends, or cannot pull any more."""
-        self.link = EngineLink(self.config, self.epoch)
+        self.link = EngineLink(self.config, self.epoch, self._on_event)
         if self.config.transfer.nixl_tcp == "insecure":
             log.warning(
                 "--nixl-tcp insecure: anyone who reaches this worker's UCX port can write into the "
@@ -122,7 +125,7 @@ class Worker:
             raise WorkerLost(self._broken)
 
     async def _start_engine(self) -> messages.Ready | None:
-        """None when `stop` came before the model was loaded."""
+        """Starts the engine; returns None when `stop` came before the model was loaded."""
         starting = asyncio.create_task(self.link.start())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -141,8 +144,9 @@ class Worker:
             stopping.cancel()
 
     async def _serve(self, ready: messages.Ready) -> None:
+        server = self._listen()
         self._compose(ready)
-        server = await self._start_server()
+        await server.start()
         membership = Membership(
             self.config.cluster,
             worker_id=self.config.worker_id,
@@ -156,13 +160,10 @@ class Worker:
         watch = EngineWatch(
             self.config, self.link, self.load, is_used=self._is_used, give_up=self._give_up
         )
-        self.link.on_report = self._on_report
-        self.link.on_final = self.prefill.on_final_blocks
-        self.link.on_transfer = self._on_transfer
         probes = asyncio.create_task(self._probes.turn_for_ever())
         self.state = "ready"
         try:
-            if await self._unless(self._stopping.wait(), membership.join(self.contract)):
+            if await self._unless(self._stopping.wait(), membership.join(self.compatibility)):
                 log.info(
                     "%s %s ready at %s", self.config.role, self.config.worker_id, self._address
                 )
@@ -195,7 +196,7 @@ class Worker:
         )
         self._load = Load(queue_max=config.engine.queue_max, blocks_total=ready.num_blocks)
         self._model, self._max_model_len = config.engine.model, ready.max_model_len
-        self.contract = Contract(
+        self.compatibility = KvCompatibility(
             model_fingerprint=ready.model_fingerprint,
             compute_dtype=ready.compute_dtype,
             numerics=ready.numerics,
@@ -208,50 +209,40 @@ class Worker:
         self.rates = Rates(
             config, block_bytes=ready.block_bytes, step_tokens=ready.max_tokens_per_step
         )
-        self.peers = Peers(config, self.epoch, self.link, self.rates, self.contract)
-        puller = Puller(
-            config.transfer,
-            self.link,
-            token=config.cluster.token,
-            block_bytes=ready.block_bytes,
-            rates=self.rates,
-            on_mismatch=self._metrics.block_mismatches.inc,
-        )
-        make_lease = partial(ReaderLease, puller=puller, rates=self.rates, config=config)
-        prefixes = PrefixPuller(
-            config, self.contract, self.peers, self.rates, self._metrics, make_lease
-        )
+        self.peers = Peers(config, self.epoch, self.link, self.rates, self.compatibility)
+        parts = Parts(config, self.link, self.rates, self._metrics, self._tracing)
+        producers = self._producers(ready)
         self._probes = Probes(lambda: self.state, lambda: self.link.send(messages.ListChains(0, 0)))
-        self._warmer = Warmer(config, self.link, prefixes, self._metrics)
+        self._warmer = Warmer(config, self.link, producers.prefixes, self._metrics)
         self.prefill = PrefillService(
-            config,
-            self.epoch,
-            self.link,
-            self._metrics,
-            self.rates,
-            prefixes,
-            block_bytes=ready.block_bytes,
-            num_blocks=ready.num_blocks,
-            tracing=self._tracing,
+            parts, producers.prefixes, epoch=self.epoch, num_blocks=ready.num_blocks
         )
-        self.decode = DecodeService(
-            config,
-            self.link,
-            self.peers,
-            self._metrics,
-            rates=self.rates,
-            prefixes=prefixes,
-            make_lease=make_lease,
-            block_bytes=ready.block_bytes,
-            max_model_len=ready.max_model_len,
-            tracing=self._tracing,
+        identity = pb.PrefixHolder(
+            worker_id=config.worker_id, epoch=self.epoch, address=self._address
         )
+        self.decode = DecodeService(parts, producers, identity, ready.max_model_len)
         port = self._metrics.serve(
             config.host, config.metrics_port, self.load, lambda: self.rates.pairs, self._probes
         )
         self._metrics_address = f"{config.host}:{port}"
 
-    async def _start_server(self) -> grpc.aio.Server:
+    def _producers(self, ready: messages.Ready) -> Producers:
+        config = self.config
+        puller = Puller(
+            config.transfer,
+            self.link,
+            block_bytes=ready.block_bytes,
+            rates=self.rates,
+            on_mismatch=self._metrics.block_mismatches.inc,
+        )
+        make_lease = partial(ConsumerLease, puller=puller, rates=self.rates, config=config)
+        prefixes = PrefixPuller(
+            config, self.compatibility, self.peers, self.rates, self._metrics, make_lease
+        )
+        return Producers(self.peers, prefixes, make_lease)
+
+    def _listen(self) -> grpc.aio.Server:
+        """A server that has its port, and serves once it is started."""
         log_lost_peers_calmly()
         server = grpc.aio.server(
             interceptors=[
@@ -268,11 +259,18 @@ class Worker:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {wanted}: {error}") from error
         self._address = f"{self.config.host}:{port}"
-        self.decode.identity = pb.PrefixHolder(
-            worker_id=self.config.worker_id, epoch=self.epoch, address=self._address
-        )
-        await server.start()
         return server
+
+    def _on_event(self, event: messages.Event) -> None:
+        if self.state == "starting":
+            return
+        match event:
+            case messages.Report():
+                self._on_report(event)
+            case messages.BlocksFinal(final_blocks):
+                self.prefill.on_final_blocks(final_blocks)
+            case _:
+                self._on_transfer(event)
 
     def _on_report(self, report: messages.Report) -> None:
         step = report.report
@@ -293,7 +291,7 @@ class Worker:
             num_pulls=engine.num_awaiting_kv,
             step=report.tick,
             tokens_wasted=engine.tokens_wasted,
-            num_seats=engine.num_seats,
+            num_running_slots=engine.num_running_slots,
             chunk_tokens=engine.chunk_tokens,
         )
         self.decode.on_report(report, load_message(self._load))
@@ -305,17 +303,17 @@ class Worker:
             self._metrics.decode_tokens.inc(step.num_decode_tokens)
 
     async def _warm(self) -> None:
-        if self.config.warm_blocks:
+        if self.config.transfer.warm_blocks:
             await self._warmer.run(await self.peers.all_connected())
 
     def _on_records(self, records: list[WorkerRecord]) -> None:
-        records = [r for r in records if not self.contract.differences(r.contract)]
+        records = [r for r in records if not self.compatibility.differences(r.compatibility)]
         self.peers.update(records)
         self.decode.planner.update(records)
 
     def _on_transfer(self, reply: messages.TransferReply) -> None:
         self._metrics.on_transfer(reply)
-        if isinstance(reply, messages.TransferBroken):
+        if isinstance(reply, Broken):
             self._give_up(reply.message)
 
     def _give_up(self, message: str) -> None:
@@ -343,7 +341,7 @@ class Worker:
             pid=os.getpid(),
             model=self._model,
             max_model_len=self._max_model_len,
-            contract=self.contract,
+            compatibility=self.compatibility,
             load=self._load,
             rates=self.rates.worker,
             pairs=self.rates.pairs,
@@ -355,7 +353,7 @@ class Worker:
     async def _unless(
         self, ending: Coroutine[Any, Any, object], work: Coroutine[Any, Any, None]
     ) -> bool:
-        """Works until `ending` is done; whether the work was done first.
+        """Runs `work` until `ending` is done; returns whether the work was done first.
 
         Raises what either of them raised, and WorkerLost when the engine ends first.
         """

@@ -10,6 +10,33 @@ from prometheus_client.registry import Collector
 
 from tandem.prefix_index.publisher import Publisher
 
+_FAMILIES: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, str], ...] = (
+    (
+        GaugeMetricFamily,
+        "index_blocks",
+        "Blocks that it holds, as the tree should have them",
+        "num_held",
+    ),
+    (
+        GaugeMetricFamily,
+        "index_lag_blocks",
+        "Changes that the prefix tree does not have yet",
+        "lag",
+    ),
+    (
+        CounterMetricFamily,
+        "index_published_blocks",
+        "Changes that the prefix tree took",
+        "num_published",
+    ),
+    (
+        CounterMetricFamily,
+        "index_logs",
+        "How often everything was published anew, the first time too",
+        "num_logs",
+    ),
+)
+
 
 class IndexMetrics(Collector):
     def __init__(self, labels: Mapping[str, str], publisher: Publisher) -> None:
@@ -17,30 +44,7 @@ class IndexMetrics(Collector):
         self._publisher = publisher
 
     def collect(self) -> Iterable[Metric]:
-        publisher = self._publisher
-        for name, text, value in (
-            ("index_blocks", "Blocks that it holds, as the tree should have them", "num_held"),
-            ("index_lag_blocks", "Changes that the prefix tree does not have yet", "lag"),
-        ):
-            yield self._filled(
-                GaugeMetricFamily(f"tandem_{name}", text, labels=list(self._labels)),
-                getattr(publisher, value),
-            )
-        for name, text, value in (
-            ("index_published_blocks", "Changes that the prefix tree took", "num_published"),
-            (
-                "index_logs",
-                "How often everything was published anew, the first time too",
-                "num_logs",
-            ),
-        ):
-            yield self._filled(
-                CounterMetricFamily(f"tandem_{name}", text, labels=list(self._labels)),
-                getattr(publisher, value),
-            )
-
-    def _filled(
-        self, family: GaugeMetricFamily | CounterMetricFamily, value: float
-    ) -> GaugeMetricFamily | CounterMetricFamily:
-        family.add_metric(list(self._labels.values()), value)
-        return family
+        for kind, name, text, value in _FAMILIES:
+            family = kind(f"tandem_{name}", text, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), getattr(self._publisher, value))
+            yield family

@@ -1,4 +1,4 @@
-"""What Kubernetes' probes ask of a worker, answered beside its metrics, on the same port.
+"""Answers Kubernetes' probes of a worker, beside its metrics, on the same port.
 
     /health   200; 503 when the event loop stands still
     /ready    200 while the worker takes work; 503 before, and while it drains

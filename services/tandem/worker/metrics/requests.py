@@ -6,62 +6,47 @@ time. A request that was moved counts at each worker for what it did there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from tandem.observability.metrics import E2E_S, ITL_S, TTFT_S, MetricSet, counter, histogram
 
 if TYPE_CHECKING:
     from tandem.worker.decode.sequence import DecodeSequence
     from tandem.worker.prefill.leases import Lease
 
-_FAST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
-_TTFT_S = (*_FAST_S, 20, 40, 80, 160, 640)
-_TPOT_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
-_WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
-
-class RequestMetrics:
+class RequestMetrics(MetricSet):
     """Seconds of requests and leases that are over, and the hits of this worker's own cache."""
 
-    def __init__(self, labels: Mapping[str, str], registry: CollectorRegistry) -> None:
-        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(
-                f"tandem_{name}", help_text, list(labels), buckets=buckets, registry=registry
-            )
-            return made.labels(**labels)
-
-        def counter(name: str, help_text: str) -> Counter:
-            made = Counter(f"tandem_{name}", help_text, list(labels), registry=registry)
-            return made.labels(**labels)
-
-        self._ttft = histogram(
-            "time_to_first_token_seconds", "From its submission here to its first token", _TTFT_S
-        )
-        self._queue = histogram(
-            "request_queue_time_seconds", "Until the engine had blocks for it", _TTFT_S
-        )
-        self._prefill = histogram(
-            "request_prefill_time_seconds", "From the queue to the first token", _TTFT_S
-        )
-        self._decode = histogram(
-            "request_decode_time_seconds", "From the first token to the last", _WHOLE_S
-        )
-        self._e2e = histogram(
-            "e2e_request_latency_seconds", "From its submission here to its end", _WHOLE_S
-        )
-        self._tpot = histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time between a request's tokens after its first",
-            _TPOT_S,
-        )
-        self._lease = histogram("lease_seconds", "Of a Prefill stream, opened to ended", _WHOLE_S)
-        self._queries = counter(
-            "prefix_cache_queries", "Prompt tokens of requests that had their first token here"
-        )
-        self._hits = counter(
-            "prefix_cache_hits", "Of those, the ones whose KV was cached here or at a peer"
-        )
+    _ttft = histogram(
+        "tandem_engine_time_to_first_token_seconds",
+        "From its submission here to its first token",
+        TTFT_S,
+    )
+    _queue = histogram(
+        "tandem_request_queue_time_seconds", "Until the engine had blocks for it", TTFT_S
+    )
+    _prefill = histogram(
+        "tandem_request_prefill_time_seconds", "From the queue to the first token", TTFT_S
+    )
+    _decode = histogram(
+        "tandem_request_decode_time_seconds", "From the first token to the last", E2E_S
+    )
+    _e2e = histogram(
+        "tandem_engine_e2e_request_latency_seconds", "From its submission here to its end", E2E_S
+    )
+    _tpot = histogram(
+        "tandem_engine_request_time_per_output_token_seconds",
+        "Mean time between a request's tokens after its first",
+        ITL_S,
+    )
+    _lease = histogram("tandem_lease_seconds", "Of a Prefill stream, opened to ended", E2E_S)
+    _queries = counter(
+        "tandem_prefix_cache_queries", "Prompt tokens of requests that had their first token here"
+    )
+    _hits = counter(
+        "tandem_prefix_cache_hits", "Of those, the ones whose KV was cached here or at a peer"
+    )
 
     def on_first_token(self, sequence: DecodeSequence) -> None:
         self._ttft.observe(sequence.first_token_at - sequence.submitted_at)

@@ -1,13 +1,15 @@
-"""A connected source: another worker, as one process of it."""
+"""A connected producer: another worker, as one process of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import grpc.aio
 
+from tandem.rpc.channels import close_soon
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
-from tandem.worker.peers.bulk_channels import BulkChannels
+from tandem.transfer.protocol import Transport
 
 
 @dataclass(slots=True)
@@ -18,14 +20,24 @@ class Peer:
     epoch: str
     stub: WorkerStub
     channel: grpc.aio.Channel
-    bulk: BulkChannels
-    transport: str = ""  # "nixl" or "grpc"
+    transports: Mapping[str, Transport]  # by name: all that there are
+    transport: str = ""  # the name of the one in use
     offers_grpc: bool = True
     reason: str = ""  # why not NIXL, as logged last: it is not repeated
 
     @property
     def peer_id(self) -> str:
         return peer_id(self.worker_id, self.epoch)
+
+    @property
+    def in_use(self) -> Transport:
+        return self.transports[self.transport]
+
+    def close(self) -> None:
+        """Ends what is under way; the channel closes soon."""
+        for transport in self.transports.values():
+            transport.close()
+        close_soon(self.channel)
 
 
 def peer_id(worker_id: str, epoch: str) -> str:

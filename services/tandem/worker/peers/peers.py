@@ -18,21 +18,20 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tandem.backoff import Backoff, doubling
 from tandem.config import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
-from tandem.store.registry import Contract, WorkerRecord
+from tandem.rpc.channels import foreign_cancellation_raises
+from tandem.store.registry import KvCompatibility, WorkerRecord
 from tandem.worker.engine_process.link import EngineLink
-from tandem.worker.engine_process.messages import DisconnectPeer
 from tandem.worker.peers.pairing import Pairing
 from tandem.worker.peers.peer import Peer, peer_id
 from tandem.worker.peers.rates import Rates
-from tandem.worker.peers.transport_choice import Choice, is_slower
 
 __all__ = ["Peer", "Peers"]
 
 log = logging.getLogger(__name__)
 
-FAILURES_MAX = 3  # NIXL reads in a row, until the pair goes on over gRPC
 # With more decode workers than this a pair with one is made on first demand, not at joining.
 EAGER_DECODE_PEERS_MAX = 16
 _RETRY_S = 5.0
@@ -50,20 +49,28 @@ class _Entry:
     failure: str = ""  # what the last attempt ended with: said once, however often it is tried
     seen_at: float = field(default_factory=time.monotonic)  # in the registry, or by a request
     measured_at: float = field(default_factory=time.monotonic)
-    again_s: float = field(default_factory=lambda: _AGAIN_MIN_S)
+    again_s: float = field(init=False)
+    again: Backoff = field(default_factory=lambda: Backoff(doubling(_AGAIN_MIN_S, _AGAIN_MAX_S)))
     measuring: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.again_s = self.again.next_s()
 
 
 class Peers:
-    """Keeps a connection to each source. `get` answers from what stands, or waits a bound."""
+    """Keeps a connection to each producer. `get` answers from what stands, or waits a bound."""
 
     def __init__(
-        self, config: WorkerConfig, epoch: str, link: EngineLink, rates: Rates, contract: Contract
+        self,
+        config: WorkerConfig,
+        epoch: str,
+        link: EngineLink,
+        rates: Rates,
+        compatibility: KvCompatibility,
     ) -> None:
         self._config = config
-        self._link = link
         self._rates = rates
-        self._pairing = Pairing(config, epoch, link, rates, contract)
+        self._pairing = Pairing(config, epoch, link, rates, compatibility)
         self._entries: dict[str, _Entry] = {}  # by peer id: a worker id and an epoch
 
     async def get(self, worker_id: str, epoch: str, address: str) -> Peer:
@@ -71,16 +78,14 @@ class Peers:
         entry = self._entries.get(peer_id(worker_id, epoch))
         if entry is None:
             entry = self._open(worker_id, epoch, address)
+        went = WorkerLost(f"{worker_id} went while it was connected")
         try:
-            async with asyncio.timeout(self._config.transfer.connect_deadline_s):
-                peer = await asyncio.shield(entry.connecting)
+            with foreign_cancellation_raises(went):
+                async with asyncio.timeout(self._config.transfer.connect_deadline_s):
+                    peer = await asyncio.shield(entry.connecting)
         except TimeoutError:
             raise WorkerLost(f"no connection to {worker_id} yet") from None
-        except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            raise WorkerLost(f"{worker_id} went while it was connected") from None
-        self._give_up_failing_nixl(peer)
+        self._pairing.give_up_failing(peer)
         return peer
 
     def get_now(self, worker_id: str, epoch: str, address: str) -> Peer | None:
@@ -91,7 +96,7 @@ class Peers:
         if not _succeeded(entry.connecting):
             return None
         peer = entry.connecting.result()
-        self._give_up_failing_nixl(peer)
+        self._pairing.give_up_failing(peer)
         return peer
 
     async def all_connected(self) -> list[Peer]:
@@ -102,7 +107,7 @@ class Peers:
         return [attempt.result() for attempt in attempts if _succeeded(attempt)]
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
-        """Connects to sources that are new and forgets those that are gone for long.
+        """Connects to producers that are new and forgets those that are gone for long.
 
         One that is merely missing is kept for a time to live: a Redis that was restarted empty
         lacks records of workers that are well.
@@ -134,15 +139,10 @@ class Peers:
     def _look_after(self, entry: _Entry, now: float) -> None:
         """Switches or measures again a pair that is not on the transport it should be on."""
         peer = entry.connecting.result()
-        self._give_up_failing_nixl(peer)
-        if entry.measuring is not None or self._config.transfer.transport != "auto":
+        self._pairing.give_up_failing(peer)
+        if entry.measuring is not None:
             return
-        if peer.transport == "nixl":
-            by_nixl = self._rates.pair(peer.worker_id, "nixl")
-            doubtful = is_slower(by_nixl, self._rates.pair(peer.worker_id, "grpc"))
-        else:
-            doubtful = peer.reason in ("slow", "broken")
-        if doubtful and now - entry.measured_at > entry.again_s:
+        if self._pairing.is_doubtful(peer) and now - entry.measured_at > entry.again_s:
             entry.measuring = asyncio.create_task(self._measure_again(entry, peer))
 
     async def _measure_again(self, entry: _Entry, peer: Peer) -> None:
@@ -152,15 +152,8 @@ class Peers:
             log.info("%s is not measured again: %s", peer.worker_id, error)
         finally:
             entry.measured_at = time.monotonic()
-            entry.again_s = min(_AGAIN_MAX_S, 2 * entry.again_s)
+            entry.again_s = entry.again.next_s()
             entry.measuring = None
-
-    def _give_up_failing_nixl(self, peer: Peer) -> None:
-        failures = self._rates.failures(peer.worker_id, "nixl")
-        may = self._config.transfer.transport == "auto" and peer.offers_grpc
-        if peer.transport == "nixl" and failures >= FAILURES_MAX and may:
-            why = f"{failures} NIXL reads failed in a row; it is tried again now and then"
-            self._pairing.use(peer, Choice("grpc", "broken", why))
 
     def _may_retry(self, entry: _Entry) -> bool:
         failed = entry.connecting.done() and not _succeeded(entry.connecting)
@@ -195,11 +188,7 @@ class Peers:
         if all(other.record[0] != worker_id for other in self._entries.values()):
             self._rates.forget(worker_id)
         if _succeeded(entry.connecting):
-            self._link.send(DisconnectPeer(key))
-            peer = entry.connecting.result()
-            peer.bulk.close()
-            closing = asyncio.ensure_future(peer.channel.close(None))
-            closing.add_done_callback(lambda task: task.cancelled() or task.exception())
+            entry.connecting.result().close()
         else:
             entry.connecting.cancel()
 

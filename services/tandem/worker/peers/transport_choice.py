@@ -1,4 +1,4 @@
-"""Which transport a pair uses, and what people are told of it. Pure.
+"""Chooses the transport that a pair uses, and words the warning about it. Pure.
 
 wanted nixl or grpc   that one
 auto                  NIXL, if its reads work and are not slower than gRPC; else gRPC, with a
@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.config import Transport
-from tandem.cost_model import PairRate
-from tandem.transfer.reach import Reach
+from tandem.perf_model.rates import PairRate
+from tandem.transfer.nixl.reach import Reach
 
 PULL_BYTES = 4 << 20  # the pull that transports are compared by
 SLOWER = 1.25  # how much slower a measurement must be to mean it
@@ -58,7 +58,7 @@ def choose_transport(wanted: Transport, nixl: Way, grpc: Way, reach: Reach | Non
 
 
 def is_slower(one: PairRate | None, other: PairRate | None) -> bool:
-    """Whether pulls of the first were measured to be clearly slower than the second's."""
+    """Returns whether pulls of the first were measured to be clearly slower than the second's."""
     if one is None or other is None:
         return False
     return one.seconds(PULL_BYTES) > SLOWER * other.seconds(PULL_BYTES)

@@ -1,9 +1,9 @@
-"""What this worker lends as a source right now, and how much it may: bookkeeping without I/O.
+"""Leases that this worker gives as a producer right now, and their bounds: no I/O.
 
 A lease is *ahead* from the moment its blocks are all there until its stream ends: then only its
-reader keeps them. What is ahead is bounded by a share of the pool, so that readers that do not keep
-up find another source or compute themselves; sequences that still wait here hold no blocks, and the
-engine's queue bounds those.
+consumer keeps them. What is ahead is bounded by a share of the pool, so that consumers that do not
+keep up find another producer or compute themselves; sequences that still wait here hold no blocks,
+and the engine's queue bounds those.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tandem.worker.prefill.prefix_choice import PrefixPlan
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One reader's hold on the blocks of one sequence or chain."""
+    """One consumer's hold on the blocks of one sequence or chain."""
 
     lease_id: str
-    reader_id: str
+    consumer_id: str
     verify_every: int = 0
     span: RequestSpan = NO_SPAN
     # Times are `time.monotonic()` seconds; 0: not yet.
@@ -32,7 +32,7 @@ class Lease:
     prefilled_at: float = 0.0
     # What the engine brought, and one release: at most one event for each block of the prompt.
     events: asyncio.Queue[object] = field(default_factory=asyncio.Queue)
-    block_ids: list[int] = field(default_factory=list)  # that the reader was told of
+    block_ids: list[int] = field(default_factory=list)  # that the consumer was told of
     is_ahead: bool = False
     plan: PrefixPlan | None = None  # whom to pull its first blocks from, once it is admitted
     prefix: asyncio.Task[None] | None = None  # that pull
@@ -50,7 +50,7 @@ class Lease:
 
 
 class Leases:
-    """All open leases of one source, by id."""
+    """All open leases of one producer, by id."""
 
     def __init__(self, config: TransferConfig, *, num_blocks: int) -> None:
         """`num_blocks` is the whole pool."""
@@ -70,19 +70,27 @@ class Leases:
     def get(self, lease_id: str) -> Lease | None:
         return self._leases.get(lease_id)
 
+    def lent(self, lease_id: str) -> list[int] | None:
+        """The blocks that the lease's consumer was told of; None when it is not open."""
+        lease = self._leases.get(lease_id)
+        return None if lease is None else lease.block_ids
+
     @property
     def num_blocks_ahead(self) -> int:
         return sum(len(lease.block_ids) for lease in self if lease.is_ahead)
 
-    def refusal(self, reader_id: str) -> str:
-        """Why this reader gets no lease now; empty: it may have one."""
+    def refusal(self, consumer_id: str) -> str:
+        """Returns why this consumer gets no lease now; empty: it may have one."""
         if len(self) >= self._config.leases_max:
             return f"{len(self)} leases are open here, which is the most"
-        of_reader = sum(lease.reader_id == reader_id for lease in self)
-        if of_reader >= self._config.leases_per_reader_max:
-            return f"{of_reader} leases are open for {reader_id}, which is the most for one reader"
+        of_consumer = sum(lease.consumer_id == consumer_id for lease in self)
+        if of_consumer >= self._config.leases_per_consumer_max:
+            return f"{of_consumer} leases are open for {consumer_id}, which is the most for one "
+            "consumer"
         if (ahead := self.num_blocks_ahead) > self._ahead_max:
-            return f"{ahead} finished blocks wait for their readers; at most {self._ahead_max} may"
+            return (
+                f"{ahead} finished blocks wait for their consumers; at most {self._ahead_max} may"
+            )
         return ""
 
     def open(self, lease: Lease) -> None:

@@ -17,18 +17,23 @@ import msgspec
 
 from tandem.block_hash import hash_blocks
 from tandem.config import WorkerConfig
-from tandem.cost_model import PairRate, default_pair, prefill_seconds
 from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import TandemError
 from tandem.observability.logs import about
+from tandem.perf_model.predict import prefill_seconds
+from tandem.perf_model.rates import PairRate, default_pair
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.registry import Contract
-from tandem.worker.kv_pulls.lease import LeaseMaker, ReaderLease
+from tandem.store.registry import KvCompatibility
+from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker
 from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.rates import Rates
-from tandem.worker.prefill.prefix_choice import Holder, PrefixPlan, holders_worth_asking
+from tandem.worker.prefill.prefix_choice import (
+    ConnectedHolder,
+    PrefixPlan,
+    holders_worth_asking,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +48,15 @@ class PrefixPuller:
     def __init__(
         self,
         config: WorkerConfig,
-        contract: Contract,
+        compatibility: KvCompatibility,
         peers: Peers,
         rates: Rates,
         metrics: WorkerMetrics,
         make_lease: LeaseMaker,
     ) -> None:
         self._config = config
-        self._contract = contract
-        self._block_size = contract.block_size
+        self._compatibility = compatibility
+        self._block_size = compatibility.block_size
         self._peers = peers
         self._rates = rates
         self._metrics = metrics
@@ -64,10 +69,12 @@ class PrefixPuller:
         *,
         num_cached_blocks: int = 0,
     ) -> PrefixPlan | None:
-        """None: computing is predicted to be as fast. Else the plan's spec is the one to add."""
+        """Plans a pull, with the spec to add; None if computing is predicted to be as fast."""
         num_reusable = (len(spec.token_ids) - 1) // self._block_size
         connected = [
-            Holder(each.worker_id, each.epoch, each.address, num_blocks, rate)
+            ConnectedHolder(
+                num_blocks * self._block_size, rate, each.worker_id, each.epoch, each.address
+            )
             for each in holders
             if each.worker_id != self._config.worker_id
             and (num_blocks := min(each.num_blocks, num_reusable))
@@ -76,7 +83,7 @@ class PrefixPuller:
         chosen = self._worth_asking(connected, spec, num_cached_blocks)
         if not chosen:
             return None
-        prefix_blocks = max(holder.num_blocks for holder in chosen)
+        prefix_blocks = max(holder.num_tokens for holder in chosen) // self._block_size
         return PrefixPlan(msgspec.structs.replace(spec, prefix_blocks=prefix_blocks), chosen)
 
     async def fill(self, plan: PrefixPlan, reserved: Reserved) -> int:
@@ -89,7 +96,7 @@ class PrefixPuller:
         holders = self._worth_asking(plan.holders, plan.spec, num_cached)[:_HOLDERS_MAX]
         if not holders:
             return num_cached
-        root = self._contract.chain_root(plan.spec.cache_salt)
+        root = self._compatibility.chain_root(plan.spec.cache_salt)
         block_hashes = hash_blocks(root, token_ids, self._block_size)
         computed_s = prefill_seconds(
             self._rates.worker, len(token_ids), num_cached * self._block_size
@@ -124,7 +131,7 @@ class PrefixPuller:
     async def _ask(
         self,
         plan: PrefixPlan,
-        holders: list[Holder],
+        holders: list[ConnectedHolder],
         block_hashes: list[bytes],
         num_cached: int,
         targets: list[int],
@@ -135,7 +142,7 @@ class PrefixPuller:
             if peer is None:
                 continue
             lease = self._make_lease(peer)
-            wanted = block_hashes[: holder.num_blocks]
+            wanted = block_hashes[: holder.num_tokens // self._block_size]
             try:
                 return await self._hold(lease, sequence_id, wanted, num_cached, targets)
             except Exception as error:
@@ -154,7 +161,7 @@ class PrefixPuller:
 
     async def _hold(
         self,
-        lease: ReaderLease,
+        lease: ConsumerLease,
         sequence_id: str,
         block_hashes: list[bytes],
         num_cached: int,
@@ -167,8 +174,8 @@ class PrefixPuller:
         return max(num_cached, num_blocks)
 
     def _worth_asking(
-        self, holders: Iterable[Holder], spec: SequenceSpec, num_cached_blocks: int
-    ) -> list[Holder]:
+        self, holders: Iterable[ConnectedHolder], spec: SequenceSpec, num_cached_blocks: int
+    ) -> list[ConnectedHolder]:
         return holders_worth_asking(
             holders,
             rates=self._rates.worker,
@@ -178,7 +185,7 @@ class PrefixPuller:
         )
 
     def _rate(self, holder: pb.PrefixHolder) -> PairRate | None:
-        """None: not connected."""
+        """Returns a holder's rate; None if it is not connected."""
         peer = self._peers.get_now(holder.worker_id, holder.epoch, holder.address)
         if peer is None:
             return None

@@ -1,4 +1,4 @@
-"""The source's side of a lease: `Prefill` streams, and bytes for readers without NIXL.
+"""The producer's side of a lease: `Prefill` streams, and bytes for consumers without NIXL.
 
     start --> (refused)
           `-> leased: (awaiting a prefix) --> computing --> prefilled --> released
@@ -6,7 +6,7 @@
                   `-------------------`------------`-------------`--> stream closed
 
 Whatever way the stream ends, its `finally` removes the sequence from the engine, which frees the
-blocks: nothing outlives the stream. The reader promises in `release` that its reads are done, as
+blocks: nothing outlives the stream. The consumer promises in `release` that its reads are done, as
 soon as they are; the answer `released`, which comes after `prefilled` or `held`, says that every
 block was held until then. A hold waits for nothing and allocates nothing.
 """
@@ -21,26 +21,23 @@ from typing import Any
 
 import grpc
 
-from tandem.config import WorkerConfig
 from tandem.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Reserved
 from tandem.errors import QueueFull
 from tandem.observability.logs import about
-from tandem.observability.traces import NO_SPAN, NO_TRACING, Tracing
+from tandem.observability.traces import NO_SPAN
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.transfer.grpc.producer import BlockServer
 from tandem.worker.convert import sequence_spec, trace_headers
-from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.messages import (
     Add,
     Command,
     ContinuePrefill,
-    Hold,
+    PinPrefix,
     Remove,
     Report,
 )
 from tandem.worker.kv_pulls.checksums import checksums
-from tandem.worker.metrics.worker import WorkerMetrics
-from tandem.worker.peers.rates import Rates
-from tandem.worker.prefill.block_server import BlockServer
+from tandem.worker.parts import Parts
 from tandem.worker.prefill.leases import Lease, Leases
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.prefix_pull import PrefixPuller
@@ -51,31 +48,26 @@ _START_DEADLINE_S = 5.0
 
 
 class PrefillService:
-    """All leases of this worker as a source."""
+    """All leases of this worker as a producer."""
 
     def __init__(
-        self,
-        config: WorkerConfig,
-        epoch: str,
-        link: EngineLink,
-        metrics: WorkerMetrics,
-        rates: Rates,
-        prefixes: PrefixPuller | None,
-        *,
-        block_bytes: int,
-        num_blocks: int,
-        tracing: Tracing = NO_TRACING,
+        self, parts: Parts, prefixes: PrefixPuller | None, *, epoch: str, num_blocks: int
     ) -> None:
-        """`num_blocks` and `block_bytes` are of the KV pool. Without `prefixes` all is computed."""
-        self._config = config
+        """`num_blocks` are of the KV pool. Without `prefixes` all is computed."""
+        self._config = parts.config
         self._epoch = epoch
-        self._link = link
-        self._metrics = metrics
-        self._rates = rates
+        self._link = parts.link
+        self._metrics = parts.metrics
+        self._rates = parts.rates
         self._prefixes = prefixes
-        self._tracing = tracing
-        self._leases = Leases(config.transfer, num_blocks=num_blocks)
-        self.blocks = BlockServer(link, self._leases, metrics, block_bytes=block_bytes)
+        self._tracing = parts.tracing
+        self._leases = Leases(parts.config.transfer, num_blocks=num_blocks)
+        self.blocks = BlockServer(
+            parts.link,
+            self._leases.lent,
+            parts.metrics.kv_bytes_served.inc,
+            block_bytes=parts.rates.worker.block_bytes,
+        )
         self._tick = 0
         self.draining = False
         self.takes_prompts = True  # False in the decode pool, after a change of role
@@ -117,7 +109,7 @@ class PrefillService:
             async with asyncio.timeout(_START_DEADLINE_S):
                 first = await anext(aiter(commands))
         except (StopAsyncIteration, TimeoutError):
-            return  # the reader is gone again, or never said what it wants
+            return  # the consumer is gone again, or never said what it wants
         holds = first.WhichOneof("command") == "hold"
         opening = first.hold if holds else first.start
         if not opening.lease_id:
@@ -126,7 +118,7 @@ class PrefillService:
             )
         if opening.lease_id in self._leases:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"lease {opening.lease_id} is open")
-        reader_id = opening.reader_worker_id
+        consumer_id = opening.consumer_worker_id
         if self.draining and not holds:
             # Holds go on: who takes its sequences over pulls their blocks from here.
             yield _refused("this worker is draining")
@@ -134,18 +126,18 @@ class PrefillService:
         if not holds and not self.takes_prompts:
             yield _refused("this worker is in the decode pool now")
             return
-        if why := self._leases.refusal(reader_id):
+        if why := self._leases.refusal(consumer_id):
             yield _refused(why, wait_estimate_s=self._rates.retry_after_s)
             return
         span = NO_SPAN
         if first.start.HasField("trace"):
             attributes = {
                 "gen_ai.response.id": first.start.request_id,
-                "tandem.decode_worker": reader_id,
+                "tandem.decode_worker": consumer_id,
             }
             headers = trace_headers(first.start.trace)
             span = self._tracing.begin("prefill_worker", headers, attributes)
-        lease = Lease(opening.lease_id, reader_id, opening.verify_every, span=span)
+        lease = Lease(opening.lease_id, consumer_id, opening.verify_every, span=span)
         self._leases.open(lease)
         outcome = "cancelled"
         reading = asyncio.create_task(self._read_commands(lease, commands))
@@ -168,17 +160,17 @@ class PrefillService:
             log.debug("%s ended: %s", lease.lease_id, outcome, extra=about(lease.lease_id))
 
     def _begin(self, lease: Lease, first: pb.PrefillCommand) -> Command:
-        """What the engine is told of a new lease."""
+        """Returns the engine's command for a new lease."""
         if first.WhichOneof("command") == "hold":
             hold = first.hold
-            return Hold(lease.lease_id, list(hold.block_hashes), hold.first_missing_block)
+            return PinPrefix(lease.lease_id, list(hold.block_hashes), hold.first_missing_block)
         start = first.start
         spec = sequence_spec(
             start.input,
             sequence_id=lease.lease_id,
-            mode=Mode.FOR_PEER,
+            mode=Mode.PREFILL_ONLY,
             first_wanted_block=start.first_missing_block,
-            reader_rate=(start.rate.latency_s, start.rate.bytes_per_s)
+            consumer_rate=(start.rate.latency_s, start.rate.bytes_per_s)
             if start.rate.bytes_per_s > 0  # also when the field is absent
             else None,
         )
@@ -187,13 +179,13 @@ class PrefillService:
         return Add(lease.plan.spec if lease.plan is not None else spec)
 
     async def _fill(self, plan: PrefixPlan, reserved: Reserved) -> None:
-        """Ends with the lease: the engine then keeps what a read may still write in quarantine."""
+        """Pulls a lease's prefix. If the lease ends, what a read may still write is quarantined."""
         assert self._prefixes is not None, "no plan without it"
         num_blocks = await self._prefixes.fill(plan, reserved)
         self._link.send(ContinuePrefill(plan.spec.sequence_id, num_blocks))
 
     async def _events(self, lease: Lease) -> AsyncIterator[pb.PrefillEvent]:
-        """What the reader is told, to the end of the lease."""
+        """Yields what the consumer is told, to the end of the lease."""
         interval_s = self._config.transfer.heartbeat_interval_s
         is_answered = is_released = False
         while not (is_answered and is_released):
@@ -248,6 +240,6 @@ class PrefillService:
 
 
 def _refused(message: str, *, wait_estimate_s: float = 0.0) -> pb.PrefillEvent:
-    """Without an estimate: waiting would not help."""
+    """Returns a refusal; without an estimate, waiting would not help."""
     refused = pb.Refused(message=message, wait_estimate_s=wait_estimate_s)
     return pb.PrefillEvent(refused=refused)

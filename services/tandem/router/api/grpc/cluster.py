@@ -1,4 +1,4 @@
-"""The gRPC API `tandem.v1.Cluster`, for operators: translates only, as `http_cluster` does."""
+"""The gRPC API `tandem.v1.Cluster` for operators. It only translates, like `api/http/cluster`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Cluster"].full_name
 
 
 class GrpcCluster:
-    """`handlers` are to be added to a server."""
+    """Serves the cluster API; add its `handlers` to a gRPC server."""
 
     def __init__(self, config: RouterConfig, view: ClusterView) -> None:
         self._view = view
@@ -31,7 +31,10 @@ class GrpcCluster:
             {
                 "GetCluster": _handler(self._get_cluster, pb.GetClusterRequest),
                 "ScalePools": _handler(self._scale_pools, pb.ScalePoolsRequest),
-                "FlipWorker": _handler(self._flip_worker, pb.FlipWorkerRequest),
+                "SetWorkerRole": _handler(self._set_worker_role, pb.SetWorkerRoleRequest),
+                "FlipWorker": _handler(
+                    self._set_worker_role, pb.SetWorkerRoleRequest
+                ),  # its old name
                 "DrainWorker": _handler(self._drain_worker, pb.DrainWorkerRequest),
             },
         )
@@ -68,10 +71,12 @@ class GrpcCluster:
     async def _scale_pools(self, request: pb.ScalePoolsRequest, who: str) -> pb.ScalePoolsResponse:
         return pb.ScalePoolsResponse(wanted=await self._control.scale(dict(request.sizes), who=who))
 
-    async def _flip_worker(self, request: pb.FlipWorkerRequest, who: str) -> pb.FlipWorkerResponse:
-        flipped = await self._control.flip(request.worker_id, request.role, who=who)
-        return pb.FlipWorkerResponse(
-            worker_id=flipped.worker_id, role=flipped.role, took_s=flipped.took_s
+    async def _set_worker_role(
+        self, request: pb.SetWorkerRoleRequest, who: str
+    ) -> pb.SetWorkerRoleResponse:
+        done = await self._control.set_role(request.worker_id, request.role, who=who)
+        return pb.SetWorkerRoleResponse(
+            worker_id=done.worker_id, role=done.role, took_s=done.took_s
         )
 
     async def _drain_worker(

@@ -1,7 +1,7 @@
 """The gRPC API `tandem.v1.Inference`, with health and reflection services.
 
-Translates only, as `http_app` does. Requests arrive as bytes and are parsed here: gRPC would answer
-invalid UTF-8 in a string field with UNKNOWN before any code of ours ran.
+It only translates, as `api/http` does. Requests arrive as bytes and are parsed here: gRPC would
+answer invalid UTF-8 in a string field with UNKNOWN before any code of ours ran.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import grpc
@@ -27,8 +27,8 @@ from tandem.router.api.grpc.cluster import GrpcCluster
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.generator import Delta, Generator
 from tandem.router.request.request import (
+    ClientRequest,
     Conversation,
-    GenerationRequest,
     Message,
     Prompt,
     Sampling,
@@ -47,7 +47,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 class GrpcApi:
-    """`start` binds; `set_ready` is what the health service says; `stop` drains."""
+    """The gRPC server: `start` binds, `set_ready` sets what health reports, `stop` drains."""
 
     def __init__(self, config: RouterConfig, generator: Generator, cluster: GrpcCluster) -> None:
         self._config = config
@@ -69,7 +69,7 @@ class GrpcApi:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:
-        """The bound port. Raises ConfigError when it is taken."""
+        """Binds and returns the port. Raises ConfigError if it is taken."""
         try:
             port: int = self._server.add_insecure_port(self._address)
         except RuntimeError as error:
@@ -150,7 +150,7 @@ class GrpcApi:
 
 
 def _bounds(config: RouterConfig) -> list[tuple[str, int]]:
-    """Bounds of a connection, as of one over HTTP where they are the same."""
+    """Returns the bounds of a connection, with the values of HTTP where HTTP has the same bound."""
     return [
         ("grpc.max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
@@ -160,22 +160,15 @@ def _bounds(config: RouterConfig) -> list[tuple[str, int]]:
     ]
 
 
-def parse_request(body: bytes) -> GenerationRequest:
+def parse_request(body: bytes) -> ClientRequest:
     """Raises BadRequest naming the field at fault and what is allowed."""
     message = _parse(pb.GenerateRequest(), body)
-    sampling = message.sampling
-    defaults = Sampling()
-    return GenerationRequest(
+    return ClientRequest(
         prompt=_prompt(message),
         model=message.model,
-        sampling=Sampling(
-            temperature=_given(sampling, "temperature", defaults.temperature),
-            top_k=_given(sampling, "top_k", defaults.top_k),
-            top_p=_given(sampling, "top_p", defaults.top_p),
-            min_p=_given(sampling, "min_p", defaults.min_p),
-            seed=_given(sampling, "seed", None),
-        ),
-        max_tokens=_given(message, "max_tokens", None),
+        # Only those that the client set, zeros too: each field has presence.
+        sampling=Sampling(**{field.name: value for field, value in message.sampling.ListFields()}),
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
@@ -191,10 +184,6 @@ def _prompt(message: pb.GenerateRequest) -> Prompt:
     if kind == "chat":
         return Conversation(tuple(Message(m.role, m.content) for m in message.chat.messages))
     raise refusal("prompt", "missing: set text, token_ids or chat")
-
-
-def _given(message: Any, name: str, default: Any) -> Any:
-    return getattr(message, name) if message.HasField(name) else default
 
 
 def _parse(message: Any, body: bytes) -> Any:
@@ -216,17 +205,11 @@ def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
         response.prompt_tokens = delta.usage.prompt_tokens
     if delta.finish_reason:
         response.finish_reason = delta.finish_reason
-        response.usage.CopyFrom(
-            pb.Usage(
-                prompt_tokens=delta.usage.prompt_tokens,
-                completion_tokens=delta.usage.completion_tokens,
-                cached_tokens=delta.usage.cached_tokens,
-            )
-        )
+        response.usage.CopyFrom(pb.Usage(**asdict(delta.usage)))
     return response
 
 
 def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> list[str]:
-    """All that the client sent under this key."""
+    """Returns all values that the client sent under this key."""
     sent = context.invocation_metadata() or ()
     return [str(value) for key, value in sent if key == name]

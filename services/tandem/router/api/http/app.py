@@ -1,6 +1,6 @@
 """The HTTP API: OpenAI's completions and chats, models, health, metrics.
 
-Translates only: what a request may be is decided in `request`, what becomes of it in `generate`.
+It only translates: `request` decides what a request may be, `generator` what becomes of it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from tandem.router.api.openai.requests import (
     parse_chat,
     parse_completion,
 )
+from tandem.router.index.audit import IndexAudit
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator
 from tandem.router.workers.cluster_view import ClusterView
@@ -46,7 +47,11 @@ Parse = Callable[[dict[str, Any], str], ParsedRequest]
 
 
 def make_app(
-    config: RouterConfig, generator: Generator, view: ClusterView, metrics: Metrics
+    config: RouterConfig,
+    generator: Generator,
+    view: ClusterView,
+    metrics: Metrics,
+    audit: IndexAudit,
 ) -> FastAPI:
     app = FastAPI(
         title="Tandem",
@@ -61,7 +66,7 @@ def make_app(
     _add_models(app, generator)
     _add_operations(app, generator, metrics)
     add_request_routes(app, generator)
-    add_cluster_routes(app, config, generator, view)
+    add_cluster_routes(app, config, generator, view, audit)
     return app
 
 
@@ -124,7 +129,7 @@ def _add_operations(app: FastAPI, generator: Generator, metrics: Metrics) -> Non
 
     @app.get("/started")
     async def started() -> Response:
-        """The model is loaded: requests are taken, and wait while no decode worker is there."""
+        """Answers 200 once the model is loaded: requests are taken and wait for decode workers."""
         if generator.model is None:
             return error_response(NoWorkers(generator.not_ready_reason(), retry_after_s=1.0))
         return JsonResponse({"status": "started"})

@@ -20,7 +20,7 @@ DISCARD_BYTES_MAX = 64 << 20
 
 
 async def read_json_object(request: Request, config: RouterConfig) -> dict[str, Any]:
-    """Raises BadRequest, BodyTooLarge, BodyTooLate; starlette's ClientDisconnect."""
+    """Reads the body. Raises BadRequest, BodyTooLarge, BodyTooLate; starlette ClientDisconnect."""
     try:
         async with asyncio.timeout(config.body_deadline_s):
             body = await _read_bounded(request, config.body_bytes_max)

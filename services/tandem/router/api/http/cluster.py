@@ -1,30 +1,39 @@
-"""The cluster for operators: `/v1/cluster` (state, and pool sizes to set) and `/`, a page of it."""
+"""The cluster for operators: `/v1/cluster` (state, sizes, roles, audits) and `/`, a page of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
 from tandem.config import RouterConfig
-from tandem.cost_model import WorkerRates
 from tandem.errors import BadRequest
+from tandem.perf_model.predict import queue_seconds
+from tandem.perf_model.rates import WorkerRates
+from tandem.prefix_index.audit import Differences
 from tandem.router.api.http.body import read_json_object
 from tandem.router.api.http.errors import JsonResponse
 from tandem.router.api.http.guard import caller
+from tandem.router.index.audit import IndexAudit
 from tandem.router.request.generator import Generator
 from tandem.router.scaling.control import ClusterControl
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.pools import pool_states
 
+_TOLD = ("address", "metrics_address", "host", "pid", "epoch", "started_at", "model")
 _PAGE = Path(__file__).with_name("page.html")
 
 
 def add_cluster_routes(
-    app: FastAPI, config: RouterConfig, generator: Generator, view: ClusterView
+    app: FastAPI,
+    config: RouterConfig,
+    generator: Generator,
+    view: ClusterView,
+    audit: IndexAudit,
 ) -> None:
     control = ClusterControl(config, view)
 
@@ -34,24 +43,24 @@ def add_cluster_routes(
 
     @app.post("/v1/cluster", status_code=202)
     async def scale(request: Request) -> Response:
-        """Asks the pool controller for pool sizes; GET shows when they are reached."""
+        """Asks the owner of the pools for these sizes; GET shows when they are reached."""
         body = await read_json_object(request, config)
         sizes = await control.scale(body, who=caller(request.scope))
         return JsonResponse({"wanted": sizes}, 202)
 
     @app.post("/v1/cluster/workers/{worker_id}/role")
-    async def flip(worker_id: str, request: Request) -> Response:
-        """Moves a worker to the other pool, or to the one that is named; answers when it is so."""
+    async def set_role(worker_id: str, request: Request) -> Response:
+        """Moves a worker to the other pool, or to the named one, and answers once it has moved."""
         body = await read_json_object(request, config)
         if unknown := set(body) - {"role"}:
             raise BadRequest(f"the body has {unknown}; allowed is role", param=unknown.pop()[:80])
         if not isinstance(role := body.get("role", ""), str):
             raise BadRequest("role must be prefill or decode", param="role")
-        return JsonResponse(await control.flip(worker_id, role, who=caller(request.scope)))
+        return JsonResponse(await control.set_role(worker_id, role, who=caller(request.scope)))
 
     @app.post("/v1/cluster/workers/{worker_id}/drain", status_code=202)
     async def drain(worker_id: str, request: Request) -> Response:
-        """Has a worker leave in order; it is gone from GET when it has. `deadline_s`: at most."""
+        """Drains a worker, within `deadline_s`; GET no longer lists it once it has left."""
         body = await read_json_object(request, config)
         if unknown := set(body) - {"deadline_s"}:
             message = f"the body has {unknown}; allowed is deadline_s"
@@ -59,6 +68,15 @@ def add_cluster_routes(
         deadline_s = body.get("deadline_s", 0.0)
         await control.drain(worker_id, deadline_s, who=caller(request.scope))
         return JsonResponse({"draining": worker_id}, 202)
+
+    @app.post("/v1/cluster/index/verify")
+    async def verify(request: Request) -> Response:
+        """Verifies a sample of entries, or every entry with `{"all": true}`."""
+        body = await read_json_object(request, config)
+        if not isinstance(body.get("all", False), bool) or body.keys() - {"all"}:
+            raise BadRequest('the body must be {} or {"all": true}', param="all")
+        found = await audit.verify(everything=body.get("all", False))
+        return JsonResponse({"workers": {name: _audited(f) for name, f in found.items()}})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -83,6 +101,17 @@ def cluster_state(config: RouterConfig, generator: Generator, view: ClusterView)
     }
 
 
+def _audited(found: Differences) -> dict[str, Any]:
+    return {
+        "checked": found.num_checked,
+        "missing": found.missing,
+        "stale": found.stale,
+        "in_tree": found.in_tree,
+        "error": found.error,
+        "ok": not (found.any or found.error),
+    }
+
+
 def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
     record, load = worker.record, worker.load
     client = worker.client
@@ -94,18 +123,12 @@ def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
         "state": record.state,
         "compatible": view.is_compatible(record),
         "connected": client.is_up if client else None,
-        "address": record.address,
-        "metrics_address": record.metrics_address,
-        "host": record.host,
-        "pid": record.pid,
-        "epoch": record.epoch,
-        "started_at": record.started_at,
-        "model": record.model,
-        "compute_dtype": record.contract.compute_dtype,
-        "numerics": record.contract.numerics,
-        "block_size": record.contract.block_size,
+        **{name: getattr(record, name) for name in _TOLD},
+        "compute_dtype": record.compatibility.compute_dtype,
+        "numerics": record.compatibility.numerics,
+        "block_size": record.compatibility.block_size,
         "kv_use": load.blocks_used / total if total else 0.0,
-        "load": {name: getattr(load, name) for name in load.__struct_fields__},
+        "load": msgspec.structs.asdict(load),
         "memory_free_bytes": record.memory_free_bytes,
         "memory_total_bytes": record.memory_total_bytes,
         "requests_here": client.num_inflight if client else 0,
@@ -119,10 +142,10 @@ def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
 
 
 def _rates(rates: WorkerRates) -> dict[str, float] | None:
-    """What the worker measured of itself; None while it has measured nothing."""
+    """Returns the rates that the worker has measured; None while it has measured nothing."""
     if not rates.measured:
         return None
-    step_s = rates.prefill.seconds(rates.step_tokens, 0, rates.step_tokens)
+    step_s = queue_seconds(rates, rates.step_tokens)
     return {
         "prefill_tokens_per_s": rates.step_tokens / step_s,  # of a full step at a prompt's start
         "decode_step_ms": rates.decode.step_s * 1000,

@@ -20,16 +20,11 @@ from starlette.responses import Response
 from tandem.errors import InternalError, TandemError
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    431: "invalid_request_error",
     429: "rate_limit_error",
+    **dict.fromkeys((400, 405, 408, 413, 415, 431), "invalid_request_error"),
 }
 
 
@@ -57,7 +52,7 @@ def error_response(error: TandemError) -> Response:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Every error of every route takes the one shape."""
+    """Installs handlers that give every error of every route the one shape."""
 
     async def on_tandem(request: Request, error: Exception) -> Response:
         assert isinstance(error, TandemError)

@@ -76,14 +76,14 @@ class RequestGuard:
 
 
 def caller(scope: Mapping[str, Any]) -> str:
-    """Who sent a request, for logs: the peer's address, and whom a proxy says it asks for."""
+    """Describes the sender of a request for logs: its address, and whom a proxy asks for."""
     peer = ":".join(map(str, scope["client"] or ("unknown",)))
     forwarded = Headers(scope=scope).get("x-forwarded-for")  # type: ignore[arg-type]
     return f"{peer} over HTTP" + (f" for {forwarded[:_TEXT_MAX]!r}" if forwarded else "")
 
 
 def _check_origin(headers: Headers) -> None:
-    """A page cannot set `X-Forwarded-Proto` without a preflight, so that a proxy is believed."""
+    """Refuses foreign origins. Only a proxy can send `X-Forwarded-Proto` without a preflight."""
     scheme = headers.get("x-forwarded-proto", "http").partition(",")[0].strip().lower()
     here = _address(f"{scheme}://{headers.get('host', '')}")
     for origin in headers.getlist("origin"):

@@ -1,4 +1,4 @@
-"""`/v1/requests/ID`: one of the requests that this router served of late; and timings in headers.
+"""`/v1/requests/ID` shows a request that this router served of late; headers carry timings.
 
 A request that sends `x-tandem-timing: 1` gets its stages back as `Server-Timing` (W3C), which
 browsers and proxies know. Of a stream the header has what lies before the first token, when it is
@@ -28,12 +28,12 @@ def add_request_routes(app: FastAPI, generator: Generator) -> None:
 
 
 def trace_headers(request: Request) -> dict[str, str]:
-    """What the client sent to have the request in its own trace."""
+    """Returns the headers by which the client has the request in its own trace."""
     return {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
 
 
 def answer_headers(request: Request, request_id: str, delta: Delta) -> dict[str, str]:
-    """Of an answer whose last delta so far is `delta`."""
+    """Returns the headers of an answer whose last delta so far is `delta`."""
     headers = {"x-request-id": request_id}
     if asks(request.headers.get(PLACEMENT_HEADER)):
         headers[PLACEMENT_HEADER] = delta.placement

@@ -44,7 +44,7 @@ _FULL_INTERVAL_S = 60.0  # between two lines in the log that say that the server
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, and without its ten wake-ups a second."""
+    """A uvicorn server without its signal handlers, and without its ten wake-ups a second."""
 
     def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
         connections = _Connections(_affordable_connections(config.connections_max))
@@ -84,7 +84,7 @@ class _Phase(enum.Enum):
 
 
 class _Connections:
-    """What the connections of one server share."""
+    """State that the connections of one server share."""
 
     def __init__(self, num_max: int) -> None:
         self.num_max = num_max
@@ -99,7 +99,7 @@ class _Connections:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One HTTP connection, within bounds on its headers, bodies and idle time."""
 
     def __init__(self, *, limits: RouterConfig, others: _Connections, **more: Any) -> None:
         super().__init__(**more)
@@ -191,7 +191,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._others.idle[self] = None
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this for every error of the parser."""
+        """Refuses the connection; uvicorn calls this for every error of the parser."""
         self._refuse(*(self._refusal or (400, "invalid_request", msg)))
 
     def _enter(self, phase: _Phase) -> None:
@@ -264,7 +264,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _affordable_connections(num_wanted: int) -> int:
-    """Raises the process's limit of open files as far as is needed and allowed; what fits in."""
+    """Raises the limit of open files as far as needed and allowed; returns how many fit in."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     infinite = resource.RLIM_INFINITY
     needed = num_wanted + _OTHER_FILES

@@ -51,7 +51,7 @@ async def _wait_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events of a generation whose first delta came: then the status is known."""
+    """Server-sent events of a generation whose first delta came, so that the status is known."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class EventStream(Response):
         *,
         tells_timing: bool = False,
     ) -> None:
-        """`tells_timing`: a comment at the end has the timeline of the choice that ended last."""
+        """`tells_timing` adds a final comment with the timeline of the choice that ended last."""
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
             media_type="text/event-stream",
@@ -103,7 +103,7 @@ class EventStream(Response):
 
 
 async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
-    """Until it came nothing is sent: a refusal still gets a status of its own."""
+    """Waits for the first delta. Nothing is sent before, so a refusal still gets its own status."""
     try:
         return await until_disconnect(request.receive, anext(deltas))
     except BaseException:
@@ -114,7 +114,7 @@ async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None
 async def whole_answer(
     request: Request, deltas: AsyncGenerator[ChoiceDelta, None], replies: Replies
 ) -> tuple[dict[str, Any], Delta]:
-    """The body of an answer that is not streamed, and its last delta."""
+    """Returns the body of an answer that is not streamed, and its last delta."""
     return await until_disconnect(request.receive, _collect(deltas, replies))
 
 

@@ -1,4 +1,4 @@
-"""The choices of one answer: each is one generation, and their deltas are told as they come.
+"""The choices of one answer: each is one generation, and their deltas are passed on as they come.
 
     all prepared --> begun together --> each ends by itself --> all ended
          `----------------`------------------`--> one fails, or the client goes: the others are
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tandem.errors import BadRequest
 from tandem.router.request.generator import Delta, Generator
-from tandem.router.request.request import GenerationRequest, name_prompt
+from tandem.router.request.request import ClientRequest, name_prompt
 
 
 class ChoiceDelta(NamedTuple):
@@ -25,9 +25,9 @@ class ChoiceDelta(NamedTuple):
 
 
 def generate_choices(
-    generator: Generator, requests: Sequence[GenerationRequest], trace: Mapping[str, str]
+    generator: Generator, requests: Sequence[ClientRequest], trace: Mapping[str, str]
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """Each request is the choice of its index. None is placed before all have been checked."""
+    """Generates one choice per request, in order. None is placed before all have been checked."""
     together = asyncio.Barrier(len(requests))
     return interleave([generator.generate(r, trace, together) for r in requests])
 
@@ -35,7 +35,7 @@ def generate_choices(
 async def interleave(
     choices: Sequence[AsyncGenerator[Delta, None]],
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """Deltas of all choices; closing it closes them. Raises the first error of any."""
+    """Yields deltas of all choices; closing it closes them. Raises the first error of any."""
     if len(choices) == 1:
         async with aclosing(choices[0]) as deltas:
             async for delta in deltas:

@@ -74,7 +74,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def strip_unused(body: dict[str, Any], supported: frozenset[str]) -> dict[str, Any]:
-    """The supported fields that are set (null means missing, as it does at OpenAI).
+    """Returns the supported fields that are set (null means missing, as it does at OpenAI).
 
     Raises BadRequest naming the first field that is unknown, or that asks for what is not done.
     """
@@ -95,7 +95,7 @@ def strip_unused(body: dict[str, Any], supported: frozenset[str]) -> dict[str, A
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal, without taking true for 1."""
+    """Returns whether the two are equal, without taking true for 1."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 

@@ -25,13 +25,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """Every error of every route, as `http_errors` builds it."""
+    """The body of every error of every route, as `api/http/errors.py` builds it."""
 
     error: ErrorDetail
 
 
 def generation_route(body: type[BaseModel]) -> dict[str, Any]:
-    """The arguments of a route that takes one of the two bodies and may stream its answer."""
+    """Returns the arguments of a route that takes one of the two bodies and may stream."""
     schema = {"$ref": _REF.format(model=body.__name__)}
     content = {"application/json": {"schema": schema}}
     return {

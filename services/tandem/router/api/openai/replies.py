@@ -1,10 +1,10 @@
-"""What OpenAI's clients get back: whole answers and the chunks of a stream, as plain data."""
+"""Replies to OpenAI's clients: whole answers and the chunks of a stream, as plain data."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from tandem.router.api.openai.requests import ParsedRequest
@@ -21,19 +21,12 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def summed(usages: Iterable[Usage]) -> Usage:
-    total = Usage(0, 0, 0)
-    for usage in usages:
-        total = Usage(
-            total.prompt_tokens + usage.prompt_tokens,
-            total.completion_tokens + usage.completion_tokens,
-            total.cached_tokens + usage.cached_tokens,
-        )
-    return total
+    return Usage(*map(sum, zip(*map(astuple, usages), strict=True)))
 
 
 @dataclass(slots=True)
 class Replies:
-    """The replies to one body. Token ids are told where vLLM tells them."""
+    """The replies to one body. Token ids are where vLLM puts them."""
 
     parsed: ParsedRequest
     model: str
@@ -51,7 +44,7 @@ class Replies:
         return prefix + self.parsed.request_id
 
     def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
-        """The answer of these choices, each given by all of its deltas."""
+        """Returns the answer of these choices, each given by all of its deltas."""
         body = self._head("chat.completion" if self.is_chat else "text_completion")
         body["choices"] = [self._whole_choice(i, deltas) for i, deltas in enumerate(choices)]
         if self.parsed.return_token_ids and self.is_chat:
@@ -77,9 +70,9 @@ class Replies:
         return choice
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """What a delta of a choice becomes: one chunk.
+        """Returns the chunks for a delta of a choice: usually one.
 
-        Before it a chat's first; after the last one of all choices the usage.
+        A chat's first chunk comes before it; the usage comes after the last one of all choices.
         """
         chunks = []
         if self.is_chat and index not in self._begun:

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's completions and chat completions, and their way into GenerationRequests.
+"""Bodies of OpenAI's completions and chat completions, and their way into ClientRequests.
 
 pydantic checks types here; ranges are checked in one place for HTTP and gRPC, in `request`.
 """
@@ -23,8 +23,8 @@ from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import strip_unused
 from tandem.router.request.request import (
     ALLOWED,
+    ClientRequest,
     Conversation,
-    GenerationRequest,
     Message,
     Prompt,
     Sampling,
@@ -92,7 +92,7 @@ class ChatMessage(BaseModel):
 
 
 class _Body(BaseModel):
-    """What completions and chat completions share."""
+    """Fields that completions and chat completions share."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -119,10 +119,10 @@ class _Body(BaseModel):
         request_id: str,
         max_tokens: int | None,
         default_max_tokens: int | None = None,
-    ) -> GenerationRequest:
+    ) -> ClientRequest:
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options")
-        return GenerationRequest(
+        return ClientRequest(
             prompt=prompt,
             model=self.model,
             sampling=Sampling(
@@ -162,7 +162,7 @@ class CompletionBody(_Body):
     )
 
     def prompts(self) -> list[str] | list[str | list[int]]:
-        """At least one."""
+        """Returns the prompts, at least one."""
         if _prompt_kind(self.prompt) == "list[str]":
             return cast("list[str | list[int]]", self.prompt)
         return [cast("str | list[int]", self.prompt)]
@@ -179,10 +179,10 @@ ChatBody.supported = frozenset(ChatBody.model_fields)
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """The requests of one body, one a choice, and how its client wants the answer told."""
+    """The requests of one body, one for each choice, and the form of the answer to them."""
 
     request_id: str
-    requests: tuple[GenerationRequest, ...]  # not empty, all of one kind
+    requests: tuple[ClientRequest, ...]  # not empty, all of one kind
     stream: bool
     include_usage: bool
     continuous_usage: bool  # in each chunk: its choice's so far
@@ -225,7 +225,7 @@ def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
     return _told(parsed, request_id, request)
 
 
-def _told(body: _Body, request_id: str, *requests: GenerationRequest) -> ParsedRequest:
+def _told(body: _Body, request_id: str, *requests: ClientRequest) -> ParsedRequest:
     options = body.stream_options or StreamOptions()
     return ParsedRequest(
         request_id=request_id,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"tandem/rpc/tandem/v1/cluster.proto\x12\ttandem.v1\"\x13\n\x11GetClusterRequest\"Z\n\tPoolState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06wanted\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\r\x12\x0f\n\x07serving\x18\x05 \x01(\r\"\x99\x01\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x12\n\nnum_leases\x18\x07 \x01(\r\x12\x0e\n\x06kv_use\x18\x08 \x01(\x01\"<\n\x11\x41utoscaleDecision\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x0b\n\x03why\x18\x03 \x01(\t\"\x93\x01\n\x12GetClusterResponse\x12#\n\x05pools\x18\x01 \x03(\x0b\x32\x14.tandem.v1.PoolState\x12\'\n\x07workers\x18\x02 \x03(\x0b\x32\x16.tandem.v1.WorkerState\x12/\n\tdecisions\x18\x03 \x03(\x0b\x32\x1c.tandem.v1.AutoscaleDecision\"y\n\x11ScalePoolsRequest\x12\x36\n\x05sizes\x18\x01 \x03(\x0b\x32\'.tandem.v1.ScalePoolsRequest.SizesEntry\x1a,\n\nSizesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"~\n\x12ScalePoolsResponse\x12\x39\n\x06wanted\x18\x01 \x03(\x0b\x32).tandem.v1.ScalePoolsResponse.WantedEntry\x1a-\n\x0bWantedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"4\n\x11\x46lipWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"E\n\x12\x46lipWorkerResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06took_s\x18\x03 \x01(\x01\";\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ndeadline_s\x18\x02 \x01(\x01\"\x15\n\x13\x44rainWorkerResponse2\xb8\x02\n\x07\x43luster\x12I\n\nGetCluster\x12\x1c.tandem.v1.GetClusterRequest\x1a\x1d.tandem.v1.GetClusterResponse\x12I\n\nScalePools\x12\x1c.tandem.v1.ScalePoolsRequest\x1a\x1d.tandem.v1.ScalePoolsResponse\x12I\n\nFlipWorker\x12\x1c.tandem.v1.FlipWorkerRequest\x1a\x1d.tandem.v1.FlipWorkerResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"tandem/rpc/tandem/v1/cluster.proto\x12\ttandem.v1\"\x13\n\x11GetClusterRequest\"Z\n\tPoolState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06wanted\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\r\x12\x0f\n\x07serving\x18\x05 \x01(\r\"\x99\x01\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x12\n\nnum_leases\x18\x07 \x01(\r\x12\x0e\n\x06kv_use\x18\x08 \x01(\x01\"<\n\x11\x41utoscaleDecision\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x0b\n\x03why\x18\x03 \x01(\t\"\x93\x01\n\x12GetClusterResponse\x12#\n\x05pools\x18\x01 \x03(\x0b\x32\x14.tandem.v1.PoolState\x12\'\n\x07workers\x18\x02 \x03(\x0b\x32\x16.tandem.v1.WorkerState\x12/\n\tdecisions\x18\x03 \x03(\x0b\x32\x1c.tandem.v1.AutoscaleDecision\"y\n\x11ScalePoolsRequest\x12\x36\n\x05sizes\x18\x01 \x03(\x0b\x32\'.tandem.v1.ScalePoolsRequest.SizesEntry\x1a,\n\nSizesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"~\n\x12ScalePoolsResponse\x12\x39\n\x06wanted\x18\x01 \x03(\x0b\x32).tandem.v1.ScalePoolsResponse.WantedEntry\x1a-\n\x0bWantedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"7\n\x14SetWorkerRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"H\n\x15SetWorkerRoleResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06took_s\x18\x03 \x01(\x01\";\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ndeadline_s\x18\x02 \x01(\x01\"\x15\n\x13\x44rainWorkerResponse2\x92\x03\n\x07\x43luster\x12I\n\nGetCluster\x12\x1c.tandem.v1.GetClusterRequest\x1a\x1d.tandem.v1.GetClusterResponse\x12I\n\nScalePools\x12\x1c.tandem.v1.ScalePoolsRequest\x1a\x1d.tandem.v1.ScalePoolsResponse\x12R\n\rSetWorkerRole\x12\x1f.tandem.v1.SetWorkerRoleRequest\x1a .tandem.v1.SetWorkerRoleResponse\x12O\n\nFlipWorker\x12\x1f.tandem.v1.SetWorkerRoleRequest\x1a .tandem.v1.SetWorkerRoleResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,14 +53,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCALEPOOLSRESPONSE']._serialized_end=779
   _globals['_SCALEPOOLSRESPONSE_WANTEDENTRY']._serialized_start=734
   _globals['_SCALEPOOLSRESPONSE_WANTEDENTRY']._serialized_end=779
-  _globals['_FLIPWORKERREQUEST']._serialized_start=781
-  _globals['_FLIPWORKERREQUEST']._serialized_end=833
-  _globals['_FLIPWORKERRESPONSE']._serialized_start=835
-  _globals['_FLIPWORKERRESPONSE']._serialized_end=904
-  _globals['_DRAINWORKERREQUEST']._serialized_start=906
-  _globals['_DRAINWORKERREQUEST']._serialized_end=965
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=967
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=988
-  _globals['_CLUSTER']._serialized_start=991
-  _globals['_CLUSTER']._serialized_end=1303
+  _globals['_SETWORKERROLEREQUEST']._serialized_start=781
+  _globals['_SETWORKERROLEREQUEST']._serialized_end=836
+  _globals['_SETWORKERROLERESPONSE']._serialized_start=838
+  _globals['_SETWORKERROLERESPONSE']._serialized_end=910
+  _globals['_DRAINWORKERREQUEST']._serialized_start=912
+  _globals['_DRAINWORKERREQUEST']._serialized_end=971
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=973
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=994
+  _globals['_CLUSTER']._serialized_start=997
+  _globals['_CLUSTER']._serialized_end=1399
 # @@protoc_insertion_point(module_scope)

@@ -90,7 +90,7 @@ class ScalePoolsResponse(_message.Message):
     wanted: _containers.ScalarMap[str, int]
     def __init__(self, wanted: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
-class FlipWorkerRequest(_message.Message):
+class SetWorkerRoleRequest(_message.Message):
     __slots__ = ("worker_id", "role")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -98,7 +98,7 @@ class FlipWorkerRequest(_message.Message):
     role: str
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
-class FlipWorkerResponse(_message.Message):
+class SetWorkerRoleResponse(_message.Message):
     __slots__ = ("worker_id", "role", "took_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]

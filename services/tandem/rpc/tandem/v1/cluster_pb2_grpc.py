@@ -44,10 +44,15 @@ class ClusterStub(object):
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ScalePoolsRequest.SerializeToString,
                 response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ScalePoolsResponse.FromString,
                 _registered_method=True)
+        self.SetWorkerRole = channel.unary_unary(
+                '/tandem.v1.Cluster/SetWorkerRole',
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.SetWorkerRoleRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.SetWorkerRoleResponse.FromString,
+                _registered_method=True)
         self.FlipWorker = channel.unary_unary(
                 '/tandem.v1.Cluster/FlipWorker',
-                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.FlipWorkerRequest.SerializeToString,
-                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.FlipWorkerResponse.FromString,
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.SetWorkerRoleRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.SetWorkerRoleResponse.FromString,
                 _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/tandem.v1.Cluster/DrainWorker',
@@ -75,8 +80,15 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FlipWorker(self, request, context):
+    def SetWorkerRole(self, request, context):
         """Moves a worker to the other pool, or back, without a restart. Answers when it does its work.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlipWorker(self, request, context):
+        """The old name of SetWorkerRole.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,10 +116,15 @@ def add_ClusterServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ScalePoolsRequest.FromString,
                     response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ScalePoolsResponse.SerializeToString,
             ),
+            'SetWorkerRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWorkerRole,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.SetWorkerRoleRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.SetWorkerRoleResponse.SerializeToString,
+            ),
             'FlipWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.FlipWorker,
-                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.FlipWorkerRequest.FromString,
-                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.FlipWorkerResponse.SerializeToString,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.SetWorkerRoleRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.SetWorkerRoleResponse.SerializeToString,
             ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
@@ -180,6 +197,33 @@ class Cluster(object):
             _registered_method=True)
 
     @staticmethod
+    def SetWorkerRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/SetWorkerRole',
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.SetWorkerRoleRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.SetWorkerRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def FlipWorker(request,
             target,
             options=(),
@@ -194,8 +238,8 @@ class Cluster(object):
             request,
             target,
             '/tandem.v1.Cluster/FlipWorker',
-            tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.FlipWorkerRequest.SerializeToString,
-            tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.FlipWorkerResponse.FromString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.SetWorkerRoleRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.SetWorkerRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -157,7 +157,7 @@ class WorkerError(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls", "tokens_wasted", "num_seats", "chunk_tokens")
+    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls", "tokens_wasted", "num_running_slots", "chunk_tokens")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -170,7 +170,7 @@ class WorkerLoad(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_PULLS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_WASTED_FIELD_NUMBER: _ClassVar[int]
-    NUM_SEATS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_SLOTS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
@@ -184,9 +184,9 @@ class WorkerLoad(_message.Message):
     step: int
     num_pulls: int
     tokens_wasted: int
-    num_seats: int
+    num_running_slots: int
     chunk_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ..., num_seats: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ..., num_running_slots: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeUpdate(_message.Message):
     __slots__ = ("sequences", "load", "num_submits", "draining")
@@ -201,12 +201,12 @@ class DecodeUpdate(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., num_submits: _Optional[int] = ..., draining: bool = ...) -> None: ...
 
 class StartPrefill(_message.Message):
-    __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "reader_worker_id", "transport", "rate", "prefix_holders", "verify_every", "trace")
+    __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "consumer_worker_id", "transport", "rate", "prefix_holders", "verify_every", "trace")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
     FIRST_MISSING_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    READER_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    CONSUMER_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     RATE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HOLDERS_FIELD_NUMBER: _ClassVar[int]
@@ -216,29 +216,29 @@ class StartPrefill(_message.Message):
     request_id: str
     input: SequenceInput
     first_missing_block: int
-    reader_worker_id: str
+    consumer_worker_id: str
     transport: str
     rate: PairRate
     prefix_holders: _containers.RepeatedCompositeFieldContainer[PrefixHolder]
     verify_every: int
     trace: TraceContext
-    def __init__(self, lease_id: _Optional[str] = ..., request_id: _Optional[str] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., first_missing_block: _Optional[int] = ..., reader_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., rate: _Optional[_Union[PairRate, _Mapping]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., verify_every: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[str] = ..., request_id: _Optional[str] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., first_missing_block: _Optional[int] = ..., consumer_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., rate: _Optional[_Union[PairRate, _Mapping]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., verify_every: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ...) -> None: ...
 
 class HoldBlocks(_message.Message):
-    __slots__ = ("lease_id", "block_hashes", "first_missing_block", "reader_worker_id", "transport", "verify_every")
+    __slots__ = ("lease_id", "block_hashes", "first_missing_block", "consumer_worker_id", "transport", "verify_every")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     FIRST_MISSING_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    READER_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    CONSUMER_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     VERIFY_EVERY_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     first_missing_block: int
-    reader_worker_id: str
+    consumer_worker_id: str
     transport: str
     verify_every: int
-    def __init__(self, lease_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., first_missing_block: _Optional[int] = ..., reader_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., verify_every: _Optional[int] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., first_missing_block: _Optional[int] = ..., consumer_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., verify_every: _Optional[int] = ...) -> None: ...
 
 class PairRate(_message.Message):
     __slots__ = ("latency_s", "bytes_per_s")
@@ -398,7 +398,7 @@ class ListBlocksResponse(_message.Message):
     hashes: bytes
     def __init__(self, hashes: _Optional[bytes] = ...) -> None: ...
 
-class Contract(_message.Message):
+class KvCompatibility(_message.Message):
     __slots__ = ("model_fingerprint", "compute_dtype", "numerics", "block_size", "kv_dtype", "layout", "hash_version", "protocol_version", "tensor_parallel")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -421,18 +421,18 @@ class Contract(_message.Message):
     def __init__(self, model_fingerprint: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., hash_version: _Optional[int] = ..., protocol_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("worker_id", "epoch", "contract", "transports", "host")
+    __slots__ = ("worker_id", "epoch", "compatibility", "transports", "host")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
-    contract: Contract
+    compatibility: KvCompatibility
     transports: _containers.RepeatedScalarFieldContainer[str]
     host: HostIdentity
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., compatibility: _Optional[_Union[KvCompatibility, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ...) -> None: ...
 
 class HostIdentity(_message.Message):
     __slots__ = ("boot_id", "pid_namespace", "uid", "cma", "rdma", "ipc_namespace", "tcp")
@@ -453,22 +453,22 @@ class HostIdentity(_message.Message):
     def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., uid: _Optional[int] = ..., cma: bool = ..., rdma: bool = ..., ipc_namespace: _Optional[str] = ..., tcp: bool = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("worker_id", "epoch", "contract", "transports", "nixl_metadata", "pool", "host")
+    __slots__ = ("worker_id", "epoch", "compatibility", "transports", "nixl_metadata", "pool", "host")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
-    contract: Contract
+    compatibility: KvCompatibility
     transports: _containers.RepeatedScalarFieldContainer[str]
     nixl_metadata: bytes
     pool: bytes
     host: HostIdentity
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., nixl_metadata: _Optional[bytes] = ..., pool: _Optional[bytes] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., compatibility: _Optional[_Union[KvCompatibility, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., nixl_metadata: _Optional[bytes] = ..., pool: _Optional[bytes] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_s",)

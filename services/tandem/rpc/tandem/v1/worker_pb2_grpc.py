@@ -101,11 +101,11 @@ class WorkerServicer(object):
         """Decode worker -> prefill worker: one stream for each request, and the stream is the lease. All
         that the prefill worker holds for the request is freed when the stream closes.
 
-        reader: start ......................... release
-        source:   accepted, run..., prefilled ...        released | refused | heartbeat (any time)
+        consumer: start ......................... release
+        producer:   accepted, run..., prefilled ...        released | refused | heartbeat (any time)
 
-        `release` says that every read is done; it may come before `prefilled`. The source answers
-        `released` after `prefilled`. With `hold` instead of `start` nothing is computed: the source
+        `release` says that every read is done; it may come before `prefilled`. The producer answers
+        `released` after `prefilled`. With `hold` instead of `start` nothing is computed: the producer
         names what it has of a chain of blocks and keeps it for the lease (runs, then `held`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -141,7 +141,7 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Connect(self, request, context):
-        """A reader introduces itself before its first Prefill. Refused with FAILED_PRECONDITION and a
+        """A consumer introduces itself before its first Prefill. Refused with FAILED_PRECONDITION and a
         message naming the difference when the two could not exchange KV blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -1,0 +1,113 @@
+"""The engine process without a model: the real loop around a pool that is never computed.
+
+`python -m tandem_bench.engine_stand_in`, started by EngineLink. Of services/tandem/worker/
+engine_process.py all is real (ZeroMQ, messages, turns, reports, PoolBytes, transfer thread) but
+the engine: a sequence gets scattered blocks at once, and one for a peer is "prefilled" in a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.engine import Engine
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.types import (
+    EngineLoad,
+    FinalBlocks,
+    Mode,
+    Prefilled,
+    SequenceSpec,
+    StepReport,
+)
+from tandem.errors import InternalError
+from tandem.worker.engine_process.process import EngineProcess, main
+from tandem.worker.engine_process.settings import EngineSettings
+from tandem_bench.pool import fill, pool_memory
+from tandem_bench.sizes import layout_of, scattered
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOnly:
+    """What the engine process asks of a runner."""
+
+    kv: torch.Tensor
+    dtype_name: str = "bfloat16"
+    numerics_name: str = "fast"
+    kv_dtype_name: str = "bfloat16"
+
+
+class StandInEngine:
+    """What the engine process asks of an engine, for one sequence at a time."""
+
+    def __init__(self, layout: BlockLayout, order: list[int]) -> None:
+        """Each sequence gets the first blocks of `order`."""
+        self.layout = layout
+        self.max_model_len = layout.num_blocks * layout.block_size
+        self.max_tokens_per_step = self.max_model_len
+        self._order = order
+        self._tables: dict[str, list[int]] = {}
+        self._report = StepReport()
+        self._has_work = False
+
+    def add(self, spec: SequenceSpec) -> None:
+        num_blocks = -(-len(spec.token_ids) // self.layout.block_size)
+        table = self._order[:num_blocks]
+        if len(table) < num_blocks:
+            raise InternalError(f"{num_blocks} blocks do not fit a pool of {len(table)}")
+        self._tables[spec.sequence_id] = table
+        if spec.mode is Mode.PREFILL_ONLY:
+            self._report.final_blocks = [FinalBlocks(spec.sequence_id, 0, table)]
+            self._report.prefilled = [Prefilled(spec.sequence_id, 1)]
+            self._has_work = True
+
+    def remove(self, sequence_id: str, unsafe_blocks: list[int]) -> None:
+        self._tables.pop(sequence_id, None)
+
+    def block_ids(self, sequence_id: str) -> list[int]:
+        if sequence_id not in self._tables:
+            raise InternalError(f"no sequence {sequence_id} is here")
+        return self._tables[sequence_id]
+
+    def has_work(self) -> bool:
+        return self._has_work
+
+    def step(self, on_final: object) -> StepReport:
+        report, self._report = self._report, StepReport()
+        self._has_work = False
+        return report
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(num_awaiting_kv=len(self._tables), blocks_total=self.layout.num_blocks)
+
+    def unquarantine(self, block_ids: list[int]) -> None:
+        pass
+
+    def check_integrity(self) -> None:
+        pass
+
+
+class StandInProcess(EngineProcess):
+    """`engine.model` of the settings is one of sizes.MODELS; a producer's pool is filled."""
+
+    def _load(
+        self, settings: EngineSettings, load_ms: dict[str, float]
+    ) -> tuple[ModelRunner, Engine, str]:
+        torch.set_num_threads(settings.engine.num_threads)
+        assert settings.engine.num_blocks is not None
+        layout = layout_of(settings.engine.model, settings.engine.num_blocks)
+        is_producer = settings.worker_id == "source"
+        memory = pool_memory(layout, settings.pool_fd)
+        if is_producer:
+            fill(memory)
+        kv = torch.from_numpy(memory.reshape(-1)).view(torch.bfloat16).view(layout.shape)
+        order = scattered(layout.num_blocks, seed=1 if is_producer else 2)
+        engine = StandInEngine(layout, order)
+        return cast(ModelRunner, PoolOnly(kv)), cast(Engine, engine), "stand-in"
+
+
+if __name__ == "__main__":
+    main(StandInProcess)

@@ -1,0 +1,31 @@
+"""What the I/O processes of the gRPC bench share: their settings and their link to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.worker.engine_process.link import EngineLink
+from tandem.worker.engine_process.messages import Event
+
+TOKEN = "bench"
+RAW_SERVICE = "tandem.bench.Raw"
+RAW_METHOD = "Stream"
+ENGINE_MODULE = "tandem_bench.engine_stand_in"
+
+
+def worker_config(worker_id: str, model: str, num_blocks: int) -> WorkerConfig:
+    """Of a worker whose engine is the stand-in; `worker_id` is producer or consumer."""
+    return WorkerConfig(
+        role="prefill" if worker_id == "source" else "decode",
+        cluster=ClusterConfig(cluster_id="bench", redis_url="", token=TOKEN),
+        engine=EngineConfig(model=model, num_blocks=num_blocks, block_size=16),
+        transfer=TransferConfig(transport="grpc"),
+        worker_id=worker_id,
+    )
+
+
+def engine_link(
+    config: WorkerConfig, on_event: Callable[[Event], None] = lambda event: None
+) -> EngineLink:
+    return EngineLink(config, "1", on_event, engine_module=ENGINE_MODULE)

@@ -1,0 +1,222 @@
+"""`tandem bench index`, as a command of its own: `python -m tandem_bench.index`.
+
+The prefix tree in Redis through Tandem's client, from hashes to a depth for each worker, while
+another process publishes; beside it what simpler ways take in the same run:
+
+    match     one call of RedisIndex.match
+    exists    a key for each block, one pipeline of EXISTS; it tells no worker apart
+    radix     a radix tree in this process: what a router that shares with nobody has
+    memory    MemoryIndex, a dictionary in this process: the simulator's, and the check of `match`
+
+Each of them holds `--blocks` blocks in chains of 8,192, each with one holder (of EXISTS at most a
+million, whose keys take far more memory); the chains that are looked up have 1, 8 and 64 holders
+(64 are three shards). Look-ups take turns, and each is of a chain that is there whole, for a half,
+or not at all. `--blocks` may be given several times: each is a run with a server of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.errors import ConfigError
+from tandem.prefix_index.memory import MemoryIndex
+from tandem.prefix_index.redis import RedisIndex
+from tandem.store.client import connect
+from tandem_bench.index_publisher import BATCH_BLOCKS, READY, SILENT_S, random_chain
+from tandem_bench.index_trees import Trees, exists, fill, fill_others, hold
+from tandem_bench.radix_tree import RadixTree
+
+LOOKUP_BLOCKS = (32, 512, 8192)
+HOLDERS = (1, 8, 64)
+CHAINS_LOOKED_UP = 4
+GOALS_MS = {512: 0.3, 8192: 1.5}  # p50; p99 at most 4 times that
+CLUSTER_ID = "bench"
+MEMORY_BYTES_MAX = 8 << 30
+
+Lookup = Callable[[Sequence[bytes]], Awaitable[Any]]
+
+
+def main(
+    blocks: Annotated[
+        list[int] | None, typer.Option(min=1, help="in the tree; several: several runs [1000000]")
+    ] = None,
+    publish_rate: Annotated[int, typer.Option(help="blocks a second meanwhile")] = 100_000,
+    samples: Annotated[int, typer.Option(min=20, help="look-ups of each kind")] = 2000,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+) -> None:
+    """Measure look-ups and publishing of the prefix tree."""
+    console = Console(width=None if Console().is_terminal else 130)
+    results: dict[str, Any] = {
+        "machine": {
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+            "load_average_before": round(os.getloadavg()[0], 2),
+        },
+        "batch_blocks": BATCH_BLOCKS,
+        "goals_ms": GOALS_MS,
+        "runs": [],
+    }
+    for size in blocks or [1_000_000]:
+        with EmbeddedRedis(memory_bytes_max=MEMORY_BYTES_MAX) as server:
+            run = asyncio.run(measure(server.url, size, publish_rate, samples, console))
+        run["load_average"] = round(os.getloadavg()[0], 2)
+        results["runs"].append(run)
+        show(run, console)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(results, indent=1) + "\n")
+        console.print(f"written to {output}")
+
+
+async def measure(
+    url: str, blocks: int, publish_rate: int, samples: int, console: Console
+) -> dict[str, Any]:
+    redis = connect(url)
+    trees = Trees(
+        redis, RedisIndex(redis, CLUSTER_ID, silent_s=SILENT_S), MemoryIndex(), RadixTree()
+    )
+    try:
+        console.print(f"publishing {blocks:,} blocks", style="dim")
+        results: dict[str, Any] = {"blocks": blocks, "publish_rate": publish_rate}
+        results.update(await fill(redis, trees.index, blocks))
+        await fill_others(trees, blocks)
+        chains = {holders: await hold(trees, holders, CHAINS_LOOKED_UP) for holders in HOLDERS}
+        await trees.index.open()
+        publisher = await asyncio.to_thread(publish_meanwhile, url, publish_rate)
+        try:
+            results["rows"] = [
+                await row(trees, chains[holders], holders, length, samples)
+                for holders in HOLDERS
+                for length in LOOKUP_BLOCKS
+            ]
+        finally:
+            publisher.stdin.close()  # type: ignore[union-attr]
+            told = publisher.stdout.read() if publisher.stdout else ""
+            publisher.wait(30)
+        results["published_meanwhile_per_s"] = float(told.split()[-1])
+        return results
+    finally:
+        await redis.aclose()
+
+
+def publish_meanwhile(url: str, rate: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tandem_bench.index_publisher", url, CLUSTER_ID, str(rate)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdout is not None
+    if process.stdout.readline().strip() != READY:
+        raise ConfigError("the bench's publisher did not come up")
+    return process
+
+
+async def row(
+    trees: Trees, chains: list[list[bytes]], holders: int, length: int, samples: int
+) -> dict[str, Any]:
+    rng = random.Random(f"look-ups of {length}")
+    methods: dict[str, Lookup] = {
+        "match": trees.index.match,
+        "radix": trees.radix.match,
+        "memory": trees.memory.match,
+    }
+    if holders == 1:
+        methods["exists"] = lambda asked: exists(trees.redis, asked)
+    count = max(20, samples // (1 if length <= 512 else 4))
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for turn in range(-5, count):  # the first few warm up
+        asked = variant(rng, chains[turn % len(chains)][:length])
+        found = await timed(methods, asked, seconds, counts=turn >= 0)
+        if not found["match"] == found["memory"] == found["radix"]:
+            raise ConfigError("the tree and its twins in memory disagree")
+    figures = {name: percentiles(taken) for name, taken in seconds.items()}
+    return {"holders": holders, "blocks": length, "samples": count, **figures}
+
+
+def variant(rng: random.Random, chain: list[bytes]) -> list[bytes]:
+    """The chain as it is; or with another second half; or unknown from the start."""
+    kept = rng.choice([len(chain), len(chain), len(chain) // 2, 0])
+    return chain[:kept] + random_chain(rng, len(chain) - kept)
+
+
+async def timed(
+    methods: Mapping[str, Lookup],
+    asked: list[bytes],
+    seconds: dict[str, list[float]],
+    *,
+    counts: bool,
+) -> dict[str, Any]:
+    found = {}
+    for name, method in methods.items():
+        if name == "exists" and len(seconds[name]) >= 50:  # tens of milliseconds each
+            continue
+        began = time.perf_counter()
+        found[name] = await method(asked)
+        if counts:
+            seconds[name].append(time.perf_counter() - began)
+    return found
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {
+        "p50_ms": round(statistics.median(ordered) * 1e3, 3),
+        "p99_ms": round(ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))] * 1e3, 3),
+    }
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    rate = results["published_meanwhile_per_s"]
+    table = Table(
+        title=f"{results['blocks']:,} blocks, {rate:,.0f} blocks a second published meanwhile",
+        caption="p50 / p99, milliseconds",
+    )
+    for name in (
+        "holders",
+        "blocks",
+        "match",
+        "goal",
+        "EXISTS, pipelined",
+        "radix tree",
+        "in memory",
+    ):
+        table.add_column(name, justify="right")
+    for each in results["rows"]:
+        goal = GOALS_MS.get(each["blocks"])
+        table.add_row(
+            str(each["holders"]),
+            f"{each['blocks']:,}",
+            _cell(each["match"]),
+            f"{goal:g} / {4 * goal:g}" if goal else "",
+            _cell(each.get("exists")),
+            _cell(each["radix"]),
+            _cell(each["memory"]),
+        )
+    console.print(table)
+    console.print(
+        f"publishing alone: {results['publish_alone_per_s']:,} blocks a second; "
+        f"{results['bytes_a_block']} bytes a block"
+    )
+
+
+def _cell(figures: dict[str, float] | None) -> str:
+    return f"{figures['p50_ms']:.3f} / {figures['p99_ms']:.3f}" if figures else ""
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,61 @@
+"""Checks a spec before it enters an engine, against the model's context and the whole pool."""
+
+from __future__ import annotations
+
+from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.types import Mode, SequenceSpec
+from tandem.errors import BadRequest, ContextTooLong, NeverFits
+
+
+def check_spec(
+    spec: SequenceSpec, *, layout: BlockLayout, max_model_len: int, vocab_size: int
+) -> None:
+    """Raises BadRequest, ContextTooLong or NeverFits with what is allowed."""
+    num_tokens = len(spec.token_ids)
+    if not 1 <= spec.num_prompt_tokens <= num_tokens:
+        raise BadRequest(
+            f"num_prompt_tokens is {spec.num_prompt_tokens}; it must be at least 1 and at most "
+            f"the {num_tokens} tokens that were sent",
+            param="prompt",
+        )
+    if min(spec.token_ids) < 0 or max(spec.token_ids) >= vocab_size:
+        # Also of a text: a tokenizer may have added tokens that its model has no embedding of.
+        raise BadRequest(
+            f"token ids are from {min(spec.token_ids)} to {max(spec.token_ids)}; the model has "
+            f"those from 0 to {vocab_size - 1}",
+            param="prompt",
+        )
+    if spec.max_tokens < 1:
+        raise BadRequest(
+            f"max_tokens is {spec.max_tokens}; it must be at least 1", param="max_tokens"
+        )
+    if num_tokens > max_model_len - 1 and num_tokens == spec.num_prompt_tokens:
+        raise ContextTooLong(
+            f"the prompt has {num_tokens} tokens; the context is {max_model_len} tokens, so a "
+            f"prompt may have at most {max_model_len - 1}",
+            param="prompt",
+        )
+    if num_tokens > max_model_len:
+        raise ContextTooLong(
+            f"the sequence has {num_tokens} tokens; the context is {max_model_len} tokens"
+        )
+    _check_pool(spec, layout, max_model_len)
+
+
+def _check_pool(spec: SequenceSpec, layout: BlockLayout, max_model_len: int) -> None:
+    capacity = layout.num_blocks * layout.block_size
+    pool = f"{capacity} tokens ({layout.num_blocks} blocks of {layout.block_size})"
+    if spec.mode is Mode.PREFILL_ONLY:
+        if len(spec.token_ids) > capacity:
+            raise NeverFits(
+                f"the prompt has {len(spec.token_ids)} tokens; the KV pool holds {pool}",
+                param="prompt",
+            )
+        return
+    num_tokens = min(spec.num_prompt_tokens + spec.max_tokens, max_model_len)
+    if num_tokens > capacity:
+        raise NeverFits(
+            f"a prompt of {spec.num_prompt_tokens} tokens and max_tokens of {spec.max_tokens} "
+            f"can take {num_tokens} tokens; the KV pool holds {pool}",
+            param="max_tokens" if spec.num_prompt_tokens < capacity else "prompt",
+        )

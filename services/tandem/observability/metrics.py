@@ -1,0 +1,81 @@
+"""Metrics are declared here as tables; routers and workers share buckets and gauges.
+
+A class declares its metrics as a table, and each object of it has its own:
+
+class Requests(MetricSet):
+    ended = counter("tandem_requests", "Requests by outcome", "outcome")
+
+Requests(registry).ended.labels(outcome="stop").inc()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics import MetricWrapperBase
+
+# vLLM's, in seconds, so that dashboards can compare.
+_FAST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+TTFT_S = (*_FAST_S, 20, 40, 80, 160, 640)
+ITL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+E2E_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+M = TypeVar("M", bound=MetricWrapperBase)
+
+
+@dataclass(frozen=True)
+class Declared(Generic[M]):
+    """A metric of a MetricSet, which replaces it by one that is registered."""
+
+    kind: type[M]
+    name: str
+    text: str
+    labels: Sequence[str]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __get__(self, owner: object, owner_type: type | None = None) -> M:
+        raise AttributeError(f"{self.name} is only declared here")
+
+    def register(self, registry: CollectorRegistry, common: Mapping[str, str]) -> M:
+        names = [*common, *self.labels]
+        metric = self.kind(self.name, self.text, names, registry=registry, **self.options)
+        return metric.labels(**common) if common and not self.labels else metric
+
+
+def counter(name: str, text: str, *labels: str) -> Declared[Counter]:
+    return Declared(Counter, name, text, labels)
+
+
+def gauge(name: str, text: str, *labels: str) -> Declared[Gauge]:
+    return Declared(Gauge, name, text, labels)
+
+
+def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Declared[Histogram]:
+    """`buckets` are upper bounds, in the unit that the name ends with."""
+    return Declared(Histogram, name, text, labels, {"buckets": buckets})
+
+
+class MetricSet:
+    """Registers the metrics that its class declares, in that order."""
+
+    def __init__(
+        self, registry: CollectorRegistry, common: Mapping[str, str] | None = None
+    ) -> None:
+        """`common` are labels of every metric. One that has no others has them set already."""
+        for name, declared in vars(type(self)).items():
+            if isinstance(declared, Declared):
+                setattr(self, name, declared.register(registry, common or {}))
+
+
+def gauges(
+    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
+) -> GaugeMetricFamily:
+    """A family of gauges; each row has the values of the labels and that of the gauge."""
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family

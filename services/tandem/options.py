@@ -1,0 +1,222 @@
+"""Options: fields of frozen dataclasses, from which cyclopts makes command lines.
+
+    class EngineOptions(Options):
+        block_size: Positive = 16
+        \"\"\"Number of tokens in a KV block.\"\"\"
+
+An option is written once, as a field: its type has the allowed values, its docstring is the help
+text. The values are checked whenever an object is made. `docs/reference/options.md` and the chart's
+options are generated from the same fields (`make options`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import reduce
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from cyclopts import App, Argument, CycloptsError, Group, MissingArgumentError, Parameter, Token
+
+from tandem.errors import ConfigError
+
+T = TypeVar("T")
+
+_OPTIONS = Group("Options", sort_key=0)
+_arguments: dict[type[Any], tuple[Argument, ...]] = {}  # by class: to collect them takes 10 ms
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Allowed numbers or texts."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    pattern: str | None = None  # matched by the whole text
+
+    def fault(self, value: Any) -> str:
+        """Says which condition the value breaks; empty if it breaks none."""
+        if self.least is not None and not value >= self.least:  # written so that NaN fails
+            return f"be at least {self.least}"
+        if self.above is not None and not value > self.above:
+            return f"be above {self.above}"
+        if self.most is not None and not value <= self.most:
+            return f"be at most {self.most}"
+        if self.pattern is not None and not re.fullmatch(self.pattern, value):
+            return f"match {self.pattern}"
+        return "be a finite number" if value in (math.inf, -math.inf) else ""
+
+
+def option_name(field_name: str) -> str:
+    """Name of a field's option: without the unit, which the help text tells."""
+    return field_name.removesuffix("_s").replace("_", "-")
+
+
+def by_comma(metavar: str, convert: Callable[[str], Any]) -> Parameter:
+    """An option whose value is a list with commas. `convert` makes a tuple or a mapping of it."""
+
+    def converter(_: object, tokens: Sequence[Token]) -> Any:
+        return convert(tokens[-1].value)
+
+    return Parameter(
+        metavar=metavar,
+        converter=converter,
+        n_tokens=1,
+        accepts_keys=False,
+        negative=(),
+        show_default=False,
+    )
+
+
+def to_int(text: str) -> int:
+    """The whole number that a text says. Raises ValueError with a message for people."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f'"{text}" is no whole number') from None
+
+
+def _number_or_none(_: object, tokens: Sequence[Token]) -> int | None:
+    return to_int(tokens[-1].value) or None
+
+
+Count = Annotated[int, Bounds(least=0)]
+Positive = Annotated[int, Bounds(least=1)]
+Port = Annotated[int, Bounds(least=0, most=65535)]
+Text = Annotated[str, Parameter(show_default=False)]
+Name = Annotated[Text, Bounds(pattern="[A-Za-z0-9._-]*")]
+NotNegative = Annotated[float, Bounds(least=0)]
+Seconds = NotNegative
+PositiveSeconds = Annotated[float, Bounds(above=0)]
+# None is 0 on the command line.
+PositiveOrNone = Annotated[
+    int | None, Bounds(least=1), Parameter(converter=_number_or_none, show_default=lambda _: "0")
+]
+Switch = Annotated[bool, Parameter(negative=())]
+Constant = Annotated[T, Parameter(parse=False)]  # a setting that is no option
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Base of the settings: each value is checked against its type when an object is made."""
+
+    def __post_init__(self) -> None:
+        for argument in arguments(type(self)):
+            if len(argument.keys) == 1:
+                _check(argument, getattr(self, argument.keys[0]))
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Raises ConfigError if values that are right alone do not go together."""
+
+
+def read(made: type[T], program: str, argv: Sequence[str] | None = None) -> T:
+    """Settings from a command line. A wrong one ends the process: one line, status 2."""
+    try:
+        return parse(made, program, sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        print(f"{program}: {error.message}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def parse(made: type[T], program: str, argv: Sequence[str]) -> T:
+    """Settings from a command line. Raises ConfigError in one line, SystemExit after --help."""
+    app = make_app(made, program)
+    try:
+        command, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise ConfigError(_one_line(error)) from None
+    settings = command(*bound.args, **bound.kwargs)
+    if settings is None:  # the command was --help
+        raise SystemExit(0)
+    return settings  # type: ignore[no-any-return]
+
+
+def extended(settings: Options, made: type[T], **more: object) -> T:
+    """An object of a subclass: the values of `settings`, and more."""
+    return made(**{f.name: getattr(settings, f.name) for f in fields(settings)} | more)
+
+
+def to_argv(settings: Options) -> list[str]:
+    """Command line that makes equal settings. Options at their defaults are left out."""
+    line: list[str] = []
+    for argument in arguments(type(settings)):
+        value = reduce(getattr, argument.keys, settings)
+        if argument.parse and value != argument.field_info.default:
+            if isinstance(value, bool):
+                line.append(argument.name if value else argument.negatives[0])
+            else:
+                line += [argument.name, to_text(value)]
+    return line
+
+
+def to_text(value: Any) -> str:
+    """The value as it stands on a command line."""
+    if isinstance(value, Mapping):
+        value = [f"{key}={entry}" for key, entry in value.items()]
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return "0" if value is None else str(value)
+
+
+def make_app(made: type[Any], program: str = "") -> App:
+    """The command line of the settings. The docstring of the class is its description."""
+
+    def collect(settings: Any) -> Any:
+        return settings or made()
+
+    collect.__annotations__ = {"settings": Annotated[made, Parameter(name="*")]}
+    if all(f.default is not MISSING or f.default_factory is not MISSING for f in fields(made)):
+        collect.__annotations__ = {"settings": Annotated[made | None, Parameter(name="*")]}
+        collect.__defaults__ = (None,)
+    app = App(
+        name=program or made.__name__,
+        help=made.__doc__,
+        help_format="plaintext",
+        version_flags=(),
+        group_parameters=_OPTIONS,
+        # The last of several wins, as on most command lines.
+        default_parameter=Parameter(name_transform=option_name, allow_repeating=True),
+    )
+    app.default(collect)
+    app["--help"].group = _OPTIONS
+    return app
+
+
+def arguments(made: type[Any]) -> tuple[Argument, ...]:
+    """All settings of a class and of those inside it. `parse` is False for the constants."""
+    if made not in _arguments:
+        found = make_app(made).assemble_argument_collection(parse_docstring=False)
+        _arguments[made] = tuple(a for a in found if a.name != "*")
+    return _arguments[made]
+
+
+def choices(argument: Argument) -> tuple[str, ...]:
+    """Allowed words; empty if the option is no choice."""
+    return get_args(argument.hint) if get_origin(argument.hint) is Literal else ()
+
+
+def bounds(argument: Argument) -> Bounds:
+    """Allowed numbers or texts of a setting."""
+    found = get_args(argument.field_info.annotation)[1:]
+    return next((bound for bound in found if isinstance(bound, Bounds)), Bounds())
+
+
+def _check(argument: Argument, value: Any) -> None:
+    name = argument.name.removeprefix("--")
+    if (allowed := choices(argument)) and value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    if value is not None and (fault := bounds(argument).fault(value)):
+        shown = repr(value) if isinstance(value, str) else f"{value:g}"
+        raise ConfigError(f"{name} is {shown}; it must {fault}")
+
+
+def _one_line(error: CycloptsError) -> str:
+    if isinstance(error, MissingArgumentError) and error.argument and error.argument.children:
+        missing = [a.name for a in error.argument.children_recursive if a.required]
+        return f"{', '.join(missing)} must be given"
+    return " ".join(str(error).split())

@@ -1,0 +1,121 @@
+"""This module predicts how long a prompt takes somewhere, for all parts of the cluster. Pure.
+
+    |-- queue, or another wait --|-- pull of a prefix --|-- computing the rest --|
+
+The router's prices and its admission, a decode worker's choice between its peers and itself, a
+prefill worker's choice between pulling and computing, and the simulator ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from tandem.perf_model.rates import PairRate, PrefillRate, WorkerRates
+
+ASK_S = 2e-3  # a lease: opened, answered, released
+_HERE_MARGIN = 0.95  # of the best peer's time
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """A holder is a worker that has the first tokens of a prompt; `rate` is that of its blocks."""
+
+    num_tokens: int
+    rate: PairRate
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """These are the parts of a prompt's time at one worker, in seconds."""
+
+    queue_s: float  # the worker's queue, or a longer wait for something else
+    pull_s: float  # of the prefix that a holder has; 0: none is pulled
+    compute_s: float  # of the rest
+    start: int  # tokens that are not computed
+
+    @property
+    def total_s(self) -> float:
+        """The sum is the time until the prompt is computed."""
+        return self.queue_s + self.pull_s + self.compute_s
+
+
+def expect(
+    rates: WorkerRates,
+    num_tokens: int,
+    cached_tokens: int,
+    *,
+    queued_tokens: int = 0,
+    after_s: float = 0.0,
+    holders: Iterable[Holder] = (),
+    bytes_per_token: float = 0.0,
+) -> Expected:
+    """Predicts a prompt's prefill, begun after `after_s` at the earliest.
+
+    The prefix is pulled from the holder with which the prompt is there first, unless computing it
+    is as fast.
+    """
+    queue_s = queue_seconds(rates, queued_tokens) if queued_tokens else 0.0
+    if queue_s < after_s:
+        queue_s = after_s
+    lowest_s = prefill_seconds(rates, num_tokens, cached_tokens)
+    best = Expected(queue_s, 0.0, lowest_s, cached_tokens)
+    for holder in holders:
+        reached, pair = holder.num_tokens, holder.rate
+        if reached <= cached_tokens:
+            continue
+        pulled_bytes = (reached - cached_tokens) * bytes_per_token
+        pull_s = ASK_S + pair.latency_s + pulled_bytes / pair.bytes_per_s
+        if pull_s >= lowest_s:
+            continue
+        compute_s = prefill_seconds(rates, num_tokens, reached)
+        if pull_s + compute_s < lowest_s:
+            best = Expected(queue_s, pull_s, compute_s, reached)
+            lowest_s = pull_s + compute_s
+    return best
+
+
+def prefill_seconds(rates: WorkerRates, num_tokens: int, cached_tokens: int) -> float:
+    """Computing a prompt takes so long; its last token is never reused, as the next needs it."""
+    cached = cached_tokens if cached_tokens < num_tokens else max(0, num_tokens - 1)
+    return rates.prefill.seconds(num_tokens - cached, cached, rates.step_tokens)
+
+
+def queue_seconds(rates: WorkerRates, queued_tokens: int) -> float:
+    """Computing what is queued takes so long, as if nothing of it had any context."""
+    return rates.prefill.seconds(queued_tokens, 0, rates.step_tokens)
+
+
+def token_seconds(rates: WorkerRates) -> float:
+    """A prefilled token takes so long, with its share of a full step and without attention."""
+    return rates.prefill.token_s + rates.prefill.step_s / rates.step_tokens
+
+
+def beside_decode(rates: WorkerRates, chunk_tokens: int, num_running: int) -> WorkerRates:
+    """Prefill has these rates in chunks of at most `chunk_tokens` (0: a full step), each of which
+    also gives a token to every sequence that decodes there."""
+    chunk = min(rates.step_tokens, chunk_tokens or rates.step_tokens)
+    step_s, token_s, token_context_s = msgspec.structs.astuple(rates.prefill)
+    token_s += rates.decode.sequence_s * num_running / chunk
+    prefill = PrefillRate(step_s, token_s, token_context_s)
+    return msgspec.structs.replace(rates, prefill=prefill, step_tokens=chunk)
+
+
+def is_faster_here(here_s: float, there_s: float) -> bool:
+    """A decode worker prefills itself only if that is clearly faster than the best peer, because it
+    is there to decode."""
+    return here_s < _HERE_MARGIN * there_s
+
+
+def likely_rates(
+    told: Iterable[WorkerRates], by: Callable[[WorkerRates], float] = token_seconds
+) -> WorkerRates | None:
+    """The answer is the rates in the middle of those that were measured; None while none were."""
+    known = sorted((rates for rates in told if rates.measured), key=by)
+    return known[(len(known) - 1) // 2] if known else None
+
+
+def believed(told: WorkerRates, likely: WorkerRates | None) -> WorkerRates:
+    """A worker is believed to have these rates; without a measurement it is like the others."""
+    if told.measured or likely is None:
+        return told
+    return msgspec.structs.replace(told, prefill=likely.prefill, measured=True)

@@ -1,0 +1,87 @@
+"""The few numbers that say how fast a worker is: plain data, as workers tell it in their records.
+
+    prefill   step_s a step + token_s a token + token_context_s for each token and each token before
+              it, in steps of the scheduler's budget
+    decode    step_s a step + sequence_s for each sequence in it
+    pull      latency_s + bytes / bytes_per_s
+
+The engine fits them to its steps (`step_time.py`), and `predict.py` answers how long something
+would take. Where nothing was measured yet the defaults are a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+
+class PrefillRate(msgspec.Struct, frozen=True):
+    """Seconds that prefill costs. The defaults are a small model on a CPU."""
+
+    step_s: float = 5e-3
+    token_s: float = 1e-3
+    token_context_s: float = 1e-7
+
+    def seconds(self, num_tokens: int, context: int = 0, step_tokens: int = 512) -> float:
+        """Seconds of `num_tokens` tokens that follow `context` others, `step_tokens` a step.
+
+        The answer is never shorter for more tokens, a longer context or a smaller step.
+        """
+        if num_tokens <= 0:
+            return 0.0
+        return (
+            -(-num_tokens // (step_tokens or 1)) * self.step_s
+            + num_tokens * self.token_s
+            + num_tokens * (2 * context + num_tokens - 1) / 2 * self.token_context_s
+        )
+
+
+class DecodeRate(msgspec.Struct, frozen=True):
+    """Seconds of one decode step: each of its sequences gets one token."""
+
+    step_s: float = 1e-2
+    sequence_s: float = 1e-3
+
+    def seconds(self, num_sequences: int) -> float:
+        return self.step_s + self.sequence_s * max(0, num_sequences)
+
+
+class PairRate(msgspec.Struct, frozen=True):
+    """Speed of blocks from one worker to another over one transport."""
+
+    transport: str  # "nixl" or "grpc"
+    latency_s: float  # of the smallest pull
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + (num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0)
+
+
+class WorkerRates(msgspec.Struct, frozen=True):
+    """A worker's engine measures these numbers, and its record tells them to all others."""
+
+    prefill: PrefillRate = PrefillRate()
+    decode: DecodeRate = DecodeRate()
+    step_tokens: int = 512  # token budget of a step
+    block_bytes: int = 0  # of one KV block
+    measured: bool = False  # False: the defaults, nothing was seen yet
+
+
+DEFAULT_PREFILL = PrefillRate()
+DEFAULT_DECODE = DecodeRate()
+# First guesses, on the cautious side, until a pair has measured itself.
+DEFAULT_PAIRS: Mapping[str, PairRate] = MappingProxyType(
+    {"nixl": PairRate("nixl", 2e-3, 1e9), "grpc": PairRate("grpc", 4e-3, 3e8)}
+)
+
+
+def default_pair(transport: str) -> PairRate:
+    """A pair that has measured nothing gets a guess; an unknown transport gets the slower one."""
+    return DEFAULT_PAIRS.get(transport, DEFAULT_PAIRS["grpc"])
+
+
+def token_contexts(num_tokens: int, context: int) -> int:
+    """Tokens before each of `num_tokens` tokens that follow `context` others, summed."""
+    return num_tokens * context + num_tokens * (num_tokens - 1) // 2

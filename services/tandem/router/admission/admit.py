@@ -1,0 +1,55 @@
+"""Decides whether a request is taken now, or refused early with the time to wait. Pure.
+
+The router and the simulator both decide by `admit`. A request that would come too late anyway only
+makes those behind it late too. Its time to first token is predicted (`predict.py`), corrected by
+what came of earlier predictions (`calibration.py`), and compared with what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tandem.router.admission.calibration import Calibration, Promise
+from tandem.router.admission.predict import TtftLimit, allowed_s, expected_ttft_s
+from tandem.router.placement.choose import Placement, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A decision says whether the request is taken, or by how much it would come too late."""
+
+    late_s: float  # by which the first token would come too late; 0: the request is taken
+    promise: Promise | None = None  # to be kept with a request that is taken, if it may teach
+
+    @property
+    def is_admitted(self) -> bool:
+        """True when the first token is expected in time, or when nothing is known."""
+        return not self.late_s
+
+
+def admit(
+    work: Work,
+    placement: Placement,
+    limit: TtftLimit,
+    calibration: Calibration,
+    *,
+    ahead_s: float,
+    completion_tokens: float,
+    now: float,
+) -> Decision:
+    """Decides on a placed request. Nobody is refused for a guess: without measured rates all are
+    taken.
+
+    `ahead_s` is how long the request waits in the router first, `completion_tokens` is the mean
+    of a request's output tokens (0: not known), and `now` is any clock in seconds.
+    """
+    factor, margin = calibration.factor, calibration.margin
+    most_s = allowed_s(work, placement, limit, slower=factor, margin=margin)
+    if most_s == math.inf:
+        return Decision(0.0)
+    predicted_s = ahead_s + expected_ttft_s(work, placement, completion_tokens=completion_tokens)
+    late_s = factor * predicted_s - most_s
+    if late_s > 0:
+        return Decision(late_s)
+    return Decision(0.0, calibration.promise(predicted_s, limit.seconds(work.num_tokens), now))

@@ -1,0 +1,114 @@
+"""The admission controller: it refuses requests early, and has tenants take turns at the workers.
+
+Both depend on the load that workers report. While Redis is lost, prefill workers cannot report:
+then every request goes at once, as the workers' own bounds allow.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tandem.config import RouterConfig
+from tandem.errors import Overloaded
+from tandem.router.admission.admit import admit
+from tandem.router.admission.calibration import Calibration, Promise
+from tandem.router.admission.capacity import QUEUED_MAX_S, has_capacity, work_s
+from tandem.router.admission.predict import OWN_TIMES, TtftLimit
+from tandem.router.admission.tenant_queues import TenantQueues
+from tandem.router.metrics.router import Metrics
+from tandem.router.placement.choose import Placement, Work
+from tandem.router.workers.cluster_view import ClusterView
+
+log = logging.getLogger(__name__)
+
+
+class AdmissionController:
+    """Admits and refuses requests; each router has one."""
+
+    def __init__(self, config: RouterConfig, view: ClusterView, metrics: Metrics) -> None:
+        self._view = view
+        self._metrics = metrics
+        self._calibration = Calibration()
+        self._limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
+        self._tenant_queues: TenantQueues | None = None
+        if config.trust_tenant_header:
+            self._tenant_queues = TenantQueues(
+                self._has_capacity, waiting_max=config.hold_requests_max
+            )
+            view.listen(self._tenant_queues.let_go)
+
+    def must_wait(self) -> bool:
+        """Returns whether a request that came now would wait for its tenant's turn."""
+        return self._tenant_queues is not None and self._tenant_queues.must_wait()
+
+    def admit(self, work: Work, placement: Placement, *, tenant: str) -> Promise | None:
+        """Admits a request, once. Raises Overloaded if its first token would come too late."""
+        demand = self._metrics.demand
+        demand.asked(placement.prefill_s(work))
+        if not self._limit.base_s or self._view.redis_state != "ok":
+            return None
+        decision = admit(
+            work,
+            placement,
+            self._limit,
+            self._calibration,
+            ahead_s=self._ahead_s(tenant),
+            completion_tokens=demand.output_tokens_mean,
+            now=time.monotonic(),
+        )
+        if decision.is_admitted:
+            return decision.promise
+        late_s, limit_s = decision.late_s, self._limit.seconds(work.num_tokens)
+        log.info("refused: %d s late by %s", math.ceil(late_s), placement.reason)
+        raise Overloaded(
+            f"all workers are busy: the first token is not to be expected within {limit_s:g} s; "
+            f"try again in {math.ceil(late_s)} s",
+            retry_after_s=late_s,
+        )
+
+    def note_first_token(self, promise: Promise) -> None:
+        """Notes the first token of a request that was admitted with this promise."""
+        self._calibration = self._calibration.kept(promise, time.monotonic())
+
+    @asynccontextmanager
+    async def turn(
+        self, tenant: str, *, tokens_missing: int, completion_max: int
+    ) -> AsyncIterator[None]:
+        """Waits for the tenant's turn, if tenants take turns; the body submits the request."""
+        if self._tenant_queues is None:
+            yield
+            return
+        workers = self._view.roster().by_id.values()
+        self._metrics.requests_pending.inc()
+        is_pending = True
+        try:
+            cost = work_s(workers, tokens_missing, completion_max)
+            async with self._tenant_queues.turn(tenant, cost):
+                self._metrics.requests_pending.dec()
+                is_pending = False
+                yield
+        finally:
+            if is_pending:
+                self._metrics.requests_pending.dec()
+
+    def _has_capacity(self) -> bool:
+        workers = self._view.roster().by_id.values()
+        told = self._view.redis_state == "ok"
+        return not told or has_capacity(workers, queued_max_s=self._queued_max_s())
+
+    def _queued_max_s(self) -> float:
+        """Queue bound in seconds, below what is refused: else no request would wait for a turn."""
+        if not self._limit.base_s:
+            return QUEUED_MAX_S
+        refused_s = self._calibration.margin * self._limit.base_s / self._calibration.factor
+        return min(QUEUED_MAX_S, refused_s / 2)
+
+    def _ahead_s(self, tenant: str) -> float:
+        if self._tenant_queues is None:
+            return 0.0
+        num_usable = sum(w.usable for w in self._view.roster().by_id.values())
+        return self._tenant_queues.cost_ahead(tenant) / max(1, num_usable)

@@ -1,0 +1,97 @@
+"""Decides what becomes of a request whose worker refused it, was lost under it, or leaves.
+
+Raises what its client gets when it may not migrate any more; the bounds are in migration_budget.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from tandem.errors import NeverFits, NoWorkers, QueueFull, TandemError, WorkerLeft, WorkerLost
+from tandem.router.metrics.router import Metrics
+from tandem.router.request.job import Job
+from tandem.router.request.migration_budget import (
+    LOSSES_MAX,
+    MIGRATION_REASONS,
+    MigrationBudget,
+    MigrationReason,
+)
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_DEFAULT_S = 1.0
+# What a worker answers that does not take the request: another one may.
+REFUSALS = (QueueFull, NoWorkers, NeverFits)
+
+
+class Migrations:
+    """Counts the migrations and lost workers of all requests of a router."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        for reason in MIGRATION_REASONS:
+            metrics.migrations.labels(reason=reason)  # 0 before the first one
+        self.budget = MigrationBudget()
+
+    def note_refusal(self, job: Job, error: TandemError) -> None:
+        routing = job.routing
+        assert routing.routed is not None
+        routing.refused.add(routing.routed.placement.decode.epoch)
+        if isinstance(error, QueueFull):
+            after_s = error.retry_after_s or RETRY_AFTER_DEFAULT_S
+            routing.retry_after_s = min(after_s, routing.retry_after_s or after_s)
+        if isinstance(error, NeverFits):
+            routing.never_fits = error
+        if job.progress.output_token_ids and routing.homeless_since is None:
+            routing.homeless_since = time.monotonic()
+        self._metrics.refusals.labels(code=error.code).inc()
+
+    def note_loss(self, job: Job, error: WorkerLost) -> None:
+        """Lets the request migrate, or raises WorkerLost."""
+        is_crash = not isinstance(error, WorkerLeft)
+        if is_crash and (why_not := self._count_loss(job)):
+            raise lost_for_good(job, f"{error.message}; {why_not}") from error
+        job.routing.homeless_since = time.monotonic()
+        self.note_migration(job, "crash" if is_crash else "drain", error.message)
+
+    def note_migration(self, job: Job, reason: MigrationReason, why: str) -> None:
+        job.progress.num_migrations += 1
+        self._metrics.migrations.labels(reason=reason).inc()
+        level = logging.WARNING if reason == "crash" else logging.INFO
+        num_output_tokens, about = (
+            len(job.progress.output_token_ids),
+            {"request_id": job.request_id},
+        )
+        said = "request %s migrates with %d tokens: %s"
+        log.log(level, said, job.request_id, num_output_tokens, why, extra=about)
+
+    def may_ask_another(self, job: Job, failure: TandemError) -> bool:
+        """Returns whether to ask another worker after one did not take a request that may stay."""
+        if isinstance(failure, REFUSALS):
+            self.note_refusal(job, failure)
+            return True
+        if isinstance(failure, WorkerLeft):
+            return True
+        return isinstance(failure, WorkerLost) and not self._count_loss(job)
+
+    def _count_loss(self, job: Job) -> str:
+        """Counts a lost worker; returns why the request may not migrate again; empty if it may."""
+        progress = job.progress
+        if progress.num_lost < LOSSES_MAX:  # else its worker told of the last one already
+            progress.num_lost += 1
+        if progress.num_lost == LOSSES_MAX:
+            return "no request may lose more"
+        if not self.budget.take(time.monotonic()):
+            return "and too many requests have migrated in the last minute"
+        return ""
+
+
+def lost_for_good(job: Job, why: str) -> WorkerLost:
+    count = job.progress.num_lost
+    workers = "1 worker was" if count == 1 else f"{count} workers were"
+    return WorkerLost(
+        f"{workers} lost under this request after {len(job.progress.output_token_ids)} tokens: "
+        f"{why}",
+        retry_after_s=RETRY_AFTER_DEFAULT_S,
+    )

@@ -1,0 +1,49 @@
+"""Requests that wait here for a usable decode worker, bounded in number and time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tandem.config import RouterConfig
+from tandem.errors import NoWorkers
+from tandem.router.metrics.router import Metrics
+from tandem.router.workers.cluster_view import ClusterView
+
+_RETRY_AFTER_S = 1.0
+
+
+class PendingQueue:
+    """The pending queue of a router."""
+
+    def __init__(self, config: RouterConfig, view: ClusterView, metrics: Metrics) -> None:
+        self._config = config
+        self._view = view
+        self._metrics = metrics
+        self.num_pending = 0
+
+    async def wait(self, refused: frozenset[str], *, is_begun: bool) -> None:
+        """Waits for a usable decode worker. Raises NoWorkers after too long, or for too many.
+
+        An answer that was begun is not given up for want of room here. `refused`: epochs of
+        workers that need not be waited for.
+        """
+        if not is_begun and self.num_pending >= self._config.hold_requests_max:
+            raise NoWorkers(
+                f"no decode worker is ready and {self.num_pending} requests wait for one already",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        deadline_s = self._config.hold_deadline_s
+        self.num_pending += 1
+        self._metrics.requests_pending.inc()
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not self._view.has_decode_worker(refused):
+                    await self._view.wait_change()
+        except TimeoutError:
+            raise NoWorkers(
+                f"no decode worker was ready within {deadline_s:g} s",
+                retry_after_s=_RETRY_AFTER_S,
+            ) from None
+        finally:
+            self.num_pending -= 1
+            self._metrics.requests_pending.dec()

@@ -1,0 +1,29 @@
+"""The pools as the autoscaler sees them, from what placement sees of their workers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median_high
+
+from tandem.autoscaler.demand import PoolSeen
+from tandem.perf_model.predict import likely_rates, queue_seconds
+from tandem.perf_model.rates import DecodeRate, WorkerRates
+from tandem.router.placement.costs import WorkerSnapshot
+
+
+def see_pool(role: str, workers: Iterable[WorkerSnapshot], *, wanted: int) -> PoolSeen:
+    """Observes a pool. `wanted` is its target size; workers may still be starting or draining."""
+    ready = [w for w in workers if w.role == role and w.usable]
+    return PoolSeen(
+        wanted=wanted,
+        num_ready=len(ready),
+        queued_s=sum(queue_seconds(w.rates, w.queued_tokens) for w in ready),
+        num_waiting=sum(w.num_waiting for w in ready),
+        kv_use=median_high(w.kv_use for w in ready) if ready else 0.0,
+    )
+
+
+def likely_decode(workers: Iterable[WorkerSnapshot]) -> DecodeRate:
+    """The decode rate in the middle of those that were measured; a guess before."""
+    told = (w.rates for w in workers if w.role == "decode")
+    return (likely_rates(told, by=lambda rates: rates.decode.sequence_s) or WorkerRates()).decode

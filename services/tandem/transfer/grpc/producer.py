@@ -1,0 +1,77 @@
+"""Bytes of blocks for consumers without NIXL, and bytes to measure a pair with.
+
+A consumer gets blocks that a live lease has announced to it, and nothing else. A block is copied
+once here, from the pool into a message of gRPC; the lease is looked at anew for each message, so
+that nothing is read once the stream has ended and the engine may have reused the blocks.
+
+Not more than one message of a call is here at a time: gRPC takes the next when its peer has room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from tandem.rpc.block_bytes import encode
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.transfer.grpc.reservations import PoolOwner
+
+MESSAGE_BYTES = 1 << 20  # about; whole blocks, at least one
+PROBE_BYTES_MAX = 64 << 20
+
+
+class BlockServer:
+    """FetchBlocks and Probe; both yield messages that `encode` made."""
+
+    def __init__(
+        self,
+        owner: PoolOwner,
+        lent: Callable[[str], list[int] | None],
+        on_served: Callable[[int], None],
+        *,
+        block_bytes: int,
+    ) -> None:
+        """`lent` names the blocks that a lease announced, in one list until it ends; then None.
+
+        `on_served` hears the bytes of each message.
+        """
+        self._owner = owner
+        self._lent = lent
+        self._on_served = on_served
+        self._blocks_a_message = max(1, round(MESSAGE_BYTES / block_bytes))
+
+    async def fetch(self, request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
+        """The blocks in the order asked for, whole blocks a message."""
+        lease_id = request.lease_id
+        lent = self._lent(lease_id)
+        if lent is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no lease {lease_id} is open")
+        assert lent is not None, "abort raises"
+        if not set(lent).issuperset(request.block_ids):
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED, "the lease did not announce these blocks"
+            )
+        for first in range(0, len(request.block_ids), self._blocks_a_message):
+            block_ids = request.block_ids[first : first + self._blocks_a_message]
+            blocks = await self._owner.pool.read(lease_id, block_ids)
+            if self._lent(lease_id) is not lent:
+                await context.abort(grpc.StatusCode.ABORTED, "the lease has ended")
+            message = encode(blocks)
+            self._on_served(len(message))
+            yield message
+
+    async def probe(self, request: pb.ProbeRequest, context: Any) -> AsyncIterator[bytes]:
+        """Bytes that mean nothing, in messages of the size that blocks come in."""
+        if request.num_bytes > PROBE_BYTES_MAX:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"a probe has at most {PROBE_BYTES_MAX} bytes, not {request.num_bytes}",
+            )
+        zeros = bytes(min(request.num_bytes, MESSAGE_BYTES))
+        whole = encode([zeros])
+        for _ in range(request.num_bytes // MESSAGE_BYTES):
+            yield whole
+        if rest := request.num_bytes % MESSAGE_BYTES:
+            yield encode([zeros[:rest]])

@@ -1,0 +1,151 @@
+"""Blocks of one peer by gRPC, on connections apart from the one that carries leases and tokens.
+
+gRPC's channels of one process share a connection to the same address, unless each has a pool of
+subchannels of its own; then a large message on one of them delays no small one on another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import grpc.aio
+
+from tandem.config import TransferConfig
+from tandem.errors import LeaseLost
+from tandem.rpc.auth import token_metadata
+from tandem.rpc.block_bytes import FETCH_BLOCKS, PROBE, decode
+from tandem.rpc.channels import close_soon, foreign_cancellation_raises
+from tandem.rpc.options import BULK_CHANNEL_OPTIONS
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.transfer.grpc.reservations import PoolOwner, Reservation
+from tandem.transfer.protocol import PROBE_BYTES, BlockPull
+
+log = logging.getLogger(__name__)
+
+STREAMS_MAX = 2  # of one peer, each on a connection of its own
+_STREAM_BYTES_MIN = 8 << 20  # of one stream, when a pull goes by several
+# Sizes of the probes. The first one opens the connection, too, and is not measured.
+_PROBES = (1, 1, 256 << 10, PROBE_BYTES, PROBE_BYTES)
+_SLOW_PROBE_S = 0.2  # after one that took longer no larger one is made
+
+
+class GrpcTransport:
+    """The bytes come by `FetchBlocks`. A connection is opened when it is first used."""
+
+    name = "grpc"
+
+    def __init__(
+        self, worker_id: str, address: str, owner: PoolOwner, config: TransferConfig, token: str
+    ) -> None:
+        self._worker_id = worker_id
+        self._address = address
+        self._owner = owner
+        self._config = config
+        self._metadata = token_metadata(token)
+        self._channels: dict[int, grpc.aio.Channel] = {}
+
+    async def connect(self, offer: pb.ConnectResponse) -> list[tuple[int, float]]:
+        """A pair whose probe fails keeps gRPC: it was introduced over it, after all."""
+        took: list[tuple[int, float]] = []
+        try:
+            for num_bytes in _PROBES:
+                took.append((num_bytes, await self.probe(num_bytes)))
+                if took[-1][1] > _SLOW_PROBE_S:
+                    break
+        except LeaseLost as error:
+            log.info("no more gRPC probes of %s: %s", self._worker_id, error)
+        return took[1:]
+
+    async def probe(self, num_bytes: int) -> float:
+        """Returns the seconds that so many bytes take, over what blocks come over.
+
+        Raises LeaseLost.
+        """
+        request = pb.ProbeRequest(num_bytes=num_bytes)
+        started = time.monotonic()
+        received = 0
+        try:
+            call = self._call(0, PROBE, request, self._config.connect_deadline_s)
+            async for message in call:
+                received += len(decode(message))
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, ValueError) as error:
+            raise LeaseLost(f"a probe failed: {_describe(error)}") from None
+        if received != num_bytes:
+            raise LeaseLost(f"a probe brought {received} bytes, not {num_bytes}")
+        return time.monotonic() - started
+
+    async def pull(self, pull: BlockPull) -> float:
+        started = time.monotonic()
+        if self._config.delay_s:
+            await asyncio.sleep(self._config.delay_s)
+        blocks = self._owner.reservations.open(pull.sequence_id, pull.local_block_ids)
+        try:
+            async with asyncio.TaskGroup() as streams:
+                for number, part in enumerate(self._parts(len(pull.local_block_ids))):
+                    request = pb.FetchBlocksRequest(
+                        lease_id=pull.lease_id,
+                        block_ids=pull.producer_block_ids[part.start : part.stop],
+                    )
+                    call = self.fetch(number, request, pull.deadline_s)
+                    streams.create_task(self._receive(call, blocks, part))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._owner.reservations.close(blocks)
+        return time.monotonic() - started
+
+    def fetch(self, stream: int, request: pb.FetchBlocksRequest, deadline_s: float) -> Any:
+        """A call of FetchBlocks whose messages are bytes (services/tandem/rpc/block_bytes.py)."""
+        return self._call(stream, FETCH_BLOCKS, request, deadline_s)
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            close_soon(channel)
+        self._channels.clear()
+
+    def _parts(self, num_blocks: int) -> list[range]:
+        """The blocks of each stream."""
+        wanted = num_blocks * self._owner.pool.block_bytes // _STREAM_BYTES_MIN
+        size = -(-num_blocks // max(1, min(STREAMS_MAX, wanted, num_blocks)))
+        return [range(first, min(first + size, num_blocks)) for first in range(0, num_blocks, size)]
+
+    async def _receive(self, call: Any, blocks: Reservation, part: range) -> None:
+        """Writes what comes into the pool, message by message."""
+        first = part.start
+        pool = self._owner.pool
+        closed = LeaseLost(f"the connection to {self._worker_id} was closed")
+        try:
+            with foreign_cancellation_raises(closed):
+                async for message in call:
+                    data = decode(message)
+                    num_blocks = len(data) // pool.block_bytes
+                    if not num_blocks or first + num_blocks > part.stop:
+                        raise LeaseLost(f"{self._worker_id} sent bytes that are not the blocks")
+                    pool.write(blocks, first, data)
+                    first += num_blocks
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, ValueError) as error:
+            raise LeaseLost(f"bytes from {self._worker_id}: {_describe(error)}") from None
+        finally:
+            call.cancel()
+        if first != part.stop:
+            raise LeaseLost(f"{self._worker_id} sent {part.stop - first} blocks too few")
+
+    def _call(self, stream: int, method: str, request: Any, deadline_s: float) -> Any:
+        channel = self._channels.get(stream)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(self._address, options=BULK_CHANNEL_OPTIONS)
+            self._channels[stream] = channel
+        call = channel.unary_stream(
+            method, request_serializer=type(request).SerializeToString, response_deserializer=None
+        )
+        return call(request, timeout=deadline_s, metadata=self._metadata)
+
+
+def _describe(error: BaseException) -> str:
+    """A failed call, for a message."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return repr(error)

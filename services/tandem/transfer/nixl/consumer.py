@@ -1,0 +1,368 @@
+"""KV blocks read over NIXL from peers' pools.
+
+The consumer is an agent of its own, apart from the producer that peers read (source.py), because
+a read cannot be taken back: one that was given up still writes when a stopped peer wakes, even
+after its handle was released and the peer removed. Only destroying the consumer's agent ends it,
+and the metadata that peers hold of the producer stays good.
+
+    submit --> NixlPull advances --> DONE
+                    `--error, deadline, cancel, disconnect--> FAILED; its reads under way are
+                       fenced (fence.py) until they end by themselves or the agent is made anew
+
+Who frees what: the engine frees local blocks of a DONE pull when it likes; those of a FAILED pull
+it quarantines, until the consumer names them in `unfenced`.
+
+An agent is made, and a peer's metadata loaded, when first needed, and again after a renewal
+(instance.py), where peers are joined again at once. Nothing moves by itself: `poll` makes
+the progress.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.backoff import Backoff, doubling
+from tandem.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Incompatible,
+    QueueFull,
+    TandemError,
+    WorkerLost,
+)
+from tandem.transfer.nixl.fence import Fence
+from tandem.transfer.nixl.instance import AgentInstance, logged
+from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
+from tandem.transfer.nixl.piece_size import PIECE_S, PieceSize
+from tandem.transfer.nixl.pull import NixlPull, Read, is_done
+from tandem.transfer.nixl.ucx_mode import UcxMode
+from tandem.transfer.protocol import PROBE_BYTES
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 0.5  # for given-up reads to end by themselves; making the consumer anew takes 20 ms
+PATIENCE_S = 10.0  # with given-up reads; then new pulls wait until the consumer is made anew
+RECOVER_S = 10.0  # for which the consumer may not be made anew before the process is given up
+_BACKOFF_MIN_S = 50e-6
+_BACKOFF_MAX_S = 1e-3
+_BACKOFF_FENCED_S = 10e-3  # when only given-up reads are left
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    metadata: bytes
+    pool: RemotePool
+
+
+class NixlConsumer:
+    """All methods are called from the transfer thread only."""
+
+    def __init__(
+        self,
+        pool: LocalPool,
+        agent_name: str,
+        *,
+        mode: UcxMode | None,
+        quarantine_blocks_max: int,
+        delay_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`delay_s` holds the completion of each pull back by that long, for tests."""
+        self._pool = pool
+        self._block_bytes = pool.layout.block_bytes
+        self._num_blocks = pool.layout.num_blocks
+        self._scratch_blocks = max(1, PROBE_BYTES // self._block_bytes)
+        self._scratch = ctypes.create_string_buffer(self._scratch_blocks * self._block_bytes)
+        self._agent_name = agent_name
+        self._mode = mode
+        self._delay_s = delay_s
+        self._clock = clock
+        self._instance: AgentInstance | None = None
+        self._fence = Fence(
+            blocks_max=quarantine_blocks_max, grace_s=GRACE_S, patience_s=PATIENCE_S
+        )
+        self._peers: dict[str, _Peer] = {}
+        self._pulls: dict[str, NixlPull] = {}
+        self._to_rejoin: list[str] = []  # peers that a new agent has not loaded yet
+        self._given_up: dict[int, tuple[str, Read]] = {}  # the fence's number -> peer's agent, read
+        self._results: list[PullResult] = []
+        self._unfenced: list[int] = []
+        self._backoff = Backoff(doubling(_BACKOFF_MIN_S, _BACKOFF_MAX_S))
+        self._backoff_s = 0.0
+        self._piece_size = PieceSize()
+        self._unmade: tuple[float, str] | None = None  # no agent can be made: since when, why
+
+    def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
+        """Makes a peer readable and reads nothing yet. Raises TandemError when it cannot."""
+        if pool.block_bytes != self._block_bytes:
+            raise Incompatible(
+                f"{peer_id} has blocks of {pool.block_bytes} bytes, here of {self._block_bytes}"
+            )
+        known = self._peers.get(peer_id)
+        if known is not None and known.metadata != metadata:
+            self.disconnect(peer_id)
+        self._made().load(metadata, pool)
+        self._peers[peer_id] = _Peer(metadata, pool)
+
+    def probe(self, pull_id: str, peer_id: str, num_blocks: int, deadline_s: float) -> None:
+        """Starts a pull of a few blocks into scratch memory, to see that the peer can be read.
+
+        It moves at most PROBE_BYTES, but always one block.
+        """
+        peer = self._peers.get(peer_id)
+        there = peer.pool.num_blocks if peer is not None else 1
+        block_ids = list(range(max(1, min(num_blocks, self._scratch_blocks, there))))
+        pull = Pull(pull_id, peer_id, block_ids, [], deadline_s)
+        try:
+            self._begin(pull)
+        except TandemError as error:
+            self._refuse(pull, error, safe_blocks=[])
+
+    def disconnect(self, peer_id: str) -> None:
+        """Forgets a peer; pulls from it that are under way end FAILED."""
+        peer = self._peers.pop(peer_id, None)
+        if peer is None:
+            return
+        for active in [each for each in self._pulls.values() if each.pull.peer_id == peer_id]:
+            self._give_up(active, WorkerLost(f"{peer_id} was disconnected"), "disconnected")
+        self._unload_strays()
+
+    def submit(self, pull: Pull) -> None:
+        """Starts a pull; its one result comes from `poll`."""
+        try:
+            self._check(pull)
+            self._begin(pull)
+        except TandemError as error:
+            under_way = {
+                block for active in self._pulls.values() for block in active.pull.local_block_ids
+            }
+            under_way |= self._fence.fenced(pull.local_block_ids)
+            safe_blocks = [block for block in pull.local_block_ids if block not in under_way]
+            self._refuse(pull, error, safe_blocks)
+
+    def poll(self) -> list[PullResult]:
+        """Returns the results that are new, without waiting.
+
+        Makes the consumer anew by itself, as soon as that disturbs no pull under way.
+        """
+        if self._instance is not None:
+            self._instance.release_ended()
+        moved = self._poll_given_up()
+        turn_ends_at = self._clock() + PIECE_S
+        for active in list(self._pulls.values()):
+            self._pulls[active.pull.pull_id] = self._pulls.pop(active.pull.pull_id)  # in turn
+            moved |= self._advance(active)
+            if self._clock() > turn_ends_at:
+                break  # commands come first
+        if self._fence.renewal_due(self._clock(), len(self._pulls)):
+            self._unfenced.extend(self.fence())
+            self._to_rejoin = list(self._peers)
+        elif self._to_rejoin:
+            self._rejoin(self._to_rejoin.pop())
+        if moved:
+            self._poll_at_once()
+        else:
+            self._backoff_s = self._backoff.next_s()
+        results, self._results = self._results, []
+        return results
+
+    def unfenced(self) -> list[int]:
+        """Local blocks of FAILED pulls that became safe since last asked; their results are out."""
+        block_ids, self._unfenced = self._unfenced, []
+        return block_ids
+
+    def wait_s(self) -> float | None:
+        """Returns how long to wait before the next `poll`; None: until the next other call."""
+        ended = self._instance is not None and self._instance.holds_ended
+        if self._results or self._unfenced or ended or self._to_rejoin:
+            return 0.0
+        if self._pulls:
+            return self._backoff_s
+        return _BACKOFF_FENCED_S if self._fence.holds_reads else None
+
+    def cancel(self, pull_id: str) -> None:
+        """Gives up on a pull: it ends FAILED unless it is DONE already."""
+        active = self._pulls.get(pull_id)
+        if active is not None:
+            self._give_up(active, WorkerLost("the pull was cancelled"), "cancelled")
+
+    def fence(self) -> list[int]:
+        """Makes sure that no byte of a FAILED pull lands any more; returns their local blocks.
+
+        No pull may be under way.
+        """
+        assert not self._pulls, "fencing would end the pulls under way"
+        if self._instance is not None:
+            for _, read in self._given_up.values():
+                with logged("a handle goes with its agent"):
+                    self._instance.agent.release(read.handle)
+            self._instance.close()
+            self._instance = None
+        self._given_up.clear()
+        block_ids = self._fence.renewed()
+        log.info("the consumer is made anew; blocks that are safe by that: %d", len(block_ids))
+        return block_ids
+
+    @property
+    def num_renewals(self) -> int:
+        """Number of times that the consumer was made anew, which ends reads that were given up."""
+        return self._fence.instance
+
+    def failure(self) -> str:
+        """Returns an error if no agent could be made anew for `RECOVER_S`; else empty."""
+        if self._unmade is None or not self._fence.instance:
+            return ""
+        since, message = self._unmade
+        failing_s = self._clock() - since
+        if failing_s < RECOVER_S:
+            return ""
+        return f"NIXL's consumer cannot be made anew for {failing_s:.0f} s: {message}"
+
+    def close(self) -> None:
+        """Gives up all pulls (`poll` tells) and destroys the agent; the pool's memory may go."""
+        for active in list(self._pulls.values()):
+            self._give_up(active, WorkerLost("the worker stops"), "cancelled")
+        self._unfenced.extend(self.fence())
+
+    def _check(self, pull: Pull) -> None:
+        if pull.pull_id in self._pulls:
+            raise BadRequest(f"the pull {pull.pull_id} is under way already")
+        if not pull.local_block_ids or len(pull.local_block_ids) != len(pull.producer_block_ids):
+            raise BadRequest(
+                f"{len(pull.producer_block_ids)} producer blocks for {len(pull.local_block_ids)} "
+                f"here"
+            )
+        _check_range(pull.local_block_ids, self._num_blocks)
+        if self._fence.refuses(self._clock()):
+            raise QueueFull("too many blocks are fenced: the consumer must be made anew first")
+        for active in self._pulls.values():
+            if not set(active.pull.local_block_ids).isdisjoint(pull.local_block_ids):
+                raise BadRequest(f"a local block of it is read into by {active.pull.pull_id}")
+        if fenced := self._fence.fenced(pull.local_block_ids):
+            raise BadRequest(f"block {min(fenced)} is fenced: a read may still write it")
+
+    def _begin(self, pull: Pull) -> None:
+        peer = self._peers.get(pull.peer_id)
+        if peer is None:
+            raise WorkerLost(f"the peer {pull.peer_id} is not connected")
+        _check_range(pull.producer_block_ids, peer.pool.num_blocks)
+        instance = self._made()
+        self._pulls[pull.pull_id] = NixlPull(
+            pull,
+            instance.load(peer.metadata, peer.pool),
+            target_list=instance.pool_list if pull.local_block_ids else instance.scratch_list,
+            block_bytes=self._block_bytes,
+            piece_size=self._piece_size,
+            clock=self._clock,
+        )
+        self._poll_at_once()
+
+    def _poll_at_once(self) -> None:
+        self._backoff.reset()
+        self._backoff_s = 0.0
+
+    def _advance(self, active: NixlPull) -> bool:
+        assert self._instance is not None
+        now = self._clock()
+        pull = active.pull
+        try:
+            moved = active.advance(self._instance)
+        except TandemError as error:
+            self._give_up(active, error, "error")
+            if (peer := self._peers.get(pull.peer_id)) is not None:
+                self._unload(peer.metadata)  # the next pull joins it anew
+            return True
+        if active.is_done and now >= active.started_at + self._delay_of(pull):
+            del self._pulls[pull.pull_id]
+            elapsed_s = self._clock() - active.started_at
+            self._results.append(PullResult(pull.pull_id, True, active.num_bytes, elapsed_s))
+            return True
+        if now >= active.started_at + pull.deadline_s:
+            late = DeadlineExceeded(f"not done in {pull.deadline_s:g} s")
+            self._give_up(active, late, "deadline")
+            return True
+        return moved
+
+    def _delay_of(self, pull: Pull) -> float:
+        return self._delay_s if pull.local_block_ids else 0.0  # a probe is not held back
+
+    def _give_up(self, active: NixlPull, error: TandemError, reason: str) -> None:
+        del self._pulls[active.pull.pull_id]
+        now = self._clock()
+        for read in active.reads:
+            number = self._fence.fail(read.local_ids, now)
+            self._given_up[number] = (active.peer.agent_name, read)
+        safe_blocks = active.safe_blocks()
+        result = PullResult(
+            active.pull.pull_id,
+            False,
+            elapsed_s=now - active.started_at,
+            error=error.message,
+            reason=reason,
+            num_fenced=len(active.pull.local_block_ids) - len(safe_blocks),
+        )
+        self._fail(result, safe_blocks)
+
+    def _refuse(self, pull: Pull, error: TandemError, safe_blocks: list[int]) -> None:
+        self._fail(
+            PullResult(pull.pull_id, False, error=error.message, reason="refused"), safe_blocks
+        )
+
+    def _fail(self, result: PullResult, safe_blocks: list[int]) -> None:
+        self._results.append(result)
+        self._unfenced.extend(safe_blocks)
+
+    def _poll_given_up(self) -> bool:
+        moved = False
+        for number, (_, read) in list(self._given_up.items()):
+            assert self._instance is not None
+            done = False
+            with logged("its blocks stay fenced until the consumer is made anew"):
+                done = is_done(self._instance.agent, read)
+            if done:
+                self._instance.release_later(read.handle)
+                del self._given_up[number]
+                self._unfenced.extend(self._fence.late_done(number))
+                moved = True
+        if moved:
+            self._unload_strays()
+        return moved
+
+    def _unload(self, metadata: bytes) -> None:
+        if self._instance is not None:
+            self._instance.unload(metadata, self._agents_in_use())
+
+    def _unload_strays(self) -> None:
+        if self._instance is not None:
+            wanted = {peer.metadata for peer in self._peers.values()}
+            self._instance.unload_strays(wanted, self._agents_in_use())
+
+    def _agents_in_use(self) -> set[str]:
+        return {agent_name for agent_name, _ in self._given_up.values()}
+
+    def _rejoin(self, peer_id: str) -> None:
+        """Loads a peer again before a pull wants it, one a turn."""
+        if (peer := self._peers.get(peer_id)) is not None:
+            with logged(f"the next pull from {peer_id} will tell"):
+                self._made().load(peer.metadata, peer.pool)
+
+    def _made(self) -> AgentInstance:
+        if self._instance is None:
+            name = f"{self._agent_name}-{self._fence.instance}"
+            try:
+                self._instance = AgentInstance(name, self._mode, self._pool, self._scratch)
+            except TandemError as error:
+                since = self._clock() if self._unmade is None else self._unmade[0]
+                self._unmade = since, error.message
+                raise
+            self._unmade = None
+        return self._instance
+
+
+def _check_range(block_ids: list[int], num_blocks: int) -> None:
+    if min(block_ids) < 0 or max(block_ids) >= num_blocks:
+        raise BadRequest(f"a block id is not in a pool of {num_blocks} blocks")

@@ -1,0 +1,63 @@
+"""The readable side of NIXL: this process's pool, opened to whom the metadata is given."""
+
+from __future__ import annotations
+
+from tandem.transfer.nixl.agent import NixlAgent
+from tandem.transfer.nixl.messages import LocalPool, RemotePool
+from tandem.transfer.nixl.ucx_mode import UcxMode
+
+
+class NixlSource:
+    """An agent with the pool registered. It lives as long as the process: peers hold its metadata.
+
+    Readers need its progress thread to join and, on transports without hardware reads (TCP), for
+    each read. It sleeps in poll(2) on UCX's descriptors; the delay only bounds how late it is when
+    one of these fails to wake it. Measured on 2 cores; GB/s of 64 scattered blocks of 360 KiB when
+    warm, noise included:
+
+        delay in us      1,000    10,000    100,000    1,000,000
+        idle CPU         3.7 %     0.3 %      0.0 %        0.0 %
+        CMA                5.2       5.8        6.0          5.6
+        UCX_TLS=tcp        2.2       2.0        1.5          2.1
+        one block, tcp  1.2 ms    1.0 ms     0.9 ms       1.0 ms
+
+    Over TCP a producer can die of its consumers: UCX 1.23 answers reads in software there, and
+    aborts the process ("ucp_request.inl: Fatal: unexpected error") when more of them are to be
+    answered on a connection that was lost. Seen for 1 of 15 consumers killed in mid-read, and
+    always for one that went while the producer stood still. Never seen with shared memory; a
+    cancelled pull does not do it, because its reads are left to end.
+    """
+
+    PROGRESS_DELAY_US = 100_000
+
+    def __init__(self, pool: LocalPool, agent_name: str, mode: UcxMode | None) -> None:
+        """Raises Incompatible when NIXL is missing."""
+        self._agent = NixlAgent(
+            agent_name, mode=mode, progress_delay_us=self.PROGRESS_DELAY_US, memory=pool.memory
+        )
+        self._agent.register(
+            address=pool.address,
+            num_bytes=pool.num_bytes,
+            device_id=pool.device_id,
+            memory=pool.memory,
+        )
+
+    def metadata(self) -> bytes:
+        """It opens the whole pool: for authenticated workers of the same cluster only."""
+        return self._agent.metadata()
+
+    def close(self) -> None:
+        """No peer can read any more; the pool's memory may go."""
+        self._agent.close()
+
+
+def remote_pool(pool: LocalPool) -> RemotePool:
+    """Returns what a consumer must know of `pool` to address its blocks."""
+    layout = pool.layout
+    return RemotePool(
+        address=pool.address,
+        num_blocks=layout.num_blocks,
+        block_bytes=layout.block_bytes,
+        device_id=pool.device_id,
+        memory=pool.memory,
+    )

@@ -1,0 +1,132 @@
+"""One pull on its way over NIXL: blocks that wait, reads under way, and blocks that are in.
+
+    waiting --a piece of them is started--> read under way --DONE--> its blocks are in
+                                  `--FAILED, or the pull is given up--> its blocks are unsafe
+
+A pull is cut into pieces (piece_size.py), so that other pulls and cancels come in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.errors import InternalError
+from tandem.transfer.nixl.agent import NixlAgent, ReadState
+from tandem.transfer.nixl.instance import AgentInstance, LoadedPeer
+from tandem.transfer.nixl.messages import Pull
+from tandem.transfer.nixl.piece_size import PieceSize
+
+READS_MAX = 2  # of one pull: one is under way while the next is started
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """A started piece. Its handle must be kept until it is DONE or the agent is destroyed."""
+
+    handle: int
+    local_ids: list[int]
+    ended: bool = False  # NIXL reported an error: no DONE will come, yet bytes may
+
+
+class NixlPull:
+    """Blocks of a peer on their way into blocks of this pool, or for a probe into scratch memory.
+
+    `clock` measures how long starting a piece takes.
+    """
+
+    def __init__(
+        self,
+        pull: Pull,
+        peer: LoadedPeer,
+        *,
+        target_list: int,
+        block_bytes: int,
+        piece_size: PieceSize,
+        clock: Callable[[], float],
+    ) -> None:
+        self.pull = pull
+        self.peer = peer
+        self.started_at = clock()
+        self.reads: list[Read] = []
+        self._block_bytes = block_bytes
+        self._piece_size = piece_size
+        self._clock = clock
+        self._producer_ids = np.array(pull.producer_block_ids, np.int32)
+        # A probe has no local blocks: it reads the first ones there into the first ones of scratch.
+        target_ids = pull.local_block_ids or pull.producer_block_ids
+        self._target_ids = np.array(target_ids, np.int32)
+        self._target_list = target_list
+        self._num_started = 0  # blocks
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_started == len(self._producer_ids) and not self.reads
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._producer_ids) * self._block_bytes
+
+    def advance(self, instance: AgentInstance) -> bool:
+        """Asks after the reads and starts at most one; whether anything moved.
+
+        Raises TandemError when a read failed; the pull is then to be given up.
+        """
+        moved = self._settle_reads(instance)
+        if self._num_started < len(self._producer_ids) and len(self.reads) < READS_MAX:
+            self._start(instance)
+            moved = True
+        return moved
+
+    def safe_blocks(self) -> list[int]:
+        """Local blocks that no read of this pull may still write."""
+        unsafe = {block for read in self.reads for block in read.local_ids}
+        return [block for block in self.pull.local_block_ids if block not in unsafe]
+
+    def _settle_reads(self, instance: AgentInstance) -> bool:
+        moved = False
+        for read in list(self.reads):
+            if is_done(instance.agent, read):
+                self.reads.remove(read)
+                instance.release_later(read.handle)
+                moved = True
+            elif read.ended:
+                raise InternalError(f"NIXL reports an error of the read from {self.pull.peer_id}")
+        return moved
+
+    def _start(self, instance: AgentInstance) -> None:
+        agent = instance.agent
+        num_blocks = max(1, self._piece_size.num_bytes // self._block_bytes)
+        piece = slice(self._num_started, self._num_started + num_blocks)
+        handle = agent.create_block_read(
+            producer_list=self.peer.block_list,
+            producer_ids=self._producer_ids[piece],
+            local_list=self._target_list,
+            local_ids=self._target_ids[piece],
+        )
+        self._num_started = min(piece.stop, len(self._producer_ids))
+        read = Read(handle, self.pull.local_block_ids[piece])  # none of a probe
+        self.reads.append(read)
+        read.ended = True  # for as long as `start` has not said otherwise: it may raise
+        started_at = self._clock()
+        state = agent.start(handle)
+        read.ended = state is ReadState.FAILED
+        if state is ReadState.DONE:
+            num_bytes = (self._num_started - piece.start) * self._block_bytes
+            self._piece_size.observe(num_bytes, self._clock() - started_at)
+            self.reads.remove(read)
+            instance.release_later(handle)
+        elif state is ReadState.FAILED:
+            raise InternalError(f"NIXL could not start the read from {self.pull.peer_id}")
+
+
+def is_done(agent: NixlAgent, read: Read) -> bool:
+    """Returns whether the read is DONE, its handle releasable. Marks one that ended badly."""
+    if read.ended:
+        return False
+    read.ended = True
+    state = agent.state(read.handle)
+    read.ended = state is ReadState.FAILED
+    return state is ReadState.DONE

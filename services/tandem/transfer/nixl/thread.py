@@ -1,0 +1,242 @@
+"""The transfer thread of an engine process: it owns NIXL and every handle.
+
+The engine's main thread hands it commands through a bounded queue and gets events by a callback in
+this thread. Nothing else may touch NIXL, which is not thread-safe and copies inside its calls.
+
+    start --> running --stop--> stopped          every pull still under way ends FAILED
+                 `--a bug--> broken --stop--> stopped   what comes is answered with the failure;
+                                                        fenced blocks stay fenced
+
+`Broken` is said once: after a bug, or when the transport cannot recover. The worker then drains
+itself and is started anew.
+
+While no pull is under way it sleeps on its queue; else it polls, with a back-off up to 1 ms.
+It knows no asyncio, no tensors and no engine: the pool is an address and a size.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from tandem.config import TransferConfig
+from tandem.errors import InternalError, TandemError
+from tandem.transfer.nixl.consumer import NixlConsumer
+from tandem.transfer.nixl.messages import (
+    Broken,
+    LocalPool,
+    PeerConnected,
+    ProducerReady,
+    Pull,
+    PullResult,
+    RemotePool,
+    Renewed,
+    Settled,
+    TransferEvent,
+    Unfenced,
+)
+from tandem.transfer.nixl.producer import NixlSource, remote_pool
+from tandem.transfer.nixl.reach import host_identity
+
+log = logging.getLogger(__name__)
+
+COMMANDS_MAX = 4096
+STOP_DEADLINE_S = 5.0
+_PROBES = 4  # reads a new peer is tested with; the first one connects, too, and is not measured
+_PROBE_S = 0.25  # that a read of several blocks may take, judging by one of one block
+
+
+@dataclass(slots=True)
+class _Probing:
+    """A peer that is tested, read after read."""
+
+    peer_id: str
+    reads: list[tuple[int, float]] = field(default_factory=list)
+
+    def next_blocks(self) -> int:
+        """Returns the blocks of the next read; 0: enough was read. Scratch memory may cut them."""
+        if len(self.reads) < 2:
+            return 1
+        num_blocks = int(_PROBE_S / max(1e-6, self.reads[1][1]))
+        return num_blocks if len(self.reads) < _PROBES and num_blocks > 1 else 0
+
+
+class TransferThread:
+    """Methods may be called from one thread at a time; answers come as events."""
+
+    def __init__(
+        self,
+        pool: LocalPool,
+        config: TransferConfig,
+        agent_name: str,
+        on_event: Callable[[TransferEvent], None],
+    ) -> None:
+        """`on_event` runs in the transfer thread and must be quick."""
+        self._pool = pool
+        self._config = config
+        self._agent_name = agent_name
+        self._on_event = on_event
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+        self._mode = host_identity(config.nixl_tcp).mode
+        self._transport = NixlConsumer(
+            pool,
+            f"{agent_name}-consumer",
+            mode=self._mode,
+            quarantine_blocks_max=config.quarantine_blocks_max,
+            delay_s=config.delay_s,
+        )
+        self._producer: NixlSource | None = None
+        self._num_probes = 0
+        self._probes: dict[str, _Probing] = {}  # by pull id
+        self._under_way: set[str] = set()
+        self._num_renewals = 0  # that were told
+        self._failure = ""
+        self._told_broken = False
+        self._stopping = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends all pulls and agents. Raises InternalError when that takes over STOP_DEADLINE_S."""
+        self._enqueue(self._stop)
+        self._thread.join(STOP_DEADLINE_S)
+        if self._thread.is_alive():
+            raise InternalError(f"the transfer thread did not stop in {STOP_DEADLINE_S:g} s")
+
+    def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
+        """Answered by one PeerConnected, after blocks were read into scratch memory."""
+        self._enqueue(lambda: self._connect(peer_id, metadata, pool))
+
+    def disconnect(self, peer_id: str) -> None:
+        self._enqueue(lambda: self._transport.disconnect(peer_id))
+
+    def submit(self, pull: Pull) -> None:
+        """Answered by exactly one Settled."""
+        self._enqueue(lambda: self._submit(pull))
+
+    def cancel(self, pull_id: str) -> None:
+        """The pull ends FAILED, unless it has ended already."""
+        self._enqueue(lambda: self._transport.cancel(pull_id))
+
+    def producer(self, request_id: int) -> None:
+        """Asks for this process's pool; answered by one ProducerReady."""
+        self._enqueue(lambda: self._describe_producer(request_id))
+
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        if self._commands.qsize() >= COMMANDS_MAX:
+            raise InternalError(f"{COMMANDS_MAX} commands wait for the transfer thread")
+        self._commands.put(command)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._turn()
+            except Exception as error:
+                log.exception("the transfer thread is broken")
+                self._break(f"the transfer thread is broken: {error!r}")
+
+    def _turn(self) -> None:
+        wait_s = None if self._failure else self._transport.wait_s()
+        try:
+            self._commands.get(block=wait_s != 0, timeout=wait_s)()
+            for _ in range(self._commands.qsize()):
+                self._commands.get_nowait()()
+        except Empty:
+            pass
+        if not self._failure:
+            self._report()
+
+    def _report(self) -> None:
+        for result in self._transport.poll():
+            if result.pull_id in self._probes:
+                self._answer_probe(result)
+            else:
+                self._settle(result)
+        if block_ids := self._transport.unfenced():
+            self._on_event(Unfenced(block_ids))
+        if num_times := self._transport.num_renewals - self._num_renewals:
+            self._num_renewals += num_times
+            self._on_event(Renewed(num_times))
+        if failure := self._transport.failure():
+            self._tell_broken(failure)
+
+    def _settle(self, result: PullResult) -> None:
+        self._under_way.discard(result.pull_id)
+        self._on_event(Settled(result))
+
+    def _answer_probe(self, result: PullResult) -> None:
+        probing = self._probes.pop(result.pull_id)
+        probing.reads.append((result.num_bytes, result.elapsed_s))
+        if result.done and probing.next_blocks():
+            self._probe(probing)
+            return
+        peer_id = probing.peer_id
+        if not result.done and all(p.peer_id != peer_id for p in self._probes.values()):
+            self._transport.disconnect(peer_id)
+        reads = tuple(probing.reads[1:]) if result.done else ()
+        self._on_event(PeerConnected(peer_id, result.error, reads))
+
+    def _connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
+        if self._failure:
+            self._on_event(PeerConnected(peer_id, self._failure))
+            return
+        try:
+            self._transport.connect(peer_id, metadata, pool)
+        except TandemError as error:
+            self._on_event(PeerConnected(peer_id, error.message))
+            return
+        self._probe(_Probing(peer_id))
+
+    def _probe(self, probing: _Probing) -> None:
+        self._num_probes += 1
+        pull_id = f"probe/{self._num_probes}"
+        self._probes[pull_id] = probing
+        self._transport.probe(
+            pull_id, probing.peer_id, probing.next_blocks(), self._config.connect_deadline_s
+        )
+
+    def _submit(self, pull: Pull) -> None:
+        if self._failure:
+            self._settle(PullResult(pull.pull_id, False, error=self._failure, reason="broken"))
+            self._on_event(Unfenced(pull.local_block_ids))  # it never started
+            return
+        self._under_way.add(pull.pull_id)
+        self._transport.submit(pull)
+
+    def _describe_producer(self, request_id: int) -> None:
+        pool = remote_pool(self._pool)
+        try:
+            if self._producer is None:
+                self._producer = NixlSource(self._pool, f"{self._agent_name}-producer", self._mode)
+            metadata = self._producer.metadata()
+        except TandemError as error:
+            self._on_event(ProducerReady(request_id, b"", pool, error.message))
+            return
+        self._on_event(ProducerReady(request_id, metadata, pool))
+
+    def _stop(self) -> None:
+        self._stopping = True
+        if not self._failure:
+            self._transport.close()
+        if self._producer is not None:
+            self._producer.close()
+
+    def _break(self, message: str) -> None:
+        """Fails all pulls after a bug. Their state is unknown, so nothing is unfenced any more."""
+        self._failure = message
+        for pull_id in list(self._under_way):
+            self._settle(PullResult(pull_id, False, error=message, reason="broken"))
+        for pull_id, probing in list(self._probes.items()):
+            del self._probes[pull_id]
+            self._on_event(PeerConnected(probing.peer_id, message))
+        self._tell_broken(message)
+
+    def _tell_broken(self, message: str) -> None:
+        if not self._told_broken:
+            self._told_broken = True
+            self._on_event(Broken(message))

@@ -1,0 +1,63 @@
+"""Blocks of one peer over NIXL. The engine process reads them; the I/O process asks it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Protocol
+
+import msgspec
+
+from tandem.errors import LeaseLost, WorkerLost
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.transfer.nixl.messages import PullResult, RemotePool
+from tandem.transfer.protocol import BlockPull
+
+_ENGINE_MARGIN_S = 5.0
+
+
+class ReadingEngine(Protocol):
+    """The link to the engine process, as far as its transfer thread is concerned."""
+
+    async def connect_peer(
+        self, peer_id: str, metadata: bytes, pool: RemotePool
+    ) -> list[tuple[int, float]]:
+        """Returns the bytes and seconds of a few reads. Raises TandemError."""
+
+    def disconnect_peer(self, peer_id: str) -> None:
+        """Makes the engine forget the peer; pulls from it that are under way fail."""
+
+    def pull(self, peer_id: str, pull: BlockPull) -> Awaitable[PullResult]:
+        """Starts a pull. The engine gives it up by itself when its sequence lets go of the blocks,
+        and knows until then which of them a read may still write."""
+
+
+class NixlTransport:
+    """The bytes are read by the transfer thread of the engine process (thread.py)."""
+
+    name = "nixl"
+
+    def __init__(self, peer_id: str, engine: ReadingEngine) -> None:
+        self._peer_id = peer_id
+        self._engine = engine
+
+    async def connect(self, offer: pb.ConnectResponse) -> list[tuple[int, float]]:
+        pool = msgspec.msgpack.decode(offer.pool, type=RemotePool)
+        try:
+            return await self._engine.connect_peer(self._peer_id, offer.nixl_metadata, pool)
+        except TimeoutError as error:
+            raise WorkerLost(str(error) or "no answer in time") from None
+
+    async def pull(self, pull: BlockPull) -> float:
+        # The transfer thread keeps the deadline; the margin is for an engine that hangs.
+        try:
+            async with asyncio.timeout(pull.deadline_s + _ENGINE_MARGIN_S):
+                result = await self._engine.pull(self._peer_id, pull)
+        except TimeoutError:
+            raise LeaseLost(f"a read from {self._peer_id} never ended: the engine hangs") from None
+        if not result.done:
+            raise LeaseLost(f"a read from {self._peer_id} failed: {result.error}")
+        return result.elapsed_s
+
+    def close(self) -> None:
+        self._engine.disconnect_peer(self._peer_id)

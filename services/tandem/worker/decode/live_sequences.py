@@ -1,0 +1,142 @@
+"""The sequences of one decode worker, from their submission to their one end.
+
+What a router is told of a sequence goes out here: its tokens, as they come, and its end. Whoever
+ends a sequence in any other way than by the engine's own report has the engine remove it, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from tandem.engine.sequence import finish_reason
+from tandem.errors import WorkerLost
+from tandem.observability.logs import about
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.worker.decode.sequence import DecodeSequence, SequenceState
+from tandem.worker.engine_process.messages import Remove
+from tandem.worker.kv_pulls.lease import PullStats
+from tandem.worker.parts import Parts
+
+log = logging.getLogger(__name__)
+
+
+class LiveSequences:
+    """`max_model_len` bounds a sequence, in tokens."""
+
+    def __init__(self, parts: Parts, max_model_len: int) -> None:
+        self._link, self._rates, self._metrics = parts.link, parts.rates, parts.metrics
+        self._max_model_len = max_model_len
+        self._by_id: dict[str, DecodeSequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[DecodeSequence]:
+        return iter(self._by_id.values())
+
+    def get(self, sequence_id: str) -> DecodeSequence | None:
+        return self._by_id.get(sequence_id)
+
+    def add(self, sequence: DecodeSequence) -> None:
+        self._by_id[sequence.sequence_id] = sequence
+        sequence.stream.sequence_ids.add(sequence.sequence_id)
+
+    def send_first_token(self, sequence: DecodeSequence, token_id: int, stats: PullStats) -> None:
+        """Sends a prompt's first token, of its prefill worker. It depends on no block that was
+        pulled, so it leaves before they are trusted."""
+        sequence.cached_tokens = max(
+            sequence.cached_tokens, min(stats.cached_tokens, sequence.spec.num_prompt_tokens)
+        )
+        sequence.pulled = stats
+        self.send_tokens(sequence, [token_id])
+        # Whatever happens to the lease now, the client has this token: it is part of the input.
+        sequence.spec = msgspec.structs.replace(
+            sequence.spec, token_ids=[*sequence.spec.token_ids, token_id]
+        )
+
+    def send_tokens(self, sequence: DecodeSequence, token_ids: list[int]) -> None:
+        update = _update(sequence, token_ids=token_ids)
+        if not sequence.num_sent:
+            sequence.note_first_token(time.monotonic())
+            update.cached_tokens = sequence.cached_tokens
+            self._metrics.requests.on_first_token(sequence)
+        elif sequence.num_sent == 1:
+            sequence.note_second_token(time.monotonic())
+        if sequence.num_sent < 2:
+            update.timings.CopyFrom(sequence.timings)
+        sequence.num_sent += len(token_ids)
+        sequence.stream.push(update)
+
+    def lose_producer(self, sequence: DecodeSequence) -> None:
+        """Counts a prefill worker that was lost under it, and ends it if that is one too many: a
+        request that crashes workers must end."""
+        sequence.num_lost += 1
+        sequence.stream.push(_update(sequence, workers_lost=sequence.num_lost))
+        if sequence.num_lost == sequence.submission.losses_max:
+            message = f"{sequence.num_lost} prefill workers were lost under it here"
+            self.abort(sequence, WorkerLost.code, message)
+
+    def finish_if_over(self, sequence: DecodeSequence) -> None:
+        """Ends a sequence whose lease failed after its last token was sent."""
+        reason = finish_reason(sequence.spec, self._max_model_len)
+        if sequence.num_sent and reason:
+            self._link.send(Remove(sequence.sequence_id))
+            self.finish(sequence, reason)
+
+    def finish(self, sequence: DecodeSequence, reason: str, num_preemptions: int = 0) -> None:
+        """Ends a sequence after its last token; `reason` is "stop" or "length"."""
+        self._metrics.preemptions.inc(num_preemptions)
+        now = time.monotonic()
+        self._rates.on_end(now)
+        self._metrics.requests.on_end(sequence, now)
+        if sequence.second_token_at:
+            second_token_s = sequence.second_token_at - sequence.first_token_at
+            self._metrics.on_second_token(sequence.timings.transport, second_token_s)
+        named = about(sequence.sequence_id)
+        log.debug("%s ended here: %s", sequence.request_id, reason, extra=named)
+        update = _update(
+            sequence,
+            finish_reason=reason,
+            timings=sequence.timings,
+            num_preemptions=num_preemptions,
+        )
+        self._forget(sequence, reason)
+        sequence.stream.push(update)
+
+    def fail(self, sequence: DecodeSequence, code: str, message: str) -> None:
+        """Ends with an error a sequence that the engine does not have."""
+        error = pb.WorkerError(code=code, message=message)
+        if code == "queue_full":
+            error.retry_after_s = self._rates.retry_after_s
+        self._forget(sequence, code)
+        sequence.stream.push(_update(sequence, finish_reason="error", error=error))
+
+    def abort(self, sequence: DecodeSequence, code: str, message: str) -> None:
+        """Ends with an error a sequence that the engine may have."""
+        self._link.send(Remove(sequence.sequence_id))
+        self.fail(sequence, code, message)
+
+    def remove(self, sequence_id: str) -> None:
+        """Ends a sequence that nobody waits for any more."""
+        if (sequence := self._by_id.get(sequence_id)) is not None:
+            self._forget(sequence, "cancelled")
+            self._link.send(Remove(sequence_id))
+
+    def _forget(self, sequence: DecodeSequence, outcome: str) -> None:
+        sequence.to(SequenceState.ENDED)
+        sequence.end_span(time.monotonic(), outcome)
+        self._by_id.pop(sequence.sequence_id, None)
+        sequence.stream.sequence_ids.discard(sequence.sequence_id)
+        if sequence.prefilling is not None and sequence.prefilling is not asyncio.current_task():
+            sequence.prefilling.cancel()
+
+
+def _update(sequence: DecodeSequence, **fields: Any) -> pb.SequenceUpdate:
+    submission = sequence.submission
+    return pb.SequenceUpdate(request_id=submission.request_id, attempt=submission.attempt, **fields)

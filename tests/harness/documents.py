@@ -1,0 +1,252 @@
+"""The repository's documents, and the two ways to test a command that stands in one of them.
+
+    run      on a real cluster, or on this machine (tests/e2e/test_documents.py)
+    checked  its files exist and its options are the program's own (tests/unit/docs): a run would
+             need Kubernetes, a GPU, the package index or more than a minute
+
+A command that is in neither group fails the tests: `check` does not know its program.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from tests.harness.chart import Object, chart, load_objects, values_of
+
+ROOT = Path(__file__).parents[2]
+SHELL, OUTPUT = "sh", "text"  # the languages of fenced blocks: commands, and all else
+_SOURCES = ("services", "kernels", "benchmarks", "tests")
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A fenced block: its language, its text and its first line's number in the page."""
+
+    language: str
+    text: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of a page, on one line."""
+
+    page: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text[:60]}"
+
+    @property
+    def variables(self) -> list[str]:
+        """Names that are assigned before the program, or by `export`."""
+        assigned = re.match(r"(export )?([A-Z_]+=\S+\s+)*", f"{self.text} ")
+        return re.findall(r"\b([A-Z_]+)=", assigned[0] if assigned else "")
+
+    @property
+    def words(self) -> list[str]:
+        """The program and its arguments; the program without the path of the environment."""
+        words = shlex.split(self.text, comments=True)
+        while len(words) > 1 and re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)
+        return [words[0].removeprefix(".venv/bin/"), *words[1:]]
+
+    @property
+    def needs_cluster(self) -> bool:
+        """Whether it is run against the cluster that `make up` starts."""
+        match self.words:
+            case ["curl", *_] | ["tandem", "status" | "scale" | "drain" | "index", *_]:
+                return True
+        return False
+
+    @property
+    def is_run(self) -> bool:
+        return self.needs_cluster or self.words[:2] in (["make", "up"], ["tandem", "simulate"])
+
+
+def pages() -> list[Path]:
+    """Every Markdown file of the repository."""
+    names = (p.name for p in ROOT.iterdir() if p.is_dir())
+    folders = [ROOT / n for n in names if not n.startswith(".") or n == ".github"]
+    found = [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
+    return sorted(p for p in found if not {"build", "dist"} & set(p.relative_to(ROOT).parts))
+
+
+@cache
+def tokens(page: Path) -> list[Token]:
+    """The page as CommonMark with tables; inline tokens follow the block that holds them."""
+    blocks = MarkdownIt("commonmark").enable("table").parse(page.read_text())
+    return [t for block in blocks for t in (block, *(block.children or ()))]
+
+
+def fences(page: Path) -> Iterator[Fence]:
+    for token in tokens(page):
+        if token.type in ("fence", "code_block"):
+            assert token.map is not None
+            yield Fence(token.info, token.content, token.map[0] + 2)
+
+
+def commands() -> list[Command]:
+    """All commands of all pages, in the pages' order: the README's come first."""
+    first = ROOT / "README.md"
+    ordered = [first, *(p for p in pages() if p != first)]
+    found: list[Command] = []
+    for page in ordered:
+        for fence in fences(page):
+            if fence.language == SHELL:
+                name = str(page.relative_to(ROOT))
+                whole = re.sub(r"\\\n\s*", " ", fence.text)
+                lines = [line for line in whole.splitlines() if line and line[0] != "#"]
+                found += [Command(name, fence.line, line) for line in lines]
+    return found
+
+
+def check(command: Command) -> None:
+    """Raises AssertionError when a file or an option is not there, or the program is unknown."""
+    for variable in command.variables:
+        assert re.search(rf"\b{variable}\b", _sources()), f"nothing reads {variable}"
+    match command.words:
+        case ["export", *_]:
+            pass
+        case ["tandem", *arguments]:
+            _check_tandem(arguments)
+        case ["make", *arguments]:
+            _check_make(arguments)
+        case [".ci/run"]:
+            assert os.access(ROOT / ".ci" / "run", os.X_OK)
+        case ["pytest", *arguments] | ["python", "-m", "pytest", *arguments]:
+            _check_pytest(arguments)
+        case ["pip", *arguments] | ["python", "-m", "pip", *arguments]:
+            _check_pip(arguments)
+        case ["python", "-m", module, *arguments]:
+            _check_script(f"{module.replace('.', '/')}.py", arguments)
+        case ["python", script, *arguments]:
+            _check_script(script, arguments)
+        case ["docker", "build", *arguments]:
+            _check_docker_build(arguments)
+        case ["helm", "install", release, folder, *arguments]:
+            assert _install(release, folder, arguments)
+        case ["helm", "test", release, *_]:
+            hooks = [o["metadata"].get("annotations", {}) for o in _install(release)]
+            assert any(hook.get("helm.sh/hook") == "test" for hook in hooks)
+        case ["kubectl", "-n", _, "exec", target, "--", "tandem", *arguments]:
+            installed = {f"{o['kind']}/{o['metadata']['name']}".lower() for o in _install("tandem")}
+            assert target in installed, f"the chart makes no {target}"
+            _check_tandem(arguments)
+        case _:
+            raise AssertionError(f"no test runs or checks {command.text!r}; see {__file__}")
+
+
+def options_of(*subcommand: str) -> set[str]:
+    """The options that `tandem SUBCOMMAND --help` names."""
+    return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", _help(*subcommand)))
+
+
+@cache
+def _help(*subcommand: str) -> str:
+    shown = subprocess.run(
+        [sys.executable, "-m", "tandem.cli", *subcommand, "--help"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert shown.returncode == 0, f"tandem {' '.join(subcommand)}: {shown.stderr}"
+    return shown.stdout
+
+
+@cache
+def _sources() -> str:
+    """All Python of the repository but the tests of documents: to find a name in it."""
+    files = (p for folder in _SOURCES for p in (ROOT / folder).rglob("*.py"))
+    return "\n".join(p.read_text() for p in files if p.parent != ROOT / "tests" / "unit" / "docs")
+
+
+def source_has(name: str) -> bool:
+    """Whether any source has the name, or an option's name as an argument's."""
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", _sources()) is not None
+
+
+def _named_options(arguments: list[str]) -> set[str]:
+    return {word.partition("=")[0] for word in arguments if re.match(r"--?[a-z]", word)}
+
+
+def _check_tandem(arguments: list[str]) -> None:
+    named = _named_options(arguments)
+    if arguments[0] == "bench":  # its programs load torch, which takes seconds each
+        assert arguments[1] in _help("bench").split()
+        unknown = {option for option in named if not source_has(option[2:].replace("-", "_"))}
+    else:
+        unknown = named - options_of(arguments[0])
+    assert not unknown, f"tandem {arguments[0]} has no {unknown}"
+
+
+def _check_make(arguments: list[str]) -> None:
+    told = subprocess.run(
+        ["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert told.returncode == 0, told.stderr
+    for argument in arguments:
+        if argument.startswith("ARGS="):
+            _check_pytest(shlex.split(argument.removeprefix("ARGS=")))
+
+
+def _check_pytest(arguments: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    markers = {m.partition(":")[0] for m in project["tool"]["pytest"]["ini_options"]["markers"]}
+    given = iter(arguments)
+    for word in given:
+        if word == "-m":
+            assert set(re.findall(r"\w+", next(given))) - {"and", "or", "not"} <= markers
+        elif word == "-s":
+            pass
+        else:
+            path = next(given) if word == "--confcutdir" else word
+            assert (ROOT / path).exists(), f"there is no {path}"
+
+
+def _check_pip(arguments: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for word in arguments:
+        if named := re.fullmatch(r"([\w-]+)\[(.*)\]", word):
+            assert named[1] == project["name"]
+            assert set(named[2].split(",")) <= set(project["optional-dependencies"])
+    assert arguments[0] in ("install", "wheel")
+
+
+def _check_script(script: str, arguments: list[str]) -> None:
+    text = (ROOT / script).read_text()
+    missing = [o for o in _named_options(arguments) if o.startswith("--") and f'"{o}"' not in text]
+    assert not missing, f"{script} has no {missing}"
+
+
+def _check_docker_build(arguments: list[str]) -> None:
+    given = dict(itertools.pairwise(arguments))
+    text = (ROOT / given["-f"]).read_text()
+    name = given["--build-arg"].partition("=")[0]
+    assert re.search(rf"^ARG {name}\b", text, re.MULTILINE), f"it has no ARG {name}"
+
+
+def _install(
+    release: str, folder: str = "helm/tandem", arguments: Sequence[str] = ()
+) -> list[Object]:
+    """What `helm install` would make."""
+    assert (ROOT / folder / "Chart.yaml").exists()
+    given = dict(itertools.pairwise(arguments))
+    values = values_of(ROOT / given["-f"]) if "-f" in given else {}
+    return load_objects(chart().render(values, name=release, namespace=release))

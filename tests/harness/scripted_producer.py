@@ -1,0 +1,308 @@
+"""A prefill worker that follows a script, over real gRPC; and the engine's answers to a consumer.
+
+The consumer under test (DecodeService, ConsumerLease) is the real one. What stands in for its
+engine process only records commands and settles pulls, because the tests are about what the
+consumer does with a producer that misbehaves at a chosen moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem.block_hash import HASH_VERSION
+from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
+from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import (
+    WorkerServicer,
+    WorkerStub,
+    add_WorkerServicer_to_server,
+)
+from tandem.store.registry import KvCompatibility
+from tandem.transfer.nixl.messages import PullResult, RemotePool
+from tandem.transfer.nixl.transport import NixlTransport
+from tandem.transfer.protocol import BlockPull
+from tandem.worker.decode.prompt_prefill import Producers
+from tandem.worker.decode.service import DecodeService
+from tandem.worker.engine_process.messages import Add, Command, DisconnectPeer, Remove
+from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker
+from tandem.worker.kv_pulls.puller import Puller
+from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.parts import Parts
+from tandem.worker.peers.peers import Peer
+from tandem.worker.peers.rates import Rates
+from tandem.worker.prefill.prefix_choice import PrefixPlan
+from tandem.worker.prefill.prefix_pull import PrefixPuller
+
+PROMPT = list(range(100))  # 7 blocks of 16
+PREFIX_BLOCKS = 6  # the full ones: the last token is computed always
+BLOCK_BYTES = 64
+CONFIG = WorkerConfig(
+    role="decode",
+    cluster=ClusterConfig("c", "redis://", "token"),
+    engine=EngineConfig(model="m"),
+    transfer=TransferConfig(
+        prefill_at="remote",
+        heartbeat_interval_s=0.1,
+        heartbeat_timeout_s=2.0,  # a busy machine stands still for longer than a quick test likes
+        release_deadline_s=2.0,
+    ),
+    worker_id="d0",
+)
+COMPATIBILITY = KvCompatibility(
+    model_fingerprint="m",
+    compute_dtype="float32",
+    numerics="invariant",
+    block_size=CONFIG.engine.block_size,
+    kv_dtype="float32",
+    layout="l",
+    hash_version=HASH_VERSION,
+)
+Script = Callable[[AsyncIterator[pb.PrefillCommand], Any], AsyncIterator[pb.PrefillEvent]]
+
+
+def accepted() -> pb.PrefillEvent:
+    return pb.PrefillEvent(accepted=pb.Accepted(epoch="e"))
+
+
+def run(first_block: int, *block_ids: int) -> pb.PrefillEvent:
+    return pb.PrefillEvent(run=pb.BlockRun(first_block=first_block, block_ids=block_ids))
+
+
+def prefilled(token_id: int = 5) -> pb.PrefillEvent:
+    return pb.PrefillEvent(prefilled=pb.Prefilled(first_token_id=token_id))
+
+
+class ScriptedSource(WorkerServicer):
+    """Counts the streams that are open; `script` plays what follows `start`."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.num_open = 0
+        self.num_streams = 0
+
+    async def Prefill(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.PrefillCommand], context: Any
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        self.num_open += 1
+        self.num_streams += 1
+        try:
+            async for event in self._script(request_iterator, context):
+                yield event
+        finally:
+            self.num_open -= 1
+
+
+@dataclass
+class RecordingLink:
+    """Settles each pull DONE after `pull_s`; one of a removed sequence is refused, as there."""
+
+    pull_s: float = 0.0
+    sent: list[Command] = field(default_factory=list)
+    pulls: list[BlockPull] = field(default_factory=list)
+
+    def send(self, command: Command, data: bytes | None = None) -> None:
+        self.sent.append(command)
+
+    def pull(self, peer_id: str, pull: BlockPull) -> asyncio.Future[PullResult]:
+        self.pulls.append(pull)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[PullResult] = loop.create_future()
+        known = not any(
+            isinstance(c, Remove) and c.sequence_id == pull.sequence_id for c in self.sent
+        )
+        result = PullResult("", done=known, error="" if known else "it is gone")
+        loop.call_later(self.pull_s, lambda: future.done() or future.set_result(result))
+        return future
+
+    async def connect_peer(
+        self, peer_id: str, metadata: bytes, pool: RemotePool
+    ) -> list[tuple[int, float]]:
+        return []
+
+    def disconnect_peer(self, peer_id: str) -> None:
+        self.sent.append(DisconnectPeer(peer_id))
+
+    def names(self) -> list[str]:
+        return [type(c).__name__ for c in self.sent if not isinstance(c, Add)]
+
+
+class RecordingStream:
+    def __init__(self) -> None:
+        self.sequence_ids: set[str] = set()
+        self.updates: list[pb.SequenceUpdate] = []
+
+    def push(self, update: pb.SequenceUpdate) -> None:
+        self.updates.append(update)
+
+
+@dataclass
+class AllPeers:
+    """All are connected."""
+
+    peers: list[Peer]
+
+    async def get(self, worker_id: str, epoch: str, address: str) -> Peer:
+        return next(peer for peer in self.peers if peer.worker_id == worker_id)
+
+    def get_now(self, worker_id: str, epoch: str, address: str) -> Peer | None:
+        return next(peer for peer in self.peers if peer.worker_id == worker_id)
+
+
+@dataclass
+class Consumer:
+    """A DecodeService whose one prefill worker is the scripted producer."""
+
+    service: DecodeService
+    link: RecordingLink
+    stream: RecordingStream
+    producer: ScriptedSource
+    server: grpc.aio.Server
+    channel: grpc.aio.Channel
+
+    def submit(self, request_id: str = "r") -> asyncio.Task[None]:
+        """Submits a request whose blocks are reserved at once; its prefill task."""
+        message = pb.SubmitSequence(
+            request_id=request_id,
+            attempt=1,
+            input=pb.SequenceInput(token_ids=PROMPT, num_prompt_tokens=len(PROMPT), max_tokens=10),
+            prefill_candidates=[pb.PrefillCandidate(worker_id="p0", epoch="e", address="x")],
+        )
+        return self._submit(message)
+
+    def submit_here(self, request_id: str = "r") -> asyncio.Task[None]:
+        """The same without candidates: the producer may have the first blocks of its prompt."""
+        message = pb.SubmitSequence(
+            request_id=request_id,
+            attempt=1,
+            input=pb.SequenceInput(token_ids=PROMPT, num_prompt_tokens=len(PROMPT), max_tokens=10),
+            prefix_holders=[
+                pb.PrefixHolder(worker_id="p0", epoch="e", address="x", num_blocks=PREFIX_BLOCKS)
+            ],
+        )
+        return self._submit(message)
+
+    def cancel(self, request_id: str = "r") -> None:
+        self.service._sequences.remove(f"{request_id}#1")
+
+    @property
+    def num_prefilling(self) -> int:
+        """Tasks that look for the KV of a prompt."""
+        return sum(s.prefilling is not None for s in self.service._sequences)
+
+    def _submit(self, message: pb.SubmitSequence) -> asyncio.Task[None]:
+        sequence_id = f"{message.request_id}#1"
+        self.service._submit(self.stream, message)  # type: ignore[arg-type]
+        self.service._on_reserved(Reserved(sequence_id, 0, list(range(7))))
+        sequence = self.service._sequences.get(sequence_id)
+        assert sequence is not None
+        assert sequence.prefilling is not None
+        return sequence.prefilling
+
+
+@dataclass
+class PrefixConsumer:
+    """A PrefixPuller whose holders are the scripted producers, p0 and on, in that order."""
+
+    puller: PrefixPuller
+    link: RecordingLink
+    metrics: WorkerMetrics
+    peers: list[Peer]
+    producers: list[ScriptedSource]
+
+    def plan(self, *, num_blocks: int = PREFIX_BLOCKS) -> PrefixPlan | None:
+        holders = [
+            pb.PrefixHolder(worker_id=f"p{n}", epoch="e", address="x", num_blocks=num_blocks)
+            for n in range(len(self.producers))
+        ]
+        spec = SequenceSpec("s", PROMPT, len(PROMPT), Mode.PREFILL_ONLY, SamplingParams(), 1)
+        return self.puller.plan(spec, holders)
+
+    async def fill(self, *, num_cached: int = 0) -> int:
+        """Of a sequence that has blocks 0..6 and the first `num_cached` of them cached."""
+        plan = self.plan()
+        assert plan is not None
+        reserved = Reserved("s", num_cached * 16, list(range(num_cached, 7)))
+        return await self.puller.fill(plan, reserved)
+
+    def pulled(self) -> float:
+        """What the metric says."""
+        samples = [s for family in self.metrics.collect() for s in family.samples]
+        return sum(s.value for s in samples if s.name == "tandem_prefix_blocks_pulled_total")
+
+
+@asynccontextmanager
+async def consumer_of(
+    script: Script, *, pull_s: float = 0.0, config: WorkerConfig = CONFIG
+) -> AsyncIterator[Consumer]:
+    link = RecordingLink(pull_s)
+    async with _serving(link, script) as (peer, producer, server):
+        peers = AllPeers([peer])
+        metrics, rates, make_lease, prefixes = _parts(link, peers, config)
+        parts = Parts(config, link, rates, metrics)  # type: ignore[arg-type]
+        producers = Producers(peers, prefixes, make_lease)  # type: ignore[arg-type]
+        identity = pb.PrefixHolder(worker_id="d0", epoch="e", address="here")
+        service = DecodeService(parts, producers, identity, max_model_len=1000)
+        yield Consumer(service, link, RecordingStream(), producer, server, peer.channel)
+
+
+@asynccontextmanager
+async def prefix_consumer_of(
+    *scripts: Script, pull_s: float = 0.0
+) -> AsyncIterator[PrefixConsumer]:
+    link = RecordingLink(pull_s)
+    async with AsyncExitStack() as stack:
+        served = [
+            await stack.enter_async_context(_serving(link, script, f"p{number}"))
+            for number, script in enumerate(scripts)
+        ]
+        peers = [peer for peer, _, _ in served]
+        metrics, _, _, prefixes = _parts(link, AllPeers(peers))
+        yield PrefixConsumer(
+            prefixes, link, metrics, peers, [producer for _, producer, _ in served]
+        )
+
+
+@asynccontextmanager
+async def _serving(
+    link: RecordingLink, script: Script, worker_id: str = "p0"
+) -> AsyncIterator[tuple[Peer, ScriptedSource, grpc.aio.Server]]:
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    producer = ScriptedSource(script)
+    add_WorkerServicer_to_server(producer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS)
+    try:
+        transports = {"nixl": NixlTransport(f"{worker_id}-e", link)}
+        yield (
+            Peer(worker_id, "e", WorkerStub(channel), channel, transports, "nixl"),
+            producer,
+            server,
+        )
+    finally:
+        await channel.close(None)
+        await server.stop(None)
+
+
+def _parts(
+    link: RecordingLink, peers: AllPeers, config: WorkerConfig = CONFIG
+) -> tuple[WorkerMetrics, Rates, LeaseMaker, PrefixPuller]:
+    """What all leases of a consumer share, real but for the engine."""
+    metrics = WorkerMetrics(worker_id="d0", role="decode")
+    rates = Rates(config, block_bytes=BLOCK_BYTES, step_tokens=512)
+    engine: Any = link
+    puller = Puller(config.transfer, engine, block_bytes=BLOCK_BYTES)
+    make_lease = partial(ConsumerLease, puller=puller, rates=rates, config=config)
+    known: Any = peers
+    prefixes = PrefixPuller(config, COMPATIBILITY, known, rates, metrics, make_lease)
+    return metrics, rates, make_lease, prefixes

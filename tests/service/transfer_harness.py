@@ -1,0 +1,210 @@
+"""A consumer with a real engine process, and producers in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+import msgspec
+import numpy as np
+
+from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
+from tandem.rpc.options import CHANNEL_OPTIONS
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.transfer.grpc.transport import GrpcTransport
+from tandem.transfer.nixl.transport import NixlTransport
+from tandem.transfer.protocol import Transport
+from tandem.worker.engine_process.link import EngineLink
+from tandem.worker.engine_process.messages import Add, Event, Remove, Report
+from tandem.worker.kv_pulls.lease import ConsumerLease
+from tandem.worker.kv_pulls.puller import Puller
+from tandem.worker.peers.peer import Peer
+from tandem.worker.peers.rates import Rates
+from tandem_bench.sizes import scattered
+from tests.service.nixl_harness import (
+    DEADLINE_S,
+    LAYOUT,
+    PoolProcess,
+    contents,
+    transfer_config,
+)
+
+TOKEN = "token"
+PATTERN = 7
+
+
+def producer_block_ids(num_blocks: int) -> list[int]:
+    """The blocks that a producer has a prompt of so many blocks in."""
+    return scattered(LAYOUT.num_blocks, seed=1)[:num_blocks]
+
+
+class Producer(PoolProcess):
+    """A producer that is read over any transport."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__("tests.service.transfer_source_process", seed)
+        self.worker_id = f"producer-{seed}"
+        self.contents = contents(seed)
+        port, offer = msgspec.msgpack.decode(base64.b64decode(self.line()))
+        self.address = f"127.0.0.1:{port}"
+        self.offer = pb.ConnectResponse.FromString(offer)
+
+    def num_leases(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return int(self.line())
+
+
+class Consumer:
+    """The I/O process of a consumer; `run` its coroutines in `runner`."""
+
+    def __init__(self, transport: str) -> None:
+        self.runner = asyncio.Runner()
+        self._transport = transport
+        self.config = WorkerConfig(
+            role="decode",
+            cluster=ClusterConfig("c", "redis://", TOKEN),
+            engine=EngineConfig(
+                model="SmolLM2-135M", num_blocks=LAYOUT.num_blocks, block_size=LAYOUT.block_size
+            ),
+            transfer=transfer_config(),
+            worker_id="reader",
+        )
+        self.runner.run(self._start())
+
+    async def _start(self) -> None:
+        self.link = EngineLink(
+            self.config, "1", self._on_event, engine_module="tests.service.transfer_reader_engine"
+        )
+        self._reserved: dict[str, asyncio.Future[list[int]]] = {}
+        self._names = itertools.count()
+        ready = await self.link.start()
+        assert ready.pool_is_shared
+        pool: Any = self.link.pool
+        self.blocks = np.frombuffer(pool._memory, np.uint8).reshape(LAYOUT.num_blocks, -1)
+        self._rates = Rates(self.config, block_bytes=LAYOUT.block_bytes, step_tokens=512)
+        self._peers: dict[str, Peer] = {}
+
+    def close(self) -> None:
+        self.runner.run(self._close())
+        self.runner.close()
+
+    async def _close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        await self.link.stop()
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Report):
+            for reserved in event.report.reserved:
+                self._on_reserved(reserved)
+
+    def _on_reserved(self, reserved: Reserved) -> None:
+        self._reserved.pop(reserved.sequence_id).set_result(reserved.block_ids)
+
+    async def peer(self, producer: Producer) -> Peer:
+        """The producer, connected over the transport under test."""
+        peer = self._peers.get(producer.address)
+        if peer is None:
+            channel = grpc.aio.insecure_channel(producer.address, options=CHANNEL_OPTIONS)
+            transport: Transport
+            if self._transport == "nixl":
+                transport = NixlTransport(f"{producer.worker_id}-e", self.link)
+            else:
+                transport = GrpcTransport(
+                    producer.worker_id, producer.address, self.link, self.config.transfer, TOKEN
+                )
+            stub = WorkerStub(channel)
+            name = transport.name
+            peer = Peer(producer.worker_id, "e", stub, channel, {name: transport}, name)
+            assert await transport.connect(producer.offer), "nothing was measured"
+            self._peers[producer.address] = peer
+        return peer
+
+    def forget(self, producer: Producer) -> None:
+        self._peers.pop(producer.address).close()
+
+    async def begin(
+        self,
+        producer: Producer,
+        num_blocks: int,
+        *,
+        first_missing: int = 0,
+        fate: str = "",
+        transfer: TransferConfig | None = None,
+    ) -> Pulling:
+        """Reserves blocks and opens a lease for them. `fate`: see transfer_source_process.py."""
+        peer = await self.peer(producer)
+        tokens = [1] * (num_blocks * LAYOUT.block_size)
+        sequence_id = f"sequence-{next(self._names)}"
+        spec = SequenceSpec(
+            sequence_id,
+            tokens,
+            len(tokens),
+            Mode.WAITING_FOR_REMOTE_KV,
+            SamplingParams(),
+            max_tokens=1,
+        )
+        future = self._reserved[sequence_id] = asyncio.get_running_loop().create_future()
+        self.link.send(Add(spec))
+        table = await asyncio.wait_for(future, DEADLINE_S)
+        puller = Puller(transfer or self.config.transfer, self.link, block_bytes=LAYOUT.block_bytes)
+        lease = ConsumerLease(peer, puller=puller, rates=self._rates, config=self.config)
+        running = lease.run(
+            spec,
+            request_id=fate,
+            first_missing_block=first_missing,
+            targets=table[first_missing:],
+            on_first_token=lambda token_id, stats: None,
+        )
+        return Pulling(self, sequence_id, table, lease, asyncio.create_task(running))
+
+    async def whole(self) -> None:
+        """Waits until no sequence, no read and no quarantined block is left in the engine."""
+        async with asyncio.timeout(DEADLINE_S):
+            while await self.link.check_integrity():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert not len(self.link.reservations)
+        assert not self.link._pulls
+
+
+class Pulling:
+    """A lease under way, and the table of its sequence."""
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        sequence_id: str,
+        table: list[int],
+        lease: ConsumerLease,
+        task: asyncio.Task[int],
+    ) -> None:
+        self.table = table
+        self.lease = lease
+        self._consumer = consumer
+        self._sequence_id = sequence_id
+        self._task = task
+
+    async def until(self, is_true: Callable[[], bool]) -> None:
+        """Looks at every turn of the event loop."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not is_true():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        """Waits for its end, well or not, and lets go of the blocks, as a worker does."""
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await self._task
+        finally:
+            self._consumer.link.send(Remove(self._sequence_id))
+
+    def client_goes(self) -> None:
+        self._task.cancel()

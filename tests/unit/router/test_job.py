@@ -1,0 +1,50 @@
+"""A job's states, and the tokens and block hashes that it takes along."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tandem.block_hash import HASH_VERSION, hash_blocks
+from tandem.router.metrics.timeline import Timeline
+from tandem.router.request.job import TRANSITIONS, Job, JobState, PreparedRequest, Progress
+from tandem.router.request.request import ClientRequest
+from tandem.states import ForbiddenTransition
+from tandem.store.registry import KvCompatibility
+
+COMPATIBILITY = KvCompatibility("m", "float32", "invariant", 4, "float32", "l", HASH_VERSION)
+
+
+def job_of(state: JobState = JobState.PLACING) -> Job:
+    client = ClientRequest("a prompt")
+    request = PreparedRequest(client, 0, [1, 2, 3, 4, 5], 16, [])
+    hashes = hash_blocks(COMPATIBILITY.chain_root(b""), request.token_ids, 4)
+    return Job(request, Progress(hashes, Timeline()), state=state)
+
+
+@pytest.mark.parametrize(("state", "to"), list(product(JobState, JobState)))
+def test_only_the_tables_transitions_are_allowed(state: JobState, to: JobState) -> None:
+    job = job_of(state)
+    if to in TRANSITIONS[state]:
+        job.to(to)
+        assert job.state is to
+        return
+    with pytest.raises(ForbiddenTransition):
+        job.to(to)
+    assert job.state is state
+
+
+def test_every_state_is_reached_and_only_ends_have_no_way_on() -> None:
+    reached = {to for ways in TRANSITIONS.values() for to in ways}
+    assert reached == set(JobState) == set(TRANSITIONS)
+    ends = {state for state in JobState if job_of(state).is_over}
+    assert ends == {JobState.ENDED, JobState.FAILED, JobState.CANCELLED}
+
+
+def test_hashes_grow_with_what_was_made() -> None:
+    job = job_of()
+    job.progress.output_token_ids += [6, 7, 8, 9]
+    assert len(job.hashes(None)) == 1
+    whole = hash_blocks(COMPATIBILITY.chain_root(b""), [1, 2, 3, 4, 5, 6, 7, 8, 9], 4)
+    assert job.hashes(COMPATIBILITY) == whole

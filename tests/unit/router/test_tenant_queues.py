@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tandem.errors import QueueFull
+from tandem.router.admission.tenant_queues import TenantQueues
+
+
+class Room:
+    """So many may go; each that goes takes one place."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.line = TenantQueues(lambda: self.places > 0)
+        self.went: list[str] = []
+
+    async def ask(self, name: str) -> None:
+        async with self.line.turn(name[0], 1.0):
+            self.places -= 1
+            await asyncio.sleep(0)
+            self.went.append(name)
+
+    async def start(self, *names: str) -> list[asyncio.Task[None]]:
+        tasks = [asyncio.create_task(self.ask(name)) for name in names]
+        await settle()
+        return tasks
+
+    async def free(self, places: int) -> None:
+        self.places += places
+        self.line.let_go()
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_goes_at_once_while_there_is_room_and_never_more() -> None:
+    room = Room(2)
+    await room.start("a0", "a1", "a2", "a3")
+    assert room.went == ["a0", "a1"]
+    assert room.line.must_wait()
+    await room.free(1)
+    assert room.went == ["a0", "a1", "a2"]
+    await room.free(5)
+    assert room.went == ["a0", "a1", "a2", "a3"]
+    assert not room.line.must_wait()
+
+
+async def test_tenants_take_turns() -> None:
+    room = Room(0)
+    await room.start("a0", "a1", "a2", "b0")
+    assert room.line.cost_ahead("a") == 4.0
+    assert room.line.cost_ahead("c") == 0.0
+    await room.free(4)
+    assert room.went == ["a0", "b0", "a1", "a2"]
+
+
+async def test_who_goes_away_holds_up_nobody() -> None:
+    room = Room(0)
+    tasks = await room.start("a0", "a1", "a2")
+    tasks[0].cancel()
+    await settle()
+    room.places = 1
+    room.line.let_go()  # a1 may go, and goes away before it could
+    tasks[1].cancel()
+    await settle()
+    assert room.went == ["a2"]
+    assert [t.cancelled() for t in tasks] == [True, True, False]
+    await room.free(1)
+    assert not room.line.must_wait()
+
+
+async def test_one_that_goes_away_in_the_turn_in_which_room_comes_holds_up_nobody() -> None:
+    room = Room(0)
+    tasks = await room.start("a0", "a1")
+    tasks[0].cancel()  # it has not heard of it when it is let go
+    room.places = 1
+    room.line.let_go()
+    await settle()
+    assert room.went == ["a1"]
+    assert tasks[0].cancelled()
+    await room.free(1)
+    assert not room.line.must_wait()
+
+
+async def test_a_full_line_refuses() -> None:
+    room = Room(0)
+    room.line.waiting_max = 2
+    tasks = await room.start("a0", "b0", "c0")
+    with pytest.raises(QueueFull, match="2 requests wait"):
+        await tasks[2]
+    await room.free(2)
+    assert room.went == ["a0", "b0"]
+
+
+async def test_one_that_breaks_when_let_go_holds_up_nobody() -> None:
+    room = Room(1)
+
+    async def breaks() -> None:
+        async with room.line.turn("a", 1.0):
+            raise OSError("broken")
+
+    await asyncio.gather(breaks(), return_exceptions=True)
+    await room.start("a1")
+    assert room.went == ["a1"]

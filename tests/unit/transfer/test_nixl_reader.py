@@ -1,0 +1,99 @@
+"""Which peers the consumer's agent knows, over a NIXL whose reads land when the test says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tandem.engine.cache.layout import BlockLayout
+from tandem.transfer.nixl import consumer, instance
+from tandem.transfer.nixl.consumer import NixlConsumer
+from tandem.transfer.nixl.messages import LocalPool, Pull, RemotePool
+from tandem.transfer.nixl.ucx_mode import UcxMode
+from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
+
+LAYOUT = BlockLayout(8, 1, 1, 4, 8, "float32")
+
+
+@dataclass
+class Bench:
+    """A consumer, its agents in the order they were made, and memory that stands for peers."""
+
+    monkeypatch: pytest.MonkeyPatch
+    now: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.agents: list[SimulatedAgent] = []
+        self.monkeypatch.setattr(instance, "NixlAgent", self._new_agent)
+        self.blocks = np.zeros(LAYOUT.pool_bytes, np.uint8)
+        self.theirs = np.ones(LAYOUT.pool_bytes, np.uint8)
+        self.remote = RemotePool(self.theirs.ctypes.data, 8, LAYOUT.block_bytes, 0, "DRAM")
+        address, num_bytes = self.blocks.ctypes.data, self.blocks.nbytes
+        pool = LocalPool(address, num_bytes, 0, "DRAM", LAYOUT)
+        self.consumer = NixlConsumer(
+            pool, "consumer", mode=UcxMode.MEMORY, quarantine_blocks_max=4, clock=lambda: self.now
+        )
+
+    def _new_agent(self, name: str, **_: object) -> SimulatedAgent:
+        self.agents.append(SimulatedAgent(SimulatedFabric(LAYOUT.block_bytes), name))
+        return self.agents[-1]
+
+    def connect(self, peer_id: str, metadata: str) -> None:
+        self.consumer.connect(peer_id, metadata.encode(), self.remote)
+
+    def start(self, pull_id: str, peer_id: str, block_id: int) -> None:
+        self.consumer.submit(Pull(pull_id, peer_id, [1], [block_id], 5.0))
+        assert self.consumer.poll() == []
+
+    def land_all(self) -> None:
+        for read in self.agents[-1].reads.values():
+            while read.waiting:
+                self.agents[-1].land(read, 0)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_a_restarted_peer_takes_the_place_of_the_old_one(bench: Bench) -> None:
+    bench.connect("a", "a-1")
+    bench.connect("a", "a-2")
+    assert bench.agents[0].peers == {"a-2"}
+    bench.consumer.disconnect("a")
+    assert bench.agents[0].peers == set()
+
+
+def test_a_stale_peer_goes_when_its_last_given_up_read_has_ended(bench: Bench) -> None:
+    bench.connect("a", "a-1")
+    bench.connect("b", "b-1")
+    bench.start("given up", "a", 3)
+    bench.start("under way", "b", 4)  # keeps the agent from being made anew
+    bench.consumer.disconnect("a")
+    assert [result.reason for result in bench.consumer.poll()] == ["disconnected"]
+    assert bench.agents[0].peers == {"a-1", "b-1"}, "a read of it may still land"
+    bench.land_all()
+    assert [result.pull_id for result in bench.consumer.poll()] == ["under way"]
+    assert bench.agents[0].peers == {"b-1"}
+    assert len(bench.agents) == 1
+
+
+def test_an_agent_made_anew_knows_the_peers_before_a_pull_asks_for_them(bench: Bench) -> None:
+    bench.connect("a", "a-1")
+    bench.connect("b", "b-1")
+    bench.connect("gone", "gone-1")
+    bench.consumer.disconnect("gone")
+    bench.start("given up", "a", 3)
+    bench.consumer.cancel("given up")
+    bench.now += consumer.GRACE_S
+    while bench.consumer.wait_s() != 0.0:
+        bench.consumer.poll()
+    while bench.consumer.wait_s() == 0.0:
+        bench.consumer.poll()
+        bench.consumer.unfenced()
+    assert bench.agents[0].is_closed
+    assert bench.agents[1].peers == {"a-1", "b-1"}
+    assert bench.consumer.num_renewals == 1
+    assert bench.consumer.wait_s() is None, "nothing is left to do"
