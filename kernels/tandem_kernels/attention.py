@@ -7,8 +7,6 @@ that decode, one for each prefill chunk. Scores and sums are fp32 inside it, wha
 Results may differ in their last bits with what shares the batch; attention_invariant.py does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ group holds only contexts of like length and at most `_GATHERED_TOKENS_MAX` padd
 sequence with more queries is a group by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ products have one shape, rows [16, D] by keys [64, D], and all sums one order.
 The maximum is taken over the whole row first, so nothing is ever rescaled.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The C++ and Triton kernels compute whole steps and do not come by here; the engine chooses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

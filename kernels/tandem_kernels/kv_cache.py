@@ -5,8 +5,6 @@ A block holds all layers, so one layer's K or V of one head in one block is a co
 a constant. Knows no sequences: block ids and offsets in, rows out.
 """
 
-from __future__ import annotations
-
 import torch
 
 

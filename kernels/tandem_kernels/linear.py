@@ -3,8 +3,6 @@
 `out`, if given, may be some columns of a wider tensor, so that several products fill one.
 """
 
-from __future__ import annotations
-
 import torch
 
 TILE_ROWS = 16

@@ -1,7 +1,5 @@
 """Root mean square normalization: y = x / sqrt(mean(x^2) + eps) * weight  (arXiv:1910.07467)."""
 
-from __future__ import annotations
-
 import torch
 
 

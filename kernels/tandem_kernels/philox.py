@@ -4,8 +4,6 @@ Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; constants
 from Random123. CUDA's generator of that name is the same function.
 """
 
-from __future__ import annotations
-
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

@@ -7,8 +7,6 @@ Frequencies are per pair, [D / 2] in fp32; scalings change them, never the posit
 transformers' modeling_rope_utils.py digit for digit, because checkpoints were made with it.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -11,8 +11,6 @@ The token is where a uniform number falls in the cumulative mass of what is left
 computed by itself, in numpy on the host: no thread count and no batch can change its sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Growing waits for loops that make attempts of their own. The rules are tenacity's."""
 
-from __future__ import annotations
-
 from tenacity import RetryCallState, Retrying, wait_exponential, wait_random_exponential
 from tenacity.wait import wait_base
 

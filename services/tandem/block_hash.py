@@ -8,8 +8,6 @@ Whole prompts are hashed by _block_hash.c (128K tokens in 2.7 ms, the GIL let go
 where it could not be compiled by hashlib, seven times slower.
 """
 
-from __future__ import annotations
-
 import hmac
 import logging
 import struct

@@ -1,7 +1,5 @@
 """`tandem`: the one command. Imports are inside the commands, so that each loads what it needs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.util import find_spec

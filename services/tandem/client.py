@@ -9,8 +9,6 @@ They are generated from proto/tandem/v1. A program that generates them again can
 process: protobuf registers each message once, and raises TypeError for the second one.
 """
 
-from __future__ import annotations
-
 from tandem.rpc.tandem.v1 import cluster_pb2 as cluster
 from tandem.rpc.tandem.v1 import inference_pb2 as inference
 from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub

@@ -1,7 +1,5 @@
 """The dtype that a model is computed in, chosen without a tensor library."""
 
-from __future__ import annotations
-
 from tandem.config import EngineOptions
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

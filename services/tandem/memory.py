@@ -9,8 +9,6 @@ checks the sum of its workers before it starts any; each engine checks its own n
 allocates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -9,8 +9,6 @@ text. The values are checked whenever an object is made. `docs/reference/options
 options are generated from the same fields (`make options`).
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -1,7 +1,5 @@
 """The pools, and the sizes that they may be asked to have."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 from tandem.config import Pool

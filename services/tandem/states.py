@@ -1,7 +1,5 @@
 """State machines: an enum of states, and one table of the transitions that are allowed."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import TypeVar

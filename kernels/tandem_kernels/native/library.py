@@ -4,8 +4,6 @@
 Arrays are passed as addresses; whoever makes a struct keeps what it points to alive.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.machinery
 from ctypes import (

@@ -1,7 +1,5 @@
 """The gated activation of Llama's MLP: silu(gate) * up  (SwiGLU, arXiv:2002.05202)."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@ pairs, so that a group shares each read of K and V.
     keys     [BLOCK_D, KEYS]     gathered by the block table, KEYS of them a turn
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

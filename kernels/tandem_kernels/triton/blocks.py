@@ -6,8 +6,6 @@ A pool is block-major here: a block of all layers is one contiguous span, so eac
 words. A layer-major pool is packed with `pack_spans`, a run for each layer.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

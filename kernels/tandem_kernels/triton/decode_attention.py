@@ -8,8 +8,6 @@ gives a partial result with the logarithm of its sum, and a second kernel weighs
     2  program (sequence, head): out = sum of partial * 2^(log sum - largest log sum), normalized
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

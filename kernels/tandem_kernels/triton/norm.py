@@ -3,8 +3,6 @@
 x += delta;  y = x / sqrt(mean(x^2) + eps) * weight
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

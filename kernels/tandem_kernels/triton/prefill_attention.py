@@ -11,8 +11,6 @@ gets the tiles from (first row of s) // ROWS + s on, which always are enough, an
 many; that one ends at once.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@
 Rotary position embedding in the half-split form (arXiv:2104.09864), as rope.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -16,8 +16,6 @@ order of additions, tile size or batch changes a token. It differs from the host
 uniform number falls within rounding (some 1e-7) of the border between two tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -8,8 +8,6 @@ Triton also compiles a kernel anew when an integer becomes 1 or a multiple of 16
 a step would wait seconds for that. So what changes from step to step is marked do_not_specialize.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

@@ -12,8 +12,6 @@ is drawn over minutes and read off a cold start later, for that is when a worker
 now begins to help.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@
 Only a pool of size 0 that somebody waits for is woken at once, whatever was before.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import NamedTuple
 

@@ -16,8 +16,6 @@ Knows no clock, no network and no Ray: the router runs it (`router/scaling/autos
 simulator (`simulator/autoscaled.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`tandem status`, `scale`, `set-role`, `drain` and `index`: an operator's calls to a router."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -6,8 +6,6 @@ anything; while it is False only a call from outside (add, commit, remove, ...) 
 The states of a sequence are in sequence.py, those of a block in block_pool.py.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable
 

@@ -1,7 +1,5 @@
 """Measures the load of an engine, from its sequences and its pool."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from tandem.engine.cache.block_pool import BlockPool

@@ -8,8 +8,6 @@ Neither waits nor evicts: a hold references what is there, an import takes FREE 
 no cycle of workers can wait for each other's blocks through them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

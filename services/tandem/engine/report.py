@@ -1,7 +1,5 @@
 """Gathers what happens on an engine after its last report, until the step's end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The protocol of what an engine runs steps on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

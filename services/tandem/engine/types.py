@@ -15,8 +15,6 @@ Chains of blocks without tokens, which are held for a consumer (`FinalBlocks`, `
 from a peer (`Reserved`), are in peer_blocks.py.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 
 import msgspec

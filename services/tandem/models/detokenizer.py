@@ -6,8 +6,6 @@ pieces in a row are what `Tokenizer.decode` makes of all ids at once. The cost o
 depend on how many came before.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ a file of the same name: a process that comes second waits and finds the result,
 leaves nothing that a later one would take for whole. Weights are dequantized to float32, exactly.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

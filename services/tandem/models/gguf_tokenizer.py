@@ -5,8 +5,6 @@ a guessed one would give wrong tokens without a word. The rules are llama.cpp's,
 (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Writes a GGUF file's tensors as float32 safetensors under Hugging Face's names."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

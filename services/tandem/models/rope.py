@@ -5,8 +5,6 @@ one `rope_parameters`. Numbers that files leave out are filled in here as transf
 (`modeling_rope_utils.py`), so that nobody downstream needs defaults.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A folder, a GGUF file, the built-in model, or a name on the hub; whatever it was
 a folder with config.json, tokenizer.json and safetensors, which is all that other parts read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ next text decides. How the text is cut into pieces changes nothing: the stop str
 first ends the text, and of several complete at the same character the longest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tandem.errors import BadRequest

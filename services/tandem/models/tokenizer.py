@@ -4,8 +4,6 @@ Text to token ids and back, and chats to text by the model's own template. Knows
 requests: who may say what (roles, sizes) is the router's business.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ callable what it returns, which costs nothing where lines are text. Processes th
 its engine for one, inherit both.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -8,8 +8,6 @@ class Requests(MetricSet):
 Requests(registry).ended.labels(outcome="stop").inc()
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar

@@ -13,8 +13,6 @@ count). Four things keep it honest on a shared machine:
 Pure: nobody here reads a clock.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import combinations

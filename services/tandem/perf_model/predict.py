@@ -6,8 +6,6 @@ The router's prices and its admission, a decode worker's choice between its peer
 prefill worker's choice between pulling and computing, and the simulator ask here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import msgspec

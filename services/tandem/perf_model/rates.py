@@ -9,8 +9,6 @@ The engine fits them to its steps (`step_time.py`), and `predict.py` answers how
 would take. Where nothing was measured yet the defaults are a guess.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

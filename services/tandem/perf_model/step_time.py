@@ -26,8 +26,6 @@ This is the one place that fits a worker's speed: the worker tells the result to
 adds: others ask how long a prompt takes, and not which chunk fits.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Maps a block hash to an entry of the tree: a bucket and a field of it. Pure."""
 
-from __future__ import annotations
-
 NUM_BUCKETS = 1 << 16  # by the first two bytes of a hash
 ENTRY_BYTES = 10  # of a hash that the tree keeps: those two and the eight of the field
 

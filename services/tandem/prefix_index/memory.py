@@ -5,8 +5,6 @@ for one worker and for a thousand. It gallops over the depth as lua/match.lua do
 worker's bits stay until `sweep` has cleared them; only then its slot is free again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, count

@@ -6,8 +6,6 @@ the worker then takes a new epoch (`reset`) and publishes everything it holds ag
 prefix-closed for each worker: who holds a block holds its parents. A hit is a hint; holders check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

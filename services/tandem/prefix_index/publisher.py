@@ -17,8 +17,6 @@ An epoch is `PROCESS_EPOCH:COUNTER`; the counter grows with each log begun. It i
 worker's record (`WorkerRecord.epoch`), so that a record and a log can be told to belong together.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

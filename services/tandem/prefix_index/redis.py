@@ -20,8 +20,6 @@ Shards are found by following `next` from shard 0; a look-up asks all known ones
 learns of a new one for the next look-up. Errors of redis-py pass through. Needs Redis 6.2.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

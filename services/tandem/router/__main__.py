@@ -1,7 +1,5 @@
 """`tandem router`: one replica. Secrets come from the environment, see config."""
 
-from __future__ import annotations
-
 import sys
 
 

@@ -5,8 +5,6 @@
 Listening comes first, so that probes and people see what it waits for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """The cluster's token on every internal call: added by clients, demanded by servers."""
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -5,8 +5,6 @@ protobuf in Python copies a field's bytes when it is set and when it is read. A 
 sends and who reads may each do it either way, it is the same message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Channels that are closed under their calls, and closed without waiting for them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Failures of a call as its gRPC status: what callers act on, without a traceback in the log."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn

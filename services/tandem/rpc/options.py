@@ -1,7 +1,5 @@
 """Options of gRPC channels and servers. The defaults ping after hours, or end the connection."""
 
-from __future__ import annotations
-
 MESSAGE_BYTES_MAX = 64 << 20
 
 _PINGS: list[tuple[str, int]] = [

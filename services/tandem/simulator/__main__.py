@@ -1,7 +1,5 @@
 """`python -m tandem.simulator TRACE`, which is `tandem simulate TRACE`."""
 
-from __future__ import annotations
-
 from tandem.simulator.command import main
 
 if __name__ == "__main__":

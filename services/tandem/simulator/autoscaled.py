@@ -4,8 +4,6 @@ Every `interval_s` the policy gets one observation, of the same counters and of 
 router sees it, and the pools are made what it decides; a worker comes a cold start later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Simulated time: what happens next, in order of time and then of planning."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any

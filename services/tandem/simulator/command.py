@@ -1,7 +1,5 @@
 """The command: replays the trace under each policy and load, and writes what came of it."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

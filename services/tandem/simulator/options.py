@@ -1,7 +1,5 @@
 """The options of `tandem simulate`, and what is read for them: scenario, arrivals, loads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated

@@ -11,8 +11,6 @@ is what the later one took.
 A prompt of which no first token is told counts as predicted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import msgspec

@@ -12,8 +12,6 @@ dynamo-softmax the same, drawn by softmax at temperature 0.5
                https://docs.nvidia.com/dynamo/latest/components/router/README.html
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

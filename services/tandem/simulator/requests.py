@@ -1,7 +1,5 @@
 """A simulated request and what became of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

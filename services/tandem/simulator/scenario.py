@@ -1,7 +1,5 @@
 """The simulated workers, their nominal speed, and the errors that the policy does not know."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

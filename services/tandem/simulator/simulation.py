@@ -7,8 +7,6 @@ decode worker dies: moved with the tokens made so far (at most MIGRATIONS_MAX ti
 prefill worker dies: the next candidate, else prefilled on the decode worker
 """
 
-from __future__ import annotations
-
 from collections.abc import Coroutine, Sequence
 from random import Random
 from typing import Any, TypeVar

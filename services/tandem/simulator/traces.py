@@ -4,8 +4,6 @@ A block of a prompt is an integer here, as in Mooncake's traces; `salt` tells th
 of a trace from those of another. All that is random is drawn from a seed.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -5,8 +5,6 @@ A worker's report is taken when its load changed and no other report is under wa
 tokens are seen when they come: from them the workers' shares and real speed are learned.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ One server, Sentinel and Cluster (store/url.py) give clients that take the same 
 call or script touches share a hash tag, so that they also work on a Cluster.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A Lua script on one hash slot: called by its digest, loaded again when a server lost it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from hashlib import sha1

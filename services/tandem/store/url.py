@@ -11,8 +11,6 @@ of redis-py's connections, such as ssl_ca_certs, ssl_certfile, ssl_keyfile (path
 sentinel_password. Whatever is not plain in a user name or password is percent-encoded. Pure.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal

@@ -10,8 +10,6 @@ error of the tree (errors.py); then nothing of it may be trusted. The engine lea
 that gives up its pulls before anyone else gets the blocks: no byte lands in them after that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

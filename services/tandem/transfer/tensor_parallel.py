@@ -11,8 +11,6 @@ Heads are a block's outermost axis, so a rank's share of another rank's block is
 Arithmetic alone: it opens no transfer and knows no addresses, only offsets into ranks' pools.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

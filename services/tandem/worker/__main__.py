@@ -1,7 +1,5 @@
 """`tandem worker --role decode ...`: one worker, with or without Ray around it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

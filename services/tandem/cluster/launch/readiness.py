@@ -4,8 +4,6 @@ Ready: the router answers, every worker's record says ready, and Ray's controlle
 process that ends before that is a failed start: its last words are the reason.
 """
 
-from __future__ import annotations
-
 import time
 import urllib.request
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The output of `tandem up`: a line for each thing done, then one screen when all is ready."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Waits for the end of processes that are not our children, by name, without polling."""
 
-from __future__ import annotations
-
 import os
 import select
 

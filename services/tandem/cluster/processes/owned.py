@@ -4,8 +4,6 @@ The controller alone writes it, before it tells anybody. An agent that Ray start
 whether its process is still wanted: the one that was told is dead, and the controller may be too.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -5,8 +5,6 @@ another process meanwhile is therefore never taken for ours. The process is nobo
 exit status is not to be had; that it ended is seen on a pidfd, without polling.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

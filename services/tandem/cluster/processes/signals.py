@@ -1,7 +1,5 @@
 """Stops a program in the foreground by signals, or by the end of its parent."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -10,8 +10,6 @@ the controller's file: `drain` may have come to an agent that is dead. The watch
 sleeps in poll(2); each change is told to the controller, nothing is sent while nothing changes.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import select

@@ -6,8 +6,6 @@ makes and drains agents, writes what it owns to its file, and tells Redis. Start
 reads the file, takes the agents by their names, and asks each how it is.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import queue

@@ -10,8 +10,6 @@ listen on the machine's outer address; Ray's own Node is therefore used, which i
 file is the one that may have to change with Ray.
 """
 
-from __future__ import annotations
-
 import secrets
 import sys
 import time

@@ -9,8 +9,6 @@ of a fresh head they would take its scale requests, and start processes a second
 runs here shares the session of the process that started it: so that is what is ended.
 """
 
-from __future__ import annotations
-
 import select
 import subprocess
 import sys

@@ -9,8 +9,6 @@ Routers ask here so that they need no Ray. While Redis is lost nobody can ask an
 the channel tries again, and the controller does not notice.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -20,8 +20,6 @@ Three things always hold; `check_integrity` looks at them:
 A model with several KV groups has one pool a group.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

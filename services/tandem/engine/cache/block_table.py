@@ -4,8 +4,6 @@ A table's first blocks are stored (hashed, shared, never written), the rest are 
 blocks that a read may still write (unsafe) go to quarantine, never straight to the next owner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from tandem.engine.cache.block_pool import BlockPool

@@ -4,8 +4,6 @@ The pool offers only leaves (blocks with no cached child), so a policy never has
 a parent is offered when its last child is gone.
 """
 
-from __future__ import annotations
-
 import heapq
 from typing import Protocol
 

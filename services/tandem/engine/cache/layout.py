@@ -7,8 +7,6 @@ This module is the one place that knows the order; it stands on no tensor librar
 transfer code can use it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tandem.config import EngineConfig

@@ -4,8 +4,6 @@ Shared memory is a memfd: it has no name in the file system, and it is gone with
 that maps it. Whoever made it passes its number to a child (pass_fds); both map it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -7,8 +7,6 @@ where the recorded kernels read them. A batch is padded to the next recorded num
 Off CUDA (in Triton's interpreter) the same buffers are used and the kernels simply run.
 """
 
-from __future__ import annotations
-
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

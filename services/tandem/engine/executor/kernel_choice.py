@@ -1,7 +1,5 @@
 """Chooses the kernels that compute a model on a device: the ones asked for, or the fastest."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -9,8 +9,6 @@ Qwen 3 normalizes each head of q and k before the rotation. Knows tensors and th
 sequences, no scheduling.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

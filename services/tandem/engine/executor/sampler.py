@@ -4,8 +4,6 @@ The draw for the token at index i of a whole sequence depends on its seed and on
 sequence that was moved, preempted or prefilled elsewhere goes on as it would have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 

@@ -4,8 +4,6 @@ Rows are the step's tokens, sequence after sequence in the order that attention 
 up to the multiple that the kernels ask for; padding rows are computed and never read or stored.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Steps on torch's own operators: any device, any dtype, either numerics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

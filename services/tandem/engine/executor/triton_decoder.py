@@ -9,8 +9,6 @@
 Only views and launches, nothing that waits for the device: a CUDA graph can record it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

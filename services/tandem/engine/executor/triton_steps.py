@@ -1,7 +1,5 @@
 """Steps on the Triton kernels: decode as recorded graphs, all else launched kernel by kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

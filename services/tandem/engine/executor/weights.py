@@ -5,8 +5,6 @@ that map it share its memory. The config names and shapes every tensor; a missin
 wrongly shaped one is an error before anything is read.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

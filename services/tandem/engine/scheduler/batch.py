@@ -7,8 +7,6 @@ in the pool already. Prefill, a chunk of it and decode are the same thing: catch
                              context_len - num_tokens    context_len
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

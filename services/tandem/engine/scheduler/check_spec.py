@@ -1,7 +1,5 @@
 """Checks a spec before it enters an engine, against the model's context and the whole pool."""
 
-from __future__ import annotations
-
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits

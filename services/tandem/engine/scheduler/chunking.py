@@ -13,8 +13,6 @@ anew.
 Pure. That blocks are reported a little before their step ends is left out: a margin.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

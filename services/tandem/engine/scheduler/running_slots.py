@@ -7,8 +7,6 @@ of the limit, by what was measured; chunks of prompts lengthen it by half at mos
 to be within the limit. Who finds no running slot waits.
 """
 
-from __future__ import annotations
-
 from tandem.perf_model.step_time import StepTimeModel
 
 RUNNING_SLOTS_SHARE = 0.5

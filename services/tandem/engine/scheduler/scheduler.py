@@ -18,8 +18,6 @@ block. So the oldest of all gets on with every admission, and it waits only for 
 lent to peers or awaited, whose leases have deadlines.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field

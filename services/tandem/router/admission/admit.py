@@ -5,8 +5,6 @@ makes those behind it late too. Its time to first token is predicted (`predict.p
 what came of earlier predictions (`calibration.py`), and compared with what is allowed.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ They have while one of those who prefill has little queued, and a decode worker 
 queue is long enough that nobody falls idle before its next load is told and a request arrives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from tandem.perf_model.predict import likely_rates, queue_seconds, token_seconds

@@ -4,8 +4,6 @@ Both depend on the load that workers report. While Redis is lost, prefill worker
 then every request goes at once, as the workers' own bounds allow.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

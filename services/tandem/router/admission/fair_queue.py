@@ -8,8 +8,6 @@ While two tenants wait, what was served of them differs by at most one request o
 comes new waits for at most one request of each other; a tenant alone is served in order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 

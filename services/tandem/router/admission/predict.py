@@ -12,8 +12,6 @@ to be off, so a part of the limit is kept back; and while nobody has measured an
 refused for a guess.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ One is let go at a time: what it takes shows in the workers' load before the nex
 workers' own queues a request waits in order of arrival, so these are kept short.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

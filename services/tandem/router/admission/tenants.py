@@ -6,8 +6,6 @@ share nothing and cannot learn of one another's prompts by timing; requests with
 among themselves. Clients choose no salt (`cache_salt` is refused).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tandem.block_hash import tenant_salt

@@ -5,8 +5,6 @@ Redis's time, and one look through the worker's hashes. What differs at three lo
 alarm, and so is a log that stands still while its worker's record is written.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

@@ -5,8 +5,6 @@ when a request was placed, and those that were. Reuse at someone else may hide t
 nothing, so a low ratio is never an accident of who was asked, only of what was promised.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Metrics of the prefix tree, as this router sees it, and the look-up that counts itself."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 

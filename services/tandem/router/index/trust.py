@@ -9,8 +9,6 @@ not publish. Alarms: `hits` (what was predicted to be cached was not, see `hit_w
 entries are not what it holds), `silent` (its log stands still though the worker is alive).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -12,8 +12,6 @@ between the first token and the second, because the first leaves before its bloc
 rest of TTFT is network time, and attempts on workers that were lost.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import (

@@ -9,8 +9,6 @@ Of a large pool only some, drawn at random, and those who hold the most of the p
 a choice among a thousand takes little longer than one among thirty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest

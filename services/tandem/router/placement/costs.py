@@ -16,8 +16,6 @@ that has measured nothing counts as one like the others; while nobody has, all t
 and only the ratios of these prices matter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

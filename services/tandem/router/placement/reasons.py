@@ -7,8 +7,6 @@
 Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal, get_args
 

@@ -4,8 +4,6 @@ Taking in one worker's news costs the same among eight and among a thousand, so 
 over many requests (the simulator) never walks all workers for one of them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 

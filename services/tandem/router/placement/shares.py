@@ -9,8 +9,6 @@ by. With several routers each keeps the shares of what it sent itself; where eac
 the sum is.
 """
 
-from __future__ import annotations
-
 # Long against a prompt (seconds), so that one long prompt does not make a worker's share; short
 # against the time in which pools are resized and habits of clients change.
 HALF_LIFE_S = 300.0

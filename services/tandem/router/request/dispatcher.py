@@ -3,8 +3,6 @@
 The states of a request, and what each may become, are in job.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -7,8 +7,6 @@ Every request ends in exactly one outcome, counted in one place: stop, length, c
 code of an error. HTTP and gRPC both stand on this and know nothing of workers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

@@ -21,8 +21,6 @@ Knows token ids, not text. What was made so far goes with the prompt wherever th
 and sampling is seeded by position: so it makes the same tokens there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

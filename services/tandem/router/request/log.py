@@ -6,8 +6,6 @@ Bounded: the oldest are forgotten. In memory alone, and each router replica know
 prompt and no text.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import OrderedDict

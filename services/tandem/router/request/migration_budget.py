@@ -6,8 +6,6 @@ were requests in it: a crash migrates each of them once, and only crash after cr
 worker that leaves in order costs nothing of either.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Literal, get_args
 

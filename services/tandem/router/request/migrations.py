@@ -3,8 +3,6 @@
 Raises what its client gets when it may not migrate any more; the bounds are in migration_budget.py.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -1,7 +1,5 @@
 """Requests that wait here for a usable decode worker, bounded in number and time."""
 
-from __future__ import annotations
-
 import asyncio
 
 from tandem.config import RouterConfig

@@ -4,8 +4,6 @@ A `ClientRequest` that exists is valid, but for what only the model can tell (`c
 Every refusal names the field and says what is allowed. Knows no wire format.
 """
 
-from __future__ import annotations
-
 import math
 import uuid
 from collections.abc import Sequence

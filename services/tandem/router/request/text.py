@@ -3,8 +3,6 @@
 It only finds where the text ends; the caller cancels the sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ asks the owner of the sizes, as `tandem scale` does. Where that is an HPA or KED
 metric `tandem_desired_workers`, which every router exports. Redis lost: sizes stay.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

@@ -6,8 +6,6 @@
 The first line is a change that was accepted, the second one that was not.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Operators' changes, over HTTP and gRPC alike: pool sizes, a worker's role, its end."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

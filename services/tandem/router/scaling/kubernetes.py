@@ -9,8 +9,6 @@ before they expire: each request reads them. Waits for no pod, and knows no work
 https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """The pools as the autoscaler sees them, from what placement sees of their workers. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from statistics import median_high
 

@@ -9,8 +9,6 @@ An `Attempt` is one request on this worker (attempt.py). Commands wait in a queu
 a submit and a cancel for each live request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

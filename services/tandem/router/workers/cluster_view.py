@@ -9,8 +9,6 @@ A record's epoch changes whenever a worker publishes its blocks again; only anot
 (address, pid, start) is another connection. Places nothing and knows no request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -5,8 +5,6 @@ sent and cannot be in the load yet is added to it, until a load that was taken l
 prefill worker has done since is taken off: first tokens are seen long before its next record.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 

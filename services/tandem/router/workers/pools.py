@@ -6,8 +6,6 @@
                          controller
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Draws reports as pictures, and as one page with all inside. Needs the extra `simulate`."""
 
-from __future__ import annotations
-
 import base64
 import html
 from collections.abc import Callable, Sequence

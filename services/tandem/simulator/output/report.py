@@ -1,7 +1,5 @@
 """The figures of one run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ so a sequence that joins with n tokens to make ends at virtual time now + n, who
 goes: an event costs the logarithm of the sequences.
 """
 
-from __future__ import annotations
-
 from heapq import heappop, heappush
 from math import ceil
 from typing import Generic, TypeVar

@@ -5,8 +5,6 @@
 As in a cluster the newest worker goes first, and a worker that starts or drains is paid for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Literal
 

@@ -7,8 +7,6 @@ Held blocks stay. Idle ones go leaf first, least lately used: a chain is put bac
 the oldest, so a block always goes before its parent.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ that nothing is read once the stream has ended and the engine may have reused th
 Not more than one message of a call is here at a time: gRPC takes the next when its peer has room.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ something else about it. That is known exactly, because the same event loop tell
 a sequence's reservations when it sends the command, and a write after that is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -4,8 +4,6 @@ gRPC's channels of one process share a connection to the same address, unless ea
 subchannels of its own; then a large message on one of them delays no small one on another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -9,8 +9,6 @@ agent of a process takes 0.42 s, a later one 10 ms, a peer 5 ms, and destroying 
 An agent is not thread-safe: each belongs to one thread.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Iterator, Sequence

@@ -17,8 +17,6 @@ An agent is made, and a peer's metadata loaded, when first needed, and again aft
 the progress.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import time

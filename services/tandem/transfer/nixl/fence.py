@@ -12,8 +12,6 @@ renewal comes, however busy the worker is.
 Pure bookkeeping: it knows no transport and no clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

@@ -6,8 +6,6 @@ Whole pools are named once, here when the agent is made and a peer's when it is 
 gives numbers of blocks only. The agent has no progress thread: an idle one costs nothing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 from collections.abc import Container, Iterator

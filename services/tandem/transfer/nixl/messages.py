@@ -3,8 +3,6 @@
 Those with a tag go on to the worker's I/O process as they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import msgspec

@@ -7,8 +7,6 @@ between: so a piece has what goes in `PIECE_S` at the speed seen. Where start re
 A pool of SmolLM2's blocks, 188 MB scattered, took 31.1 ms in pieces of 8 MiB and 28.4 ms in one.
 """
 
-from __future__ import annotations
-
 PIECE_S = 0.005
 _FIRST_BYTES = 16 << 20
 _BYTES_MIN = 1 << 20

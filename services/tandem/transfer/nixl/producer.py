@@ -1,7 +1,5 @@
 """The readable side of NIXL: this process's pool, opened to whom the metadata is given."""
 
-from __future__ import annotations
-
 from tandem.transfer.nixl.agent import NixlAgent
 from tandem.transfer.nixl.messages import LocalPool, RemotePool
 from tandem.transfer.nixl.ucx_mode import UcxMode

@@ -6,8 +6,6 @@
 A pull is cut into pieces (piece_size.py), so that other pulls and cancels come in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

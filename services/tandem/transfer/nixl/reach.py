@@ -12,8 +12,6 @@ The same host is one machine, PID namespace, IPC namespace and user. UCX decides
 not say how; this module knows the facts that it decides by.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

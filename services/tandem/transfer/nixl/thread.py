@@ -14,8 +14,6 @@ While no pull is under way it sleeps on its queue; else it polls, with a back-of
 It knows no asyncio, no tensors and no engine: the pool is an address and a size.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

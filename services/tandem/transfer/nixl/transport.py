@@ -1,7 +1,5 @@
 """Blocks of one peer over NIXL. The engine process reads them; the I/O process asks it to."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable
 from typing import Protocol

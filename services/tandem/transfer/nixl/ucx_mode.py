@@ -9,8 +9,6 @@ address in the process, with no token and no NIXL metadata. So no other mode has
 MEMORY or RDMA mode opens no TCP port (seen with NIXL 1.5.1 and UCX 1.23, MEMORY only).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

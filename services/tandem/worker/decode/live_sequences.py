@@ -4,8 +4,6 @@ What a router is told of a sequence goes out here: its tokens, as they come, and
 ends a sequence in any other way than by the engine's own report has the engine remove it, too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

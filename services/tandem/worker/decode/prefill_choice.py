@@ -11,8 +11,6 @@ Either may pull the prompt's first blocks from a holder instead of computing the
 only if it is clearly faster: the worker is there to decode, and who comes next finds it free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

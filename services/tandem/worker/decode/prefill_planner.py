@@ -4,8 +4,6 @@ Other workers' load and rates are those of their records, a second old or two; w
 itself has sent to a candidate since is counted in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 

@@ -9,8 +9,6 @@
 Each failure plans anew. Whatever a lost lease brought is given up (`Restart`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ What a step brings for all of a router's requests travels as one message; a rout
 slowly gets fewer, larger ones, and one that stops reading is cut off at a bound.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

@@ -23,8 +23,6 @@ Its time, for the router, metrics and its trace:
 A prompt that a prefill worker computes waits in its queue, too: that time counts as queue.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Collection, Mapping

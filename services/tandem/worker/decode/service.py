@@ -5,8 +5,6 @@ prompt is prefilled, and live_sequences.py tells its router. The first token of 
 out as soon as the producer names it, every other token when a step report has it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

@@ -4,8 +4,6 @@ Replies that answer one question (a peer, a producer, an integrity check, block 
 future here. Step reports, final blocks and settled pulls are events for the one listener.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -6,8 +6,6 @@ their consumers do not wait for its end. The transfer thread answers with one `P
 as pulls settle: a long step does not delay a Release.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from tandem.engine.types import FinalBlocks, Mode, SequenceSpec, StepReport

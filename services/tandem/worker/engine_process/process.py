@@ -11,8 +11,6 @@ A turn: apply what came, make one step if there is work, report. Without work th
 consumer can tell a busy or idle engine from a hung one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

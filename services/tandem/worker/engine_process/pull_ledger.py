@@ -7,8 +7,6 @@ The engine's main thread owns this ledger; the transfer thread's events reach it
 A block is in at most one outstanding pull, because an unsafe block is never allocated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from tandem.transfer.nixl.messages import Pull, PullResult

@@ -1,7 +1,5 @@
 """Settings that the I/O process hands the engine process at its start, on standard input."""
 
-from __future__ import annotations
-
 import msgspec
 
 from tandem.config import EngineConfig, TransferConfig

@@ -6,8 +6,6 @@
 Knows no request; the worker says whether anybody waits.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ First come, first served within a peer, and among peers whoever came first and f
 keeps its own pulls waiting, not the others'. A pull larger than a bound goes when it is alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator

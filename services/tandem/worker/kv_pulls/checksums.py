@@ -5,8 +5,6 @@ are in place and before they count. That catches bytes that changed on the way, 
 changed at the producer while it had promised that they would not.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

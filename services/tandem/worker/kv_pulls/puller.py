@@ -12,8 +12,6 @@ One Puller serves a whole worker. It knows no lease protocol: who may read what 
 counts is lease.py's.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 

@@ -4,8 +4,6 @@ All of it is a cache of facts in Redis. Redis lost: the worker serves on, tries 
 everything anew when Redis is back.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

@@ -10,8 +10,6 @@ So if waits made a circle, each of its workers would have joined the decode pool
 before it in the circle, and so later than itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

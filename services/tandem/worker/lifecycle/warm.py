@@ -7,8 +7,6 @@ What fails is left cold. A chain is the path from a root to a leaf, so that what
 imported with the first and found in the cache by the second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import uuid

@@ -5,8 +5,6 @@ starting --> ready --> draining --> gone
                                               KV compatibility was refused)
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

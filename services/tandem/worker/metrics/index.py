@@ -1,7 +1,5 @@
 """Metrics of a worker's log in the prefix tree, read from its publisher at each scrape."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

@@ -8,8 +8,6 @@ engine is ended by the worker itself (`EngineWatch`), and its process with it; s
 before a request meets it, an idle engine is asked something now and then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@ All of it beside the requests, never on their path. `again` measures a pair anew
 failed or fell behind; what is chosen and why is logged once, loudly when it is not the best.
 """
 
-from __future__ import annotations
-
 import logging
 
 import grpc

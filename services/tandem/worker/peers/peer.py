@@ -1,7 +1,5 @@
 """A connected producer: another worker, as one process of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ A pair whose NIXL reads fail in a row goes on over gRPC at once; one whose NIXL 
 that is not on NIXL though it might be, is measured again now and then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

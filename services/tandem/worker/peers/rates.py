@@ -5,8 +5,6 @@ prefill. A pair is a peer and a transport; the one in use is what others are tol
 waits, and nothing reads a clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from tandem.config import WorkerConfig

@@ -5,8 +5,6 @@ auto                  NIXL, if its reads work and are not slower than gRPC; else
                       warning that says what would lift it
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tandem.config import Transport

@@ -6,8 +6,6 @@ keep up find another producer or compute themselves; sequences that still wait h
 and the engine's queue bounds those.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Decides whether a prompt's first blocks come sooner from a peer than they are computed. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

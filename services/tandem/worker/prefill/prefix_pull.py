@@ -7,8 +7,6 @@ The holder computes and allocates nothing for it, so it never waits for blocks: 
 waits for one turn of an engine and for a read. Nothing that was pulled counts before `released`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterable

@@ -11,8 +11,6 @@ soon as they are; the answer `released`, which comes after `prefilled` or `held`
 block was held until then. A hold waits for nothing and allocates nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -3,8 +3,6 @@
 It only translates: `request` decides what a request may be, `generator` what becomes of it.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable
 from dataclasses import replace

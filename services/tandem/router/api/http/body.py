@@ -3,8 +3,6 @@
 Strict JSON (RFC 8259): NaN and Infinity, invalid UTF-8 and lone surrogates are refused.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cluster for operators: `/v1/cluster` (state, sizes, roles, audits) and `/`, a page of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,6 @@ stream ends. `[DONE]` does not follow it (vLLM sends it): it says that the answe
 own clients raise at the event and never look for more.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -12,8 +12,6 @@ Content-  cannot send without a preflight, and the router answers none with leav
 Type      where the call has one, has to be the address that the call went to.
 """
 
-from __future__ import annotations
-
 import functools
 import ipaddress
 import logging

@@ -6,8 +6,6 @@ sent; all of it follows as a comment before `[DONE]`, which clients of server-se
 Of several prompts the headers tell of one: the first with a token (a stream), or the last to end.
 """
 
-from __future__ import annotations
-
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 

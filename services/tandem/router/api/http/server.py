@@ -11,8 +11,6 @@ all of them until the header is complete. A connection that is refused gets an a
 with that answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import enum

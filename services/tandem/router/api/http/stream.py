@@ -4,8 +4,6 @@ Both listen to the connection while they wait, in every phase of the request: st
 StreamingResponse would notice only when it sends, and a queued request sends nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping

@@ -7,8 +7,6 @@
 Today an answer has a choice for each prompt of its request.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing

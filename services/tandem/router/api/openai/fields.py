@@ -4,8 +4,6 @@ A client that sends one at its neutral value means nothing by it and is served. 
 asks for what Tandem would not do, so the request is refused with the field's name.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tandem.errors import BadRequest

@@ -3,8 +3,6 @@
 Routes bound a body before they parse it, so FastAPI does not know its model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import FastAPI

@@ -1,7 +1,5 @@
 """Replies to OpenAI's clients: whole answers and the chunks of a stream, as plain data."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, replace

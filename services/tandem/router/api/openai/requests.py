@@ -3,8 +3,6 @@
 pydantic checks types here; ranges are checked in one place for HTTP and gRPC, in `request`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
