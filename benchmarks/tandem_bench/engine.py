@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter, run
+from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
@@ -52,21 +54,22 @@ class Row:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="as of `tandem up`")] = "smollm2",
+    *,
+    model: Annotated[str, Parameter(help="Model, as for `tandem up --model`.")] = "smollm2",
     modes: Annotated[
         str,
-        typer.Option(help=f"of {', '.join(MODES)}; default: those that this machine is fast at"),
+        Parameter(help=f"Of {', '.join(MODES)}. Default: those this machine is fast at."),
     ] = "",
-    threads: Annotated[str, typer.Option(help="such as 1,2")] = "1",
-    prompts: Annotated[str, typer.Option(help="tokens of the prompts")] = "512,2048",
-    batches: Annotated[str, typer.Option(help="sequences that decode together")] = "1,8,32",
-    repeats: Annotated[int, typer.Option(min=1)] = 5,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    threads: Annotated[str, Parameter(help="Numbers of threads, such as 1,2.")] = "1",
+    prompts: Annotated[str, Parameter(help="Lengths of the prompts, in tokens.")] = "512,2048",
+    batches: Annotated[str, Parameter(help="Numbers of decoding sequences.")] = "1,8,32",
+    repeats: Annotated[int, Parameter(help="Samples of each row.", validator=Number(gte=1))] = 5,
+    output: Annotated[Path | None, Parameter(help="JSON file to write.")] = None,
 ) -> None:
     """Measure the model's steps: compiled kernels beside torch."""
     wanted = modes.split(",") if modes else _fast_modes()
     if unknown := set(wanted) - MODES.keys():
-        raise typer.BadParameter(f"no such mode: {', '.join(sorted(unknown))}")
+        sys.exit(f"no such mode: {', '.join(sorted(unknown))}")
     console = Console()
     idle = idle_percent(2.0)
     try:
@@ -80,7 +83,7 @@ def main(
         )
     except TandemError as error:
         console.print(f"tandem bench: {error.message}")
-        raise typer.Exit(1) from None
+        sys.exit(1)
     results["idle_percent_before"] = round(idle, 1)
     for count in results["machine"]["limits"]:
         console.print(_table(results, int(count)))
@@ -261,4 +264,4 @@ def _table(results: dict[str, Any], threads: int) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

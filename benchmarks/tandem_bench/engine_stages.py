@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import typer
+from cyclopts import Parameter, run
+from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
@@ -52,19 +54,20 @@ class Needs:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="as of `tandem up`")] = "smollm2",
-    mode: Annotated[str, typer.Option(help="native bf16, native fp32 or native int8")] = (
+    *,
+    model: Annotated[str, Parameter(help="Model, as for `tandem up --model`.")] = "smollm2",
+    mode: Annotated[str, Parameter(help="native bf16, native fp32 or native int8.")] = (
         "native bf16"
     ),
-    threads: Annotated[str, typer.Option(help="such as 1,2")] = "1",
-    prompts: Annotated[str, typer.Option(help="tokens of the prompts")] = "512,2048",
-    batches: Annotated[str, typer.Option(help="sequences that decode together")] = "1,8,32",
-    repeats: Annotated[int, typer.Option(min=1)] = 7,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    threads: Annotated[str, Parameter(help="Numbers of threads, such as 1,2.")] = "1",
+    prompts: Annotated[str, Parameter(help="Lengths of the prompts, in tokens.")] = "512,2048",
+    batches: Annotated[str, Parameter(help="Numbers of decoding sequences.")] = "1,8,32",
+    repeats: Annotated[int, Parameter(help="Samples of each row.", validator=Number(gte=1))] = 7,
+    output: Annotated[Path | None, Parameter(help="JSON file to write.")] = None,
 ) -> None:
     """Take a step apart: each stage of the compiled decoder beside what this machine can."""
     if mode not in MODES or not mode.startswith("native"):
-        raise typer.BadParameter(f"no such mode: {mode}")
+        sys.exit(f"no such mode: {mode}")
     console = Console()
     results: dict[str, Any] = {"idle_percent_before": round(idle_percent(2.0), 1), "mode": mode}
     try:
@@ -82,7 +85,7 @@ def main(
         ]
     except TandemError as error:
         console.print(f"tandem bench: {error.message}")
-        raise typer.Exit(1) from None
+        sys.exit(1)
     for row in results["rows"]:
         console.print(_table(row))
     console.print(f"{results['idle_percent_before']:.0f}% of the cores idle before")
@@ -232,4 +235,4 @@ def _table(row: dict[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -29,7 +29,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter, run
+from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
@@ -53,12 +54,20 @@ Lookup = Callable[[Sequence[bytes]], Awaitable[Any]]
 
 
 def main(
+    *,
     blocks: Annotated[
-        list[int] | None, typer.Option(min=1, help="in the tree; several: several runs [1000000]")
+        list[int] | None,
+        Parameter(
+            help="Blocks in the tree, one run each. Default: 1000000.",
+            negative=(),
+            validator=Number(gte=1),
+        ),
     ] = None,
-    publish_rate: Annotated[int, typer.Option(help="blocks a second meanwhile")] = 100_000,
-    samples: Annotated[int, typer.Option(min=20, help="look-ups of each kind")] = 2000,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    publish_rate: Annotated[int, Parameter(help="Blocks published a second meanwhile.")] = 100_000,
+    samples: Annotated[
+        int, Parameter(help="Look-ups of each kind.", validator=Number(gte=20))
+    ] = 2000,
+    output: Annotated[Path | None, Parameter(help="JSON file to write.")] = None,
 ) -> None:
     """Measure look-ups and publishing of the prefix tree."""
     console = Console(width=None if Console().is_terminal else 130)
@@ -219,4 +228,4 @@ def _cell(figures: dict[str, float] | None) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

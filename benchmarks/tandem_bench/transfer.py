@@ -11,10 +11,12 @@ import asyncio
 import json
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter, run
+from cyclopts.validators import Number
 from rich.console import Console
 
 from tandem.errors import Incompatible, TandemError
@@ -26,14 +28,15 @@ GOALS = {"from_blocks": 64, "nixl": 0.90, "grpc": 0.85}
 
 
 def main(
-    blocks: Annotated[str, typer.Option(help="rows, such as 1,64,1024")] = ",".join(
-        map(str, BLOCKS)
-    ),
-    repeats: Annotated[int, typer.Option(min=1, help="samples of a row, more for small ones")] = 5,
-    models: Annotated[str, typer.Option(help="whose block sizes")] = ",".join(MODELS),
-    pool_bytes: Annotated[int, typer.Option(help="bound of memory on each side")] = POOL_BYTES_MAX,
-    idle: Annotated[float, typer.Option(help="seconds to watch idle agents for")] = 3.0,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    *,
+    blocks: Annotated[str, Parameter(help="Blocks of each row.")] = ",".join(map(str, BLOCKS)),
+    repeats: Annotated[
+        int, Parameter(help="Samples of a row; small rows get more.", validator=Number(gte=1))
+    ] = 5,
+    models: Annotated[str, Parameter(help="Models to take block sizes of.")] = ",".join(MODELS),
+    pool_bytes: Annotated[int, Parameter(help="Bytes of each pool, at most.")] = POOL_BYTES_MAX,
+    idle: Annotated[float, Parameter(help="Seconds to watch idle agents for.")] = 3.0,
+    output: Annotated[Path | None, Parameter(help="JSON file to write.")] = None,
 ) -> None:
     """Measure NIXL and gRPC through Tandem against what they do raw."""
     try:
@@ -45,13 +48,13 @@ def main(
             raise ValueError(f"no such model: {', '.join(sorted(unknown))}")
         plans = [plan(model, rows, pool_bytes) for model in models.split(",")]
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        sys.exit(str(error))
     console = Console(width=None if Console().is_terminal else 130)
     try:
         results = asyncio.run(measure(plans, repeats=repeats, idle_s=idle, console=console))
     except TandemError as error:
         console.print(f"tandem bench: {error.message}")
-        raise typer.Exit(1) from None
+        sys.exit(1)
     results["pool_bytes_max"] = pool_bytes
     table.show(results, console)
     if output is not None:
@@ -140,4 +143,4 @@ async def _measure_grpc(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -2,210 +2,158 @@
 
 import os
 import sys
+from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
-import typer
+from cyclopts import App, CycloptsError, Group, Parameter
 
-app = typer.Typer(
+from tandem.errors import TandemError
+
+app = App(
     name="tandem",
     help="LLM serving with prefill and decode on separate workers.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    help_format="plaintext",
+    help_flags="--help",
+    version=lambda: f"tandem {version('tandem-llm')}",
+    version_flags="--version",
+    group_arguments=Group("Arguments", sort_key=0),
+    group_parameters=Group("Options", sort_key=1),
+    default_parameter=Parameter(negative=(), allow_repeating=True),
 )
+bench = App(name="bench", help="Measure what this machine makes of Tandem.")
+index = App(name="index", help="Look after the prefix tree.")
+app.command(bench)
+app.command(index)
 
-bench = typer.Typer(help="Measure what this machine makes of Tandem.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
-index_app = typer.Typer(help="Look after the prefix tree.", no_args_is_help=True)
-app.add_typer(index_app, name="index")
-
-# A program with options of its own.
-_PROGRAM: Any = {
-    "add_help_option": False,
-    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
-}
-_URL = Annotated[str, typer.Option(help="address of a router")]
+_Arguments = Annotated[str, Parameter(allow_leading_hyphen=True)]
+_Url = Annotated[str, Parameter(help="Address of a router.")]
+_Worker = Annotated[str, Parameter(help="The worker's id, as `tandem status` shows it.")]
 
 
-def _show_version(is_wanted: bool) -> None:
-    if is_wanted:
-        from importlib.metadata import version
-
-        print(f"tandem {version('tandem-llm')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=_show_version,
-            is_eager=True,
-            help="Show the version and exit.",
-        ),
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command(**_PROGRAM)
-def up(context: typer.Context) -> None:
-    """Start a whole cluster on this machine; Ctrl-C stops all of it (options: --help)."""
-    from tandem.cluster.launch.options import LaunchOptions
-    from tandem.errors import ConfigError
-    from tandem.options import read
-
-    options = read(LaunchOptions, "tandem up", context.args)
-    from tandem.cluster.launch.launcher import up as launch
-
-    try:
-        status = launch(options)
-    except ConfigError as error:
-        _fail(error.message)
-    raise typer.Exit(status)
-
-
-@app.command()
-def status(url: _URL = "http://127.0.0.1:8000") -> None:
+@app.command
+def status(*, url: _Url = "http://127.0.0.1:8000") -> None:
     """Show pools, workers, load, KV use and transports."""
-    from tandem.cluster.operate import OperateError, show_status
+    from tandem.cluster.operate import show_status
 
-    try:
-        show_status(url)
-    except OperateError as error:
-        _fail(str(error))
+    show_status(url)
 
 
-@app.command()
+@app.command
 def scale(
-    sizes: Annotated[list[str], typer.Argument(metavar="POOL=SIZE...")],
-    url: _URL = "http://127.0.0.1:8000",
-    deadline: Annotated[float, typer.Option(help="seconds to wait until it is so")] = 60.0,
+    size: Annotated[str, Parameter(name="POOL=SIZE", help="A pool and its number of workers.")],
+    /,
+    *sizes: Annotated[str, Parameter(show=False)],
+    url: _Url = "http://127.0.0.1:8000",
+    deadline: Annotated[float, Parameter(help="Seconds to wait for the sizes.")] = 60.0,
 ) -> None:
     """Set pool sizes, such as prefill=2 decode=1, and wait until they are reached."""
-    from tandem.cluster.operate import OperateError, scale_pools
+    from tandem.cluster.operate import scale_pools
 
-    try:
-        scale_pools(url, sizes, deadline_s=deadline)
-    except OperateError as error:
-        _fail(str(error))
+    scale_pools(url, (size, *sizes), deadline_s=deadline)
 
 
-@app.command("set-role")
-@app.command("flip", hidden=True)  # the old name
+@app.command(alias="flip")  # the old name
 def set_role(
-    worker: Annotated[str, typer.Argument(metavar="WORKER")],
-    role: Annotated[str, typer.Option(help="prefill or decode; default: the other one")] = "",
-    url: _URL = "http://127.0.0.1:8000",
+    worker: _Worker,
+    /,
+    *,
+    role: Annotated[
+        str, Parameter(help="prefill or decode. Default: the other one.", show_default=False)
+    ] = "",
+    url: _Url = "http://127.0.0.1:8000",
 ) -> None:
     """Move a running worker to the other pool, or back, without a restart."""
     from tandem.cluster import operate
 
-    try:
-        operate.set_role(url, worker, role)
-    except operate.OperateError as error:
-        _fail(str(error))
+    operate.set_role(url, worker, role)
 
 
-@app.command()
+@app.command
 def drain(
-    worker: Annotated[str, typer.Argument(metavar="WORKER")],
-    url: _URL = "http://127.0.0.1:8000",
-    deadline: Annotated[float, typer.Option(help="seconds for what it holds")] = 30.0,
+    worker: _Worker,
+    /,
+    *,
+    url: _Url = "http://127.0.0.1:8000",
+    deadline: Annotated[float, Parameter(help="Seconds for the requests it holds.")] = 30.0,
 ) -> None:
     """Have a worker leave in order: its requests move or end there, then its process ends.
 
-    Who keeps workers (Ray, Kubernetes) starts a fresh one in its place; `scale` makes them fewer.
+    Ray or Kubernetes starts a fresh worker in its place; `tandem scale` makes a pool smaller.
     """
-    from tandem.cluster.operate import OperateError, drain_worker
+    from tandem.cluster.operate import drain_worker
 
-    try:
-        drain_worker(url, worker, deadline_s=deadline)
-    except OperateError as error:
-        _fail(str(error))
+    drain_worker(url, worker, deadline_s=deadline)
 
 
-@index_app.command()
+@index.command
 def verify(
-    url: _URL = "http://127.0.0.1:8000",
+    *,
+    url: _Url = "http://127.0.0.1:8000",
     everything: Annotated[
-        bool, typer.Option("--all", help="every entry, not a sample of each worker's")
+        bool, Parameter(name="--all", help="Check every entry, not a sample of each worker's.")
     ] = False,
-) -> None:
+) -> int:
     """Compare the prefix tree with what workers hold; exit status 1 when they differ."""
-    from tandem.cluster.operate import OperateError, verify_index
+    from tandem.cluster.operate import verify_index
 
-    try:
-        if not verify_index(url, everything=everything):
-            raise typer.Exit(1)
-    except OperateError as error:
-        _fail(str(error))
+    return 0 if verify_index(url, everything=everything) else 1
 
 
-@bench.command(**_PROGRAM)
-def transfer(context: typer.Context) -> None:
-    """Compare NIXL and gRPC through Tandem with what they do raw (options: --help)."""
-    _become_bench("transfer", context)
+def up(*arguments: _Arguments) -> int:
+    from tandem.cluster.launch.options import LaunchOptions
+    from tandem.options import read
+
+    options = read(LaunchOptions, "tandem up", arguments)
+    from tandem.cluster.launch.launcher import up as launch
+
+    return launch(options)
 
 
-@bench.command(**_PROGRAM)
-def index(context: typer.Context) -> None:
-    """Time look-ups and publishing of the prefix tree in Redis (options: --help)."""
-    _become_bench("index", context)
+def program(module: str) -> Callable[..., NoReturn]:
+    """A command that replaces this process: signals reach the program, and nothing is loaded twice.
+
+    The command fails if the module's package is not installed.
+    """
+
+    def become(*arguments: _Arguments) -> NoReturn:
+        if find_spec(module.split(".")[0]) is None:
+            sys.exit("tandem: the benchmarks are not installed: pip install 'tandem-llm[bench]'")
+        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+    return become
 
 
-@bench.command(**_PROGRAM)
-def engine(context: typer.Context) -> None:
-    """Time prefill and decode of the model, compiled kernels beside torch (options: --help)."""
-    _become_bench("engine", context)
-
-
-@bench.command(**_PROGRAM)
-def stages(context: typer.Context) -> None:
-    """Show where the time of a model's step goes, stage by stage (options: --help)."""
-    _become_bench("engine_stages", context)
-
-
-@app.command(**_PROGRAM)
-def simulate(context: typer.Context) -> None:
-    """Replay a trace on simulated workers, to compare policies and sizes (options: --help)."""
-    _become("tandem.simulator", context)
-
-
-@app.command(**_PROGRAM)
-def router(context: typer.Context) -> None:
-    """Run one router; its secrets come from the environment (options: --help)."""
-    _become("tandem.router", context)
-
-
-@app.command(**_PROGRAM)
-def worker(context: typer.Context) -> None:
-    """Run one worker; its secrets come from the environment (options: --help)."""
-    _become("tandem.worker", context)
-
-
-def _become(module: str, context: typer.Context) -> NoReturn:
-    """Replaces this process: signals reach the program, and this one loads none of its modules."""
-    os.execv(sys.executable, [sys.executable, "-m", module, *context.args])
-
-
-def _become_bench(program: str, context: typer.Context) -> NoReturn:
-    if find_spec("tandem_bench") is None:
-        _fail("the benchmarks are not installed: pip install 'tandem-llm[bench]'")
-    _become(f"tandem_bench.{program}", context)
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"tandem: {message}", file=sys.stderr)
-    raise typer.Exit(1)
+# Programs have options of their own, --help among them: all their arguments are passed on.
+for group, name, run, text in (
+    (app, "up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),
+    (app, "simulate", program("tandem.simulator"), "Replay a trace on simulated workers"),
+    (app, "router", program("tandem.router"), "Run one router"),
+    (app, "worker", program("tandem.worker"), "Run one worker"),
+    (bench, "transfer", program("tandem_bench.transfer"), "Compare NIXL and gRPC, and each raw"),
+    (bench, "index", program("tandem_bench.index"), "Time the prefix tree in Redis"),
+    (bench, "engine", program("tandem_bench.engine"), "Time prefill and decode of the model"),
+    (bench, "stages", program("tandem_bench.engine_stages"), "Time a model's step by its stages"),
+):
+    group.command(
+        run,
+        name=name,
+        help=f"{text} (options: --help).",
+        help_flags=(),
+        version_flags=(),
+        end_of_options_delimiter="",
+    )
 
 
 def main() -> None:
-    app()
+    try:
+        app(exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        print(f"tandem: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except TandemError as error:
+        sys.exit(f"tandem: {error.message}")
 
 
 if __name__ == "__main__":

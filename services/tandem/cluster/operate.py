@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tandem.errors import TandemError
+
 _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
 _POLL_INTERVAL_S = 0.25
@@ -22,7 +24,7 @@ _SAMPLE_DEADLINE_S = 60.0
 _ALL_DEADLINE_S = 900.0
 
 
-class OperateError(Exception):
+class OperateError(TandemError, code="operate_error"):
     """The message says what was wrong and, where it helps, what to do."""
 
 
