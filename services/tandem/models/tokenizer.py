@@ -14,6 +14,7 @@ from tokenizers import decoders
 from tandem.errors import BadRequest, ConfigError
 from tandem.models.chat_template import ChatTemplate
 from tandem.models.config import read_eos_token_ids
+from tandem.models.control_strings import ControlStrings
 from tandem.models.source import read_json
 
 
@@ -31,6 +32,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._control_strings = ControlStrings(self._tokenizer)
         self._pieces: dict[int, bytes] = {}
         self.is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._chat_template = ChatTemplate.from_folder(
@@ -74,6 +76,18 @@ class Tokenizer:
                 param="messages",
             )
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Returns the token ids of a chat's prompt. Special tokens come from the template only:
+        those that messages spell out are plain text.
+
+        Raises BadRequest when the model has no chat template, or its template refuses the chat.
+        """
+        if not self._control_strings.are_in(messages):
+            return self.encode(self.render_chat(messages), add_special_tokens=False)
+        rendered = self.render_chat(self._control_strings.mark(messages))
+        _check_unicode(rendered)
+        return self._control_strings.encode_marked(rendered)
 
     def is_special(self, token_id: int) -> bool:
         """Returns whether `skip_special_tokens` leaves this token out of the text."""

@@ -26,7 +26,7 @@ from tests.unit.engine import native_shapes
 from tests.unit.engine.native_shapes import BASE, SHAPES, Shape
 
 ROOT = Path(__file__).parents[3]
-NATIVE = ROOT / "kernels" / "native"
+NATIVE = ROOT / "kernels" / "tandem_kernels" / "native"
 LIBRARY = library.load()
 assert LIBRARY is not None, "the native kernels were not built"
 NAMES = ("amx", "avx512_bf16", "avx512", "avx2", "plain")  # the best first
@@ -199,8 +199,8 @@ def test_what_cannot_be_native_falls_back_or_is_refused(
 @pytest.mark.parametrize("sanitizer", ["address", "undefined"])
 def test_all_shapes_are_clean_under(sanitizer: str, tmp_path: Path) -> None:
     """A build of its own, put in place of the installed one in a copy of the package."""
-    package = tmp_path / "kernels"
-    subprocess.run(["cp", "-r", str(ROOT / "kernels"), str(package)], check=True)
+    package = tmp_path / "tandem_kernels"
+    subprocess.run(["cp", "-r", str(NATIVE.parent), str(package)], check=True)
     for old in (package / "native").glob("_decoder*.so"):
         old.unlink()
     suffix = next(p for p in NATIVE.glob("_decoder*.so")).name
@@ -229,3 +229,4 @@ def test_all_shapes_are_clean_under(sanitizer: str, tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert "shapes agree" in done.stdout
+        assert f"with {built}" in done.stdout

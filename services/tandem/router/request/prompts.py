@@ -16,7 +16,7 @@ import threading
 from array import array
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -107,9 +107,7 @@ def _prepare(tokenizer: Tokenizer, prompt: Prompt, chain: Chain | None) -> Prepa
     elif isinstance(prompt, str):
         token_ids = tokenizer.encode(prompt)
     else:
-        messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
-        # The template writes the special tokens itself.
-        token_ids = tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+        token_ids = tokenizer.encode_chat([asdict(m) for m in prompt.messages])
     hashes = hash_blocks(chain.root, token_ids, chain.block_size) if chain else []
     return PreparedPrompt(token_ids, hashes)
 
