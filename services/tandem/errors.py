@@ -4,6 +4,8 @@
       BadRequest            400  INVALID_ARGUMENT     client's input; says what is allowed
         ContextTooLong      400  INVALID_ARGUMENT
         NeverFits           400  INVALID_ARGUMENT     larger than the whole KV pool
+      Unauthenticated       401  UNAUTHENTICATED      no key, or none that works
+      Forbidden             403  PERMISSION_DENIED    the key's role does not allow the call
       ScaleRefused          403  PERMISSION_DENIED    by who owns the pools' sizes
       ForeignPage           403  PERMISSION_DENIED    a browser sent the call for a foreign web page
       ModelNotFound         404  NOT_FOUND
@@ -16,6 +18,7 @@
       QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
         Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
       NoWorkers             503  UNAVAILABLE          a pool is empty
+      KeysUnknown           503  UNAVAILABLE          the router has not read the API keys
       ScaleAway             503  UNAVAILABLE          who owns the pools' sizes is away
       WorkerLost            503  UNAVAILABLE          the worker died, hung or was cut off
         WorkerLeft          503  UNAVAILABLE          it ended in order, as it had said
@@ -74,6 +77,12 @@ class ContextTooLong(BadRequest, code="context_length_exceeded"): ...
 class NeverFits(BadRequest, code="kv_capacity_exceeded"): ...
 
 
+class Unauthenticated(TandemError, code="invalid_api_key", http=401, grpc="UNAUTHENTICATED"): ...
+
+
+class Forbidden(TandemError, code="forbidden", http=403, grpc="PERMISSION_DENIED"): ...
+
+
 class ScaleRefused(TandemError, code="scale_refused", http=403, grpc="PERMISSION_DENIED"): ...
 
 
@@ -108,6 +117,9 @@ class Overloaded(QueueFull, code="overloaded"): ...
 
 
 class NoWorkers(TandemError, code="no_workers", http=503, grpc="UNAVAILABLE"): ...
+
+
+class KeysUnknown(TandemError, code="keys_unknown", http=503, grpc="UNAVAILABLE"): ...
 
 
 class ScaleAway(TandemError, code="scale_away", http=503, grpc="UNAVAILABLE"): ...

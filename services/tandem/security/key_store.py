@@ -1,0 +1,66 @@
+"""The keys in Redis: one hash of a cluster, a field for each key. Errors of redis-py pass through.
+
+{tandem:CLUSTER}:keys          key id -> the record as JSON
+{tandem:CLUSTER}:keys:changes  a number that grows with each change
+"""
+
+import logging
+from collections.abc import Iterable
+
+import msgspec
+
+from tandem.security.keys import KeyRecord
+from tandem.store.client import Client
+from tandem.store.script import Script
+
+log = logging.getLogger(__name__)
+
+# KEYS: 1 the hash of records, 2 the number of changes. ARGV: 1 key id, 2 version, 3 record.
+# Writes the record unless that of the key has this version or a higher one.
+# Returns 1 if it was written, else 0.
+_PUT = """
+local old = redis.call('HGET', KEYS[1], ARGV[1])
+if old then
+  local read, record = pcall(cjson.decode, old)
+  if read and tonumber(record.version) and record.version >= tonumber(ARGV[2]) then return 0 end
+end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+redis.call('INCR', KEYS[2])
+return 1
+"""
+
+
+class KeyStore:
+    """Reads and writes the records of one cluster's keys."""
+
+    def __init__(self, redis: Client, cluster_id: str) -> None:
+        self._redis = redis
+        self._records = f"{{tandem:{cluster_id}}}:keys"
+        self._changes = f"{self._records}:changes"
+        self._put = Script(_PUT)
+
+    async def num_changes(self) -> bytes:
+        """Returns a value that is another one after each change; empty if there was none."""
+        return await self._redis.get(self._changes) or b""
+
+    async def read(self) -> list[KeyRecord]:
+        """Returns all records. One that cannot be read is left out and logged."""
+        found = await self._redis.hgetall(self._records)
+        return [r for r in map(_decode, found.values()) if r is not None]
+
+    async def put(self, record: KeyRecord) -> bool:
+        """Writes a record; returns False if Redis has one of this version or a higher one."""
+        keys = [self._records, self._changes]
+        text = msgspec.json.encode(record)
+        return bool(await self._put(self._redis, keys, record.key_id, record.version, text))
+
+    async def forget(self, key_ids: Iterable[str]) -> None:
+        await self._redis.hdel(self._records, *key_ids)
+
+
+def _decode(value: bytes) -> KeyRecord | None:
+    try:
+        return msgspec.json.decode(value, type=KeyRecord)
+    except msgspec.DecodeError as error:
+        log.warning("an API key's record in Redis cannot be read: %s", error)
+        return None
