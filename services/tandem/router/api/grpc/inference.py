@@ -6,7 +6,6 @@ answer invalid UTF-8 in a string field with UNKNOWN before any code of ours ran.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict, replace
@@ -37,8 +36,6 @@ from tandem.router.request.request import (
 from tandem.rpc.failures import FailureInterceptor, abort, log_lost_peers_calmly
 from tandem.rpc.options import SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
-
-log = logging.getLogger(__name__)
 
 METADATA_BYTES_MAX = 16 << 10  # of one call, by HTTP/2's count: 32 bytes more for each field
 IDLE_S = 300.0  # of a connection without calls; channels connect again by themselves
@@ -143,10 +140,8 @@ class GrpcApi:
         _parse(pb.ListModelsRequest(), body)
         if self._generator.model is None:
             return pb.ListModelsResponse()
-        model = pb.Model(
-            id=self._generator.served_name, max_model_len=self._generator.max_model_len
-        )
-        return pb.ListModelsResponse(models=[model])
+        name, max_model_len = self._generator.served_name, self._generator.max_model_len
+        return pb.ListModelsResponse(models=[pb.Model(id=name, max_model_len=max_model_len)])
 
 
 def _bounds(config: RouterConfig) -> list[tuple[str, int]]:

@@ -35,6 +35,12 @@ def add_cluster_routes(
 ) -> None:
     control = ClusterControl(config, view)
 
+    async def read_allowed(request: Request, name: str) -> dict[str, Any]:
+        body = await read_json_object(request, config)
+        if unknown := set(body) - {name}:
+            raise BadRequest(f"the body has {unknown}; allowed is {name}", param=unknown.pop()[:80])
+        return body
+
     @app.get("/v1/cluster")
     async def state() -> Response:
         return JsonResponse(cluster_state(config, generator, view))
@@ -49,9 +55,7 @@ def add_cluster_routes(
     @app.post("/v1/cluster/workers/{worker_id}/role")
     async def set_role(worker_id: str, request: Request) -> Response:
         """Moves a worker to the other pool, or to the named one, and answers once it has moved."""
-        body = await read_json_object(request, config)
-        if unknown := set(body) - {"role"}:
-            raise BadRequest(f"the body has {unknown}; allowed is role", param=unknown.pop()[:80])
+        body = await read_allowed(request, "role")
         if not isinstance(role := body.get("role", ""), str):
             raise BadRequest("role must be prefill or decode", param="role")
         return JsonResponse(await control.set_role(worker_id, role, who=caller(request.scope)))
@@ -59,11 +63,7 @@ def add_cluster_routes(
     @app.post("/v1/cluster/workers/{worker_id}/drain", status_code=202)
     async def drain(worker_id: str, request: Request) -> Response:
         """Drains a worker, within `deadline_s`; GET no longer lists it once it has left."""
-        body = await read_json_object(request, config)
-        if unknown := set(body) - {"deadline_s"}:
-            message = f"the body has {unknown}; allowed is deadline_s"
-            raise BadRequest(message, param=unknown.pop()[:80])
-        deadline_s = body.get("deadline_s", 0.0)
+        deadline_s = (await read_allowed(request, "deadline_s")).get("deadline_s", 0.0)
         await control.drain(worker_id, deadline_s, who=caller(request.scope))
         return JsonResponse({"draining": worker_id}, 202)
 
