@@ -16,7 +16,7 @@ from tandem.config import RouterConfig
 from tandem.errors import NotNow, TandemError
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.pools import ask_sizes, has_controller, told_pools
+from tandem.router.workers.pools import ask_sizes, told_pools
 
 if TYPE_CHECKING:
     from tandem.router.scaling.kubernetes import KubernetesScale
@@ -63,9 +63,7 @@ class SizeOwner:
     async def _ask(self, sizes: Mapping[str, int]) -> None:
         if self._kubernetes is not None:
             await self._kubernetes.set_sizes(sizes)
-        elif await has_controller(self._view.redis, self._cluster_id):
-            await ask_sizes(self._view.redis, self._cluster_id, dict(sizes))
-        else:
+        elif not await ask_sizes(self._view.redis, self._cluster_id, dict(sizes)):
             raise NotNow(
                 "no pool controller runs here, and this router may patch no scale: sizes belong to "
                 "who started the workers. On Kubernetes that is `kubectl scale statefulset NAME "
