@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 from tandem.config import RouterConfig
 from tandem.errors import Overloaded
@@ -81,17 +81,12 @@ class AdmissionController:
             yield
             return
         workers = self._view.roster().by_id.values()
-        self._metrics.requests_pending.inc()
-        is_pending = True
-        try:
+        with ExitStack() as pending:
+            pending.enter_context(self._metrics.requests_pending.track_inprogress())
             cost = work_s(workers, tokens_missing, completion_max)
             async with self._tenant_queues.turn(tenant, cost):
-                self._metrics.requests_pending.dec()
-                is_pending = False
+                pending.close()
                 yield
-        finally:
-            if is_pending:
-                self._metrics.requests_pending.dec()
 
     def _has_capacity(self) -> bool:
         workers = self._view.roster().by_id.values()

@@ -8,9 +8,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Protocol
 
 from tandem.config import RouterConfig
 from tandem.errors import NeverFits, NoWorkers, QueueFull, TandemError, WorkerLost
@@ -38,10 +37,6 @@ FINISH_TOKENS = 32
 MIGRATE_AGAIN_S = 1.0
 
 
-class PrefixLookup(Protocol):
-    async def match(self, block_hashes: list[bytes]) -> dict[str, int]: ...
-
-
 class Dispatcher:
     """Runs all requests of a router."""
 
@@ -49,14 +44,14 @@ class Dispatcher:
         self,
         config: RouterConfig,
         view: ClusterView,
-        lookup: PrefixLookup,
+        match: Callable[[list[bytes]], Awaitable[dict[str, int]]],
         metrics: Metrics,
         on_end: Callable[[Job], None],
     ) -> None:
-        """`on_end` hears of each request that ends well."""
+        """`match` looks up in the prefix tree; `on_end` hears of each request that ends well."""
         self._config = config
         self._view = view
-        self._lookup = lookup
+        self._look_up = match
         self._metrics = metrics
         self._rng = random.Random()
         self._on_end = on_end
@@ -324,7 +319,7 @@ class Dispatcher:
             return {}
         try:
             async with asyncio.timeout(self._config.lookup_deadline_s):
-                return await self._lookup.match(block_hashes)
+                return await self._look_up(block_hashes)
         except UNREACHABLE as error:
             self._metrics.lookups_failed.inc()
             log.debug("placing without the prefix tree: %r", error)

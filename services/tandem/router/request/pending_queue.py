@@ -32,11 +32,11 @@ class PendingQueue:
             )
         deadline_s = self._config.hold_deadline_s
         self.num_pending += 1
-        self._metrics.requests_pending.inc()
         try:
-            async with asyncio.timeout(deadline_s):
-                while not self._view.has_decode_worker(refused):
-                    await self._view.wait_change()
+            with self._metrics.requests_pending.track_inprogress():
+                async with asyncio.timeout(deadline_s):
+                    while not self._view.has_decode_worker(refused):
+                        await self._view.wait_change()
         except TimeoutError:
             raise NoWorkers(
                 f"no decode worker was ready within {deadline_s:g} s",
@@ -44,4 +44,3 @@ class PendingQueue:
             ) from None
         finally:
             self.num_pending -= 1
-            self._metrics.requests_pending.dec()
