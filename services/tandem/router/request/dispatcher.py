@@ -124,10 +124,11 @@ class Dispatcher:
 
     async def _try_submit(self, job: Job) -> Attempt | None:
         """Submits once; None while no decode worker is usable. Raises QueueFull, Overloaded."""
-        work = self._work(job)
+        compatibility = self._view.compatibility()
+        work = Work(job.num_tokens, compatibility.block_size if compatibility else 16)
         timeline = job.progress.timeline
         with timeline.stage("route"):
-            block_hashes = job.hashes(self._view.compatibility())
+            block_hashes = job.hashes(compatibility)
             matches = await self._match(block_hashes)
             waits = self._admission.must_wait()
             turn = self._turn(job, work, matches)
@@ -231,25 +232,23 @@ class Dispatcher:
         while True:
             token_ids: list[int] = []
             finish_reason = ""
-            failure: TandemError | None = None
+            # After what is read here, `updates` raises the failure of an attempt that has one.
             for update in await attempt.updates():
-                if update.token_ids and not (progress.output_token_ids or token_ids):
-                    progress.cached_tokens = update.cached_tokens
                 if update.token_ids:
+                    if not (progress.output_token_ids or token_ids):
+                        progress.cached_tokens = update.cached_tokens
                     self._note_prefilled(job, update.timings.prefill_worker_id)
                     if routing.promise is not None and routing.num_submissions == 1:
                         self._admission.note_first_token(routing.promise)
                     routing.promise = None
-                token_ids.extend(update.token_ids)
-                if update.token_ids and update.HasField("timings"):
-                    num_output_tokens = len(progress.output_token_ids) + len(token_ids)
-                    progress.timeline.take(update.timings, num_output_tokens)
+                    token_ids.extend(update.token_ids)
+                    if update.HasField("timings"):
+                        num_output_tokens = len(progress.output_token_ids) + len(token_ids)
+                        progress.timeline.take(update.timings, num_output_tokens)
                 if update.workers_lost > attempt.num_lost:
                     progress.num_lost += update.workers_lost - attempt.num_lost
                     attempt.num_lost = update.workers_lost
-                if update.finish_reason == "error":
-                    failure = attempt.failure
-                elif update.finish_reason:
+                if update.finish_reason not in ("", "error"):
                     finish_reason = update.finish_reason
                     progress.timings = update.timings
             if token_ids or finish_reason:
@@ -259,8 +258,6 @@ class Dispatcher:
                     self._on_end(job)
                     job.to(JobState.ENDED)
                 yield Step(token_ids, finish_reason)
-            if failure is not None:
-                raise failure
             if finish_reason:
                 return
             if attempt.is_draining and not attempt.is_over and self._may_migrate(job):
@@ -309,10 +306,6 @@ class Dispatcher:
             tenant = job.request.client.tenant
             job.routing.promise = self._admission.admit(work, placement, tenant=tenant)
             job.routing.is_admitted = True
-
-    def _work(self, job: Job) -> Work:
-        compatibility = self._view.compatibility()
-        return Work(job.num_tokens, compatibility.block_size if compatibility else 16)
 
     async def _match(self, block_hashes: list[bytes]) -> dict[str, int]:
         if not block_hashes:

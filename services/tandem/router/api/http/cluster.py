@@ -22,7 +22,10 @@ from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.pools import pool_states
 
-_TOLD = ("address", "metrics_address", "host", "pid", "epoch", "started_at", "model")
+# Fields of a worker's record, and of its KV compatibility, that are told as they are.
+_TOLD = ("worker_id", "role", "state", "transports", "memory_free_bytes", "memory_total_bytes")
+_TOLD_OF_PROCESS = ("address", "metrics_address", "host", "pid", "epoch", "started_at", "model")
+_TOLD_OF_KV = ("compute_dtype", "numerics", "block_size")
 _PAGE = Path(__file__).with_name("page.html")
 
 
@@ -111,26 +114,17 @@ def _audited(found: Differences) -> dict[str, Any]:
 
 
 def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
-    record, load = worker.record, worker.load
-    client = worker.client
+    record, load, client = worker.record, worker.load, worker.client
     total = load.blocks_total
     return {
-        "worker_id": record.worker_id,
-        "role": record.role,
         "pool": record.pool or record.role,
-        "state": record.state,
         "compatible": view.is_compatible(record),
         "connected": client.is_up if client else None,
-        **{name: getattr(record, name) for name in _TOLD},
-        "compute_dtype": record.compatibility.compute_dtype,
-        "numerics": record.compatibility.numerics,
-        "block_size": record.compatibility.block_size,
+        **{name: getattr(record, name) for name in (*_TOLD, *_TOLD_OF_PROCESS)},
+        **{name: getattr(record.compatibility, name) for name in _TOLD_OF_KV},
         "kv_use": load.blocks_used / total if total else 0.0,
         "load": msgspec.structs.asdict(load),
-        "memory_free_bytes": record.memory_free_bytes,
-        "memory_total_bytes": record.memory_total_bytes,
         "requests_here": client.num_inflight if client else 0,
-        "transports": record.transports,
         "rates": _rates(record.rates),
         "pairs": {
             peer: {"bytes_per_s": pair.bytes_per_s, "latency_ms": pair.latency_s * 1000}
