@@ -116,11 +116,7 @@ def choose(
 
 
 def _choose_one_generation(
-    work: Work,
-    roster: Roster,
-    matches: Mapping[str, int],
-    rng: Random,
-    refused: frozenset[str],
+    work: Work, roster: Roster, matches: Mapping[str, int], rng: Random, refused: frozenset[str]
 ) -> Placement | None:
     """Places by one KV compatibility in an upgrade, drawn by how many of its workers decode."""
     groups: dict[bytes, Roster] = {}

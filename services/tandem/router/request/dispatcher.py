@@ -202,15 +202,13 @@ class Dispatcher:
         reason = f"{kind}: {placement.reason}"
         job.routing.routed = Routed(placement, matches, reason)
         self._metrics.placements.labels(reason=kind).inc()
-        about = {"request_id": job.request_id}
-        log.debug("request %s: %s", job.request_id, reason, extra=about)
-        self._view.note_share(placement.computes.worker_id, placement.prefill_s(work))
+        log.debug("request %s: %s", job.request_id, reason, extra={"request_id": job.request_id})
+        missing, prefills_id = placement.tokens_missing, placement.computes.worker_id
+        self._view.note_share(prefills_id, placement.prefill_s(work))
         if not placement.prefill_candidates:
-            return client.submit(message, tokens_to_prefill=placement.tokens_missing)
-        first = placement.prefill_candidates[0]
-        missing = placement.tokens_missing
-        sent_at = self._view.note_prefill(first.worker_id, missing)
-        job.routing.asked = first.worker_id, missing, sent_at
+            return client.submit(message, tokens_to_prefill=missing)
+        sent_at = self._view.note_prefill(prefills_id, missing)
+        job.routing.asked = prefills_id, missing, sent_at
         return client.submit(message, tokens_to_prefill=0)
 
     def _note_refusal(self, job: Job, error: TandemError) -> None:

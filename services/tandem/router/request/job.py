@@ -177,10 +177,7 @@ class Step:
 
 
 def submission(
-    job: Job,
-    placement: Placement,
-    matches: Mapping[str, int],
-    leaves: WorkerSnapshot | None = None,
+    job: Job, placement: Placement, matches: Mapping[str, int], leaves: WorkerSnapshot | None = None
 ) -> pb.SubmitSequence:
     """Builds the message; `leaves` is the worker it migrates off, still with all its blocks."""
     request, progress, trace = job.request, job.progress, job.progress.timeline.span.headers

@@ -39,8 +39,7 @@ class PendingQueue:
                         await self._view.wait_change()
         except TimeoutError:
             raise NoWorkers(
-                f"no decode worker was ready within {deadline_s:g} s",
-                retry_after_s=_RETRY_AFTER_S,
+                f"no decode worker was ready within {deadline_s:g} s", retry_after_s=_RETRY_AFTER_S
             ) from None
         finally:
             self.num_pending -= 1

@@ -88,10 +88,7 @@ def _is_short(prompt: Prompt) -> bool:
 
 
 def _prepare(
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    compatibility: KvCompatibility | None,
-    cache_salt: bytes,
+    tokenizer: Tokenizer, prompt: Prompt, compatibility: KvCompatibility | None, cache_salt: bytes
 ) -> PreparedPrompt:
     if isinstance(prompt, tuple):
         token_ids = list(prompt)

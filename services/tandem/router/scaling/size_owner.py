@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,16 +50,12 @@ class SizeOwner:
         there is no owner that a router can ask."""
         with logged_change(who, "sizes") as change:
             change.after = shown_sizes(sizes)
-            before = await self._sizes_before()
+            before: dict[str, int] = {}
+            with suppress(TandemError, TimeoutError):
+                async with asyncio.timeout(_BEFORE_DEADLINE_S):
+                    before = await self.sizes()
             change.before = shown_sizes({pool: before.get(pool, "unknown") for pool in sizes})
             await self._ask(sizes)
-
-    async def _sizes_before(self) -> dict[str, int]:
-        try:
-            async with asyncio.timeout(_BEFORE_DEADLINE_S):
-                return await self.sizes()
-        except (TandemError, TimeoutError):
-            return {}
 
     async def _ask(self, sizes: Mapping[str, int]) -> None:
         if self._kubernetes is not None:

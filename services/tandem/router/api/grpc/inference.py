@@ -55,8 +55,13 @@ class GrpcApi:
             interceptors=[FailureInterceptor()],
             options=[
                 *((k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"),
+                # The bounds of a connection, with HTTP's values where HTTP has the same bound.
                 ("grpc.max_receive_message_length", config.body_bytes_max),
-                *_bounds(config),
+                ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+                ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+                ("grpc.server_handshake_timeout_ms", round(config.header_deadline_s * 1000)),
+                ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
+                ("grpc.max_allowed_incoming_connections", config.connections_max),
             ],
         )
         self._health = HealthServicer()
@@ -142,17 +147,6 @@ class GrpcApi:
             return pb.ListModelsResponse()
         name, max_model_len = self._generator.served_name, self._generator.max_model_len
         return pb.ListModelsResponse(models=[pb.Model(id=name, max_model_len=max_model_len)])
-
-
-def _bounds(config: RouterConfig) -> list[tuple[str, int]]:
-    """Returns the bounds of a connection, with the values of HTTP where HTTP has the same bound."""
-    return [
-        ("grpc.max_metadata_size", METADATA_BYTES_MAX),
-        ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
-        ("grpc.server_handshake_timeout_ms", round(config.header_deadline_s * 1000)),
-        ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
-        ("grpc.max_allowed_incoming_connections", config.connections_max),
-    ]
 
 
 def parse_request(body: bytes) -> ClientRequest:

@@ -30,11 +30,7 @@ _PAGE = Path(__file__).with_name("page.html")
 
 
 def add_cluster_routes(
-    app: FastAPI,
-    config: RouterConfig,
-    generator: Generator,
-    view: ClusterView,
-    audit: IndexAudit,
+    app: FastAPI, config: RouterConfig, generator: Generator, view: ClusterView, audit: IndexAudit
 ) -> None:
     control = ClusterControl(config, view)
 
