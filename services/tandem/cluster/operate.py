@@ -50,25 +50,20 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
     wanted = parse_sizes(sizes)
     ask(url, "POST", wanted)
     give_up_at = time.monotonic() + deadline_s
-    while True:
-        pools = ask(url, "GET")["pools"]
-        if missing := differences(pools, wanted):
-            if time.monotonic() > give_up_at:
-                raise OperateError(
-                    f"not reached in {deadline_s:g} s: {'; '.join(missing)}. It goes on: by the "
-                    "pool controller, though not while Ray has no head, or by Kubernetes "
-                    "(`kubectl get pods` says what a pod waits for)"
-                )
-            time.sleep(_POLL_INTERVAL_S)
-            continue
-        print(" ".join(f"{pool}={size}" for pool, size in wanted.items()))
-        return
+    while missing := differences(ask(url, "GET")["pools"], wanted):
+        if time.monotonic() > give_up_at:
+            raise OperateError(
+                f"not reached in {deadline_s:g} s: {'; '.join(missing)}. It goes on: by the "
+                "pool controller, though not while Ray has no head, or by Kubernetes "
+                "(`kubectl get pods` says what a pod waits for)"
+            )
+        time.sleep(_POLL_INTERVAL_S)
+    print(" ".join(f"{pool}={size}" for pool, size in wanted.items()))
 
 
 def set_role(url: str, worker_id: str, role: str) -> None:
     """Moves a worker to the pool of this role, or to the other one. Raises OperateError."""
-    path = f"/v1/cluster/workers/{urllib.parse.quote(worker_id, safe='')}/role"
-    body = {"role": role} if role else {}
+    path, body = _path(worker_id, "role"), {"role": role} if role else {}
     done = ask(url, "POST", body, path=path, deadline_s=_SET_ROLE_DEADLINE_S)
     print(f"{worker_id} is in the {done['role']} pool now ({done['seen_s']:.2f} s)")
 
@@ -76,8 +71,7 @@ def set_role(url: str, worker_id: str, role: str) -> None:
 def drain_worker(url: str, worker_id: str, *, deadline_s: float) -> None:
     """Drains a worker, and waits until its process is gone. Raises OperateError."""
     process = _process(url, worker_id)
-    path = f"/v1/cluster/workers/{urllib.parse.quote(worker_id, safe='')}/drain"
-    ask(url, "POST", {"deadline_s": deadline_s}, path=path)
+    ask(url, "POST", {"deadline_s": deadline_s}, path=_path(worker_id, "drain"))
     give_up_at = time.monotonic() + deadline_s + _END_MARGIN_S
     while _process(url, worker_id) == process:
         if time.monotonic() > give_up_at:
@@ -99,6 +93,10 @@ def verify_index(url: str, *, everything: bool) -> bool:
 def _console() -> Console:
     """Tables in a file or a pipe are not broken to fit a screen that is not there."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+
+
+def _path(worker_id: str, change: str) -> str:
+    return f"/v1/cluster/workers/{urllib.parse.quote(worker_id, safe='')}/{change}"
 
 
 def _process(url: str, worker_id: str) -> tuple[Any, ...]:

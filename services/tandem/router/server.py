@@ -10,6 +10,7 @@ import contextlib
 import logging
 import signal
 import socket
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -26,9 +27,9 @@ from tandem.router.api.grpc.inference import GrpcApi
 from tandem.router.api.http.app import make_app
 from tandem.router.api.http.server import HttpServer
 from tandem.router.index.audit import IndexAudit
-from tandem.router.index.metrics import CountedLookup, IndexMetrics
+from tandem.router.index.metrics import IndexMetrics, counted_match
 from tandem.router.index.trust import IndexTrust
-from tandem.router.metrics.router import Metrics
+from tandem.router.metrics.router import Metrics, WorkerGauges
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.generator import Generator, LoadedModel
 from tandem.router.request.prompts import PromptPreparer
@@ -51,12 +52,12 @@ class Router:
         self._redis: Client = connect(config.cluster.redis_url)
         self._metrics = Metrics()
         self.view = ClusterView(config.cluster, self._redis)
-        self._metrics.watch(self.view)
+        self._metrics.registry.register(WorkerGauges(self.view))
         self._index = RedisIndex(self._redis, config.cluster.cluster_id)
         index_metrics = IndexMetrics(self._metrics.registry)
-        lookup = CountedLookup(self._index, index_metrics)
+        match = partial(counted_match, self._index, index_metrics)
         trust = IndexTrust(self.view, self._index, index_metrics)
-        dispatcher = Dispatcher(config, self.view, lookup, self._metrics, on_end=trust.observe)
+        dispatcher = Dispatcher(config, self.view, match, self._metrics, on_end=trust.observe)
         tree = TreeInspector(self._redis, self._index)
         self._audit = IndexAudit(self.view, tree, trust, index_metrics)
         self._tracing = make_tracing("tandem-router", config.router_id)

@@ -43,7 +43,6 @@ class EmbeddedRedis:
         """`folder` gets the server's log and outlives it; by default a temporary one is used."""
         self._owns_folder = folder is None
         self._folder = folder or Path(tempfile.mkdtemp(prefix="tandem-redis-"))
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._memory_bytes_max = memory_bytes_max
         self._host = host
         self._password = secrets.token_urlsafe(32)
@@ -137,8 +136,9 @@ class EmbeddedRedis:
             wait_until_answers(self.url, deadline_s, alive=lambda: self.is_running)
         except ConfigError as error:
             self.kill()
+            log_end = self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
             raise ConfigError(
-                f"the embedded Redis did not start: {error.message}\n{self._log_tail()}"
+                f"the embedded Redis did not start: {error.message}\n{log_end}"
             ) from error
         except BaseException:
             self.kill()
@@ -163,9 +163,6 @@ class EmbeddedRedis:
                 "",
             )
         )
-
-    def _log_tail(self) -> str:
-        return self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
 
 
 def _free_port(host: str) -> int:

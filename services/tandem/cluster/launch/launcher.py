@@ -26,10 +26,10 @@ from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.launch.options import LaunchOptions, make_spec
 from tandem.cluster.launch.readiness import Readiness
 from tandem.cluster.launch.screen import LaunchScreen
-from tandem.cluster.pools import ClusterSpec, Member, plan
+from tandem.cluster.pools import ClusterSpec, plan
 from tandem.cluster.processes import guardian, process
 from tandem.cluster.processes.end_watch import EndWatch
-from tandem.cluster.processes.signals import Interrupted, StopSignals
+from tandem.cluster.processes.signals import Interrupted, stop_signals
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
 from tandem.errors import ConfigError
@@ -49,15 +49,13 @@ def up(options: LaunchOptions) -> int:
         _check_port(options.host, option, port)
     _check_memory(options, None)
     screen = LaunchScreen(options)
-    try:
-        with StopSignals(parent_pid=options.parent_pid), _Launch(options, screen) as launch:
-            try:
-                launch.start()
-                launch.watch()
-            except Interrupted:
-                screen.say("stopping")
-    except Interrupted:
-        pass
+    signals = stop_signals(parent_pid=options.parent_pid)
+    with suppress(Interrupted), signals, _Launch(options, screen) as launch:
+        try:
+            launch.start()
+            launch.watch()
+        except Interrupted:
+            screen.say("stopping")
     return 0
 
 
@@ -109,10 +107,12 @@ class _Launch:
             model=model.path,
         )
         members, _ = plan(spec, spec.wanted, [])
-        readiness = Readiness(
-            self._options, self._cluster_id, self._environment[REDIS_URL_VARIABLE], self._screen
-        )
-        self._start_processes(spec, members, readiness)
+        redis_url = self._environment[REDIS_URL_VARIABLE]
+        readiness = Readiness(self._options, self._cluster_id, redis_url, self._screen)
+        for member in members:
+            command = spec.pools[member.pool].filled(member)
+            started = process.start(member.member_id, command, self._run_folder, self._environment)
+            readiness.add(member, started)
         self._ray_head.tell(spec)
         self._spec = spec
         self._ray_pids = readiness.wait(self._ray_head).pids
@@ -198,11 +198,10 @@ class _Launch:
         while True:
             try:
                 redis.restart()
+                return
             except ConfigError as error:
                 self._screen.say(f"[red]{error.message}")
                 time.sleep(_RETRY_S)
-            else:
-                return
 
     def _resolve_model(self) -> ModelFolder:
         self._screen.say("looking for the model")
@@ -210,16 +209,6 @@ class _Launch:
             self._screen.say("downloading the built-in model (93 MB, once)")
             download_built_in()
         return resolve(self._options.model)
-
-    def _start_processes(
-        self, spec: ClusterSpec, members: list[Member], readiness: Readiness
-    ) -> None:
-        for member in members:
-            command = spec.pools[member.pool].filled(member)
-            readiness.add(
-                member,
-                process.start(member.member_id, command, self._run_folder, self._environment),
-            )
 
 
 def _needs_download(model: str) -> bool:

@@ -36,30 +36,23 @@ class LaunchScreen:
         """Shows the ready cluster; `transports` maps worker ids to transports, as far as known."""
         print_ = self._console.print
         url = self._options.http_url
-        print_()
-        print_(f"[bold green]ready[/] after {time.monotonic() - self._started:.1f} s")
+        print_(f"\n[bold green]ready[/] after {time.monotonic() - self._started:.1f} s")
         print_(f"  model  [bold]{model}[/]")
         print_(f"  HTTP   [bold]{url}[/]  (OpenAI API under {url}/v1, live page at {url}/)")
         print_(f"  gRPC   [bold]{self._options.grpc_address}[/]  (tandem.v1.Inference)")
-        print_(f"  logs   {logs}")
-        print_()
+        print_(f"  logs   {logs}\n")
         print_(self._workers(members, transports))
         print_()
         print_(self._times())
-        print_()
-        print_("try it:")
-        body = {
-            "model": model,
-            "temperature": 0,
-            "messages": [{"role": "user", "content": _PROMPT}],
-        }
+        print_("\ntry it:")
+        message = {"role": "user", "content": _PROMPT}
+        body = {"model": model, "temperature": 0, "messages": [message]}
         print_(
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
             f"    -d '{json.dumps(body)}'",
             markup=False,
         )
-        print_()
-        print_("Ctrl-C stops all of it.")
+        print_("\nCtrl-C stops all of it.")
 
     def _workers(self, members: Sequence[Member], transports: dict[str, str]) -> Table:
         table = Table("worker", "role", "transport", "core", box=None, pad_edge=False)
@@ -70,8 +63,7 @@ class LaunchScreen:
         return table
 
     def _times(self) -> Table:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("where the start went")
+        table = Table("where the start went", box=None, pad_edge=False)
         table.add_column("took", justify="right")
         table.add_column("done at", justify="right")
         for what, took_s, at_s in self._rows:

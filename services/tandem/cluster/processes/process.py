@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,12 +91,10 @@ def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
     except ProcessLookupError:
         return None
     process = DetachedProcess(process_id, pid, pidfd, log_path(run_folder, process_id))
-    try:
+    with suppress(FileNotFoundError):
         # Asked after the pidfd is open: from here on it cannot come to mean another process.
         if detach.start_ticks(pid) == int(record["start_ticks"]) and not process.wait(0):
             return process
-    except FileNotFoundError:
-        pass
     process.close()
     return None
 

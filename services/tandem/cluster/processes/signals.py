@@ -3,8 +3,9 @@
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Self
 
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -14,27 +15,23 @@ class Interrupted(BaseException):
     """Raised in the main thread by the first signal; later ones are ignored: it stops already."""
 
 
-class StopSignals:
-    """Turns stop signals into `Interrupted` while open; at its end the old handlers are back."""
+@contextmanager
+def stop_signals(*, parent_pid: int | None = None) -> Iterator[None]:
+    """Turns stop signals into `Interrupted`; after the block the old handlers are back.
 
-    def __init__(self, *, parent_pid: int | None = None) -> None:
-        """`parent_pid` makes the end of that process, which must be our parent, a SIGTERM."""
-        self._parent_pid = parent_pid
-        self._before = {number: signal.getsignal(number) for number in _STOP}
-
-    def __enter__(self) -> Self:
-        for number in _STOP:
-            signal.signal(number, _interrupt)
-        if self._parent_pid is not None:
+    `parent_pid` makes the end of that process, which must be our parent, a SIGTERM.
+    """
+    before = {number: signal.signal(number, _interrupt) for number in _STOP}
+    try:
+        if parent_pid is not None:
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
                 raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-            if os.getppid() != self._parent_pid:  # it ended before it could be asked for
+            if os.getppid() != parent_pid:  # it ended before it could be asked for
                 raise Interrupted
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 

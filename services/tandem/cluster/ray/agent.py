@@ -71,8 +71,7 @@ class Agent:
             running = running or self._start()
             if running is not None:
                 self._tell("running", running.pid)
-                ended = running.wait(None, self._wake_fd)
-                if not ended:
+                if not running.wait(None, self._wake_fd):
                     self._stop(running)
                     return
                 running.close()
@@ -80,7 +79,7 @@ class Agent:
             if time.monotonic() - started_at > HEALTHY_AFTER_S:
                 backoff.reset()
             self._tell("restarting", 0)
-            if _readable(self._wake_fd, backoff.next_s()):
+            if select.select([self._wake_fd], [], [], backoff.next_s())[0]:
                 self._tell("gone", 0)
                 return
 
@@ -119,9 +118,3 @@ class Agent:
         except (ValueError, ray.exceptions.RayError) as error:
             # The controller asks every agent when it comes up again.
             log.warning("the pool controller does not hear that this is %s: %s", state, error)
-
-
-def _readable(fd: int, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(round(timeout_s * 1000)))

@@ -17,13 +17,7 @@ from typing import Any
 import msgspec
 import ray
 
-from tandem.cluster.pools import (
-    ClusterSpec,
-    Member,
-    MemberState,
-    describe,
-    plan,
-)
+from tandem.cluster.pools import ClusterSpec, Member, MemberState, describe, plan
 from tandem.cluster.processes import owned
 from tandem.cluster.processes.owned import Owned
 from tandem.cluster.ray.agent import CONTROLLER_NAME, Agent

@@ -45,10 +45,7 @@ _QUIET = {
 
 # Ray's memory monitor and, by a score of 1000, Linux's OOM killer would end Tandem's agents first
 # when memory is short. An agent has 40 MB: its end frees nothing, and it is started again at once.
-_SPARE_AGENTS = {
-    "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_worker_oom_score_adjustment": "0",
-}
+_SPARE_AGENTS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_oom_score_adjustment": "0"}
 
 
 class HeadStarted(msgspec.Struct, frozen=True):

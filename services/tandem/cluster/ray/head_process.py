@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ class HeadProcess:
     def __init__(self, run_folder: Path, environment: Mapping[str, str]) -> None:
         """`environment` has the cluster's variables."""
         self._run_folder = run_folder
+        self._log = run_folder / "ray_head.log"
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -59,11 +61,8 @@ class HeadProcess:
         already; `started` has the reason."""
         assert self._process is not None
         assert self._process.stdin is not None
-        try:
-            with self._process.stdin as stdin:
-                stdin.write(msgspec.json.encode(spec))
-        except BrokenPipeError:
-            pass
+        with suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(msgspec.json.encode(spec))
 
     def started(self, timeout_s: float = 0.0) -> HeadStarted | None:
         """Returns its facts once it is up, else None. Raises ConfigError if it ended before."""
@@ -85,7 +84,3 @@ class HeadProcess:
             if stream is not None:
                 stream.close()
         self._process = None
-
-    @property
-    def _log(self) -> Path:
-        return self._run_folder / "ray_head.log"

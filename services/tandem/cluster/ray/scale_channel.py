@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from tandem.config import Pool
 from tandem.errors import BadRequest
@@ -39,7 +40,6 @@ class ScaleChannel:
         self._state: dict[str, object] | None = None
         self._lost = False
         self._redis_url = redis_url
-        self._client: SyncClient | None = None
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="scale-requests", daemon=True).start()
@@ -56,7 +56,7 @@ class ScaleChannel:
         while True:
             try:
                 self._write()
-                first = self._redis().brpop([self._requests], timeout=_TAKE_TIMEOUT_S)
+                first = self._redis.brpop([self._requests], timeout=_TAKE_TIMEOUT_S)
             except UNREACHABLE as error:
                 self._note_lost(error)
                 time.sleep(_RETRY_INTERVAL_S)
@@ -69,7 +69,7 @@ class ScaleChannel:
 
     def _waiting(self) -> Sequence[bytes | str]:
         try:
-            taken = self._redis().rpop(self._requests, _TAKE_MAX)
+            taken = self._redis.rpop(self._requests, _TAKE_MAX)
         except UNREACHABLE:  # BRPOP finds that, too
             return ()
         return taken if isinstance(taken, list) else ()
@@ -87,14 +87,13 @@ class ScaleChannel:
 
     def _write(self) -> None:
         if self._state is not None:
-            self._redis().set(self._pools, json.dumps(self._state))
+            self._redis.set(self._pools, json.dumps(self._state))
 
+    @cached_property
     def _redis(self) -> SyncClient:
-        """Returns the client, made on first use: one of a Cluster connects when it is made."""
-        if self._client is None:
-            reply_timeout_s = _TAKE_TIMEOUT_S + REPLY_TIMEOUT_S
-            self._client = connect_blocking(self._redis_url, reply_timeout_s=reply_timeout_s)
-        return self._client
+        """The client, made on first use: one of a Cluster connects when it is made."""
+        reply_timeout_s = _TAKE_TIMEOUT_S + REPLY_TIMEOUT_S
+        return connect_blocking(self._redis_url, reply_timeout_s=reply_timeout_s)
 
     def _note_lost(self, error: BaseException) -> None:
         if not self._lost:

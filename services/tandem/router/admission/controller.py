@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 from tandem.config import RouterConfig
 from tandem.errors import Overloaded
@@ -80,23 +80,17 @@ class AdmissionController:
         if self._tenant_queues is None:
             yield
             return
-        workers = self._view.roster().by_id.values()
-        self._metrics.requests_pending.inc()
-        is_pending = True
-        try:
-            cost = work_s(workers, tokens_missing, completion_max)
+        with ExitStack() as pending:
+            pending.enter_context(self._metrics.requests_pending.track_inprogress())
+            cost = work_s(self._view.snapshots(), tokens_missing, completion_max)
             async with self._tenant_queues.turn(tenant, cost):
-                self._metrics.requests_pending.dec()
-                is_pending = False
+                pending.close()
                 yield
-        finally:
-            if is_pending:
-                self._metrics.requests_pending.dec()
 
     def _has_capacity(self) -> bool:
-        workers = self._view.roster().by_id.values()
-        told = self._view.redis_state == "ok"
-        return not told or has_capacity(workers, queued_max_s=self._queued_max_s())
+        if self._view.redis_state != "ok":
+            return True
+        return has_capacity(self._view.snapshots(), queued_max_s=self._queued_max_s())
 
     def _queued_max_s(self) -> float:
         """Queue bound in seconds, below what is refused: else no request would wait for a turn."""
@@ -108,5 +102,5 @@ class AdmissionController:
     def _ahead_s(self, tenant: str) -> float:
         if self._tenant_queues is None:
             return 0.0
-        num_usable = sum(w.usable for w in self._view.roster().by_id.values())
+        num_usable = sum(w.usable for w in self._view.snapshots())
         return self._tenant_queues.cost_ahead(tenant) / max(1, num_usable)

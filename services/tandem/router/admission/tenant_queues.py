@@ -1,10 +1,8 @@
 """Requests wait here for capacity at the workers, when the router tells tenants apart.
 
-    turn --capacity, nobody before it--> let go --> submitted (or not placed): the next one is let
-    go
+    turn --capacity, nobody before it--> let go --> submitted (or not placed): the next is let go
          --no capacity--> waiting --capacity, and its tenant's turn--> let go
-                              --its client goes--> out of its tenant's queue, at no cost to its
-                              tenant
+                                  --its client goes--> out of the queue, at no cost to its tenant
 
 One is let go at a time: what it takes shows in the workers' load before the next is weighed. In the
 workers' own queues a request waits in order of arrival, so these are kept short.

@@ -37,11 +37,7 @@ class IndexAudit:
     """The audit of the prefix tree: `run` samples for ever; `verify` answers an operator."""
 
     def __init__(
-        self,
-        view: ClusterView,
-        tree: TreeInspector,
-        trust: IndexTrust,
-        metrics: IndexMetrics,
+        self, view: ClusterView, tree: TreeInspector, trust: IndexTrust, metrics: IndexMetrics
     ) -> None:
         self._view = view
         self._tree = tree

@@ -25,11 +25,11 @@ class IndexMetrics(MetricSet, Collector):
     lookup_s = histogram(
         "tandem_prefix_lookup_seconds", "Of a look-up that was answered", _LOOKUP_S
     )
-    _predicted = counter(
+    predicted = counter(
         "tandem_prefix_tokens_predicted",
         "Tokens predicted to be cached at the workers that were used",
     )
-    _found = counter("tandem_prefix_tokens_found", "Of those, the ones that were")
+    found = counter("tandem_prefix_tokens_found", "Of those, the ones that were")
     alarms = counter(
         "tandem_prefix_index_alarms",
         "Workers whose entries were not believed any more: hits, audit or silent",
@@ -50,10 +50,6 @@ class IndexMetrics(MetricSet, Collector):
         for outcome in ("same", "missing", "stale"):
             self.audited.labels(outcome=outcome)
         registry.register(self)
-
-    def on_prediction(self, predicted: int, found: int) -> None:
-        self._predicted.inc(predicted)
-        self._found.inc(found)
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
@@ -84,21 +80,16 @@ class IndexMetrics(MetricSet, Collector):
         )
 
 
-class CountedLookup:
-    """Counts the look-ups by the tree's `match`."""
-
-    def __init__(self, index: RedisIndex, metrics: IndexMetrics) -> None:
-        self._index = index
-        self._metrics = metrics
-
-    async def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        began = time.perf_counter()
-        outcome = "failed"
-        try:
-            found = await self._index.match(block_hashes)
-            outcome = "hit" if found else "miss"
-            return found
-        finally:
-            self._metrics.lookups.labels(outcome=outcome).inc()
-            if outcome != "failed":
-                self._metrics.lookup_s.observe(time.perf_counter() - began)
+async def counted_match(
+    index: RedisIndex, metrics: IndexMetrics, block_hashes: Sequence[bytes]
+) -> dict[str, int]:
+    """Looks up in the tree, and counts that."""
+    began = time.perf_counter()
+    outcome = "failed"
+    try:
+        found = await index.match(block_hashes)
+        outcome = "hit" if found else "miss"
+        metrics.lookup_s.observe(time.perf_counter() - began)
+        return found
+    finally:
+        metrics.lookups.labels(outcome=outcome).inc()

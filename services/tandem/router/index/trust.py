@@ -39,23 +39,20 @@ class IndexTrust:
 
     def observe(self, job: Job) -> None:
         """Compares the cached tokens predicted for a request that ended with the actual ones."""
-        compatibility, routed, progress = (
-            self._view.compatibility(),
-            job.routing.routed,
-            job.progress,
-        )
+        compatibility, routed = self._view.compatibility(), job.routing.routed
+        cached_tokens = job.progress.cached_tokens
         if compatibility is None or routed is None or job.routing.num_submissions != 1:
             return
         prompt_blocks = (len(job.request.token_ids) - 1) // compatibility.block_size
         used = [routed.placement.decode.worker_id]
-        if progress.timings is not None and progress.timings.prefill_worker_id:
-            used.append(progress.timings.prefill_worker_id)
+        if prefilled_by := job.progress.timings.prefill_worker_id:
+            used.append(prefilled_by)
         for worker_id in used:
-            predicted = (
-                min(routed.matches.get(worker_id, 0), prompt_blocks) * compatibility.block_size
-            )
-            self._metrics.on_prediction(predicted, min(progress.cached_tokens, predicted))
-            ratio = self._watch.observe(worker_id, predicted, progress.cached_tokens)
+            predicted_blocks = min(routed.matches.get(worker_id, 0), prompt_blocks)
+            predicted = predicted_blocks * compatibility.block_size
+            self._metrics.predicted.inc(predicted)
+            self._metrics.found.inc(min(cached_tokens, predicted))
+            ratio = self._watch.observe(worker_id, predicted, cached_tokens)
             if ratio is not None:
                 self.alarm(
                     worker_id,

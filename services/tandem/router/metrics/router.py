@@ -136,15 +136,14 @@ class Metrics(MetricSet):
             decode_s = timeline.last_token_s - timeline.began_s - timeline.ttft_s
             self.tpot_s.observe(decode_s / (record.num_sent - 1))
 
-    def watch(self, view: ClusterView) -> None:
-        self.registry.register(_WorkerGauges(view))
-
     def exposition(self) -> bytes:
         """Returns the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-class _WorkerGauges(Collector):
+class WorkerGauges(Collector):
+    """Metrics of the workers that this router knows, as they are at a scrape."""
+
     def __init__(self, view: ClusterView) -> None:
         self._view = view
 

@@ -116,21 +116,16 @@ def choose(
 
 
 def _choose_one_generation(
-    work: Work,
-    roster: Roster,
-    matches: Mapping[str, int],
-    rng: Random,
-    refused: frozenset[str],
+    work: Work, roster: Roster, matches: Mapping[str, int], rng: Random, refused: frozenset[str]
 ) -> Placement | None:
     """Places by one KV compatibility in an upgrade, drawn by how many of its workers decode."""
     groups: dict[bytes, Roster] = {}
     for worker in roster.by_id.values():
         groups.setdefault(worker.compatibility_key, Roster()).put(worker)
-    left = [(group, _num_usable(group, refused)) for group in groups.values()]
-    left = [(group, count) for group, count in left if count]
-    if not left:
+    counts = [_num_usable(group, refused) for group in groups.values()]
+    if not any(counts):
         return None
-    (group,) = rng.choices([g for g, _ in left], [count for _, count in left])
+    (group,) = rng.choices(list(groups.values()), counts)
     group.second = roster.second
     return choose(work, group, matches, rng, refused=refused)
 

@@ -133,10 +133,9 @@ def prefill_cost(
         holders=holders or (),
         bytes_per_token=rates.block_bytes / work.block_size,
     )
-    compute_s = expected.compute_s
-    cost_s = expected.queue_s + expected.pull_s + compute_s
+    cost_s = expected.total_s
     if num_leases := worker.num_leases:
-        cost_s += num_leases * (TOKENS_PER_LEASE * token_seconds(rates) + compute_s)
+        cost_s += num_leases * (TOKENS_PER_LEASE * token_seconds(rates) + expected.compute_s)
     return cost_s
 
 

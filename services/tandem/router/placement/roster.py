@@ -40,14 +40,9 @@ class Roster:
                 self._pools[known.role].remove(worker.worker_id)
             self._pools.setdefault(worker.role, []).append(worker.worker_id)
             self._sums.setdefault(worker.role, [0.0, 0.0])
-        if known is not None and known.usable:
-            sums = self._sums[known.role]
-            sums[0] -= 1
-            sums[1] -= known.placed
-        if worker.usable:
-            sums = self._sums[worker.role]
-            sums[0] += 1
-            sums[1] += worker.placed
+        if known is not None:
+            self._count(known, -1)
+        self._count(worker, 1)
         self.by_id[worker.worker_id] = worker
 
     def remove(self, worker_id: str) -> None:
@@ -56,10 +51,13 @@ class Roster:
         if known is not None:
             self._drop_key(known)
             self._pools[known.role].remove(worker_id)
-            if known.usable:
-                sums = self._sums[known.role]
-                sums[0] -= 1
-                sums[1] -= known.placed
+            self._count(known, -1)
+
+    def _count(self, worker: WorkerSnapshot, sign: int) -> None:
+        if worker.usable:
+            sums = self._sums[worker.role]
+            sums[0] += sign
+            sums[1] += sign * worker.placed
 
     def _drop_key(self, worker: WorkerSnapshot) -> None:
         self.compatibility_keys[worker.compatibility_key] -= 1

@@ -8,9 +8,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Protocol
 
 from tandem.config import RouterConfig
 from tandem.errors import NeverFits, NoWorkers, QueueFull, TandemError, WorkerLost
@@ -38,10 +37,6 @@ FINISH_TOKENS = 32
 MIGRATE_AGAIN_S = 1.0
 
 
-class PrefixLookup(Protocol):
-    async def match(self, block_hashes: list[bytes]) -> dict[str, int]: ...
-
-
 class Dispatcher:
     """Runs all requests of a router."""
 
@@ -49,14 +44,14 @@ class Dispatcher:
         self,
         config: RouterConfig,
         view: ClusterView,
-        lookup: PrefixLookup,
+        match: Callable[[list[bytes]], Awaitable[dict[str, int]]],
         metrics: Metrics,
         on_end: Callable[[Job], None],
     ) -> None:
-        """`on_end` hears of each request that ends well."""
+        """`match` looks up in the prefix tree; `on_end` hears of each request that ends well."""
         self._config = config
         self._view = view
-        self._lookup = lookup
+        self._look_up = match
         self._metrics = metrics
         self._rng = random.Random()
         self._on_end = on_end
@@ -129,10 +124,11 @@ class Dispatcher:
 
     async def _try_submit(self, job: Job) -> Attempt | None:
         """Submits once; None while no decode worker is usable. Raises QueueFull, Overloaded."""
-        work = self._work(job)
+        compatibility = self._view.compatibility()
+        work = Work(job.num_tokens, compatibility.block_size if compatibility else 16)
         timeline = job.progress.timeline
         with timeline.stage("route"):
-            block_hashes = job.hashes(self._view.compatibility())
+            block_hashes = job.hashes(compatibility)
             matches = await self._match(block_hashes)
             waits = self._admission.must_wait()
             turn = self._turn(job, work, matches)
@@ -206,15 +202,13 @@ class Dispatcher:
         reason = f"{kind}: {placement.reason}"
         job.routing.routed = Routed(placement, matches, reason)
         self._metrics.placements.labels(reason=kind).inc()
-        about = {"request_id": job.request_id}
-        log.debug("request %s: %s", job.request_id, reason, extra=about)
-        self._view.note_share(placement.computes.worker_id, placement.prefill_s(work))
+        log.debug("request %s: %s", job.request_id, reason, extra={"request_id": job.request_id})
+        missing, prefills_id = placement.tokens_missing, placement.computes.worker_id
+        self._view.note_share(prefills_id, placement.prefill_s(work))
         if not placement.prefill_candidates:
-            return client.submit(message, tokens_to_prefill=placement.tokens_missing)
-        first = placement.prefill_candidates[0]
-        missing = placement.tokens_missing
-        sent_at = self._view.note_prefill(first.worker_id, missing)
-        job.routing.asked = first.worker_id, missing, sent_at
+            return client.submit(message, tokens_to_prefill=missing)
+        sent_at = self._view.note_prefill(prefills_id, missing)
+        job.routing.asked = prefills_id, missing, sent_at
         return client.submit(message, tokens_to_prefill=0)
 
     def _note_refusal(self, job: Job, error: TandemError) -> None:
@@ -236,25 +230,23 @@ class Dispatcher:
         while True:
             token_ids: list[int] = []
             finish_reason = ""
-            failure: TandemError | None = None
+            # After what is read here, `updates` raises the failure of an attempt that has one.
             for update in await attempt.updates():
-                if update.token_ids and not (progress.output_token_ids or token_ids):
-                    progress.cached_tokens = update.cached_tokens
                 if update.token_ids:
+                    if not (progress.output_token_ids or token_ids):
+                        progress.cached_tokens = update.cached_tokens
                     self._note_prefilled(job, update.timings.prefill_worker_id)
                     if routing.promise is not None and routing.num_submissions == 1:
                         self._admission.note_first_token(routing.promise)
                     routing.promise = None
-                token_ids.extend(update.token_ids)
-                if update.token_ids and update.HasField("timings"):
-                    num_output_tokens = len(progress.output_token_ids) + len(token_ids)
-                    progress.timeline.take(update.timings, num_output_tokens)
+                    token_ids.extend(update.token_ids)
+                    if update.HasField("timings"):
+                        num_output_tokens = len(progress.output_token_ids) + len(token_ids)
+                        progress.timeline.take(update.timings, num_output_tokens)
                 if update.workers_lost > attempt.num_lost:
                     progress.num_lost += update.workers_lost - attempt.num_lost
                     attempt.num_lost = update.workers_lost
-                if update.finish_reason == "error":
-                    failure = attempt.failure
-                elif update.finish_reason:
+                if update.finish_reason not in ("", "error"):
                     finish_reason = update.finish_reason
                     progress.timings = update.timings
             if token_ids or finish_reason:
@@ -264,8 +256,6 @@ class Dispatcher:
                     self._on_end(job)
                     job.to(JobState.ENDED)
                 yield Step(token_ids, finish_reason)
-            if failure is not None:
-                raise failure
             if finish_reason:
                 return
             if attempt.is_draining and not attempt.is_over and self._may_migrate(job):
@@ -315,16 +305,12 @@ class Dispatcher:
             job.routing.promise = self._admission.admit(work, placement, tenant=tenant)
             job.routing.is_admitted = True
 
-    def _work(self, job: Job) -> Work:
-        compatibility = self._view.compatibility()
-        return Work(job.num_tokens, compatibility.block_size if compatibility else 16)
-
     async def _match(self, block_hashes: list[bytes]) -> dict[str, int]:
         if not block_hashes:
             return {}
         try:
             async with asyncio.timeout(self._config.lookup_deadline_s):
-                return await self._lookup.match(block_hashes)
+                return await self._look_up(block_hashes)
         except UNREACHABLE as error:
             self._metrics.lookups_failed.inc()
             log.debug("placing without the prefix tree: %r", error)

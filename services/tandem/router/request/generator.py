@@ -26,7 +26,7 @@ from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.job import Job, PreparedRequest, Progress
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
-from tandem.router.request.prompts import Chain, PromptPreparer
+from tandem.router.request.prompts import PromptPreparer
 from tandem.router.request.request import ClientRequest
 from tandem.router.request.text import TextStream
 from tandem.router.workers.cluster_view import ClusterView
@@ -199,25 +199,21 @@ class Generator:
                 piece = text.push(step.token_ids, step.finish_reason)
                 now = time.monotonic()
                 elapsed_s = now - timeline.last_token_s
-                self._observe_latency(elapsed_s, len(piece.token_ids), first=num_sent == 0)
-                self._count_demand(job, elapsed_s, len(piece.token_ids), first=num_sent == 0)
                 if piece.token_ids:
+                    self._observe_latency(job, elapsed_s, len(piece.token_ids), first=num_sent == 0)
                     timeline.note_tokens(now)
+                prompt_token_ids = job.request.token_ids
+                is_first = num_sent == 0
+                num_sent = record.num_sent = num_sent + len(piece.token_ids)
                 delta = Delta(
                     text=piece.text,
                     token_ids=piece.token_ids,
-                    usage=Usage(
-                        len(job.request.token_ids),
-                        num_sent + len(piece.token_ids),
-                        job.progress.cached_tokens,
-                    ),
+                    usage=Usage(len(prompt_token_ids), num_sent, job.progress.cached_tokens),
                     finish_reason=piece.finish_reason,
-                    prompt_token_ids=job.request.token_ids if num_sent == 0 else None,
+                    prompt_token_ids=prompt_token_ids if is_first else None,
                     placement=job.routing.routed.reason if job.routing.routed else "",
                     timeline=timeline,
                 )
-                num_sent += len(piece.token_ids)
-                record.num_sent = num_sent
                 self._metrics.generation_tokens.inc(len(piece.token_ids))
                 if piece.finish_reason:
                     # Before the last delta, so that the worker is free however slow the client is.
@@ -234,10 +230,9 @@ class Generator:
             vocab_size=model.folder.config.vocab_size,
             max_model_len=max_model_len,
         )
-        compatibility = self._view.compatibility()
         salt = cache_salt(self.config.cluster.token, request.tenant)
-        chain = Chain.of(compatibility, salt) if compatibility else None
-        prepared = await model.preparer.prepare(request.prompt, chain)
+        compatibility = self._view.compatibility()
+        token_ids, block_hashes = await model.preparer.prepare(request.prompt, compatibility, salt)
         seed = request.sampling.seed
         stop_token_ids = set(request.stop_token_ids)
         if not request.ignore_eos:
@@ -245,30 +240,23 @@ class Generator:
         checked = PreparedRequest(
             client=request,
             seed=secrets.randbits(64) if seed is None else seed % 2**64,
-            token_ids=prepared.token_ids,
+            token_ids=token_ids,
             max_tokens=request.completion_limit(
-                len(prepared.token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
+                len(token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
             ),
             stop_token_ids=sorted(stop_token_ids),
             cache_salt=salt,
         )
-        return Job(checked, Progress(prepared.block_hashes, timeline))
+        return Job(checked, Progress(block_hashes, timeline))
 
-    def _observe_latency(self, elapsed_s: float, num_tokens: int, *, first: bool) -> None:
-        if not num_tokens:
-            return
+    def _observe_latency(self, job: Job, elapsed_s: float, num_tokens: int, *, first: bool) -> None:
+        """Tells the autoscaler's meter each latency as a share of what its service level allows."""
+        slo, metrics = self.config.autoscale, self._metrics
         if first:
-            self._metrics.ttft_s.observe(elapsed_s)
+            metrics.ttft_s.observe(elapsed_s)
+            allowed_s = slo.ttft_s + slo.ttft_token_s * len(job.request.token_ids)
+            metrics.demand.first_token(elapsed_s / allowed_s)
             return
         for _ in range(num_tokens):
-            self._metrics.itl_s.observe(elapsed_s / num_tokens)
-
-    def _count_demand(self, job: Job, elapsed_s: float, num_tokens: int, *, first: bool) -> None:
-        """Tells the autoscaler's meter each latency as a share of what its service level allows."""
-        slo, meter = self.config.autoscale, self._metrics.demand
-        if num_tokens and first:
-            meter.first_token(
-                elapsed_s / (slo.ttft_s + slo.ttft_token_s * len(job.request.token_ids))
-            )
-        elif num_tokens:
-            meter.next_tokens(elapsed_s / num_tokens / slo.itl_s, num_tokens)
+            metrics.itl_s.observe(elapsed_s / num_tokens)
+        metrics.demand.next_tokens(elapsed_s / num_tokens / slo.itl_s, num_tokens)

@@ -82,7 +82,7 @@ class Progress:
     timeline: Timeline
     output_token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0  # of the prompt, where its first token was made
-    timings: pb.SequenceTimings | None = None
+    timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
     num_migrations: int = 0
     num_lost: int = 0  # workers, prefill or decode
 
@@ -177,10 +177,7 @@ class Step:
 
 
 def submission(
-    job: Job,
-    placement: Placement,
-    matches: Mapping[str, int],
-    leaves: WorkerSnapshot | None = None,
+    job: Job, placement: Placement, matches: Mapping[str, int], leaves: WorkerSnapshot | None = None
 ) -> pb.SubmitSequence:
     """Builds the message; `leaves` is the worker it migrates off, still with all its blocks."""
     request, progress, trace = job.request, job.progress, job.progress.timeline.span.headers

@@ -15,6 +15,7 @@ from typing import Any
 from tandem.errors import RequestNotFound, TandemError
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.job import Job
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -43,19 +44,17 @@ class RequestRecord:
     def end(self) -> None:
         self.e2e_s = time.monotonic() - self.timeline.began_s
         self.facts, self.job = self._facts(), None
-        span = self.timeline.span
-        ok = self.outcome in ("stop", "length")
         attributes: dict[str, str | int | float | bool] = {
             "gen_ai.usage.input_tokens": self.facts["usage"]["prompt_tokens"],
             "gen_ai.usage.output_tokens": self.num_sent,
             "tandem.placement": self.facts["placement"],
             "tandem.moves": self.facts["moves"],
+            "tandem.outcome": self.outcome,
         }
-        if ok:
+        if ok := self.outcome in ("stop", "length"):
             attributes["gen_ai.response.finish_reasons"] = self.outcome
         is_error = not ok and self.outcome != "cancelled"
-        attributes["tandem.outcome"] = self.outcome
-        span.end(attributes, error=self.outcome if is_error else "")
+        self.timeline.span.end(attributes, error=self.outcome if is_error else "")
         log.info(
             "%s ended: %s, %d tokens in %.3f s",
             self.request_id,
@@ -85,14 +84,14 @@ class RequestRecord:
         job = self.job
         progress = job.progress if job else None
         routed = job.routing.routed if job else None
-        timings = progress.timings if progress else None
+        timings = progress.timings if progress else pb.SequenceTimings()
         return {
             "placement": routed.reason if routed else "",
             "decode_worker": routed.placement.decode.worker_id if routed else "",
-            "prefill_worker": timings.prefill_worker_id if timings else "",
-            "transport": timings.transport if timings else "",
-            "blocks_pulled": timings.blocks_pulled if timings else 0,
-            "bytes_pulled": timings.bytes_pulled if timings else 0,
+            "prefill_worker": timings.prefill_worker_id,
+            "transport": timings.transport,
+            "blocks_pulled": timings.blocks_pulled,
+            "bytes_pulled": timings.bytes_pulled,
             "usage": {
                 "prompt_tokens": len(job.request.token_ids) if job else 0,
                 "completion_tokens": self.num_sent,

@@ -6,7 +6,7 @@ were requests in it: a crash migrates each of them once, and only crash after cr
 worker that leaves in order costs nothing of either.
 """
 
-from collections import deque
+from collections import Counter
 from typing import Literal, get_args
 
 # Workers of one request, prefill or decode: two migrations after crashes, then an error.
@@ -50,22 +50,16 @@ class _LastMinute:
     """Counts the events of the last minute, by the second."""
 
     def __init__(self) -> None:
-        self._by_second: deque[tuple[int, int]] = deque()
-        self._total = 0
+        self._by_second: Counter[int] = Counter()
 
     def add(self, now: float) -> None:
         self._forget(now)
-        second = int(now)
-        count = 0
-        if self._by_second and self._by_second[-1][0] == second:
-            count = self._by_second.pop()[1]
-        self._by_second.append((second, count + 1))
-        self._total += 1
+        self._by_second[int(now)] += 1
 
     def total(self, now: float) -> int:
         self._forget(now)
-        return self._total
+        return self._by_second.total()
 
     def _forget(self, now: float) -> None:
-        while self._by_second and self._by_second[0][0] <= now - _WINDOW_S:
-            self._total -= self._by_second.popleft()[1]
+        for second in [s for s in self._by_second if s <= now - _WINDOW_S]:
+            del self._by_second[second]

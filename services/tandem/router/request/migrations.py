@@ -57,11 +57,8 @@ class Migrations:
         job.progress.num_migrations += 1
         self._metrics.migrations.labels(reason=reason).inc()
         level = logging.WARNING if reason == "crash" else logging.INFO
-        num_output_tokens, about = (
-            len(job.progress.output_token_ids),
-            {"request_id": job.request_id},
-        )
-        said = "request %s migrates with %d tokens: %s"
+        said, about = "request %s migrates with %d tokens: %s", {"request_id": job.request_id}
+        num_output_tokens = len(job.progress.output_token_ids)
         log.log(level, said, job.request_id, num_output_tokens, why, extra=about)
 
     def may_ask_another(self, job: Job, failure: TandemError) -> bool:

@@ -32,16 +32,14 @@ class PendingQueue:
             )
         deadline_s = self._config.hold_deadline_s
         self.num_pending += 1
-        self._metrics.requests_pending.inc()
         try:
-            async with asyncio.timeout(deadline_s):
-                while not self._view.has_decode_worker(refused):
-                    await self._view.wait_change()
+            with self._metrics.requests_pending.track_inprogress():
+                async with asyncio.timeout(deadline_s):
+                    while not self._view.has_decode_worker(refused):
+                        await self._view.wait_change()
         except TimeoutError:
             raise NoWorkers(
-                f"no decode worker was ready within {deadline_s:g} s",
-                retry_after_s=_RETRY_AFTER_S,
+                f"no decode worker was ready within {deadline_s:g} s", retry_after_s=_RETRY_AFTER_S
             ) from None
         finally:
             self.num_pending -= 1
-            self._metrics.requests_pending.dec()

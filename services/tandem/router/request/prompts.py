@@ -16,14 +16,15 @@ import threading
 from array import array
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NamedTuple
 
-from tandem.block_hash import HASH_BYTES, hash_blocks
+from tandem.block_hash import hash_blocks
 from tandem.errors import BadRequest
 from tandem.models.tokenizer import Tokenizer
-from tandem.router.request.request import Conversation, Prompt
+from tandem.router.request.request import Prompt, num_characters
 from tandem.store.registry import KvCompatibility
 
 log = logging.getLogger(__name__)
@@ -32,22 +33,9 @@ INLINE_CHARACTERS_MAX = 8_192
 INLINE_TOKENS_MAX = 2_048
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """The root and the block size of a prompt's block hashes."""
-
-    root: bytes
-    block_size: int
-
-    @classmethod
-    def of(cls, compatibility: KvCompatibility, cache_salt: bytes = b"") -> Chain:
-        return cls(root=compatibility.chain_root(cache_salt), block_size=compatibility.block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
+class PreparedPrompt(NamedTuple):
     token_ids: list[int]
-    block_hashes: list[bytes]  # of the full blocks; empty without a chain
+    block_hashes: list[bytes]  # of the full blocks; empty while no KV compatibility is known
 
 
 class PromptPreparer:
@@ -64,21 +52,22 @@ class PromptPreparer:
         """Starts the first process now rather than with the first long prompt."""
         self._processes.submit(os.getpid)
 
-    async def prepare(self, prompt: Prompt, chain: Chain | None) -> PreparedPrompt:
+    async def prepare(
+        self, prompt: Prompt, compatibility: KvCompatibility | None, cache_salt: bytes = b""
+    ) -> PreparedPrompt:
         """Raises BadRequest for a chat that the model's template refuses."""
         loop = asyncio.get_running_loop()
+        work = (prompt, compatibility, cache_salt)
         if _is_short(prompt):
-            return await loop.run_in_executor(
-                self._threads, _prepare, self._tokenizer, prompt, chain
-            )
+            return await loop.run_in_executor(self._threads, _prepare, self._tokenizer, *work)
         try:
-            packed = await loop.run_in_executor(self._processes, _prepare_there, prompt, chain)
+            ids, hashes = await loop.run_in_executor(self._processes, _prepare_there, *work)
         except BrokenProcessPool:
             log.exception("a tokenizer process died; starting anew")
             self._processes.shutdown(wait=False)
             self._processes = self._new_processes()
-            packed = await loop.run_in_executor(self._processes, _prepare_there, prompt, chain)
-        return packed.unpack()
+            ids, hashes = await loop.run_in_executor(self._processes, _prepare_there, *work)
+        return PreparedPrompt(ids.tolist(), hashes)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -96,34 +85,22 @@ class PromptPreparer:
 def _is_short(prompt: Prompt) -> bool:
     if isinstance(prompt, tuple):
         return len(prompt) <= INLINE_TOKENS_MAX
-    if isinstance(prompt, Conversation):
-        return sum(len(m.content) for m in prompt.messages) <= INLINE_CHARACTERS_MAX
-    return len(prompt) <= INLINE_CHARACTERS_MAX
+    return num_characters(prompt) <= INLINE_CHARACTERS_MAX
 
 
-def _prepare(tokenizer: Tokenizer, prompt: Prompt, chain: Chain | None) -> PreparedPrompt:
+def _prepare(
+    tokenizer: Tokenizer, prompt: Prompt, compatibility: KvCompatibility | None, cache_salt: bytes
+) -> PreparedPrompt:
     if isinstance(prompt, tuple):
         token_ids = list(prompt)
     elif isinstance(prompt, str):
         token_ids = tokenizer.encode(prompt)
     else:
         token_ids = tokenizer.encode_chat([asdict(m) for m in prompt.messages])
-    hashes = hash_blocks(chain.root, token_ids, chain.block_size) if chain else []
-    return PreparedPrompt(token_ids, hashes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """A PreparedPrompt as two byte strings: a list of 100,000 ints is slow to unpickle."""
-
-    token_ids: bytes
-    block_hashes: bytes
-
-    def unpack(self) -> PreparedPrompt:
-        ids = array("I")
-        ids.frombytes(self.token_ids)
-        starts = range(0, len(self.block_hashes), HASH_BYTES)
-        return PreparedPrompt(ids.tolist(), [self.block_hashes[i : i + HASH_BYTES] for i in starts])
+    if compatibility is None:
+        return PreparedPrompt(token_ids, [])
+    root = compatibility.chain_root(cache_salt)
+    return PreparedPrompt(token_ids, hash_blocks(root, token_ids, compatibility.block_size))
 
 
 _process_tokenizer: Tokenizer | None = None
@@ -145,11 +122,14 @@ def _exit_with_parent() -> None:
     os._exit(0)
 
 
-def _prepare_there(prompt: Prompt, chain: Chain | None) -> _Packed:
+def _prepare_there(
+    prompt: Prompt, compatibility: KvCompatibility | None, cache_salt: bytes
+) -> tuple[array[int], list[bytes]]:
+    """Returns token ids as an array: a list of 100,000 ints is slow to unpickle."""
     assert _process_tokenizer is not None
     try:
-        prepared = _prepare(_process_tokenizer, prompt, chain)
+        prepared = _prepare(_process_tokenizer, prompt, compatibility, cache_salt)
     except BadRequest as error:
         # Its keyword arguments do not survive pickling.
         raise BadRequest(error.message) from None
-    return _Packed(array("I", prepared.token_ids).tobytes(), b"".join(prepared.block_hashes))
+    return array("I", prepared.token_ids), prepared.block_hashes

@@ -147,11 +147,11 @@ class ClientRequest:
         if isinstance(self.prompt, tuple):
             _check_token_ids("prompt", self.prompt, vocab_size)
             self.completion_limit(len(self.prompt), max_model_len)
-        num_characters = _num_characters(self.prompt)
+        characters = num_characters(self.prompt)
         characters_max = CHARACTERS_PER_TOKEN_MAX * max_model_len
-        if num_characters > characters_max:
+        if characters > characters_max:
             raise ContextTooLong(
-                f"the prompt has {num_characters} characters; the context of {max_model_len} "
+                f"the prompt has {characters} characters; the context of {max_model_len} "
                 f"tokens allows at most {characters_max}",
                 param=self._prompt_name,
             )
@@ -192,7 +192,8 @@ class ClientRequest:
         return "messages" if isinstance(self.prompt, Conversation) else "prompt"
 
 
-def _num_characters(prompt: Prompt) -> int:
+def num_characters(prompt: Prompt) -> int:
+    """Counts the characters to tokenize; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, Conversation):

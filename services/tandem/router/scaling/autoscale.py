@@ -98,10 +98,8 @@ class AutoscaleLoop:
             told = await redis.get(self._told_key)
             self._view.decisions = msgspec.json.decode(told or b"[]", type=list[Decision])
             return
-        num_held = await self._sum_demand()
-        owned = await self._owned()
-        decisions = self._decide(num_held, owned)
-        self._view.decisions = decisions
+        num_held, owned = await self._sum_demand(), await self._owned()
+        self._view.decisions = decisions = self._decide(num_held, owned)
         await redis.set(self._told_key, msgspec.json.encode(decisions), px=keep_ms)
         changes: dict[str, int] = {
             d.role: max(0, owned[d.role] + d.to - d.size)  # without those that are lent

@@ -68,8 +68,9 @@ class ClusterControl:
             if role not in _OTHER:
                 message = f"role is {role[:80]!r}; it must be prefill or decode"
                 raise BadRequest(message, param="role")
-            if role == "prefill" and record.role == "decode":
-                self._check_another_decodes(worker_id)
+            leaves_decode = role == "prefill" and record.role == "decode"
+            if leaves_decode and not self._view.has_decode_worker(frozenset({record.epoch})):
+                raise NotNow(f"{worker_id} is the only decode worker: nobody would answer requests")
             reply = await self._call(record, "SetRole", pb.SetRoleRequest(role=role))
         try:
             async with asyncio.timeout(SEEN_DEADLINE_S):
@@ -115,11 +116,6 @@ class ClusterControl:
             names = ", ".join(sorted(known)) or "none"
             raise WorkerNotFound(f"there is no worker {worker_id[:80]!r}; there are: {names}")
         return known[worker_id]
-
-    def _check_another_decodes(self, worker_id: str) -> None:
-        snapshots = self._view.snapshots()
-        if not any(w.usable and w.role == "decode" for w in snapshots if w.worker_id != worker_id):
-            raise NotNow(f"{worker_id} is the only decode worker: nobody would answer requests")
 
     def _is_seen(self, worker_id: str, role: str) -> bool:
         seen = self._view.roster().by_id.get(worker_id)

@@ -58,8 +58,7 @@ class KubernetesScale:
             )
         async with self._client() as client:
             results = await asyncio.gather(
-                *(self._patch(client, pool, n) for pool, n in sizes.items()),
-                return_exceptions=True,
+                *(self._patch(client, pool, n) for pool, n in sizes.items()), return_exceptions=True
             )
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, TandemError):

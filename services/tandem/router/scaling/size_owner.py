@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from tandem.config import RouterConfig
 from tandem.errors import NotNow, TandemError
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.pools import ask_sizes, has_controller, told_pools
+from tandem.router.workers.pools import ask_sizes, told_pools
 
 if TYPE_CHECKING:
     from tandem.router.scaling.kubernetes import KubernetesScale
@@ -49,23 +50,17 @@ class SizeOwner:
         there is no owner that a router can ask."""
         with logged_change(who, "sizes") as change:
             change.after = shown_sizes(sizes)
-            before = await self._sizes_before()
+            before: dict[str, int] = {}
+            with suppress(TandemError, TimeoutError):
+                async with asyncio.timeout(_BEFORE_DEADLINE_S):
+                    before = await self.sizes()
             change.before = shown_sizes({pool: before.get(pool, "unknown") for pool in sizes})
             await self._ask(sizes)
-
-    async def _sizes_before(self) -> dict[str, int]:
-        try:
-            async with asyncio.timeout(_BEFORE_DEADLINE_S):
-                return await self.sizes()
-        except (TandemError, TimeoutError):
-            return {}
 
     async def _ask(self, sizes: Mapping[str, int]) -> None:
         if self._kubernetes is not None:
             await self._kubernetes.set_sizes(sizes)
-        elif await has_controller(self._view.redis, self._cluster_id):
-            await ask_sizes(self._view.redis, self._cluster_id, dict(sizes))
-        else:
+        elif not await ask_sizes(self._view.redis, self._cluster_id, dict(sizes)):
             raise NotNow(
                 "no pool controller runs here, and this router may patch no scale: sizes belong to "
                 "who started the workers. On Kubernetes that is `kubectl scale statefulset NAME "

@@ -81,7 +81,12 @@ class Attempt:
             return
         self._updates.append(update)
         self._has_answer |= bool(update.token_ids)
-        self._note_end(update)
+        if update.finish_reason == "error":
+            told = update.error
+            after_s = told.retry_after_s or None
+            self.failure = from_code(told.code, told.message, retry_after_s=after_s)
+        else:
+            self.is_finished = bool(update.finish_reason)
         self._changed.set()
 
     def note_draining(self, draining: bool) -> None:
@@ -91,13 +96,6 @@ class Attempt:
     def fail(self, error: TandemError) -> None:
         self.failure = self.failure or error
         self._changed.set()
-
-    def _note_end(self, update: pb.SequenceUpdate) -> None:
-        if update.finish_reason != "error":
-            self.is_finished = bool(update.finish_reason)
-            return
-        told = update.error
-        self.failure = from_code(told.code, told.message, retry_after_s=told.retry_after_s or None)
 
     async def _until(self, happened: Callable[[], bool]) -> None:
         while not happened():

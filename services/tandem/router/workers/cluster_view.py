@@ -12,7 +12,7 @@ A record's epoch changes whenever a worker publishes its blocks again; only anot
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -131,23 +131,23 @@ class ClusterView:
 
     def compatibility(self) -> KvCompatibility | None:
         """KV compatibility that blocks are hashed under; None without a compatible worker."""
-        records = (w.record for w in self._workers.values())
-        return next((r.compatibility for r in records if self.is_compatible(r)), None)
+        return next((w.record.compatibility for w in self._compatible()), None)
 
     def max_model_len(self) -> int | None:
         """The shortest context among compatible workers; None while there are none."""
-        records = [w.record for w in self._workers.values()]
-        return min((r.max_model_len for r in records if self.is_compatible(r)), default=None)
+        return min((w.record.max_model_len for w in self._compatible()), default=None)
 
     def pool_tokens(self) -> int | None:
         """Tokens that the smallest KV pool of a decode worker holds; None while none is known."""
-        workers = [w for w in self._workers.values() if w.record.role == "decode"]
-        sizes = [
+        sizes = (
             w.load.blocks_total * w.record.compatibility.block_size
-            for w in workers
-            if self.is_compatible(w.record)
-        ]
-        return min((size for size in sizes if size), default=None)
+            for w in self._compatible()
+            if w.record.role == "decode"
+        )
+        return min(filter(None, sizes), default=None)
+
+    def _compatible(self) -> Iterator[KnownWorker]:
+        return (w for w in self._workers.values() if self.is_compatible(w.record))
 
     def is_compatible(self, record: WorkerRecord) -> bool:
         return record.compatibility.model_fingerprint == self.model_fingerprint
@@ -260,17 +260,15 @@ class ClusterView:
         self._tell_news()
 
     def _report_incompatible(self, record: WorkerRecord) -> None:
-        theirs = record.compatibility.model_fingerprint
-        if not self.model_fingerprint or theirs == self.model_fingerprint:
-            return
-        log.error(
-            "worker %s serves another model than this router: its fingerprint is %s (%s), ours %s; "
-            "it gets no requests",
-            record.worker_id,
-            theirs,
-            record.model,
-            self.model_fingerprint,
-        )
+        if self.model_fingerprint and not self.is_compatible(record):
+            log.error(
+                "worker %s serves another model than this router: its fingerprint is %s (%s), "
+                "ours %s; it gets no requests",
+                record.worker_id,
+                record.compatibility.model_fingerprint,
+                record.model,
+                self.model_fingerprint,
+            )
 
 
 def _process(record: WorkerRecord) -> tuple[str, str, int, float]:

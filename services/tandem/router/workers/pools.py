@@ -21,22 +21,18 @@ from tandem.store.registry import WorkerRecord
 _PENDING_MAX = 64
 
 
-async def has_controller(redis: Client, cluster_id: str) -> bool:
-    """Returns whether a controller ever wrote its pools. Raises NoWorkers if Redis is away."""
-    try:
-        return await read_pools(redis, cluster_id) is not None
-    except UNREACHABLE as error:
-        raise NoWorkers("pool sizes cannot be set: Redis does not answer") from error
-
-
-async def ask_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> None:
-    """Asks the controller for sizes. Raises NoWorkers when Redis does not answer."""
+async def ask_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> bool:
+    """Asks the controller for sizes; False if none ever wrote its pools. Raises NoWorkers when
+    Redis does not answer."""
     key = f"{{tandem:{cluster_id}}}:scale"
     try:
+        if await read_pools(redis, cluster_id) is None:
+            return False
         async with redis.pipeline(transaction=True) as pipe:
             pipe.lpush(key, msgspec.json.encode(sizes))
             pipe.ltrim(key, 0, _PENDING_MAX - 1)
             await pipe.execute()
+        return True
     except UNREACHABLE as error:
         raise NoWorkers("pool sizes cannot be set: Redis does not answer") from error
 

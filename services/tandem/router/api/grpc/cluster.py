@@ -32,22 +32,22 @@ class GrpcCluster:
                 "GetCluster": _handler(self._get_cluster, pb.GetClusterRequest),
                 "ScalePools": _handler(self._scale_pools, pb.ScalePoolsRequest),
                 "SetWorkerRole": _handler(self._set_worker_role, pb.SetWorkerRoleRequest),
-                "FlipWorker": _handler(
-                    self._set_worker_role, pb.SetWorkerRoleRequest
-                ),  # its old name
+                # The old name of SetWorkerRole.
+                "FlipWorker": _handler(self._set_worker_role, pb.SetWorkerRoleRequest),
                 "DrainWorker": _handler(self._drain_worker, pb.DrainWorkerRequest),
             },
         )
 
     async def _get_cluster(self, request: pb.GetClusterRequest, who: str) -> pb.GetClusterResponse:
-        records = [(w.record, w.load) for w in self._view.known()]
+        records = sorted(
+            ((w.record, w.load) for w in self._view.known()), key=lambda r: r[0].worker_id
+        )
         fields = ("wanted", "running", "ready", "serving")
+        pools = pool_states([record for record, _ in records], self._view.pools_json)
         return pb.GetClusterResponse(
             pools=[
                 pb.PoolState(name=name, **{f: state.get(f, 0) for f in fields})
-                for name, state in pool_states(
-                    [record for record, _ in records], self._view.pools_json
-                ).items()
+                for name, state in pools.items()
             ],
             workers=[
                 pb.WorkerState(
@@ -60,7 +60,7 @@ class GrpcCluster:
                     num_leases=load.num_leases,
                     kv_use=load.blocks_used / load.blocks_total if load.blocks_total else 0.0,
                 )
-                for record, load in sorted(records, key=lambda r: r[0].worker_id)
+                for record, load in records
             ],
             decisions=[
                 pb.AutoscaleDecision(pool=d.role, size=d.to, why=d.line)

@@ -6,7 +6,6 @@ answer invalid UTF-8 in a string field with UNKNOWN before any code of ours ran.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict, replace
@@ -38,8 +37,6 @@ from tandem.rpc.failures import FailureInterceptor, abort, log_lost_peers_calmly
 from tandem.rpc.options import SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 
-log = logging.getLogger(__name__)
-
 METADATA_BYTES_MAX = 16 << 10  # of one call, by HTTP/2's count: 32 bytes more for each field
 IDLE_S = 300.0  # of a connection without calls; channels connect again by themselves
 _TRACE_KEYS = ("traceparent", "tracestate")
@@ -58,8 +55,13 @@ class GrpcApi:
             interceptors=[FailureInterceptor()],
             options=[
                 *((k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"),
+                # The bounds of a connection, with HTTP's values where HTTP has the same bound.
                 ("grpc.max_receive_message_length", config.body_bytes_max),
-                *_bounds(config),
+                ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+                ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+                ("grpc.server_handshake_timeout_ms", round(config.header_deadline_s * 1000)),
+                ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
+                ("grpc.max_allowed_incoming_connections", config.connections_max),
             ],
         )
         self._health = HealthServicer()
@@ -143,21 +145,8 @@ class GrpcApi:
         _parse(pb.ListModelsRequest(), body)
         if self._generator.model is None:
             return pb.ListModelsResponse()
-        model = pb.Model(
-            id=self._generator.served_name, max_model_len=self._generator.max_model_len
-        )
-        return pb.ListModelsResponse(models=[model])
-
-
-def _bounds(config: RouterConfig) -> list[tuple[str, int]]:
-    """Returns the bounds of a connection, with the values of HTTP where HTTP has the same bound."""
-    return [
-        ("grpc.max_metadata_size", METADATA_BYTES_MAX),
-        ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
-        ("grpc.server_handshake_timeout_ms", round(config.header_deadline_s * 1000)),
-        ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
-        ("grpc.max_allowed_incoming_connections", config.connections_max),
-    ]
+        name, max_model_len = self._generator.served_name, self._generator.max_model_len
+        return pb.ListModelsResponse(models=[pb.Model(id=name, max_model_len=max_model_len)])
 
 
 def parse_request(body: bytes) -> ClientRequest:

@@ -1,6 +1,11 @@
 """The HTTP API: OpenAI's completions and chats, models, health, metrics.
 
 It only translates: `request` decides what a request may be, `generator` what becomes of it.
+
+A request that sends `x-tandem-timing: 1` gets its stages back as `Server-Timing` (W3C), which
+browsers and proxies know. Of a stream the header has what lies before the first token, when it is
+sent; all of it follows as a comment before `[DONE]`, which clients of server-sent events ignore.
+Of several prompts the headers tell of one: the first with a token (a stream), or the last to end.
 """
 
 import uuid
@@ -19,13 +24,7 @@ from tandem.router.api.http.body import read_json_object
 from tandem.router.api.http.cluster import add_cluster_routes
 from tandem.router.api.http.errors import JsonResponse, error_response, install_handlers
 from tandem.router.api.http.guard import RequestGuard
-from tandem.router.api.http.requests import (
-    add_request_routes,
-    answer_headers,
-    asks_timing,
-    trace_headers,
-)
-from tandem.router.api.http.stream import EventStream, first_delta, whole_answer
+from tandem.router.api.http.stream import EventStream, collect, first_delta, until_disconnect
 from tandem.router.api.openai.choices import generate_choices
 from tandem.router.api.openai.openapi import ErrorReply, add_schemas, generation_route
 from tandem.router.api.openai.replies import Replies
@@ -38,10 +37,12 @@ from tandem.router.api.openai.requests import (
 )
 from tandem.router.index.audit import IndexAudit
 from tandem.router.metrics.router import Metrics
-from tandem.router.request.generator import Generator
+from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
+from tandem.router.request.generator import Delta, Generator
 from tandem.router.workers.cluster_view import ClusterView
 
 Parse = Callable[[dict[str, Any], str], ParsedRequest]
+_TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 def make_app(
@@ -63,7 +64,6 @@ def make_app(
     _add_generation(app, config, generator)
     _add_models(app, generator)
     _add_operations(app, generator, metrics)
-    add_request_routes(app, generator)
     add_cluster_routes(app, config, generator, view, audit)
     return app
 
@@ -71,19 +71,30 @@ def make_app(
 def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) -> None:
     async def serve(request: Request, parse: Parse) -> Response:
         body = await read_json_object(request, config)
+        headers = request.headers
         request_id = request.state.request_id = uuid.uuid4().hex
         parsed = parse(body, request_id)
         replies = Replies(parsed, generator.served_name)
-        sent = request.headers.getlist(TENANT_HEADER)
-        tenant = read_tenant(sent, trusted=config.trust_tenant_header)
+        tenant = read_tenant(headers.getlist(TENANT_HEADER), trusted=config.trust_tenant_header)
         asked = [replace(r, tenant=tenant) for r in parsed.requests]
-        deltas = generate_choices(generator, asked, trace_headers(request))
+        trace = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
+        deltas = generate_choices(generator, asked, trace)
+        asks_timing = asks(headers.get(TIMING_HEADER))
+
+        def answer_headers(last: Delta) -> dict[str, str]:
+            own = {"x-request-id": request_id}
+            if asks(headers.get(PLACEMENT_HEADER)):
+                own[PLACEMENT_HEADER] = last.placement
+            if last.timeline is not None and asks_timing:
+                own["server-timing"] = last.timeline.server_timing()
+            return own
+
         if parsed.stream:
             first = await first_delta(request, deltas)
-            headers = answer_headers(request, request_id, first.delta)
-            return EventStream(first, deltas, replies, headers, tells_timing=asks_timing(request))
-        answer, last = await whole_answer(request, deltas, replies)
-        return JsonResponse(answer, headers=answer_headers(request, request_id, last))
+            told = answer_headers(first.delta)
+            return EventStream(first, deltas, replies, told, tells_timing=asks_timing)
+        answer, last = await until_disconnect(request.receive, collect(deltas, replies))
+        return JsonResponse(answer, headers=answer_headers(last))
 
     @app.post("/v1/completions", **generation_route(CompletionBody))
     async def completions(request: Request) -> Response:
@@ -92,6 +103,13 @@ def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) ->
     @app.post("/v1/chat/completions", **generation_route(ChatBody))
     async def chat_completions(request: Request) -> Response:
         return await serve(request, parse_chat)
+
+    @app.get("/v1/requests/{request_id}")
+    async def request(request_id: str) -> Response:
+        if choices := generator.requests.find_choices(request_id):
+            told = {"id": request_id, "object": "list", "data": [r.as_dict() for r in choices]}
+            return JsonResponse(told)
+        return JsonResponse(generator.requests.find(request_id).as_dict())
 
 
 def _add_models(app: FastAPI, generator: Generator) -> None:

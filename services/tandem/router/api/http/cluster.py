@@ -22,18 +22,23 @@ from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.pools import pool_states
 
-_TOLD = ("address", "metrics_address", "host", "pid", "epoch", "started_at", "model")
+# Fields of a worker's record, and of its KV compatibility, that are told as they are.
+_TOLD = ("worker_id", "role", "state", "transports", "memory_free_bytes", "memory_total_bytes")
+_TOLD_OF_PROCESS = ("address", "metrics_address", "host", "pid", "epoch", "started_at", "model")
+_TOLD_OF_KV = ("compute_dtype", "numerics", "block_size")
 _PAGE = Path(__file__).with_name("page.html")
 
 
 def add_cluster_routes(
-    app: FastAPI,
-    config: RouterConfig,
-    generator: Generator,
-    view: ClusterView,
-    audit: IndexAudit,
+    app: FastAPI, config: RouterConfig, generator: Generator, view: ClusterView, audit: IndexAudit
 ) -> None:
     control = ClusterControl(config, view)
+
+    async def read_allowed(request: Request, name: str) -> dict[str, Any]:
+        body = await read_json_object(request, config)
+        if unknown := set(body) - {name}:
+            raise BadRequest(f"the body has {unknown}; allowed is {name}", param=unknown.pop()[:80])
+        return body
 
     @app.get("/v1/cluster")
     async def state() -> Response:
@@ -49,9 +54,7 @@ def add_cluster_routes(
     @app.post("/v1/cluster/workers/{worker_id}/role")
     async def set_role(worker_id: str, request: Request) -> Response:
         """Moves a worker to the other pool, or to the named one, and answers once it has moved."""
-        body = await read_json_object(request, config)
-        if unknown := set(body) - {"role"}:
-            raise BadRequest(f"the body has {unknown}; allowed is role", param=unknown.pop()[:80])
+        body = await read_allowed(request, "role")
         if not isinstance(role := body.get("role", ""), str):
             raise BadRequest("role must be prefill or decode", param="role")
         return JsonResponse(await control.set_role(worker_id, role, who=caller(request.scope)))
@@ -59,11 +62,7 @@ def add_cluster_routes(
     @app.post("/v1/cluster/workers/{worker_id}/drain", status_code=202)
     async def drain(worker_id: str, request: Request) -> Response:
         """Drains a worker, within `deadline_s`; GET no longer lists it once it has left."""
-        body = await read_json_object(request, config)
-        if unknown := set(body) - {"deadline_s"}:
-            message = f"the body has {unknown}; allowed is deadline_s"
-            raise BadRequest(message, param=unknown.pop()[:80])
-        deadline_s = body.get("deadline_s", 0.0)
+        deadline_s = (await read_allowed(request, "deadline_s")).get("deadline_s", 0.0)
         await control.drain(worker_id, deadline_s, who=caller(request.scope))
         return JsonResponse({"draining": worker_id}, 202)
 
@@ -111,26 +110,17 @@ def _audited(found: Differences) -> dict[str, Any]:
 
 
 def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
-    record, load = worker.record, worker.load
-    client = worker.client
+    record, load, client = worker.record, worker.load, worker.client
     total = load.blocks_total
     return {
-        "worker_id": record.worker_id,
-        "role": record.role,
         "pool": record.pool or record.role,
-        "state": record.state,
         "compatible": view.is_compatible(record),
         "connected": client.is_up if client else None,
-        **{name: getattr(record, name) for name in _TOLD},
-        "compute_dtype": record.compatibility.compute_dtype,
-        "numerics": record.compatibility.numerics,
-        "block_size": record.compatibility.block_size,
+        **{name: getattr(record, name) for name in (*_TOLD, *_TOLD_OF_PROCESS)},
+        **{name: getattr(record.compatibility, name) for name in _TOLD_OF_KV},
         "kv_use": load.blocks_used / total if total else 0.0,
         "load": msgspec.structs.asdict(load),
-        "memory_free_bytes": record.memory_free_bytes,
-        "memory_total_bytes": record.memory_total_bytes,
         "requests_here": client.num_inflight if client else 0,
-        "transports": record.transports,
         "rates": _rates(record.rates),
         "pairs": {
             peer: {"bytes_per_s": pair.bytes_per_s, "latency_ms": pair.latency_s * 1000}

@@ -109,16 +109,10 @@ async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None
         raise
 
 
-async def whole_answer(
-    request: Request, deltas: AsyncGenerator[ChoiceDelta, None], replies: Replies
-) -> tuple[dict[str, Any], Delta]:
-    """Returns the body of an answer that is not streamed, and its last delta."""
-    return await until_disconnect(request.receive, _collect(deltas, replies))
-
-
-async def _collect(
+async def collect(
     deltas: AsyncGenerator[ChoiceDelta, None], replies: Replies
 ) -> tuple[dict[str, Any], Delta]:
+    """Returns the body of an answer that is not streamed, and its last delta."""
     made: list[list[Delta]] = [[] for _ in replies.parsed.requests]
     last: Delta | None = None
     async with aclosing(deltas):

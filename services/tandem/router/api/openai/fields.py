@@ -9,64 +9,29 @@ from typing import Any
 from tandem.errors import BadRequest
 
 # Bookkeeping that has no effect on the answer.
-IGNORED = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "service_tier",
-        "parallel_tool_calls",
-    }
-)
+_OPENAI_NOTES = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+IGNORED = {*_OPENAI_NOTES, "prompt_cache_retention", "service_tier", "parallel_tool_calls"}
 
+_GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
+    **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("min_tokens", "priority"), (0,)),
+    **dict.fromkeys(("echo", "logprobs", "use_beam_search"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "continue_final_message"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    "add_generation_prompt": (True,),
+    **dict.fromkeys(("tools", "functions", "bad_words"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
-    "min_tokens": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
     "reasoning_effort": ("none",),
-    "verbosity": (),
-    "web_search_options": (),
-    "moderation": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "truncate_prompt_tokens": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "priority": (0,),
-    "cache_salt": (),
+    # Nothing but null means nothing.
+    **dict.fromkeys(("prompt_logprobs", "audio", "prediction", "verbosity", "moderation"), ()),
+    **dict.fromkeys(("web_search_options", "add_special_tokens", "chat_template", *_GUIDES), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "allowed_token_ids", "cache_salt"), ()),
     "kv_transfer_params": (),
 }
 

@@ -40,11 +40,8 @@ def generation_route(body: type[BaseModel]) -> dict[str, Any]:
 
 def add_schemas(app: FastAPI) -> None:
     """Puts the bodies, and every model that they refer to, where references look for them."""
-    bodies: list[tuple[type[BaseModel], Any]] = [
-        (CompletionBody, "validation"),
-        (ChatBody, "validation"),
-    ]
-    _, schemas = models_json_schema(bodies, ref_template=_REF)
+    bodies = (CompletionBody, ChatBody)
+    _, schemas = models_json_schema([(b, "validation") for b in bodies], ref_template=_REF)
     document_routes = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -52,11 +52,8 @@ class Replies:
 
     def _whole_choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
         text = "".join(delta.text for delta in deltas)
-        choice: dict[str, Any] = {
-            "index": index,
-            "logprobs": None,
-            "finish_reason": deltas[-1].finish_reason,
-        }
+        finish_reason = deltas[-1].finish_reason
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish_reason}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:

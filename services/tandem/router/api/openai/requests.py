@@ -3,7 +3,7 @@
 pydantic checks types here; ranges are checked in one place for HTTP and gRPC, in `request`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import (
@@ -32,6 +32,7 @@ from tandem.router.request.request import (
 
 # OpenAI's and vLLM's default for completions; chats run to the end of the context.
 COMPLETION_MAX_TOKENS = 16
+_SAMPLING = {field.name for field in fields(Sampling)}
 _ROLE_ALIASES = {"developer": "system"}
 _ALTERNATIVES = ("str", "list[int]", "list[str]")
 # Each prompt is a request of its own for the workers, which queue 256 by default.
@@ -42,17 +43,17 @@ _ALLOWED = {
 }
 
 
-class StreamOptions(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
+
+class StreamOptions(_Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
     continuous_usage_stats: bool = False  # vLLM's; without include_usage it has no effect
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class TextPart(_Strict):
     type: Literal["text"]
     text: str
 
@@ -89,10 +90,8 @@ class ChatMessage(BaseModel):
         return Message(role=_ROLE_ALIASES.get(self.role, self.role), content=text)
 
 
-class _Body(BaseModel):
+class _Body(_Strict):
     """Fields that completions and chat completions share."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str = Field("", description=ALLOWED["model"])
     temperature: float = Field(1.0, description=ALLOWED["temperature"])
@@ -123,13 +122,7 @@ class _Body(BaseModel):
         return ClientRequest(
             prompt=prompt,
             model=self.model,
-            sampling=Sampling(
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p,
-                seed=self.seed,
-            ),
+            sampling=Sampling(**self.model_dump(include=_SAMPLING)),
             max_tokens=max_tokens,
             default_max_tokens=default_max_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
