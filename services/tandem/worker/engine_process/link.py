@@ -28,6 +28,7 @@ from tandem.transfer.nixl.messages import (
     Broken,
     PeerConnected,
     ProducerReady,
+    Pull,
     PullResult,
     RemotePool,
     Renewed,
@@ -35,7 +36,6 @@ from tandem.transfer.nixl.messages import (
 from tandem.transfer.protocol import BlockPull
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.pool_view import MappedPool, PoolThroughEngine
-from tandem.worker.engine_process.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class EngineLink:
             stdin=asyncio.subprocess.PIPE,
             pass_fds=() if pool_fd is None else (pool_fd,),
         )
-        settings = EngineSettings(
+        settings = messages.EngineSettings(
             worker_id=self._config.worker_id,
             epoch=self._epoch,
             engine=self._config.engine,
@@ -153,16 +153,9 @@ class EngineLink:
         future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
         pull_id = uuid.uuid4().hex
         self._pulls[pull_id] = future
-        self.send(
-            messages.StartPull(
-                pull_id=pull_id,
-                sequence_id=pull.sequence_id,
-                peer_id=peer_id,
-                producer_block_ids=list(pull.producer_block_ids),
-                local_block_ids=list(pull.local_block_ids),
-                deadline_s=pull.deadline_s,
-            )
-        )
+        producer_ids, local_ids = list(pull.producer_block_ids), list(pull.local_block_ids)
+        read = Pull(pull_id, peer_id, producer_ids, local_ids, pull.deadline_s)
+        self.send(messages.StartPull(pull.sequence_id, read))
         return future
 
     async def connect_peer(
