@@ -15,6 +15,7 @@ not say how; this module knows the facts that it decides by.
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
@@ -125,14 +126,12 @@ def _has_rdma_port(root: Path) -> bool:
 
 def _text(path: Path) -> str:
     """Empty when there is no such file or it may not be read."""
-    try:
+    with suppress(OSError):
         return path.read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _link(path: Path) -> str:
-    try:
+    with suppress(OSError):
         return os.readlink(path)
-    except OSError:
-        return ""
+    return ""

@@ -24,7 +24,7 @@ from tandem.worker.kv_pulls.lease import PullStats
 from tandem.worker.metrics.index import IndexMetrics
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.requests import RequestMetrics
-from tandem.worker.peers.peers import Peer
+from tandem.worker.peers.peer import Peer
 
 _HELP = {
     "num_running": "Sequences in the batch",

@@ -19,7 +19,7 @@ from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import TandemError
 from tandem.observability.logs import about
 from tandem.perf_model.predict import prefill_seconds
-from tandem.perf_model.rates import PairRate, default_pair
+from tandem.perf_model.rates import PairRate
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.registry import KvCompatibility
 from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker
@@ -187,4 +187,4 @@ class PrefixPuller:
         peer = self._peers.get_now(holder.worker_id, holder.epoch, holder.address)
         if peer is None:
             return None
-        return self._rates.pair(peer.worker_id, peer.transport) or default_pair(peer.transport)
+        return self._rates.rate(peer.worker_id, peer.transport)
