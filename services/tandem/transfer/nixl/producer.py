@@ -1,7 +1,7 @@
 """The readable side of NIXL: this process's pool, opened to whom the metadata is given."""
 
 from tandem.transfer.nixl.agent import NixlAgent
-from tandem.transfer.nixl.messages import LocalPool, RemotePool
+from tandem.transfer.nixl.messages import LocalPool
 from tandem.transfer.nixl.ucx_mode import UcxMode
 
 PROGRESS_DELAY_US = 100_000
@@ -32,21 +32,6 @@ def readable_agent(pool: LocalPool, name: str, mode: UcxMode | None) -> NixlAgen
     """
     agent = NixlAgent(name, mode=mode, progress_delay_us=PROGRESS_DELAY_US, memory=pool.memory)
     agent.register(
-        address=pool.address,
-        num_bytes=pool.num_bytes,
-        device_id=pool.device_id,
-        memory=pool.memory,
+        address=pool.address, num_bytes=pool.num_bytes, device_id=pool.device_id, memory=pool.memory
     )
     return agent
-
-
-def remote_pool(pool: LocalPool) -> RemotePool:
-    """Returns what a consumer must know of `pool` to address its blocks."""
-    layout = pool.layout
-    return RemotePool(
-        address=pool.address,
-        num_blocks=layout.num_blocks,
-        block_bytes=layout.block_bytes,
-        device_id=pool.device_id,
-        memory=pool.memory,
-    )

@@ -82,9 +82,7 @@ def _share_memory(ours: HostIdentity, theirs: HostIdentity) -> bool:
 
 
 def host_identity(
-    nixl_tcp: NixlTcp = "off",
-    root: Path = Path("/"),
-    environment: Mapping[str, str] = os.environ,
+    nixl_tcp: NixlTcp = "off", root: Path = Path("/"), environment: Mapping[str, str] = os.environ
 ) -> HostIdentity:
     """The identity of this process and of those it starts. `root` holds proc and sys."""
     allowed = environment.get("UCX_TLS", "all")

@@ -37,7 +37,7 @@ from tandem.transfer.nixl.messages import (
     TransferEvent,
     Unfenced,
 )
-from tandem.transfer.nixl.producer import readable_agent, remote_pool
+from tandem.transfer.nixl.producer import readable_agent
 from tandem.transfer.nixl.reach import host_identity
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class TransferThread:
         self._transport.submit(pull)
 
     def _describe_producer(self, request_id: int) -> None:
-        pool = remote_pool(self._pool)
+        pool = self._pool.remote()
         try:
             if self._producer is None:
                 name = f"{self._agent_name}-producer"

@@ -167,13 +167,8 @@ class PromptPrefill:
         choice = "remote" if plan.candidates else "local"
         again = "first" if left == sequence.submission.candidates else "again"
         self._metrics.on_choice(choice, again)
-        log.debug(
-            "%s is prefilled %s: %s",
-            sequence.request_id,
-            choice,
-            plan.reason,
-            extra=about(sequence.sequence_id),
-        )
+        named = about(sequence.sequence_id)
+        log.debug("%s is prefilled %s: %s", sequence.request_id, choice, plan.reason, extra=named)
         return plan
 
     async def _run_lease(
@@ -221,14 +216,9 @@ class PromptPrefill:
         return self._producers.make_lease(peer)
 
     def _note_failure(self, sequence: DecodeSequence, error: Exception) -> None:
-        expected = isinstance(error, TandemError)
-        log.warning(
-            "prefill of %s failed: %s",
-            sequence.request_id,
-            error,
-            exc_info=None if expected else error,
-            extra=about(sequence.sequence_id),
-        )
+        told, named = None if isinstance(error, TandemError) else error, about(sequence.sequence_id)
+        request_id = sequence.request_id
+        log.warning("prefill of %s failed: %s", request_id, error, exc_info=told, extra=named)
         self._metrics.prefill_failures.inc()
         sequence.timings.prefill_worker_id = ""
 

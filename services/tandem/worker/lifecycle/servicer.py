@@ -119,7 +119,7 @@ class Servicer(WorkerServicer):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, f"this worker is {self._worker.state}"
             )
-        took_s = await self._worker.set_role(wanted[request.role])
+        took_s = await self._worker.role.to(wanted[request.role])
         return pb.SetRoleResponse(role=request.role, took_s=took_s)
 
     async def GetState(  # noqa: N802
@@ -131,7 +131,7 @@ class Servicer(WorkerServicer):
             load=pb.WorkerLoad(**asdict(self._worker.load())),
             worker_id=self._worker.config.worker_id,
             epoch=self._worker.epoch,
-            draining=self._worker.draining,
+            draining=self._worker.state == "draining",
             integrity_ok=not message,
             integrity_message=message,
             transports={peer: rate.transport for peer, rate in pairs.items()},

@@ -20,7 +20,7 @@ import grpc.aio
 from msgspec.structs import asdict
 
 from tandem.block_hash import HASH_VERSION
-from tandem.config import Role, WorkerConfig
+from tandem.config import WorkerConfig
 from tandem.errors import ConfigError, WorkerLost
 from tandem.memory import read_memory
 from tandem.observability.traces import make_tracing
@@ -66,6 +66,7 @@ class Worker:
     peers: Peers
     decode: DecodeService
     prefill: PrefillService
+    role: RoleChange
     compatibility: KvCompatibility
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -83,10 +84,6 @@ class Worker:
         self._started_at = time.time()
         self._tracing = make_tracing(f"tandem-{config.role}", config.worker_id)
 
-    @property
-    def draining(self) -> bool:
-        return self.state == "draining"
-
     def stop(self, deadline_s: float) -> None:
         """Begins to drain; `run` returns when nothing is held any more, or at the deadline.
 
@@ -95,12 +92,8 @@ class Worker:
         self._drain_until = min(self._drain_until, time.monotonic() + deadline_s)
         self._stopping.set()
 
-    async def set_role(self, role: Role) -> float:
-        """Moves to the other pool, or back; returns the seconds that it took."""
-        return await self._role.to(role)
-
     async def _tell_role(self) -> None:
-        self._metrics.role = self._role.role
+        self._metrics.role = self.role.role
         await self._membership.refresh()
 
     def load(self) -> Load:
@@ -154,7 +147,7 @@ class Worker:
             on_records=self._on_records,
         )
         self._membership = membership
-        self._role = RoleChange(self.config.role, self.decode, self.prefill, self._tell_role)
+        self.role = RoleChange(self.config.role, self.decode, self.prefill, self._tell_role)
         self._metrics.watch(membership.publisher)
         watch = EngineWatch(
             self.config, self.link, self.load, is_used=self._is_used, give_up=self._give_up
@@ -318,7 +311,7 @@ class Worker:
         return WorkerRecord(
             worker_id=self.config.worker_id,
             epoch=self.epoch,
-            role=self._role.role,
+            role=self.role.role,
             pool=self.config.role,
             generation=self.config.generation,
             state=self.state,

@@ -27,13 +27,7 @@ from tandem.worker.convert import plain_of
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.peers.peer import Peer, peer_id
 from tandem.worker.peers.rates import Rates
-from tandem.worker.peers.transport_choice import (
-    Choice,
-    Way,
-    choose_transport,
-    figures,
-    is_slower,
-)
+from tandem.worker.peers.transport_choice import Choice, Way, choose_transport, figures, is_slower
 
 log = logging.getLogger(__name__)
 

@@ -27,11 +27,7 @@ from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.rates import Rates
-from tandem.worker.prefill.prefix_choice import (
-    ConnectedHolder,
-    PrefixPlan,
-    holders_worth_asking,
-)
+from tandem.worker.prefill.prefix_choice import ConnectedHolder, PrefixPlan, holders_worth_asking
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +57,7 @@ class PrefixPuller:
         self._make_lease = make_lease
 
     def plan(
-        self,
-        spec: SequenceSpec,
-        holders: Iterable[pb.PrefixHolder],
-        *,
-        num_cached_blocks: int = 0,
+        self, spec: SequenceSpec, holders: Iterable[pb.PrefixHolder], *, num_cached_blocks: int = 0
     ) -> PrefixPlan | None:
         """Plans a pull, with the spec to add; None if computing is predicted to be as fast."""
         num_reusable = (len(spec.token_ids) - 1) // self._block_size

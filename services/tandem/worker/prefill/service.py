@@ -191,7 +191,8 @@ class PrefillService:
                 async with asyncio.timeout(interval_s):
                     event = await lease.events.get()
             except TimeoutError:
-                yield self._heartbeat()
+                beat = pb.Heartbeat(step=self._tick, turn_s_max=self._rates.turn_s_max)
+                yield pb.PrefillEvent(heartbeat=beat)
                 continue
             match event:
                 case FinalBlocks(_, first_block, block_ids):
@@ -231,10 +232,6 @@ class PrefillService:
             if command.WhichOneof("command") == "release":
                 lease.events.put_nowait(command.release)
                 return
-
-    def _heartbeat(self) -> pb.PrefillEvent:
-        beat = pb.Heartbeat(step=self._tick, turn_s_max=self._rates.turn_s_max)
-        return pb.PrefillEvent(heartbeat=beat)
 
 
 def _refused(message: str, *, wait_estimate_s: float = 0.0) -> pb.PrefillEvent:
