@@ -4,7 +4,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
-import grpc
 import grpc.aio
 
 from tandem.errors import DeadlineExceeded, TandemError

@@ -23,12 +23,7 @@ from tandem.worker.decode.live_sequences import LiveSequences
 from tandem.worker.decode.prefill_choice import PrefillPlan
 from tandem.worker.decode.prefill_planner import PrefillPlanner
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState
-from tandem.worker.engine_process.messages import (
-    Commit,
-    ContinuePrefill,
-    Restart,
-    StartLocalPrefill,
-)
+from tandem.worker.engine_process import messages
 from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker, PullStats
 from tandem.worker.kv_pulls.lease_stream import is_producer_gone
 from tandem.worker.parts import Parts
@@ -125,7 +120,7 @@ class PromptPrefill:
                 return
             self._record(sequence, lease)
             sequence.to(SequenceState.RUNNING)
-            self._link.send(Commit(sequence.sequence_id, first_token_id))
+            self._link.send(messages.Commit(sequence.sequence_id, first_token_id))
             return
         self._metrics.local_prefills.inc()
         self._prefill_here(sequence, reserved)
@@ -136,7 +131,7 @@ class PromptPrefill:
         sequence.to(SequenceState.PULLING)
         num_blocks = await self._producers.prefixes.fill(plan, reserved)
         sequence.to(SequenceState.RUNNING)
-        self._link.send(ContinuePrefill(sequence.sequence_id, num_blocks))
+        self._link.send(messages.ContinuePrefill(sequence.sequence_id, num_blocks))
 
     def _prefill_here(self, sequence: DecodeSequence, reserved: Reserved) -> None:
         """Prefills here; if a holder is sooner with the first blocks, reserves once more."""
@@ -146,7 +141,7 @@ class PromptPrefill:
         sequence.prefix = self._producers.prefixes.plan(here, holders, num_cached_blocks=num_cached)
         if sequence.prefix is None:
             sequence.to(SequenceState.RUNNING)
-            self._link.send(StartLocalPrefill(sequence.sequence_id))
+            self._link.send(messages.StartLocalPrefill(sequence.sequence_id))
             return
         self._restart(sequence, sequence.prefix.spec)
 
@@ -230,7 +225,7 @@ class PromptPrefill:
         sequence.to(SequenceState.QUEUED)
         sequence.spec = spec
         sequence.reserved = loop.create_future() if is_awaited else None
-        self._link.send(Restart(spec))
+        self._link.send(messages.Restart(spec))
 
     def _record(self, sequence: DecodeSequence, lease: ConsumerLease) -> None:
         stats, timings = lease.stats, sequence.timings

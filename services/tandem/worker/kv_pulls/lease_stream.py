@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import grpc.aio
 
 from tandem.config import TransferConfig, WorkerConfig

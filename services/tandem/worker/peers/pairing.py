@@ -8,7 +8,6 @@ failed or fell behind; what is chosen and why is logged once, loudly when it is 
 
 import logging
 
-import grpc
 import grpc.aio
 from msgspec.structs import asdict
 
