@@ -24,8 +24,8 @@ from tandem.engine.types import (
     StepReport,
 )
 from tandem.errors import InternalError
+from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import EngineProcess, main
-from tandem.worker.engine_process.settings import EngineSettings
 from tandem_bench.pool import fill, pool_memory
 from tandem_bench.sizes import layout_of, scattered
 

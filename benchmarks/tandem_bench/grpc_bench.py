@@ -36,7 +36,7 @@ from tandem.transfer.grpc.transport import GrpcTransport
 from tandem.worker.engine_process.messages import Add, Remove
 from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.puller import Puller
-from tandem.worker.peers.peers import Peer
+from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import Rates
 from tandem_bench.grpc_worker import (
     RAW_METHOD,

@@ -83,15 +83,8 @@ class NixlBench:
         )
         self._raw_peer = self._raw.add_peer(metadata)
         self._raw_lists = [
-            self._raw.list_blocks(
-                peer,
-                address=address,
-                block_bytes=layout.block_bytes,
-                num_blocks=layout.num_blocks,
-                memory="DRAM",
-                device_id=0,
-            )
-            for peer, address in ((self._raw_peer, self._remote.address), (None, pool.address))
+            self._raw.list_blocks(peer, blocks)
+            for peer, blocks in ((self._raw_peer, self._remote), (None, pool.remote()))
         ]
 
     async def row(self, num_blocks: int, repeats: int) -> dict[str, dict[str, float]]:

@@ -11,9 +11,9 @@ from functools import partial
 
 from tandem.transfer.nixl.consumer import NixlConsumer
 from tandem.transfer.nixl.messages import Pull
+from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.engine_process.process import main as engine_main
-from tandem.worker.engine_process.settings import EngineSettings
 
 
 class BreakingProcess(EngineProcess):

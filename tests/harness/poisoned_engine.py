@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 
 from tandem.engine.scheduler.batch import StepBatch
+from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.engine_process.process import main as engine_main
-from tandem.worker.engine_process.settings import EngineSettings
 from tests.harness.breaking_engine import worker_main
 
 POISON = 49_151  # the last token of SmolLM2's vocabulary: no prompt of ours has it

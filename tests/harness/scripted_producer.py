@@ -38,7 +38,7 @@ from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.parts import Parts
-from tandem.worker.peers.peers import Peer
+from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.prefix_pull import PrefixPuller

@@ -25,7 +25,6 @@ from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.registry import KvCompatibility
 from tandem.transfer.grpc.reservations import Reservations
 from tandem.transfer.nixl.consumer import NixlConsumer
-from tandem.transfer.nixl.producer import remote_pool
 from tandem.transfer.nixl.thread import TransferThread
 from tandem.transfer.nixl.ucx_mode import UcxMode
 from tandem.worker.decode.prompt_prefill import Producers
@@ -142,7 +141,7 @@ class Node:
         process._tick, process._failed, process._stopping = 0, [], False
         process._num_commands = 0
         pool = process._local_pool()
-        self.remote_pool = remote_pool(pool)
+        self.remote_pool = pool.remote()
         self.thread = process._transfer = TransferThread(
             pool, config.transfer, self.peer_id, process._on_transfer_event
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from tandem.engine import sequence
 from tandem.errors import WorkerLost
 from tandem.transfer.nixl.agent import BlockIds, ReadState
+from tandem.transfer.nixl.messages import RemotePool
 
 Copy = tuple[int, int]  # producer address, local address, of one block
 
@@ -57,17 +58,8 @@ class SimulatedAgent:
         assert not self.is_closed
         self.peers.remove(name)
 
-    def list_blocks(
-        self,
-        peer: str | None,
-        *,
-        address: int,
-        block_bytes: int,
-        num_blocks: int,
-        memory: str,
-        device_id: int,
-    ) -> int:
-        self._lists.append((peer, address))
+    def list_blocks(self, peer: str | None, pool: RemotePool) -> int:
+        self._lists.append((peer, pool.address))
         return len(self._lists) - 1
 
     def release_list(self, handle: int) -> None:

@@ -12,8 +12,8 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import EngineLoad, Reserved, SequenceSpec
 from tandem.errors import QueueFull
+from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import main
-from tandem.worker.engine_process.settings import EngineSettings
 from tandem_bench.engine_stand_in import StandInEngine, StandInProcess
 
 

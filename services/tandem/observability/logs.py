@@ -17,12 +17,7 @@ from tandem.errors import ConfigError
 
 LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
 FORMAT_VARIABLE = "TANDEM_LOG_FORMAT"
-_JSON_NAMES = {
-    "asctime": "time",
-    "levelname": "level",
-    "name": "logger",
-    "exc_info": "exception",
-}
+_JSON_NAMES = {"asctime": "time", "levelname": "level", "name": "logger", "exc_info": "exception"}
 
 
 def configure_logging(process: str) -> None:

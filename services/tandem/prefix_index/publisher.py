@@ -67,7 +67,7 @@ class Publisher:
         self._backoff = Backoff(
             doubling_at_random(2 * self._config.backoff_min_s, self._config.backoff_max_s)
         )
-        self._counter = 0
+        self.num_logs = 0  # epochs so far
         self._next_number = 0
         self._in_step = False
         # Ordered sets. Held: parents before children. The tree holds held - to_store + to_remove.
@@ -82,7 +82,7 @@ class Publisher:
 
     @property
     def epoch(self) -> str:
-        return f"{self._process_epoch}:{self._counter}"
+        return f"{self._process_epoch}:{self.num_logs}"
 
     @property
     def lag(self) -> int:
@@ -95,11 +95,6 @@ class Publisher:
     def in_step(self) -> bool:
         """True if the tree took the last batch, and nothing waits."""
         return self._in_step and not self.lag
-
-    @property
-    def num_logs(self) -> int:
-        """Number of epochs so far."""
-        return self._counter
 
     @property
     def num_held(self) -> int:
@@ -171,7 +166,7 @@ class Publisher:
             await self._pause(failures)
 
     async def _begin_log(self) -> None:
-        self._counter += 1
+        self.num_logs += 1
         self._on_epoch(self.epoch)
         async with asyncio.timeout(self._config.deadline_s):
             await self._index.reset(self._worker_id, self.epoch)

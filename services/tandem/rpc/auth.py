@@ -4,7 +4,6 @@ import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import grpc
 import grpc.aio
 
 _HEADER = "authorization"

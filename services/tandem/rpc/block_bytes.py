@@ -8,7 +8,6 @@ sends and who reads may each do it either way, it is the same message.
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import grpc
 import grpc.aio
 
 FETCH_BLOCKS = "/tandem.v1.Worker/FetchBlocks"

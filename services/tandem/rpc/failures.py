@@ -4,7 +4,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
-import grpc
 import grpc.aio
 
 from tandem.errors import DeadlineExceeded, TandemError
@@ -49,21 +48,16 @@ class FailureInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
 
 
-class _PeerWent(logging.Filter):
-    """A send that failed because the peer's connection is gone: no error of the server's."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, grpc.aio.InternalError):
-            record.levelno, record.levelname = logging.INFO, "INFO"
-            record.exc_info = None
-        return True
-
-
-_PEER_WENT = _PeerWent()
+def _calm(record: logging.LogRecord) -> bool:
+    """A send that failed because the peer's connection is gone is no error of the server's."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, grpc.aio.InternalError):
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.exc_info = None
+    return True
 
 
 def log_lost_peers_calmly() -> None:
     """Keeps gRPC from logging a peer that went amid a message as an error with a traceback: the
     call's handler is cancelled and reports it. May be called any number of times."""
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_PEER_WENT)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_calm)

@@ -22,8 +22,6 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # A restarted worker on the same address must not inherit a channel that is backing off.
     ("grpc.use_local_subchannel_pool", 1),
 ]
-# A connection of its own (above), which only carries bytes of blocks.
-BULK_CHANNEL_OPTIONS: list[tuple[str, int]] = [*CHANNEL_OPTIONS]
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_PINGS,
     *_SIZES,

@@ -9,6 +9,7 @@ call or script touches share a hash tag, so that they also work on a Cluster.
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, TypeAlias
 
 from redis import Redis as SyncRedis
@@ -23,7 +24,7 @@ from redis.exceptions import AuthenticationError, RedisClusterException, RedisEr
 from redis.retry import Retry as SyncRetry
 
 from tandem.errors import ConfigError
-from tandem.store.url import RedisAddress, parse
+from tandem.store.url import parse
 
 Client: TypeAlias = Redis | RedisCluster
 SyncClient: TypeAlias = SyncRedis | SyncRedisCluster
@@ -41,33 +42,20 @@ def connect(url: str) -> Client:
 
     Raises ConfigError for a URL that cannot be right.
     """
-    address = parse(url)
-    options = {
-        "socket_connect_timeout": CONNECT_TIMEOUT_S,
-        "socket_timeout": REPLY_TIMEOUT_S,
-        "max_connections": CONNECTIONS_MAX,
-        "retry": Retry(NoBackoff(), 0),
-        **address.options,
-    }
-    try:
-        return _connect(url, address, options)
-    except TypeError as error:  # what redis-py says to an option it does not have
-        raise ConfigError(f"the Redis URL has a wrong option: {error}") from None
+    kinds = (Redis, Sentinel, RedisCluster, ClusterNode)
+    retry = Retry(NoBackoff(), 0)
+    client: Client = _client(
+        url, kinds, retry=retry, socket_timeout=REPLY_TIMEOUT_S, max_connections=CONNECTIONS_MAX
+    )
+    return client
 
 
 def connect_blocking(url: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> SyncClient:
     """Returns the same for threads. For a Cluster it asks for the nodes at once: RedisError."""
-    address = parse(url)
-    options = {
-        "socket_connect_timeout": CONNECT_TIMEOUT_S,
-        "socket_timeout": reply_timeout_s,
-        "retry": SyncRetry(NoBackoff(), 0),
-        **address.options,
-    }
-    try:
-        return _connect_blocking(url, address, options)
-    except TypeError as error:
-        raise ConfigError(f"the Redis URL has a wrong option: {error}") from None
+    kinds = (SyncRedis, SyncSentinel, SyncRedisCluster, SyncClusterNode)
+    retry = SyncRetry(NoBackoff(), 0)
+    client: SyncClient = _client(url, kinds, retry=retry, socket_timeout=reply_timeout_s)
+    return client
 
 
 async def warm(redis: Client, num_connections: int) -> None:
@@ -92,12 +80,9 @@ def wait_until_answers(
     name = parse(url).name
     while True:
         try:
-            redis = connect_blocking(url, reply_timeout_s=min(REPLY_TIMEOUT_S, 0.5))
-            try:
+            with closing(connect_blocking(url, reply_timeout_s=0.5)) as redis:
                 redis.ping()
                 return
-            finally:
-                redis.close()
         except UNREACHABLE as error:
             if AuthenticationError in (type(error), type(error.__cause__)):
                 raise ConfigError(f"Redis at {name} refuses the password") from error
@@ -108,42 +93,27 @@ def wait_until_answers(
         time.sleep(0.01)
 
 
-def _connect(url: str, address: RedisAddress, options: dict[str, Any]) -> Client:
-    match address.kind:
-        case "server":
-            redis = Redis.from_url(url, **options)
-        case "sentinel":
-            redis = _sentinel(Sentinel, address, options).master_for(address.service)
-        case "cluster":
-            nodes = [ClusterNode(host, port) for host, port in address.nodes]
-            return RedisCluster(startup_nodes=nodes, **_of_cluster(address), **options)
-    # Refuses a wrong option; connects to nothing yet.
-    redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-    return redis
-
-
-def _connect_blocking(url: str, address: RedisAddress, options: dict[str, Any]) -> SyncClient:
-    match address.kind:
-        case "server":
-            return SyncRedis.from_url(url, **options)
-        case "sentinel":
-            client: SyncClient = _sentinel(SyncSentinel, address, options).master_for(
-                address.service
-            )
-            return client
-        case "cluster":
-            known: list[Any] = [SyncClusterNode(*node) for node in address.nodes]  # type: ignore[no-untyped-call]
-            return SyncRedisCluster(startup_nodes=known, **_of_cluster(address), **options)
-
-
-def _sentinel(kind: type[Any], address: RedisAddress, options: dict[str, Any]) -> Any:
-    bounds = ("socket_connect_timeout", "socket_timeout", "retry")
-    own = {name: options[name] for name in bounds} | address.sentinel_options
-    return kind(
-        address.nodes, sentinel_kwargs={**own, "ssl": address.tls}, ssl=address.tls, **options
-    )
-
-
-def _of_cluster(address: RedisAddress) -> dict[str, Any]:
-    # A shard whose nodes are all down must not keep the others from serving.
-    return {"ssl": address.tls, "require_full_coverage": False}
+def _client(url: str, kinds: tuple[Any, Any, Any, Any], **bounds: Any) -> Any:
+    """Returns a client of one of the `kinds`, which are redis-py's for asyncio or for threads."""
+    address = parse(url)
+    server, sentinel, cluster, node = kinds
+    bounds["socket_connect_timeout"] = CONNECT_TIMEOUT_S
+    options = {**bounds, **address.options}
+    try:
+        match address.kind:
+            case "server":
+                client = server.from_url(url, **options)
+            case "sentinel":
+                bounded = ("socket_connect_timeout", "socket_timeout", "retry")
+                own = {name: options[name] for name in bounded} | address.sentinel_options
+                own["ssl"] = options["ssl"] = address.tls
+                watched = sentinel(address.nodes, sentinel_kwargs=own, **options)
+                client = watched.master_for(address.service)
+            case "cluster":
+                options["startup_nodes"] = [node(host, port) for host, port in address.nodes]
+                # A shard whose nodes are all down must not keep the others from serving.
+                return cluster(ssl=address.tls, require_full_coverage=False, **options)
+        client.connection_pool.make_connection()  # refuses a wrong option; connects to nothing yet
+        return client
+    except TypeError as error:  # what redis-py says to an option it does not have
+        raise ConfigError(f"the Redis URL has a wrong option: {error}") from None

@@ -20,12 +20,9 @@ def main() -> None:
         configure_logging(f"{worker_id}/io")
         cluster = ClusterConfig.from_environment()
         asyncio.run(_run(extended(options, WorkerConfig, cluster=cluster, worker_id=worker_id)))
-    except (ConfigError, Incompatible) as error:
-        log.error("%s", error.message)
-        raise SystemExit(2) from None
     except TandemError as error:
         log.error("%s", error.message)
-        raise SystemExit(1) from None
+        raise SystemExit(2 if isinstance(error, ConfigError | Incompatible) else 1) from None
 
 
 async def _run(config: WorkerConfig) -> None:

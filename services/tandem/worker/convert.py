@@ -1,16 +1,21 @@
 """Between the messages of proto/tandem/v1/worker.proto and the plain data of the parts."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import asdict
 
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.perf_model.rates import PairRate
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.registry import KvCompatibility, Load
-from tandem.transfer.nixl.reach import HostIdentity
 
 _Plain = TypeVar("_Plain", bound=msgspec.Struct)
+
+
+def plain_of(kind: type[_Plain], source: object, **fields: Any) -> _Plain:
+    """Returns plain data; what `fields` does not name is in `source` under the same name."""
+    same = (name for name in kind.__struct_fields__ if name not in fields)
+    return kind(**{name: getattr(source, name) for name in same}, **fields)
 
 
 def sequence_spec(
@@ -27,7 +32,7 @@ def sequence_spec(
         token_ids=list(message.token_ids),
         num_prompt_tokens=message.num_prompt_tokens,
         mode=mode,
-        sampling=_filled(SamplingParams, message.sampling),
+        sampling=plain_of(SamplingParams, message.sampling),
         max_tokens=message.max_tokens,
         stop_token_ids=list(message.stop_token_ids),
         cache_salt=message.cache_salt,
@@ -41,31 +46,11 @@ def sequence_input(spec: SequenceSpec) -> pb.SequenceInput:
     return pb.SequenceInput(
         token_ids=spec.token_ids,
         num_prompt_tokens=spec.num_prompt_tokens,
-        sampling=pb.Sampling(**msgspec.structs.asdict(spec.sampling)),
+        sampling=pb.Sampling(**asdict(spec.sampling)),
         max_tokens=spec.max_tokens,
         stop_token_ids=spec.stop_token_ids,
         cache_salt=spec.cache_salt,
     )
-
-
-def compatibility_message(compatibility: KvCompatibility) -> pb.KvCompatibility:
-    return pb.KvCompatibility(**msgspec.structs.asdict(compatibility))
-
-
-def compatibility_from(message: pb.KvCompatibility) -> KvCompatibility:
-    return _filled(KvCompatibility, message)
-
-
-def load_message(load: Load) -> pb.WorkerLoad:
-    return pb.WorkerLoad(**msgspec.structs.asdict(load))
-
-
-def host_message(host: HostIdentity) -> pb.HostIdentity:
-    return pb.HostIdentity(**msgspec.structs.asdict(host))
-
-
-def host_from(message: pb.HostIdentity) -> HostIdentity:
-    return _filled(HostIdentity, message)
 
 
 def trace_headers(message: pb.TraceContext) -> dict[str, str]:
@@ -74,8 +59,3 @@ def trace_headers(message: pb.TraceContext) -> dict[str, str]:
 
 def rate_message(rate: PairRate) -> pb.PairRate:
     return pb.PairRate(latency_s=rate.latency_s, bytes_per_s=rate.bytes_per_s)
-
-
-def _filled(kind: type[_Plain], message: object) -> _Plain:
-    """Plain data whose fields are all those of the message that have the same names."""
-    return kind(**{name: getattr(message, name) for name in kind.__struct_fields__})

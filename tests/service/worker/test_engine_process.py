@@ -8,7 +8,7 @@ import sys
 import msgspec
 
 from tandem.config import EngineConfig, TransferConfig
-from tandem.worker.engine_process.settings import EngineSettings
+from tandem.worker.engine_process.messages import EngineSettings
 
 # Starts an engine process, hands it its settings, and is gone before that one has read them.
 _PARENT = """

@@ -23,7 +23,6 @@ from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServi
 from tandem.store.registry import KvCompatibility, WorkerRecord
 from tandem.transfer.nixl.messages import RemotePool
 from tandem.transfer.nixl.reach import host_identity
-from tandem.worker.convert import compatibility_message, host_message
 from tandem.worker.peers import peers as peers_module
 from tandem.worker.peers.pairing import FAILURES_MAX
 from tandem.worker.peers.peers import Peers
@@ -45,11 +44,11 @@ class Producer(WorkerServicer):
         self.answer = pb.ConnectResponse(
             worker_id="p0",
             epoch="e",
-            compatibility=compatibility_message(COMPATIBILITY),
+            compatibility=pb.KvCompatibility(**msgspec.structs.asdict(COMPATIBILITY)),
             transports=["nixl", "grpc"],
             nixl_metadata=b"m",
             pool=msgspec.msgpack.encode(RemotePool(0, 4, 1000, 0, "DRAM")),
-            host=host_message(msgspec.structs.replace(host, cma=True, rdma=False)),
+            host=pb.HostIdentity(**msgspec.structs.asdict(host) | {"cma": True, "rdma": False}),
         )
         self.num_connects = self.num_probes = 0
 

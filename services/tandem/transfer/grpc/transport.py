@@ -16,7 +16,7 @@ from tandem.errors import LeaseLost
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.block_bytes import FETCH_BLOCKS, PROBE, decode
 from tandem.rpc.channels import close_soon, foreign_cancellation_raises
-from tandem.rpc.options import BULK_CHANNEL_OPTIONS
+from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.reservations import PoolOwner, Reservation
 from tandem.transfer.protocol import PROBE_BYTES, BlockPull
@@ -134,7 +134,7 @@ class GrpcTransport:
     def _call(self, stream: int, method: str, request: Any, deadline_s: float) -> Any:
         channel = self._channels.get(stream)
         if channel is None:
-            channel = grpc.aio.insecure_channel(self._address, options=BULK_CHANNEL_OPTIONS)
+            channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
             self._channels[stream] = channel
         call = channel.unary_stream(
             method, request_serializer=type(request).SerializeToString, response_deserializer=None

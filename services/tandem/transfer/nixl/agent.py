@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.errors import Incompatible, InternalError, TandemError, WorkerLost
+from tandem.transfer.nixl.messages import RemotePool
 from tandem.transfer.nixl.ucx_mode import UcxMode, backend_options, transports, ucx_tls
 
 BlockIds = NDArray[np.int32]
@@ -73,11 +74,9 @@ class NixlAgent:
         bindings = load_nixl().nixlBind
         self.name = name
         self._bindings: Any = bindings
-        self._errors: tuple[type[Exception], ...] = (
-            *_exceptions_of(bindings),
-            RuntimeError,
-            ValueError,
-        )
+        kinds = (value for value in vars(bindings).values() if isinstance(value, type))
+        own = (kind for kind in kinds if issubclass(kind, Exception))
+        self._errors: tuple[type[Exception], ...] = (*own, RuntimeError, ValueError)
         config = bindings.nixlAgentConfig()
         config.useProgThread = progress_delay_us is not None
         config.pthrDelay = progress_delay_us or 0
@@ -135,26 +134,18 @@ class NixlAgent:
             )
         return handle
 
-    def list_blocks(
-        self,
-        peer: str | None,
-        *,
-        address: int,
-        block_bytes: int,
-        num_blocks: int,
-        memory: str,
-        device_id: int,
-    ) -> int:
-        """Names equal blocks that lie one after the other, of a peer or (None) of this agent.
+    def list_blocks(self, peer: str | None, pool: RemotePool) -> int:
+        """Names the blocks of a pool of a peer or (None) of this agent.
 
         Reads of blocks by their number then cost a sixth of reads by address. The answer is a
         handle, to be released before the peer is removed.
         """
-        row = np.array([[address, block_bytes, device_id, block_bytes, num_blocks]], np.uint64)
+        size = pool.block_bytes
+        row = np.array([[pool.address, size, pool.device_id, size, pool.num_blocks]], np.uint64)
         with self._translated("naming blocks"):
             handle: int = self._agent.prepXferDlist(
                 self._bindings.NIXL_INIT_AGENT if peer is None else peer,
-                self._segment(memory),
+                self._segment(pool.memory),
                 row,
                 [self._backend],
             )
@@ -224,11 +215,3 @@ class NixlAgent:
             lost = isinstance(error, self._bindings.nixlRemoteDisconnectError)
             kind: type[TandemError] = WorkerLost if lost else InternalError
             raise kind(f"{what}: {type(error).__name__} {error}") from error
-
-
-def _exceptions_of(bindings: Any) -> tuple[type[Exception], ...]:
-    return tuple(
-        value
-        for value in vars(bindings).values()
-        if isinstance(value, type) and issubclass(value, Exception)
-    )

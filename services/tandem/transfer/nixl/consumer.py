@@ -1,6 +1,6 @@
 """KV blocks read over NIXL from peers' pools.
 
-The consumer is an agent of its own, apart from the producer that peers read (source.py), because
+The consumer is an agent of its own, apart from the producer that peers read (producer.py), because
 a read cannot be taken back: one that was given up still writes when a stopped peer wakes, even
 after its handle was released and the peer removed. Only destroying the consumer's agent ends it,
 and the metadata that peers hold of the producer stays good.
@@ -272,9 +272,11 @@ class NixlConsumer:
         except TandemError as error:
             self._give_up(active, error, "error")
             if (peer := self._peers.get(pull.peer_id)) is not None:
-                self._unload(peer.metadata)  # the next pull joins it anew
+                # The next pull joins it anew.
+                self._instance.unload(peer.metadata, self._agents_in_use())
             return True
-        if active.is_done and now >= active.started_at + self._delay_of(pull):
+        delay_s = self._delay_s if pull.local_block_ids else 0.0  # a probe is not held back
+        if active.is_done and now >= active.started_at + delay_s:
             del self._pulls[pull.pull_id]
             elapsed_s = self._clock() - active.started_at
             self._results.append(PullResult(pull.pull_id, True, active.num_bytes, elapsed_s))
@@ -284,9 +286,6 @@ class NixlConsumer:
             self._give_up(active, late, "deadline")
             return True
         return moved
-
-    def _delay_of(self, pull: Pull) -> float:
-        return self._delay_s if pull.local_block_ids else 0.0  # a probe is not held back
 
     def _give_up(self, active: NixlPull, error: TandemError, reason: str) -> None:
         del self._pulls[active.pull.pull_id]
@@ -303,15 +302,12 @@ class NixlConsumer:
             reason=reason,
             num_fenced=len(active.pull.local_block_ids) - len(safe_blocks),
         )
-        self._fail(result, safe_blocks)
+        self._results.append(result)
+        self._unfenced.extend(safe_blocks)
 
     def _refuse(self, pull: Pull, error: TandemError, safe_blocks: list[int]) -> None:
-        self._fail(
-            PullResult(pull.pull_id, False, error=error.message, reason="refused"), safe_blocks
-        )
-
-    def _fail(self, result: PullResult, safe_blocks: list[int]) -> None:
-        self._results.append(result)
+        refused = PullResult(pull.pull_id, False, error=error.message, reason="refused")
+        self._results.append(refused)
         self._unfenced.extend(safe_blocks)
 
     def _poll_given_up(self) -> bool:
@@ -329,10 +325,6 @@ class NixlConsumer:
         if moved:
             self._unload_strays()
         return moved
-
-    def _unload(self, metadata: bytes) -> None:
-        if self._instance is not None:
-            self._instance.unload(metadata, self._agents_in_use())
 
     def _unload_strays(self) -> None:
         if self._instance is not None:

@@ -20,16 +20,11 @@ class Fence:
         self._blocks_max = blocks_max
         self._grace_s = grace_s
         self._patience_s = patience_s
-        self._instance = 0
+        self.instance = 0  # counts the consumers that were made; part of their names
         self._next_read = 0
         self._reads: dict[int, list[int]] = {}  # read -> blocks that it may still write
         self._blocks: set[int] = set()
         self._failed_at: dict[int, float] = {}  # of those reads, the oldest first
-
-    @property
-    def instance(self) -> int:
-        """Counts the consumers that were made; part of their names."""
-        return self._instance
 
     @property
     def num_blocks(self) -> int:
@@ -79,7 +74,7 @@ class Fence:
     def renewed(self) -> list[int]:
         """The consumer of this instance is destroyed; answers the blocks that are safe now."""
         blocks = sorted(self._blocks)
-        self._instance += 1
+        self.instance += 1
         self._reads.clear()
         self._failed_at.clear()
         self._blocks.clear()

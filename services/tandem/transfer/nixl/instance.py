@@ -40,11 +40,12 @@ class AgentInstance:
         self.agent = NixlAgent(agent_name, mode=mode, progress_delay_us=None, memory=pool.memory)
         self._peers: dict[bytes, LoadedPeer] = {}  # by metadata
         self._ended: list[int] = []  # handles of reads that are DONE
-        layout = pool.layout
-        self._block_bytes = layout.block_bytes
-        self.pool_list = self._open(pool.address, layout.num_blocks, pool.memory, pool.device_id)
-        num_blocks = len(scratch) // layout.block_bytes
-        self.scratch_list = self._open(ctypes.addressof(scratch), num_blocks, "DRAM", 0)
+        blocks = pool.remote()
+        self.pool_list = self._open(blocks)
+        num_blocks, address = len(scratch) // blocks.block_bytes, ctypes.addressof(scratch)
+        self.scratch_list = self._open(
+            RemotePool(address, num_blocks, blocks.block_bytes, device_id=0, memory="DRAM")
+        )
 
     @property
     def holds_ended(self) -> bool:
@@ -65,15 +66,7 @@ class AgentInstance:
         """The peer, loaded now or before."""
         if metadata not in self._peers:
             name = self.agent.add_peer(metadata)
-            block_list = self.agent.list_blocks(
-                name,
-                address=pool.address,
-                block_bytes=pool.block_bytes,
-                num_blocks=pool.num_blocks,
-                memory=pool.memory,
-                device_id=pool.device_id,
-            )
-            self._peers[metadata] = LoadedPeer(name, block_list)
+            self._peers[metadata] = LoadedPeer(name, self.agent.list_blocks(name, pool))
         return self._peers[metadata]
 
     def unload_strays(self, wanted: Container[bytes], in_use: Container[str]) -> None:
@@ -92,20 +85,15 @@ class AgentInstance:
         with logged("NIXL has dropped the peer by itself"):
             self.agent.remove_peer(peer.agent_name)
 
-    def _open(self, address: int, num_blocks: int, memory: str, device_id: int) -> int:
+    def _open(self, blocks: RemotePool) -> int:
         """Makes blocks here readable into; returns the handle of their list."""
-        num_bytes = num_blocks * self._block_bytes
         self.agent.register(
-            address=address, num_bytes=num_bytes, device_id=device_id, memory=memory
+            address=blocks.address,
+            num_bytes=blocks.num_blocks * blocks.block_bytes,
+            device_id=blocks.device_id,
+            memory=blocks.memory,
         )
-        return self.agent.list_blocks(
-            None,
-            address=address,
-            block_bytes=self._block_bytes,
-            num_blocks=num_blocks,
-            memory=memory,
-            device_id=device_id,
-        )
+        return self.agent.list_blocks(None, blocks)
 
     def close(self) -> None:
         self.release_ended()

@@ -10,24 +10,34 @@ import msgspec
 from tandem.engine.cache.layout import BlockLayout
 
 
+class RemotePool(msgspec.Struct, frozen=True):
+    """A pool as far as a consumer must know it: equal blocks that lie one after the other."""
+
+    address: int
+    num_blocks: int
+    block_bytes: int
+    device_id: int
+    memory: str  # "DRAM" or "VRAM", NIXL's names
+
+
 class LocalPool(msgspec.Struct, frozen=True):
     """This process's KV pool: an address for NIXL, and the layout of what lies there."""
 
     address: int
     num_bytes: int
     device_id: int
-    memory: str  # "DRAM" or "VRAM", NIXL's names
+    memory: str
     layout: BlockLayout
 
-
-class RemotePool(msgspec.Struct, frozen=True):
-    """A producer's pool, as far as a consumer must know it."""
-
-    address: int
-    num_blocks: int
-    block_bytes: int
-    device_id: int
-    memory: str
+    def remote(self) -> RemotePool:
+        """Returns what a consumer must know to address its blocks."""
+        return RemotePool(
+            address=self.address,
+            num_blocks=self.layout.num_blocks,
+            block_bytes=self.layout.block_bytes,
+            device_id=self.device_id,
+            memory=self.memory,
+        )
 
 
 class Pull(msgspec.Struct, frozen=True):

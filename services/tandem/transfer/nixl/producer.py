@@ -1,12 +1,17 @@
 """The readable side of NIXL: this process's pool, opened to whom the metadata is given."""
 
 from tandem.transfer.nixl.agent import NixlAgent
-from tandem.transfer.nixl.messages import LocalPool, RemotePool
+from tandem.transfer.nixl.messages import LocalPool
 from tandem.transfer.nixl.ucx_mode import UcxMode
 
+PROGRESS_DELAY_US = 100_000
 
-class NixlSource:
-    """An agent with the pool registered. It lives as long as the process: peers hold its metadata.
+
+def readable_agent(pool: LocalPool, name: str, mode: UcxMode | None) -> NixlAgent:
+    """Makes an agent with the pool registered. Raises Incompatible when NIXL is missing.
+
+    It lives as long as the process: peers hold its metadata, which opens the whole pool and is for
+    authenticated workers of the same cluster only. Once it is closed the pool's memory may go.
 
     Readers need its progress thread to join and, on transports without hardware reads (TCP), for
     each read. It sleeps in poll(2) on UCX's descriptors; the delay only bounds how late it is when
@@ -25,37 +30,8 @@ class NixlSource:
     always for one that went while the producer stood still. Never seen with shared memory; a
     cancelled pull does not do it, because its reads are left to end.
     """
-
-    PROGRESS_DELAY_US = 100_000
-
-    def __init__(self, pool: LocalPool, agent_name: str, mode: UcxMode | None) -> None:
-        """Raises Incompatible when NIXL is missing."""
-        self._agent = NixlAgent(
-            agent_name, mode=mode, progress_delay_us=self.PROGRESS_DELAY_US, memory=pool.memory
-        )
-        self._agent.register(
-            address=pool.address,
-            num_bytes=pool.num_bytes,
-            device_id=pool.device_id,
-            memory=pool.memory,
-        )
-
-    def metadata(self) -> bytes:
-        """It opens the whole pool: for authenticated workers of the same cluster only."""
-        return self._agent.metadata()
-
-    def close(self) -> None:
-        """No peer can read any more; the pool's memory may go."""
-        self._agent.close()
-
-
-def remote_pool(pool: LocalPool) -> RemotePool:
-    """Returns what a consumer must know of `pool` to address its blocks."""
-    layout = pool.layout
-    return RemotePool(
-        address=pool.address,
-        num_blocks=layout.num_blocks,
-        block_bytes=layout.block_bytes,
-        device_id=pool.device_id,
-        memory=pool.memory,
+    agent = NixlAgent(name, mode=mode, progress_delay_us=PROGRESS_DELAY_US, memory=pool.memory)
+    agent.register(
+        address=pool.address, num_bytes=pool.num_bytes, device_id=pool.device_id, memory=pool.memory
     )
+    return agent

@@ -15,6 +15,7 @@ not say how; this module knows the facts that it decides by.
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
@@ -81,9 +82,7 @@ def _share_memory(ours: HostIdentity, theirs: HostIdentity) -> bool:
 
 
 def host_identity(
-    nixl_tcp: NixlTcp = "off",
-    root: Path = Path("/"),
-    environment: Mapping[str, str] = os.environ,
+    nixl_tcp: NixlTcp = "off", root: Path = Path("/"), environment: Mapping[str, str] = os.environ
 ) -> HostIdentity:
     """The identity of this process and of those it starts. `root` holds proc and sys."""
     allowed = environment.get("UCX_TLS", "all")
@@ -125,14 +124,12 @@ def _has_rdma_port(root: Path) -> bool:
 
 def _text(path: Path) -> str:
     """Empty when there is no such file or it may not be read."""
-    try:
+    with suppress(OSError):
         return path.read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _link(path: Path) -> str:
-    try:
+    with suppress(OSError):
         return os.readlink(path)
-    except OSError:
-        return ""
+    return ""

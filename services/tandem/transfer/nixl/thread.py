@@ -22,6 +22,7 @@ from queue import Empty, SimpleQueue
 
 from tandem.config import TransferConfig
 from tandem.errors import InternalError, TandemError
+from tandem.transfer.nixl.agent import NixlAgent
 from tandem.transfer.nixl.consumer import NixlConsumer
 from tandem.transfer.nixl.messages import (
     Broken,
@@ -36,7 +37,7 @@ from tandem.transfer.nixl.messages import (
     TransferEvent,
     Unfenced,
 )
-from tandem.transfer.nixl.producer import NixlSource, remote_pool
+from tandem.transfer.nixl.producer import readable_agent
 from tandem.transfer.nixl.reach import host_identity
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class TransferThread:
             quarantine_blocks_max=config.quarantine_blocks_max,
             delay_s=config.delay_s,
         )
-        self._producer: NixlSource | None = None
+        self._producer: NixlAgent | None = None
         self._num_probes = 0
         self._probes: dict[str, _Probing] = {}  # by pull id
         self._under_way: set[str] = set()
@@ -207,10 +208,11 @@ class TransferThread:
         self._transport.submit(pull)
 
     def _describe_producer(self, request_id: int) -> None:
-        pool = remote_pool(self._pool)
+        pool = self._pool.remote()
         try:
             if self._producer is None:
-                self._producer = NixlSource(self._pool, f"{self._agent_name}-producer", self._mode)
+                name = f"{self._agent_name}-producer"
+                self._producer = readable_agent(self._pool, name, self._mode)
             metadata = self._producer.metadata()
         except TandemError as error:
             self._on_event(ProducerReady(request_id, b"", pool, error.message))

@@ -23,12 +23,7 @@ from tandem.worker.decode.live_sequences import LiveSequences
 from tandem.worker.decode.prefill_choice import PrefillPlan
 from tandem.worker.decode.prefill_planner import PrefillPlanner
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState
-from tandem.worker.engine_process.messages import (
-    Commit,
-    ContinuePrefill,
-    Restart,
-    StartLocalPrefill,
-)
+from tandem.worker.engine_process import messages
 from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker, PullStats
 from tandem.worker.kv_pulls.lease_stream import is_producer_gone
 from tandem.worker.parts import Parts
@@ -125,7 +120,7 @@ class PromptPrefill:
                 return
             self._record(sequence, lease)
             sequence.to(SequenceState.RUNNING)
-            self._link.send(Commit(sequence.sequence_id, first_token_id))
+            self._link.send(messages.Commit(sequence.sequence_id, first_token_id))
             return
         self._metrics.local_prefills.inc()
         self._prefill_here(sequence, reserved)
@@ -136,7 +131,7 @@ class PromptPrefill:
         sequence.to(SequenceState.PULLING)
         num_blocks = await self._producers.prefixes.fill(plan, reserved)
         sequence.to(SequenceState.RUNNING)
-        self._link.send(ContinuePrefill(sequence.sequence_id, num_blocks))
+        self._link.send(messages.ContinuePrefill(sequence.sequence_id, num_blocks))
 
     def _prefill_here(self, sequence: DecodeSequence, reserved: Reserved) -> None:
         """Prefills here; if a holder is sooner with the first blocks, reserves once more."""
@@ -146,7 +141,7 @@ class PromptPrefill:
         sequence.prefix = self._producers.prefixes.plan(here, holders, num_cached_blocks=num_cached)
         if sequence.prefix is None:
             sequence.to(SequenceState.RUNNING)
-            self._link.send(StartLocalPrefill(sequence.sequence_id))
+            self._link.send(messages.StartLocalPrefill(sequence.sequence_id))
             return
         self._restart(sequence, sequence.prefix.spec)
 
@@ -167,13 +162,8 @@ class PromptPrefill:
         choice = "remote" if plan.candidates else "local"
         again = "first" if left == sequence.submission.candidates else "again"
         self._metrics.on_choice(choice, again)
-        log.debug(
-            "%s is prefilled %s: %s",
-            sequence.request_id,
-            choice,
-            plan.reason,
-            extra=about(sequence.sequence_id),
-        )
+        named = about(sequence.sequence_id)
+        log.debug("%s is prefilled %s: %s", sequence.request_id, choice, plan.reason, extra=named)
         return plan
 
     async def _run_lease(
@@ -221,14 +211,9 @@ class PromptPrefill:
         return self._producers.make_lease(peer)
 
     def _note_failure(self, sequence: DecodeSequence, error: Exception) -> None:
-        expected = isinstance(error, TandemError)
-        log.warning(
-            "prefill of %s failed: %s",
-            sequence.request_id,
-            error,
-            exc_info=None if expected else error,
-            extra=about(sequence.sequence_id),
-        )
+        told, named = None if isinstance(error, TandemError) else error, about(sequence.sequence_id)
+        request_id = sequence.request_id
+        log.warning("prefill of %s failed: %s", request_id, error, exc_info=told, extra=named)
         self._metrics.prefill_failures.inc()
         sequence.timings.prefill_worker_id = ""
 
@@ -240,7 +225,7 @@ class PromptPrefill:
         sequence.to(SequenceState.QUEUED)
         sequence.spec = spec
         sequence.reserved = loop.create_future() if is_awaited else None
-        self._link.send(Restart(spec))
+        self._link.send(messages.Restart(spec))
 
     def _record(self, sequence: DecodeSequence, lease: ConsumerLease) -> None:
         stats, timings = lease.stats, sequence.timings

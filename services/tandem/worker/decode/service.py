@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 
-from tandem.engine.types import Failed, Mode, NewTokens, Reserved
+from tandem.engine.types import Mode, NewTokens, Reserved
 from tandem.observability.logs import about
 from tandem.observability.traces import NO_SPAN, Attributes
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -112,7 +112,8 @@ class DecodeService:
         for new_tokens in step.new_tokens:
             self._on_new_tokens(new_tokens)
         for failed in step.failed:
-            self._on_failed(failed)
+            if (sequence := self._sequences.get(failed.sequence_id)) is not None:
+                self._sequences.abort(sequence, failed.code, failed.message)
         for stream in self._streams:
             stream.push_load(load, report.num_commands)
 
@@ -194,8 +195,3 @@ class DecodeService:
             self._sequences.send_tokens(sequence, new.token_ids)
         if new.finish_reason:
             self._sequences.finish(sequence, new.finish_reason, new.num_preemptions)
-
-    def _on_failed(self, failed: Failed) -> None:
-        sequence = self._sequences.get(failed.sequence_id)
-        if sequence is not None:
-            self._sequences.abort(sequence, failed.code, failed.message)

@@ -17,25 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 import zmq.asyncio
 
 from tandem.config import WorkerConfig
 from tandem.engine.cache.pool_memory import create_shared, map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
 from tandem.transfer.grpc.reservations import PoolView, Reservations
-from tandem.transfer.nixl.messages import (
-    Broken,
-    PeerConnected,
-    ProducerReady,
-    PullResult,
-    RemotePool,
-    Renewed,
-)
+from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.protocol import BlockPull
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.pool_view import MappedPool, PoolThroughEngine
-from tandem.worker.engine_process.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +57,7 @@ class EngineLink:
         self.num_sent = 0  # commands; a report tells how many of them it comes after
         self.is_awaited = False  # a command was sent since the last report
         self.reservations = Reservations()
-        self._pulls: dict[str, asyncio.Future[PullResult]] = {}
+        self._pulls: dict[str, asyncio.Future[transfer.PullResult]] = {}
         self._answers: dict[object, asyncio.Future[Any]] = {}
         self._request_ids = itertools.count(1)
         self._folder = Path(tempfile.mkdtemp(prefix="tandem-"))  # mode 700: only we may connect
@@ -91,7 +82,7 @@ class EngineLink:
             stdin=asyncio.subprocess.PIPE,
             pass_fds=() if pool_fd is None else (pool_fd,),
         )
-        settings = EngineSettings(
+        settings = messages.EngineSettings(
             worker_id=self._config.worker_id,
             epoch=self._epoch,
             engine=self._config.engine,
@@ -148,30 +139,23 @@ class EngineLink:
         # A PAIR socket's queue takes a thousand messages; the engine empties it every turn.
         self._commands.send_multipart(frames, copy=data is None)
 
-    def pull(self, peer_id: str, pull: BlockPull) -> asyncio.Future[PullResult]:
+    def pull(self, peer_id: str, pull: BlockPull) -> asyncio.Future[transfer.PullResult]:
         """Starts a pull over NIXL; the future has its one result."""
-        future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[transfer.PullResult] = asyncio.get_running_loop().create_future()
         pull_id = uuid.uuid4().hex
         self._pulls[pull_id] = future
-        self.send(
-            messages.StartPull(
-                pull_id=pull_id,
-                sequence_id=pull.sequence_id,
-                peer_id=peer_id,
-                producer_block_ids=list(pull.producer_block_ids),
-                local_block_ids=list(pull.local_block_ids),
-                deadline_s=pull.deadline_s,
-            )
-        )
+        producer_ids, local_ids = list(pull.producer_block_ids), list(pull.local_block_ids)
+        read = transfer.Pull(pull_id, peer_id, producer_ids, local_ids, pull.deadline_s)
+        self.send(messages.StartPull(pull.sequence_id, read))
         return future
 
     async def connect_peer(
-        self, peer_id: str, metadata: bytes, pool: RemotePool
+        self, peer_id: str, metadata: bytes, pool: transfer.RemotePool
     ) -> list[tuple[int, float]]:
         """Bytes and seconds of a few reads. Raises Incompatible when the pool cannot be read."""
         answer = self._question(("peer", peer_id))
         self.send(messages.ConnectPeer(peer_id, metadata, pool))
-        reply: PeerConnected = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        reply: transfer.PeerConnected = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
         if reply.error:
             raise Incompatible(reply.error)
         return list(reply.reads)
@@ -179,8 +163,8 @@ class EngineLink:
     def disconnect_peer(self, peer_id: str) -> None:
         self.send(messages.DisconnectPeer(peer_id))
 
-    async def describe_producer(self) -> ProducerReady:
-        reply: ProducerReady = await self._ask(messages.DescribeSource)
+    async def describe_producer(self) -> transfer.ProducerReady:
+        reply: transfer.ProducerReady = await self._ask(messages.DescribeSource)
         return reply
 
     async def load_bytes(self, sequence_id: str, block_ids: list[int]) -> memoryview:
@@ -264,19 +248,19 @@ class EngineLink:
                     if future is not None and not future.done():
                         future.set_result(result)
                 self._on_event(reply)
-            case messages.BlocksFinal() | Renewed() | Broken():
+            case messages.BlocksFinal() | transfer.Renewed() | transfer.Broken():
                 self._on_event(reply)
             case messages.Ready():
                 self._answer("ready", reply)
-            case PeerConnected():
+            case transfer.PeerConnected():
                 self._answer(("peer", reply.peer_id), reply)
-            case ProducerReady() | messages.Integrity() | messages.Chains() | messages.Blocks():
-                self._answer(reply.request_id, reply)
             case messages.BlockData(request_id, error):
                 self._answer(request_id, InternalError(error) if error else frames[1].buffer)
             case messages.Fatal(message, code):
                 fatal = from_code(code, message)
                 self._end(message, fatal if isinstance(fatal, ConfigError) else None)
+            case _:
+                self._answer(reply.request_id, reply)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

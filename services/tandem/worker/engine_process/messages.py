@@ -8,15 +8,31 @@ as pulls settle: a long step does not delay a Release.
 
 import msgspec
 
-from tandem.engine.types import FinalBlocks, Mode, SequenceSpec, StepReport
+from tandem.config import EngineConfig, TransferConfig
+from tandem.engine.types import FinalBlocks, SequenceSpec, StepReport
 from tandem.transfer.nixl.messages import (
     Broken,
     PeerConnected,
     ProducerReady,
+    Pull,
     PullResult,
     RemotePool,
     Renewed,
 )
+
+
+class EngineSettings(msgspec.Struct, frozen=True):
+    """The I/O process hands these to the engine process at its start, on standard input."""
+
+    worker_id: str
+    epoch: str
+    engine: EngineConfig
+    transfer: TransferConfig
+    commands_address: str
+    transfers_address: str
+    cores: list[int]
+    parent_pid: int  # of the I/O process: the engine process ends with it
+    pool_fd: int | None = None  # a memfd for the KV pool, which the I/O process maps, too
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -107,12 +123,8 @@ class DisconnectPeer(msgspec.Struct, frozen=True, tag=True):
 class StartPull(msgspec.Struct, frozen=True, tag=True):
     """Pull a run into blocks that the sequence holds."""
 
-    pull_id: str
     sequence_id: str
-    peer_id: str
-    producer_block_ids: list[int]
-    local_block_ids: list[int]
-    deadline_s: float
+    pull: Pull
 
 
 class StoreBytes(msgspec.Struct, frozen=True, tag=True):
@@ -144,28 +156,11 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = (
-    Add
-    | StartLocalPrefill
-    | Restart
-    | Commit
-    | ContinuePrefill
-    | PinPrefix
-    | ImportBlocks
-    | CommitImport
-    | ListChains
-    | ListBlocks
-    | Remove
-    | ConnectPeer
-    | DisconnectPeer
-    | StartPull
-    | StoreBytes
-    | LoadBytes
-    | DescribeSource
-    | CheckIntegrity
-    | Shutdown
-)
-
+SequenceCommand = Add | StartLocalPrefill | Restart | Commit | ContinuePrefill | Remove
+ChainCommand = PinPrefix | ImportBlocks | CommitImport
+TransferCommand = ConnectPeer | DisconnectPeer | StartPull | StoreBytes
+Question = ListChains | ListBlocks | LoadBytes | DescribeSource | CheckIntegrity
+Command = SequenceCommand | ChainCommand | TransferCommand | Question | Shutdown
 
 # After these a read must not land in the sequence's blocks any more.
 ENDS_OF_PULLS = (Commit, CommitImport, ContinuePrefill, Remove, Restart)
@@ -244,18 +239,5 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
 
 TransferReply = PullsSettled | Renewed | Broken
 Event = Report | BlocksFinal | TransferReply  # that nobody asked for
-Reply = (
-    Ready
-    | Report
-    | BlocksFinal
-    | TransferReply
-    | PeerConnected
-    | BlockData
-    | Chains
-    | Blocks
-    | ProducerReady
-    | Integrity
-    | Fatal
-)
-
-__all__ = ["Command", "Mode", "Reply"]
+Answer = PeerConnected | BlockData | Chains | Blocks | ProducerReady | Integrity
+Reply = Ready | Event | Answer | Fatal

@@ -27,16 +27,15 @@ from tandem.engine.cache.pool_bytes import pool_bytes
 from tandem.engine.cache.pool_memory import populate
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import Failed, FinalBlocks, StepReport
+from tandem.engine.types import Failed, StepReport
 from tandem.errors import ConfigError, InternalError, TandemError
 from tandem.models.source import resolve
 from tandem.observability.logs import about, configure_logging
 from tandem.transfer.nixl import messages as transfer
-from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult
+from tandem.transfer.nixl.messages import LocalPool, PullResult
 from tandem.transfer.nixl.thread import TransferThread
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.pull_ledger import PullLedger
-from tandem.worker.engine_process.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ _decoder: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(me
 class EngineProcess:
     """Applies commands to the engine and the transfer thread, and runs steps."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: messages.EngineSettings) -> None:
         load_ms: dict[str, float] = {}
         self._runner, self._engine, fingerprint = self._load(settings, load_ms)
         on_cpu = self._runner.kv.device.type == "cpu"
@@ -81,7 +80,7 @@ class EngineProcess:
             populate(self._runner.kv.data_ptr(), self._runner.kv.nbytes)
 
     def _load(
-        self, settings: EngineSettings, load_ms: dict[str, float]
+        self, settings: messages.EngineSettings, load_ms: dict[str, float]
     ) -> tuple[ModelRunner, Engine, str]:
         """The model, the engine and the model's fingerprint; where the time went, in `load_ms`."""
         started = time.perf_counter()
@@ -120,15 +119,12 @@ class EngineProcess:
 
     def _turn(self) -> None:
         if self._engine.has_work():
-            report = self._engine.step(self._send_final)
+            report = self._engine.step(lambda final: self._send(messages.BlocksFinal(final)))
         else:
             report = StepReport(load=self._engine.load())
         report.failed = [*self._failed, *report.failed]
         self._failed = []
         self._send(messages.Report(self._tick, report, self._num_commands))
-
-    def _send_final(self, final_blocks: list[FinalBlocks]) -> None:
-        self._send(messages.BlocksFinal(final_blocks))
 
     def _apply_commands(self) -> None:
         for _ in range(_COMMANDS_PER_TURN_MAX):
@@ -177,8 +173,10 @@ class EngineProcess:
                 self._send(messages.Blocks(request_id, hashes))
             case messages.Remove(sequence_id):
                 self._engine.remove(sequence_id, self._give_up(sequence_id))
-            case messages.StartPull():
-                self._start_pull(command)
+            case messages.StartPull(sequence_id, pull):
+                self._check_held(sequence_id, pull.local_block_ids)
+                self._transfer.submit(pull)
+                self._ledger.start(sequence_id, pull)
             case messages.StoreBytes(sequence_id, block_ids):
                 self._check_held(sequence_id, block_ids)
                 self._bytes.write(block_ids, frames[1])
@@ -201,8 +199,8 @@ class EngineProcess:
         name, sequence_id = type(command).__name__, messages.sequence_id(command)
         log.warning("%s %s: %s", name, sequence_id, error, extra=about(sequence_id))
         match command:
-            case messages.StartPull(pull_id):
-                failed = PullResult(pull_id, done=False, error=error.message)
+            case messages.StartPull(_, pull):
+                failed = PullResult(pull.pull_id, done=False, error=error.message)
                 self._send(messages.PullsSettled([failed]))
             case messages.LoadBytes(request_id):
                 self._send(messages.BlockData(request_id, error.message))
@@ -214,18 +212,6 @@ class EngineProcess:
         for pull_id in pull_ids:
             self._transfer.cancel(pull_id)
         return unsafe
-
-    def _start_pull(self, command: messages.StartPull) -> None:
-        self._check_held(command.sequence_id, command.local_block_ids)
-        pull = Pull(
-            pull_id=command.pull_id,
-            peer_id=command.peer_id,
-            producer_block_ids=command.producer_block_ids,
-            local_block_ids=command.local_block_ids,
-            deadline_s=command.deadline_s,
-        )
-        self._transfer.submit(pull)
-        self._ledger.start(command.sequence_id, pull)
 
     def _check_held(self, sequence_id: str, block_ids: list[int]) -> None:
         """Raises InternalError when the sequence does not hold these blocks (any more)."""
@@ -312,12 +298,11 @@ def _ms_since(started: float) -> float:
 
 def main(kind: type[EngineProcess] = EngineProcess) -> None:
     """The entry of the engine process, which only the I/O process starts."""
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineSettings)
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=messages.EngineSettings)
     configure_logging(f"{settings.worker_id}/engine")
     _tie_to_parent(settings.parent_pid)
     if settings.cores:
         os.sched_setaffinity(0, set(settings.cores) & os.sched_getaffinity(0) or {0})
-    context: zmq.Context[Any] = zmq.Context.instance()
     try:
         kind(settings).run()
     except BaseException as error:
@@ -327,7 +312,7 @@ def main(kind: type[EngineProcess] = EngineProcess) -> None:
             fatal = messages.Fatal(error.message, error.code)
         else:
             fatal = messages.Fatal(repr(error))
-        _report_fatal(context, settings.transfers_address, fatal)
+        _report_fatal(settings.transfers_address, fatal)
         raise SystemExit(1) from None
 
 
@@ -340,7 +325,8 @@ def _tie_to_parent(parent_pid: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _report_fatal(context: zmq.Context[Any], address: str, fatal: messages.Fatal) -> None:
+def _report_fatal(address: str, fatal: messages.Fatal) -> None:
+    context: zmq.Context[Any] = zmq.Context.instance()
     socket = context.socket(zmq.PUSH)
     socket.connect(address)
     socket.send(msgspec.msgpack.encode(fatal))

@@ -29,11 +29,17 @@ class PullLedger:
     def settled(self, result: PullResult) -> list[int]:
         """Removes a pull that ended; returns the blocks to take out of quarantine now."""
         _, block_ids = self._pulls.pop(result.pull_id, ("", []))
-        return self._safe(block_ids) if result.done else []
+        return self.unfenced(block_ids) if result.done else []
 
     def unfenced(self, block_ids: Iterable[int]) -> list[int]:
         """Nothing lands in these any more; answers those to take out of quarantine now."""
-        return self._safe(block_ids)
+        released = []
+        for block_id in block_ids:
+            self._unsafe.pop(block_id, None)
+            if block_id in self._quarantined:
+                self._quarantined.discard(block_id)
+                released.append(block_id)
+        return released
 
     def give_up(self, sequence_id: str) -> tuple[list[str], list[int]]:
         """The sequence lets go of its blocks: pulls to cancel, and blocks that need quarantine."""
@@ -42,12 +48,3 @@ class PullLedger:
         unsafe = [block for block in unsafe if block not in self._quarantined]
         self._quarantined.update(unsafe)
         return pull_ids, unsafe
-
-    def _safe(self, block_ids: Iterable[int]) -> list[int]:
-        released = []
-        for block_id in block_ids:
-            self._unsafe.pop(block_id, None)
-            if block_id in self._quarantined:
-                self._quarantined.discard(block_id)
-                released.append(block_id)
-        return released

@@ -46,7 +46,10 @@ class EngineWatch:
 
     def turn(self) -> None:
         """One look, `TURN_S` after the one before."""
-        self._look_at_quarantine()
+        stuck = self._load().blocks_quarantined > self._quarantine_blocks_max
+        self._stuck_s = self._stuck_s + TURN_S if stuck else 0.0
+        if self._stuck_s > self._timeout_s:
+            self._give_up(f"the quarantine is past its budget for {self._stuck_s:.0f} s")
         num_reports, self._num_reports = self._num_reports, self._link.num_reports
         # A consumer gives up before this watch does, and its command to remove waits then.
         waits = self._is_used() or self._link.is_awaited
@@ -57,9 +60,3 @@ class EngineWatch:
         self._silent_s += TURN_S
         if self._silent_s > self._timeout_s:
             self._link.kill(f"the engine made no turn for {self._silent_s:.0f} s")
-
-    def _look_at_quarantine(self) -> None:
-        stuck = self._load().blocks_quarantined > self._quarantine_blocks_max
-        self._stuck_s = self._stuck_s + TURN_S if stuck else 0.0
-        if self._stuck_s > self._timeout_s:
-            self._give_up(f"the quarantine is past its budget for {self._stuck_s:.0f} s")

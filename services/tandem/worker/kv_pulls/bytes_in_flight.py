@@ -26,13 +26,9 @@ class BytesInFlight:
     def __init__(self, *, bytes_max: int, peer_bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._peer_bytes_max = peer_bytes_max
-        self._total = 0
+        self.num_bytes = 0
         self._of_peer: Counter[str] = Counter()
         self._line: list[_Waiter] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return self._total
 
     @property
     def num_waiting(self) -> int:
@@ -61,7 +57,7 @@ class BytesInFlight:
             raise
 
     def _give_back(self, peer_id: str, num_bytes: int) -> None:
-        self._total -= num_bytes
+        self.num_bytes -= num_bytes
         self._of_peer[peer_id] -= num_bytes
         if not self._of_peer[peer_id]:
             del self._of_peer[peer_id]
@@ -82,11 +78,11 @@ class BytesInFlight:
             ):
                 held_back.add(waiter.peer_id)
                 still.append(waiter)
-            elif not _fits(self._total, waiter.num_bytes, self._bytes_max):
+            elif not _fits(self.num_bytes, waiter.num_bytes, self._bytes_max):
                 still += self._line[number:]
                 break
             else:
-                self._total += waiter.num_bytes
+                self.num_bytes += waiter.num_bytes
                 self._of_peer[waiter.peer_id] += waiter.num_bytes
                 waiter.turn.set_result(None)
         self._line = still

@@ -10,8 +10,6 @@ of the same epoch and lease came back whole. `release` is sent as soon as every 
 before the producer has sampled the first token: then nothing is left to wait for after it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid
@@ -59,6 +57,9 @@ class ConsumerLease:
         self._config = config
         self._lease_id = uuid.uuid4().hex
         self._epoch = ""
+        self._sequence_id = ""
+        self._targets: list[int] = []  # its block table from the first missing block on
+        self._first_block = 0  # the first missing one
         self._next_block = 0
         self._end_block: int | None = None  # None: the producer did not say yet
         self._is_answered = False  # by `prefilled` or `held`: its engine has done its part
@@ -100,7 +101,6 @@ class ConsumerLease:
         if (rate := self._rates.pair(self.peer.worker_id, self.peer.transport)) is not None:
             start.rate.CopyFrom(rate_message(rate))
         self._end_block = -(-len(spec.token_ids) // self._config.engine.block_size)
-        blocks = _Targets(spec.sequence_id, first_missing_block, targets)
         first_token_id = -1
 
         def on_event(event: pb.PrefillEvent) -> None:
@@ -113,7 +113,8 @@ class ConsumerLease:
             first_token_id = int(event.prefilled.first_token_id)
             on_first_token(first_token_id, self.stats)
 
-        await self._follow(pb.PrefillCommand(start=start), blocks, on_event)
+        self._pull_into(spec.sequence_id, first_missing_block, targets)
+        await self._follow(pb.PrefillCommand(start=start), on_event)
         return first_token_id
 
     async def hold(
@@ -145,19 +146,18 @@ class ConsumerLease:
                 raise LeaseLost(f"{self.peer.worker_id} answered {event}")
             self._end_block = max(first_missing_block, num_held)
 
-        blocks = _Targets(sequence_id, first_missing_block, targets)
-        await self._follow(pb.PrefillCommand(hold=hold), blocks, on_event)
+        self._pull_into(sequence_id, first_missing_block, targets)
+        await self._follow(pb.PrefillCommand(hold=hold), on_event)
         return num_held
 
+    def _pull_into(self, sequence_id: str, first_block: int, targets: list[int]) -> None:
+        self._sequence_id, self._targets = sequence_id, targets
+        self._first_block = self._next_block = self.stats.num_skipped = first_block
+
     async def _follow(
-        self,
-        opening: pb.PrefillCommand,
-        blocks: _Targets,
-        on_answer: Callable[[pb.PrefillEvent], None],
+        self, opening: pb.PrefillCommand, on_answer: Callable[[pb.PrefillEvent], None]
     ) -> None:
         """Reads events until `released`, which must confirm the whole lease."""
-        self._next_block = blocks.first_block
-        self.stats.num_skipped = blocks.first_block
         async with (
             open_stream(self.peer, self._config, opening) as stream,
             asyncio.timeout(None) as self._ending,
@@ -175,9 +175,9 @@ class ConsumerLease:
                         )
                     case "run":
                         self._take(event.run)
-                        pulls.create_task(self._pull(stream, blocks, event.run))
+                        pulls.create_task(self._pull(stream, event.run))
                     case "released":
-                        self._check_released(event.released, blocks)
+                        self._check_released(event.released)
                         return
                     case _ if self._is_answered:
                         raise LeaseLost(f"{self.peer.worker_id} answered twice")
@@ -188,7 +188,7 @@ class ConsumerLease:
                             raise LeaseLost(f"{self.peer.worker_id} named {came}")
                         self._is_answered, stream.engine_waited_for = True, False
                         self._may_pull.set()
-                        await self._release_if_done(stream, blocks)
+                        await self._release_if_done(stream)
 
     def _take(self, run: pb.BlockRun) -> None:
         if run.first_block != self._next_block:
@@ -196,18 +196,18 @@ class ConsumerLease:
         self._next_block += len(run.block_ids)
         self.pulled_anything = True
 
-    async def _pull(self, stream: LeaseStream, blocks: _Targets, run: pb.BlockRun) -> None:
+    async def _pull(self, stream: LeaseStream, run: pb.BlockRun) -> None:
         await self._may_pull.wait()
         started = time.monotonic()
         self.stats.began_at = self.stats.began_at or started
-        index = run.first_block - blocks.first_block
-        targets = blocks.targets[index : index + len(run.block_ids)]
+        index = run.first_block - self._first_block
+        targets = self._targets[index : index + len(run.block_ids)]
         if len(targets) != len(run.block_ids):
             raise LeaseLost(f"a run ends at block {self._next_block}, after the last one")
         await self._puller.pull(
             self.peer,
             lease_id=self._lease_id,
-            sequence_id=blocks.sequence_id,
+            sequence_id=self._sequence_id,
             run=run,
             targets=targets,
         )
@@ -215,37 +215,29 @@ class ConsumerLease:
         self.stats.num_blocks += len(targets)
         self.stats.num_bytes += len(targets) * self._rates.worker.block_bytes
         self.stats.pull_s += time.monotonic() - started
-        await self._release_if_done(stream, blocks)
+        await self._release_if_done(stream)
 
-    async def _release_if_done(self, stream: LeaseStream, blocks: _Targets) -> None:
+    async def _release_if_done(self, stream: LeaseStream) -> None:
         """Says that the reads are done, once they are; only the answer makes them good."""
-        if self._is_whole(blocks) and not self._is_release_sent:
+        if self._is_whole and not self._is_release_sent:
             self._is_release_sent = True
             await stream.write(pb.PrefillCommand(release=pb.ReleaseLease()))
         if self._is_answered and self._is_release_sent:
             now = asyncio.get_running_loop().time()
             self._ending.reschedule(now + self._config.transfer.release_deadline_s)
 
-    def _is_whole(self, blocks: _Targets) -> bool:
-        return blocks.first_block + self.stats.num_blocks == self._end_block
+    @property
+    def _is_whole(self) -> bool:
+        return self._first_block + self.stats.num_blocks == self._end_block
 
-    def _check_released(self, released: pb.Released, blocks: _Targets) -> None:
+    def _check_released(self, released: pb.Released) -> None:
         same = released.epoch == self._epoch and released.lease_id == self._lease_id
         if not (same and released.whole):
             raise LeaseLost(f"{self.peer.worker_id} did not hold the lease to its end")
-        if not (self._is_answered and self._is_release_sent and self._is_whole(blocks)):
+        if not (self._is_answered and self._is_release_sent and self._is_whole):
             raise LeaseLost(f"{self.peer.worker_id} released before all was read")
         self.stats.released_at = time.monotonic()
 
 
 # Makes a lease of a peer; what all leases of a worker share is in it.
 LeaseMaker = Callable[[Peer], ConsumerLease]
-
-
-@dataclass(frozen=True, slots=True)
-class _Targets:
-    """Targets of pulled blocks: the sequence's block table from `first_block` on."""
-
-    sequence_id: str
-    first_block: int
-    targets: list[int]

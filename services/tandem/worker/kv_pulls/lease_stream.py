@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import grpc.aio
 
 from tandem.config import TransferConfig, WorkerConfig
@@ -28,12 +27,7 @@ _SILENCES = 10  # heartbeats that may be missed in a row before the producer cou
 
 # What grpc.aio raises when the other side or the channel is gone; a write to a call that has ended
 # is an InvalidStateError, a call on a closed channel a UsageError.
-_BROKEN_CALL = (
-    grpc.aio.AioRpcError,
-    grpc.aio.UsageError,
-    asyncio.InvalidStateError,
-    TimeoutError,
-)
+_BROKEN_CALL = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError)
 # How gRPC tells of a connection on which nobody answers, or nobody ever did: in the details of
 # UNAVAILABLE.
 _NOT_CLOSED = re.compile("timed out|timeout|failed to connect", re.IGNORECASE)

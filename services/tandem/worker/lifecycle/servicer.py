@@ -8,19 +8,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import grpc
 import msgspec
+from msgspec.structs import asdict
 
 from tandem.config import Role
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
+from tandem.store.registry import KvCompatibility
 from tandem.transfer.nixl.reach import host_identity
-from tandem.worker.convert import (
-    compatibility_from,
-    compatibility_message,
-    host_message,
-    load_message,
-    rate_message,
-)
+from tandem.worker.convert import plain_of, rate_message
 
 if TYPE_CHECKING:
     from tandem.worker.lifecycle.worker import Worker
@@ -37,7 +33,7 @@ class Servicer(WorkerServicer):
     async def Decode(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any
     ) -> AsyncIterator[pb.DecodeUpdate]:
-        load = load_message(self._worker.load())
+        load = pb.WorkerLoad(**asdict(self._worker.load()))
         async for update in self._worker.decode.serve(request_iterator, load):
             yield update
 
@@ -79,20 +75,22 @@ class Servicer(WorkerServicer):
 
     async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:  # noqa: N802
         compatibility = self._worker.compatibility
-        if differences := compatibility.differences(compatibility_from(request.compatibility)):
+        theirs = plain_of(KvCompatibility, request.compatibility)
+        if differences := compatibility.differences(theirs):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"{request.worker_id} cannot read from {self._worker.config.worker_id}: here "
                 + "; ".join(differences),
             )
+        transfer = self._worker.config.transfer
         response = pb.ConnectResponse(
             worker_id=self._worker.config.worker_id,
             epoch=self._worker.epoch,
-            compatibility=compatibility_message(compatibility),
+            compatibility=pb.KvCompatibility(**asdict(compatibility)),
             transports=["grpc"],
-            host=host_message(host_identity(self._worker.config.transfer.nixl_tcp)),
+            host=pb.HostIdentity(**asdict(host_identity(transfer.nixl_tcp))),
         )
-        if "nixl" in request.transports and self._worker.config.transfer.transport != "grpc":
+        if "nixl" in request.transports and transfer.transport != "grpc":
             producer = await self._worker.link.describe_producer()
             if producer.metadata:
                 response.transports.insert(0, "nixl")
@@ -100,7 +98,7 @@ class Servicer(WorkerServicer):
                 response.pool = msgspec.msgpack.encode(producer.pool)
             else:
                 log.warning("NIXL cannot serve blocks here: %s", producer.error)
-        if self._worker.config.transfer.transport == "nixl":
+        if transfer.transport == "nixl":
             response.transports.remove("grpc")
         return response
 
@@ -121,7 +119,7 @@ class Servicer(WorkerServicer):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, f"this worker is {self._worker.state}"
             )
-        took_s = await self._worker.set_role(wanted[request.role])
+        took_s = await self._worker.role.to(wanted[request.role])
         return pb.SetRoleResponse(role=request.role, took_s=took_s)
 
     async def GetState(  # noqa: N802
@@ -130,10 +128,10 @@ class Servicer(WorkerServicer):
         message = await self._worker.link.check_integrity()
         pairs = self._worker.rates.pairs
         return pb.GetStateResponse(
-            load=load_message(self._worker.load()),
+            load=pb.WorkerLoad(**asdict(self._worker.load())),
             worker_id=self._worker.config.worker_id,
             epoch=self._worker.epoch,
-            draining=self._worker.draining,
+            draining=self._worker.state == "draining",
             integrity_ok=not message,
             integrity_message=message,
             transports={peer: rate.transport for peer, rate in pairs.items()},

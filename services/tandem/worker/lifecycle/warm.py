@@ -34,11 +34,7 @@ class Warmer:
     """Adopts up to `warm_blocks` blocks. `on_step` hears of every step here."""
 
     def __init__(
-        self,
-        config: WorkerConfig,
-        link: EngineLink,
-        prefixes: PrefixPuller,
-        metrics: WorkerMetrics,
+        self, config: WorkerConfig, link: EngineLink, prefixes: PrefixPuller, metrics: WorkerMetrics
     ) -> None:
         self._config = config
         self._metrics = metrics
@@ -80,9 +76,7 @@ class Warmer:
             blocks_max=self._config.transfer.warm_blocks - self._num_warmed
         )
         response: pb.ListChainsResponse = await peer.stub.ListChains(
-            request,
-            timeout=ANSWER_DEADLINE_S,
-            metadata=token_metadata(self._config.cluster.token),
+            request, timeout=ANSWER_DEADLINE_S, metadata=token_metadata(self._config.cluster.token)
         )
         return [list(chain.block_hashes) for chain in response.chains]
 

@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any
 
 import grpc.aio
+from msgspec.structs import asdict
 
 from tandem.block_hash import HASH_VERSION
-from tandem.config import Role, WorkerConfig
+from tandem.config import WorkerConfig
 from tandem.errors import ConfigError, WorkerLost
 from tandem.memory import read_memory
 from tandem.observability.traces import make_tracing
@@ -31,7 +32,7 @@ from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from tandem.store.registry import KvCompatibility, Load, State, WorkerRecord
 from tandem.transfer.nixl.messages import Broken
-from tandem.worker.convert import load_message
+from tandem.worker.convert import plain_of
 from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process import messages
@@ -65,6 +66,7 @@ class Worker:
     peers: Peers
     decode: DecodeService
     prefill: PrefillService
+    role: RoleChange
     compatibility: KvCompatibility
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -82,10 +84,6 @@ class Worker:
         self._started_at = time.time()
         self._tracing = make_tracing(f"tandem-{config.role}", config.worker_id)
 
-    @property
-    def draining(self) -> bool:
-        return self.state == "draining"
-
     def stop(self, deadline_s: float) -> None:
         """Begins to drain; `run` returns when nothing is held any more, or at the deadline.
 
@@ -94,12 +92,8 @@ class Worker:
         self._drain_until = min(self._drain_until, time.monotonic() + deadline_s)
         self._stopping.set()
 
-    async def set_role(self, role: Role) -> float:
-        """Moves to the other pool, or back; returns the seconds that it took."""
-        return await self._role.to(role)
-
     async def _tell_role(self) -> None:
-        self._metrics.role = self._role.role
+        self._metrics.role = self.role.role
         await self._membership.refresh()
 
     def load(self) -> Load:
@@ -153,7 +147,7 @@ class Worker:
             on_records=self._on_records,
         )
         self._membership = membership
-        self._role = RoleChange(self.config.role, self.decode, self.prefill, self._tell_role)
+        self.role = RoleChange(self.config.role, self.decode, self.prefill, self._tell_role)
         self._metrics.watch(membership.publisher)
         watch = EngineWatch(
             self.config, self.link, self.load, is_used=self._is_used, give_up=self._give_up
@@ -268,31 +262,24 @@ class Worker:
             case messages.BlocksFinal(final_blocks):
                 self.prefill.on_final_blocks(final_blocks)
             case _:
-                self._on_transfer(event)
+                self._metrics.on_transfer(event)
+                if isinstance(event, Broken):
+                    self._give_up(event.message)
 
     def _on_report(self, report: messages.Report) -> None:
         step = report.report
-        engine = step.load
         self.rates.on_step(step)
         self.prefill.on_report(report)
         self._warmer.on_step(step)
-        self._load = Load(
-            num_running=engine.num_running,
-            num_waiting=engine.num_waiting,
+        self._load = plain_of(
+            Load,
+            step.load,
             queue_max=self.config.engine.queue_max,
-            queued_tokens=engine.queued_tokens,
-            blocks_total=engine.blocks_total,
-            blocks_used=engine.blocks_used,
-            blocks_cached=engine.blocks_cached,
-            blocks_quarantined=engine.blocks_quarantined,
             num_leases=self.prefill.num_leases,
-            num_pulls=engine.num_awaiting_kv,
+            num_pulls=step.load.num_awaiting_kv,
             step=report.tick,
-            tokens_wasted=engine.tokens_wasted,
-            num_running_slots=engine.num_running_slots,
-            chunk_tokens=engine.chunk_tokens,
         )
-        self.decode.on_report(report, load_message(self._load))
+        self.decode.on_report(report, pb.WorkerLoad(**asdict(self._load)))
         self._membership.on_report(step)
         if step.num_prefill_tokens or step.num_decode_tokens:
             self._metrics.steps.inc()
@@ -309,11 +296,6 @@ class Worker:
         self.peers.update(records)
         self.decode.planner.update(records)
 
-    def _on_transfer(self, reply: messages.TransferReply) -> None:
-        self._metrics.on_transfer(reply)
-        if isinstance(reply, Broken):
-            self._give_up(reply.message)
-
     def _give_up(self, message: str) -> None:
         """Drains what is here; `run` then raises, so that whoever keeps workers starts another.
 
@@ -329,7 +311,7 @@ class Worker:
         return WorkerRecord(
             worker_id=self.config.worker_id,
             epoch=self.epoch,
-            role=self._role.role,
+            role=self.role.role,
             pool=self.config.role,
             generation=self.config.generation,
             state=self.state,

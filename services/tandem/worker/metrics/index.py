@@ -1,48 +1,25 @@
 """Metrics of a worker's log in the prefix tree, read from its publisher at each scrape."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
+from tandem.observability.metrics import gauges
 from tandem.prefix_index.publisher import Publisher
 
-_FAMILIES: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, str], ...] = (
-    (
-        GaugeMetricFamily,
-        "index_blocks",
-        "Blocks that it holds, as the tree should have them",
-        "num_held",
-    ),
-    (
-        GaugeMetricFamily,
-        "index_lag_blocks",
-        "Changes that the prefix tree does not have yet",
-        "lag",
-    ),
-    (
-        CounterMetricFamily,
-        "index_published_blocks",
-        "Changes that the prefix tree took",
-        "num_published",
-    ),
-    (
-        CounterMetricFamily,
-        "index_logs",
-        "How often everything was published anew, the first time too",
-        "num_logs",
-    ),
-)
 
-
-class IndexMetrics(Collector):
-    def __init__(self, labels: Mapping[str, str], publisher: Publisher) -> None:
-        self._labels = labels
-        self._publisher = publisher
-
-    def collect(self) -> Iterable[Metric]:
-        for kind, name, text, value in _FAMILIES:
-            family = kind(f"tandem_{name}", text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), getattr(self._publisher, value))
-            yield family
+def index_metrics(labels: Mapping[str, str], publisher: Publisher) -> Iterator[Metric]:
+    names, values = list(labels), list(labels.values())
+    for name, text, number in (
+        ("blocks", "Blocks that it holds, as the tree should have them", publisher.num_held),
+        ("lag_blocks", "Changes that the prefix tree does not have yet", publisher.lag),
+    ):
+        yield gauges(f"tandem_index_{name}", text, names, [(values, number)])
+    for name, text, number in (
+        ("published_blocks", "Changes that the prefix tree took", publisher.num_published),
+        ("logs", "How often everything was published anew, the first time too", publisher.num_logs),
+    ):
+        family = CounterMetricFamily(f"tandem_index_{name}", text, labels=names)
+        family.add_metric(values, number)
+        yield family

@@ -6,6 +6,7 @@ Gauges are read from the newest load when they are scraped; nothing is computed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app, start_http_server
@@ -21,10 +22,10 @@ from tandem.store.registry import Load
 from tandem.transfer.nixl.messages import Renewed
 from tandem.worker.engine_process.messages import PullsSettled, TransferReply
 from tandem.worker.kv_pulls.lease import PullStats
-from tandem.worker.metrics.index import IndexMetrics
+from tandem.worker.metrics.index import index_metrics
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.requests import RequestMetrics
-from tandem.worker.peers.peers import Peer
+from tandem.worker.peers.peer import Peer
 
 _HELP = {
     "num_running": "Sequences in the batch",
@@ -159,7 +160,7 @@ class WorkerMetrics(MetricSet):
 
     def watch(self, publisher: Publisher) -> None:
         """Its log in the prefix tree, from now on."""
-        self._registry.register(IndexMetrics(self._labels, publisher))
+        self._registry.register(_AtScrape(partial(index_metrics, self._labels, publisher)))
 
     def collect(self) -> Iterable[Metric]:
         """All but the gauges, as they stand."""
@@ -174,11 +175,23 @@ class WorkerMetrics(MetricSet):
         probes: Probes,
     ) -> int:
         """Starts the endpoint, which answers probes, too; returns its port."""
-        self._registry.register(_Gauges(self._labels, load, pairs))
+        self._registry.register(_AtScrape(lambda: self._gauges(load(), pairs())))
         server, _ = start_http_server(port, addr=host, registry=self._registry)
         scraped: Any = _WithRole(self._registry, self)
         server.set_app(probes.around(make_wsgi_app(scraped)))
         return int(server.server_address[1])
+
+    def _gauges(self, load: Load, pairs: Mapping[str, PairRate]) -> Iterable[GaugeMetricFamily]:
+        names, values = list(self._labels), list(self._labels.values())
+        for name in load.__struct_fields__:
+            yield gauges(f"tandem_{name}", _HELP[name], names, [(values, getattr(load, name))])
+        total = load.blocks_total
+        usage = load.blocks_used / total if total else 0.0
+        text = "KV blocks that live sequences hold, 0 to 1"
+        yield gauges("tandem_kv_cache_usage_perc", text, names, [(values, usage)])
+        for name, text, value in _PAIRS:
+            rows = [([*values, peer, rate.transport], value(rate)) for peer, rate in pairs.items()]
+            yield gauges(f"tandem_pair_{name}", text, [*names, "peer", "transport"], rows)
 
 
 class _WithRole:
@@ -201,26 +214,11 @@ class _WithRole:
         return _WithRole(self._registry.restricted_registry(names), self._metrics)
 
 
-class _Gauges(Collector):
-    def __init__(
-        self,
-        labels: Mapping[str, str],
-        load: Callable[[], Load],
-        pairs: Callable[[], Mapping[str, PairRate]],
-    ) -> None:
-        self._labels = labels
-        self._load = load
-        self._pairs = pairs
+class _AtScrape(Collector):
+    """Metrics that `read` makes when they are scraped."""
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        load, names, values = self._load(), list(self._labels), list(self._labels.values())
-        for name in load.__struct_fields__:
-            yield gauges(f"tandem_{name}", _HELP[name], names, [(values, getattr(load, name))])
-        total = load.blocks_total
-        usage = load.blocks_used / total if total else 0.0
-        text = "KV blocks that live sequences hold, 0 to 1"
-        yield gauges("tandem_kv_cache_usage_perc", text, names, [(values, usage)])
-        pairs = self._pairs()
-        for name, text, value in _PAIRS:
-            rows = [([*values, peer, rate.transport], value(rate)) for peer, rate in pairs.items()]
-            yield gauges(f"tandem_pair_{name}", text, [*names, "peer", "transport"], rows)
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()

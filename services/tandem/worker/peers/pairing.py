@@ -8,8 +8,8 @@ failed or fell behind; what is chosen and why is logged once, loudly when it is 
 
 import logging
 
-import grpc
 import grpc.aio
+from msgspec.structs import asdict
 
 from tandem.config import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
@@ -19,20 +19,14 @@ from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tandem.store.registry import KvCompatibility
 from tandem.transfer.grpc.transport import GrpcTransport
-from tandem.transfer.nixl.reach import Reach, host_identity, reach
+from tandem.transfer.nixl.reach import HostIdentity, Reach, host_identity, reach
 from tandem.transfer.nixl.transport import NixlTransport
 from tandem.transfer.protocol import Transport
-from tandem.worker.convert import compatibility_from, compatibility_message, host_from, host_message
+from tandem.worker.convert import plain_of
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.peers.peer import Peer, peer_id
 from tandem.worker.peers.rates import Rates
-from tandem.worker.peers.transport_choice import (
-    Choice,
-    Way,
-    choose_transport,
-    figures,
-    is_slower,
-)
+from tandem.worker.peers.transport_choice import Choice, Way, choose_transport, figures, is_slower
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +76,9 @@ class Pairing:
             raise Incompatible(f"no common transport: wanted {wanted}, it offers {sorted(offered)}")
         if wanted == "auto" and "grpc" not in offered:
             wanted = "nixl"
-        how = reach(self._host, host_from(response.host)) if response.HasField("host") else None
+        how = None
+        if response.HasField("host"):
+            how = reach(self._host, plain_of(HostIdentity, response.host))
         by_grpc = await self._measure(peer, "grpc", response) if wanted != "nixl" else Way()
         by_nixl = Way()
         if "nixl" not in offered:
@@ -132,9 +128,9 @@ class Pairing:
         request = pb.ConnectRequest(
             worker_id=self._config.worker_id,
             epoch=self._epoch,
-            compatibility=compatibility_message(self._compatibility),
+            compatibility=pb.KvCompatibility(**asdict(self._compatibility)),
             transports=["nixl", "grpc"] if wanted == "auto" else [wanted],
-            host=host_message(self._host),
+            host=pb.HostIdentity(**asdict(self._host)),
         )
         try:
             response: pb.ConnectResponse = await peer.stub.Connect(
@@ -149,9 +145,8 @@ class Pairing:
             raise WorkerLost(f"{error.code().name}: {error.details()}") from None
         if response.epoch != peer.epoch:
             raise WorkerLost(f"it is another process now (epoch {response.epoch})")
-        if differences := self._compatibility.differences(
-            compatibility_from(response.compatibility)
-        ):
+        theirs = plain_of(KvCompatibility, response.compatibility)
+        if differences := self._compatibility.differences(theirs):
             raise Incompatible("; ".join(differences))
         return response
 

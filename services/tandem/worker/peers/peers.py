@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tandem.backoff import Backoff, doubling
 from tandem.config import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
 from tandem.rpc.channels import foreign_cancellation_raises
@@ -25,8 +24,6 @@ from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.peers.pairing import Pairing
 from tandem.worker.peers.peer import Peer, peer_id
 from tandem.worker.peers.rates import Rates
-
-__all__ = ["Peer", "Peers"]
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +44,8 @@ class _Entry:
     failure: str = ""  # what the last attempt ended with: said once, however often it is tried
     seen_at: float = field(default_factory=time.monotonic)  # in the registry, or by a request
     measured_at: float = field(default_factory=time.monotonic)
-    again_s: float = field(init=False)
-    again: Backoff = field(default_factory=lambda: Backoff(doubling(_AGAIN_MIN_S, _AGAIN_MAX_S)))
+    again_s: float = field(default_factory=lambda: _AGAIN_MIN_S)
     measuring: asyncio.Task[None] | None = None
-
-    def __post_init__(self) -> None:
-        self.again_s = self.again.next_s()
 
 
 class Peers:
@@ -112,17 +105,14 @@ class Peers:
         """
         now = time.monotonic()
         records = [r for r in records if r.worker_id != self._config.worker_id]
-        ready = [r for r in records if r.state == "ready"]
-        eager = sum(r.role == "decode" for r in ready) <= EAGER_DECODE_PEERS_MAX
+        num_decode = sum(r.state == "ready" and r.role == "decode" for r in records)
+        eager = num_decode <= EAGER_DECODE_PEERS_MAX
         for record in records:
             entry = self._entries.get(peer_id(record.worker_id, record.epoch))
             if entry is not None:
                 entry.seen_at = now
-        for record in ready:
-            entry = self._entries.get(peer_id(record.worker_id, record.epoch))
-            if not (eager or record.role == "prefill"):
-                continue
-            if entry is None or self._may_retry(entry):
+            wanted = record.state == "ready" and (eager or record.role == "prefill")
+            if wanted and (entry is None or self._may_retry(entry)):
                 self._open(record.worker_id, record.epoch, record.address)
         for key, entry in list(self._entries.items()):
             if now - entry.seen_at > self._config.cluster.record_ttl_s:
@@ -150,7 +140,7 @@ class Peers:
             log.info("%s is not measured again: %s", peer.worker_id, error)
         finally:
             entry.measured_at = time.monotonic()
-            entry.again_s = entry.again.next_s()
+            entry.again_s = min(2 * entry.again_s, _AGAIN_MAX_S)
             entry.measuring = None
 
     def _may_retry(self, entry: _Entry) -> bool:

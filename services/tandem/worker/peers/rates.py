@@ -5,6 +5,7 @@ prefill. A pair is a peer and a transport; the one in use is what others are tol
 waits, and nothing reads a clock.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 from tandem.config import WorkerConfig
@@ -31,7 +32,7 @@ class Rates:
         self._deadline_s_max = config.transfer.pull_deadline_s
         self._delay_s = config.transfer.delay_s
         self._meters: dict[tuple[str, str], PairMeter] = {}  # by peer's worker id and transport
-        self._failures: dict[tuple[str, str], int] = {}
+        self._failures: Counter[tuple[str, str]] = Counter()
         self._in_use: dict[str, str] = {}  # peer's worker id -> transport
         self._ended_at = 0.0
         self._end_interval_s = 1.0
@@ -69,7 +70,7 @@ class Rates:
     def pairs(self) -> dict[str, PairRate]:
         """Peer's worker id -> the rate of what is in use, a first guess where nothing came yet."""
         return {
-            worker_id: self._rate(worker_id, transport)
+            worker_id: self.rate(worker_id, transport)
             for worker_id, transport in self._in_use.items()
         }
 
@@ -82,12 +83,11 @@ class Rates:
         self._failures.pop(key, None)
 
     def on_pull_failed(self, worker_id: str, transport: str) -> None:
-        key = (worker_id, transport)
-        self._failures[key] = self._failures.get(key, 0) + 1
+        self._failures[worker_id, transport] += 1
 
     def failures(self, worker_id: str, transport: str) -> int:
         """Pulls that failed since the last one that ended well."""
-        return self._failures.get((worker_id, transport), 0)
+        return self._failures[worker_id, transport]
 
     def on_probe(self, worker_id: str, transport: str, reads: Iterable[tuple[int, float]]) -> None:
         """The pair was measured by itself: what was known of it before is forgotten."""
@@ -103,10 +103,9 @@ class Rates:
 
     def forget(self, worker_id: str) -> None:
         self._in_use.pop(worker_id, None)
-        for key in [key for key in self._meters if key[0] == worker_id]:
-            del self._meters[key]
-        for key in [key for key in self._failures if key[0] == worker_id]:
-            del self._failures[key]
+        for of_pairs in (self._meters, self._failures):
+            for key in [key for key in of_pairs if key[0] == worker_id]:
+                del of_pairs[key]
 
     def pair(self, worker_id: str, transport: str | None = None) -> PairRate | None:
         """Returns the measured rate, by default of the transport in use; None: nothing came."""
@@ -122,7 +121,8 @@ class Rates:
         wide_s = _DEADLINE_MIN_S + self._delay_s + _DEADLINE_FACTOR * rate.seconds(num_bytes)
         return min(self._deadline_s_max, wide_s)
 
-    def _rate(self, worker_id: str, transport: str) -> PairRate:
+    def rate(self, worker_id: str, transport: str) -> PairRate:
+        """Returns the measured rate, or a first guess."""
         return self.pair(worker_id, transport) or default_pair(transport)
 
 

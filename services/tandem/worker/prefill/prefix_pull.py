@@ -19,7 +19,7 @@ from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import TandemError
 from tandem.observability.logs import about
 from tandem.perf_model.predict import prefill_seconds
-from tandem.perf_model.rates import PairRate, default_pair
+from tandem.perf_model.rates import PairRate
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.registry import KvCompatibility
 from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker
@@ -27,11 +27,7 @@ from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.rates import Rates
-from tandem.worker.prefill.prefix_choice import (
-    ConnectedHolder,
-    PrefixPlan,
-    holders_worth_asking,
-)
+from tandem.worker.prefill.prefix_choice import ConnectedHolder, PrefixPlan, holders_worth_asking
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +57,7 @@ class PrefixPuller:
         self._make_lease = make_lease
 
     def plan(
-        self,
-        spec: SequenceSpec,
-        holders: Iterable[pb.PrefixHolder],
-        *,
-        num_cached_blocks: int = 0,
+        self, spec: SequenceSpec, holders: Iterable[pb.PrefixHolder], *, num_cached_blocks: int = 0
     ) -> PrefixPlan | None:
         """Plans a pull, with the spec to add; None if computing is predicted to be as fast."""
         num_reusable = (len(spec.token_ids) - 1) // self._block_size
@@ -187,4 +179,4 @@ class PrefixPuller:
         peer = self._peers.get_now(holder.worker_id, holder.epoch, holder.address)
         if peer is None:
             return None
-        return self._rates.pair(peer.worker_id, peer.transport) or default_pair(peer.transport)
+        return self._rates.rate(peer.worker_id, peer.transport)

@@ -26,14 +26,7 @@ from tandem.observability.traces import NO_SPAN
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.producer import BlockServer
 from tandem.worker.convert import sequence_spec, trace_headers
-from tandem.worker.engine_process.messages import (
-    Add,
-    Command,
-    ContinuePrefill,
-    PinPrefix,
-    Remove,
-    Report,
-)
+from tandem.worker.engine_process import messages
 from tandem.worker.kv_pulls.checksums import checksums
 from tandem.worker.parts import Parts
 from tandem.worker.prefill.leases import Lease, Leases
@@ -74,7 +67,7 @@ class PrefillService:
     def num_leases(self) -> int:
         return len(self._leases)
 
-    def on_report(self, report: Report) -> None:
+    def on_report(self, report: messages.Report) -> None:
         """Hands each lease what a step brought for it."""
         self._tick = report.tick
         step = report.report
@@ -150,18 +143,20 @@ class PrefillService:
             if lease.prefix is not None:
                 lease.prefix.cancel()
             self._leases.close(lease)
-            self._link.send(Remove(lease.lease_id))
+            self._link.send(messages.Remove(lease.lease_id))
             now = time.monotonic()
             self._rates.on_end(now)
             self._metrics.requests.on_lease_end(lease, now)
             lease.end_span(now, outcome)
             log.debug("%s ended: %s", lease.lease_id, outcome, extra=about(lease.lease_id))
 
-    def _begin(self, lease: Lease, first: pb.PrefillCommand) -> Command:
+    def _begin(self, lease: Lease, first: pb.PrefillCommand) -> messages.Command:
         """Returns the engine's command for a new lease."""
         if first.WhichOneof("command") == "hold":
             hold = first.hold
-            return PinPrefix(lease.lease_id, list(hold.block_hashes), hold.first_missing_block)
+            return messages.PinPrefix(
+                lease.lease_id, list(hold.block_hashes), hold.first_missing_block
+            )
         start = first.start
         spec = sequence_spec(
             start.input,
@@ -174,13 +169,13 @@ class PrefillService:
         )
         if self._prefixes is not None:
             lease.plan = self._prefixes.plan(spec, start.prefix_holders)
-        return Add(lease.plan.spec if lease.plan is not None else spec)
+        return messages.Add(lease.plan.spec if lease.plan is not None else spec)
 
     async def _fill(self, plan: PrefixPlan, reserved: Reserved) -> None:
         """Pulls a lease's prefix. If the lease ends, what a read may still write is quarantined."""
         assert self._prefixes is not None, "no plan without it"
         num_blocks = await self._prefixes.fill(plan, reserved)
-        self._link.send(ContinuePrefill(plan.spec.sequence_id, num_blocks))
+        self._link.send(messages.ContinuePrefill(plan.spec.sequence_id, num_blocks))
 
     async def _events(self, lease: Lease) -> AsyncIterator[pb.PrefillEvent]:
         """Yields what the consumer is told, to the end of the lease."""
@@ -191,7 +186,8 @@ class PrefillService:
                 async with asyncio.timeout(interval_s):
                     event = await lease.events.get()
             except TimeoutError:
-                yield self._heartbeat()
+                beat = pb.Heartbeat(step=self._tick, turn_s_max=self._rates.turn_s_max)
+                yield pb.PrefillEvent(heartbeat=beat)
                 continue
             match event:
                 case FinalBlocks(_, first_block, block_ids):
@@ -231,10 +227,6 @@ class PrefillService:
             if command.WhichOneof("command") == "release":
                 lease.events.put_nowait(command.release)
                 return
-
-    def _heartbeat(self) -> pb.PrefillEvent:
-        beat = pb.Heartbeat(step=self._tick, turn_s_max=self._rates.turn_s_max)
-        return pb.PrefillEvent(heartbeat=beat)
 
 
 def _refused(message: str, *, wait_estimate_s: float = 0.0) -> pb.PrefillEvent:
