@@ -1,4 +1,4 @@
-"""How each sequence draws its next token: by its own parameters, and by (seed, position).
+"""A sequence draws its next token by its own parameters, and by (seed, position).
 
 The draw for the token at index i of a whole sequence depends on its seed and on i alone, so a
 sequence that was moved, preempted or prefilled elsewhere goes on as it would have.
