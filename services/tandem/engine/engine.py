@@ -8,6 +8,7 @@ The states of a sequence are in sequence.py, those of a block in block_pool.py.
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 
 import torch
 
@@ -16,13 +17,13 @@ from tandem.config import EngineConfig
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import check_own, check_trusted, give_back, store_blocks
 from tandem.engine.cache.layout import num_blocks_of
-from tandem.engine.executor.sampler import sample_next
+from tandem.engine.executor.sampler import next_draw
 from tandem.engine.load import measure_load
 from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.report import PendingReport
 from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.check_spec import check_spec
-from tandem.engine.scheduler.running_slots import STEP_SHARE, RunningSlots
+from tandem.engine.scheduler.running_slots import STEP_SHARE
 from tandem.engine.scheduler.scheduler import Chunk, Schedule, Scheduler
 from tandem.engine.sequence import Sequence, Status, finish_reason
 from tandem.engine.types import EngineLoad, FinalBlocks, Mode, SequenceSpec, StepReport
@@ -40,20 +41,23 @@ class Engine:
         self._runner = runner
         self._config = config
         self._model_fingerprint = model_fingerprint
+        self._check_spec = partial(
+            check_spec,
+            layout=self.layout,
+            max_model_len=runner.max_model_len,
+            vocab_size=runner.vocab_size,
+        )
         self._pool = BlockPool(self.layout.num_blocks)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
         self._step_time = StepTimeModel(min(limits_s, default=0.0))
         # Each decodes a token in every step, and one is left for a prompt.
         max_num_seqs = min(config.max_num_seqs, max(1, self.max_tokens_per_step - 1))
-        self._running_slots = RunningSlots(
-            self._step_time, max_num_seqs=max_num_seqs, itl_limit_s=config.itl_limit_s
-        )
         self._scheduler = Scheduler(
             self._pool,
             self._step_time,
-            self._running_slots,
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step,
+            itl_limit_s=config.itl_limit_s,
             bytes_per_token=self.layout.block_bytes / self.layout.block_size,
         )
         self._sequences: dict[str, Sequence] = {}
@@ -69,6 +73,7 @@ class Engine:
         still on its way to the tokens; without it they are in the report.
         """
         started = time.perf_counter()
+        work = StepWork()
         schedule = self._scheduler.schedule()
         for sequence in schedule.admitted:
             self._pending.admitted(sequence)
@@ -76,7 +81,8 @@ class Engine:
         # Peers wait for what admission found out: tell them first, compute in the next step.
         if schedule.chunks and not self._pending.starts_a_transfer:
             self._run(schedule, on_final)
-        return self._take_report(started)
+            work = schedule.work
+        return self._take_report(work, started)
 
     def add(self, spec: SequenceSpec) -> None:
         """Queues a sequence. Raises BadRequest, ContextTooLong, NeverFits or QueueFull.
@@ -88,14 +94,6 @@ class Engine:
         self._check_queue(len(self._scheduler.waiting))
         self._num_arrivals += 1
         self._enter(self._new_sequence(spec, self._num_arrivals))
-
-    def _check_spec(self, spec: SequenceSpec) -> None:
-        check_spec(
-            spec,
-            layout=self.layout,
-            max_model_len=self.max_model_len,
-            vocab_size=self._runner.vocab_size,
-        )
 
     def start_local_prefill(self, sequence_id: str) -> None:
         """Computes a WAITING_FOR_REMOTE_KV sequence here after all; no block of it is filled."""
@@ -127,7 +125,7 @@ class Engine:
         sequence.num_computed_tokens = sequence.num_tokens
         self._store_full_blocks(sequence)
         sequence.append(first_token_id)
-        if reason := finish_reason(sequence, self.max_model_len):
+        if reason := finish_reason(sequence.spec, sequence.token_ids, self.max_model_len):
             self._pending.tokens(sequence, [], reason)
             self._drop(sequence)
         else:
@@ -234,11 +232,7 @@ class Engine:
 
     def load(self) -> EngineLoad:
         return measure_load(
-            self._sequences.values(),
-            self._peer_blocks,
-            self._pool,
-            num_running_slots=self._running_slots.num,
-            chunk_tokens=self._scheduler.chunk_tokens,
+            self._sequences.values(), self._scheduler, self._peer_blocks, self._pool
         )
 
     def check_integrity(self) -> None:
@@ -250,7 +244,7 @@ class Engine:
 
     def _enter(self, sequence: Sequence) -> None:
         self._sequences[sequence.sequence_id] = sequence
-        reason = finish_reason(sequence, self.max_model_len)
+        reason = finish_reason(sequence.spec, sequence.token_ids, self.max_model_len)
         if reason and sequence.mode is not Mode.PREFILL_ONLY:
             self._pending.tokens(sequence, [], reason)
             self._drop(sequence)
@@ -269,7 +263,7 @@ class Engine:
         is_awaited = any(chunk.sequence.mode is Mode.PREFILL_ONLY for chunk in schedule.chunks)
         logits = self._runner.forward(schedule.batch, on_kv_written if is_awaited else None)
         sampling = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
-        tokens = sample_next(logits, sampling, self._runner.sample) if sampling else []
+        tokens = self._runner.sample(logits, list(map(next_draw, sampling))) if sampling else []
         # What is freed now may be written by a peer's bytes: nothing may read it any more. Tokens
         # came after all else in the stream.
         if logits.is_cuda and not tokens:
@@ -283,7 +277,6 @@ class Engine:
         """Records that the chunk's KV is in place. Stores a block before a consumer hears of it:
         after that it is never swapped for a twin."""
         sequence = chunk.sequence
-        self._pending.computed(sequence, chunk.num_tokens)
         self._scheduler.computed(chunk)
         sequence.num_computed_tokens += chunk.num_tokens
         self._store_full_blocks(sequence)
@@ -298,7 +291,7 @@ class Engine:
             self._pending.prefilled(sequence, token_id)
         else:
             sequence.append(token_id)
-            reason = finish_reason(sequence, self.max_model_len)
+            reason = finish_reason(sequence.spec, sequence.token_ids, self.max_model_len)
             self._pending.tokens(sequence, [token_id], reason)
             if reason:
                 self._drop(sequence)
@@ -365,7 +358,7 @@ class Engine:
             raise InternalError(f"sequence {sequence_id} awaits its prefix, not all its KV")
         return sequence
 
-    def _take_report(self, started: float) -> StepReport:
+    def _take_report(self, work: StepWork, started: float) -> StepReport:
         report = self._pending.take()
         self._num_steps += 1
         report.step = self._num_steps
@@ -373,12 +366,10 @@ class Engine:
         report.load = self.load()
         seconds = time.perf_counter() - started
         report.step_ms = seconds * 1000
-        work = StepWork(
-            report.num_prefill_tokens,
-            report.num_prefill_context_tokens,
-            report.num_decode_tokens,
-            report.num_decode_context_tokens,
-        )
+        report.num_prefill_tokens = work.prefill_tokens
+        report.num_prefill_context_tokens = work.prefill_contexts
+        report.num_decode_tokens = work.decode_tokens
+        report.num_decode_context_tokens = work.decode_contexts
         if work.num_tokens:
             self._step_time.observe(work, seconds)
             report.rates = self._step_time.rates(

@@ -47,17 +47,6 @@ class PendingReport:
             self._report.final_blocks.append(FinalBlocks(sequence_id, first_wanted_block, wanted))
         self._report.held.append(Held(sequence_id, len(block_table)))
 
-    def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Told before the sequence moves on, so that its last chunk still counts as prefill."""
-        before = sequence.num_computed_tokens
-        context_tokens = num_tokens * before + num_tokens * (num_tokens - 1) // 2
-        if sequence.in_decode:
-            self._report.num_decode_tokens += num_tokens
-            self._report.num_decode_context_tokens += context_tokens
-        else:
-            self._report.num_prefill_tokens += num_tokens
-            self._report.num_prefill_context_tokens += context_tokens
-
     def final_blocks(self, sequence: Sequence) -> None:
         """Reports what became final of a PREFILL_ONLY sequence and its consumer wants."""
         first = sequence.num_reported_blocks

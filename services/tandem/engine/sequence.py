@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tandem.block_hash import block_hash, hash_blocks
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 
 
 class Status(Enum):
@@ -37,20 +37,14 @@ class Status(Enum):
 @dataclass(slots=True, eq=False)
 class Sequence:
     sequence_id: str
-    mode: Mode
+    spec: SequenceSpec
+    mode: Mode  # the spec's, until nothing is awaited any more
     token_ids: list[int]
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    max_tokens: int
-    stop_token_ids: frozenset[int]
-    remote_prefill_min_tokens: int
     arrival: int  # order of coming; kept over preemption and restart, so the oldest goes first
     block_size: int
     chain_root: bytes
     block_hashes: list[bytes]  # of the full blocks of token_ids
     num_reported_blocks: int  # PREFILL_ONLY: the consumer was told of these, or does not want them
-    # PREFILL_ONLY: latency_s and bytes_per_s of its pulls.
-    consumer_rate: tuple[float, float] | None
     # LOCAL, PREFILL_ONLY: to come from a peer, if they are not cached; 0: none.
     num_prefix_blocks: int
     status: Status = Status.WAITING
@@ -71,19 +65,14 @@ class Sequence:
         awaits_all = spec.mode is Mode.WAITING_FOR_REMOTE_KV
         return cls(
             sequence_id=spec.sequence_id,
+            spec=spec,
             mode=spec.mode,
             token_ids=list(spec.token_ids),
-            num_prompt_tokens=spec.num_prompt_tokens,
-            sampling=spec.sampling,
-            max_tokens=spec.max_tokens,
-            stop_token_ids=frozenset(spec.stop_token_ids),
-            remote_prefill_min_tokens=spec.remote_prefill_min_tokens,
             arrival=arrival,
             block_size=block_size,
             chain_root=chain_root,
             block_hashes=hash_blocks(chain_root, spec.token_ids, block_size),
             num_reported_blocks=spec.first_wanted_block,
-            consumer_rate=spec.consumer_rate,
             num_prefix_blocks=0 if awaits_all else min(spec.prefix_blocks, num_reusable),
         )
 
@@ -123,7 +112,7 @@ class Sequence:
     def lacks_kv(self) -> bool:
         """Admitted, with less cached than is to come from outside."""
         if self.mode is Mode.WAITING_FOR_REMOTE_KV:
-            return self.num_missing_tokens >= self.remote_prefill_min_tokens
+            return self.num_missing_tokens >= self.spec.remote_prefill_min_tokens
         return self.num_prefix_blocks > self.num_stored_blocks
 
     @property
@@ -133,9 +122,10 @@ class Sequence:
     @property
     def num_queued_tokens(self) -> int:
         """Prefill that this engine still has to do for it, as far as is known before admission."""
-        if self.status is Status.WAITING:
-            return self.num_tokens - self.num_prefix_blocks * self.block_size
-        if self.status is Status.WAITING_FOR_KV and self.mode is not Mode.WAITING_FOR_REMOTE_KV:
+        awaits_prefix = (
+            self.status is Status.WAITING_FOR_KV and self.mode is not Mode.WAITING_FOR_REMOTE_KV
+        )
+        if self.status is Status.WAITING or awaits_prefix:
             return self.num_tokens - self.num_prefix_blocks * self.block_size
         if self.status is Status.RUNNING and not self.in_decode:
             return self.num_missing_tokens
@@ -171,8 +161,8 @@ class Sequence:
 
     def _countable(self, num_tokens: int) -> int:
         """Returns how many of its first `num_tokens` tokens count as reused."""
-        most = self.num_tokens if self.mode is Mode.PREFILL_ONLY else self.num_prompt_tokens
-        return min(num_tokens, most)
+        is_whole = self.mode is Mode.PREFILL_ONLY
+        return min(num_tokens, self.num_tokens if is_whole else self.spec.num_prompt_tokens)
 
     def let_go(self) -> list[int]:
         """Gives up all its blocks; returns them, to be released."""
@@ -181,11 +171,11 @@ class Sequence:
         return block_table
 
 
-def finish_reason(sequence: Sequence | SequenceSpec, max_model_len: int) -> str:
-    """Returns "stop" or "length" if the last token ended the sequence, else ""."""
-    num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
-    if num_output_tokens and sequence.token_ids[-1] in sequence.stop_token_ids:
+def finish_reason(spec: SequenceSpec, token_ids: list[int], max_model_len: int) -> str:
+    """Returns "stop" or "length" if the last of its tokens ended the sequence, else ""."""
+    num_output_tokens = len(token_ids) - spec.num_prompt_tokens
+    if num_output_tokens and token_ids[-1] in spec.stop_token_ids:
         return "stop"
-    if num_output_tokens >= sequence.max_tokens or len(sequence.token_ids) >= max_model_len:
+    if num_output_tokens >= spec.max_tokens or len(token_ids) >= max_model_len:
         return "length"
     return ""

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from itertools import combinations
 
-from tandem.perf_model.rates import DEFAULT_PREFILL, PairRate, PrefillRate, default_pair
+from tandem.perf_model.rates import PairRate, default_pair
 
 _KEEP = 0.98
 _INERTIA = 0.01  # the pull to the fit before, of what the observations say in that direction
@@ -122,29 +122,6 @@ class LinearMeter:
             if lowest < math.inf:
                 break
         return best
-
-
-class PrefillMeter:
-    """Fits steps that prefilled: tokens, and the tokens before each of them, summed."""
-
-    def __init__(self, guess: PrefillRate = DEFAULT_PREFILL) -> None:
-        self._fit = LinearMeter((guess.step_s, guess.token_s, guess.token_context_s))
-
-    def observe(self, num_tokens: int, token_contexts: int, seconds: float) -> None:
-        if num_tokens > 0:
-            self._fit.observe((1.0, num_tokens, token_contexts), seconds)
-
-    def stretch(self, times: float) -> None:
-        """Scales the fit as LinearMeter.stretch does."""
-        self._fit.stretch(times)
-
-    @property
-    def num_observations(self) -> int:
-        return self._fit.num_observations
-
-    @property
-    def rate(self) -> PrefillRate:
-        return PrefillRate(*self._fit.coefficients)
 
 
 class PairMeter:

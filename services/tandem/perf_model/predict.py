@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from tandem.perf_model.rates import PairRate, PrefillRate, WorkerRates
+from tandem.perf_model.rates import PairRate, WorkerRates
 
 ASK_S = 2e-3  # a lease: opened, answered, released
 _HERE_MARGIN = 0.95  # of the best peer's time
@@ -92,9 +92,8 @@ def beside_decode(rates: WorkerRates, chunk_tokens: int, num_running: int) -> Wo
     """Prefill has these rates in chunks of at most `chunk_tokens` (0: a full step), each of which
     also gives a token to every sequence that decodes there."""
     chunk = min(rates.step_tokens, chunk_tokens or rates.step_tokens)
-    step_s, token_s, token_context_s = msgspec.structs.astuple(rates.prefill)
-    token_s += rates.decode.sequence_s * num_running / chunk
-    prefill = PrefillRate(step_s, token_s, token_context_s)
+    token_s = rates.prefill.token_s + rates.decode.sequence_s * num_running / chunk
+    prefill = msgspec.structs.replace(rates.prefill, token_s=token_s)
     return msgspec.structs.replace(rates, prefill=prefill, step_tokens=chunk)
 
 

@@ -9,8 +9,7 @@ The engine fits them to its steps (`step_time.py`), and `predict.py` answers how
 would take. Where nothing was measured yet the defaults are a guess.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from __future__ import annotations
 
 import msgspec
 
@@ -34,6 +33,10 @@ class PrefillRate(msgspec.Struct, frozen=True):
             + num_tokens * self.token_s
             + num_tokens * (2 * context + num_tokens - 1) / 2 * self.token_context_s
         )
+
+    def stretched(self, times: float) -> PrefillRate:
+        """The rate of prefill that takes `times` times as long."""
+        return PrefillRate(*(times * cost for cost in msgspec.structs.astuple(self)))
 
 
 class DecodeRate(msgspec.Struct, frozen=True):
@@ -70,9 +73,7 @@ class WorkerRates(msgspec.Struct, frozen=True):
 DEFAULT_PREFILL = PrefillRate()
 DEFAULT_DECODE = DecodeRate()
 # First guesses, on the cautious side, until a pair has measured itself.
-DEFAULT_PAIRS: Mapping[str, PairRate] = MappingProxyType(
-    {"nixl": PairRate("nixl", 2e-3, 1e9), "grpc": PairRate("grpc", 4e-3, 3e8)}
-)
+DEFAULT_PAIRS = {"nixl": PairRate("nixl", 2e-3, 1e9), "grpc": PairRate("grpc", 4e-3, 3e8)}
 
 
 def default_pair(transport: str) -> PairRate:

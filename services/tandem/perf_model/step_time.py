@@ -29,7 +29,9 @@ adds: others ask how long a prompt takes, and not which chunk fits.
 import math
 from dataclasses import dataclass
 
-from tandem.perf_model.meters import SECONDS_MAX, LinearMeter, PrefillMeter
+import msgspec
+
+from tandem.perf_model.meters import SECONDS_MAX, LinearMeter
 from tandem.perf_model.rates import (
     DEFAULT_DECODE,
     DEFAULT_PREFILL,
@@ -74,8 +76,9 @@ class StepTimeModel:
     def __init__(self, itl_target_s: float) -> None:
         """`itl_target_s`: 0 limits nothing."""
         self._target_s = itl_target_s
-        self._prefill = PrefillMeter()  # of steps that only prefill: a large chunk's price
-        self._told = PrefillMeter()  # of all steps that prefill
+        guess = msgspec.structs.astuple(DEFAULT_PREFILL)
+        self._prefill = LinearMeter(guess)  # of steps that only prefill: a large chunk's price
+        self._told = LinearMeter(guess)  # of all steps that prefill
         self._decode = LinearMeter(
             (DEFAULT_DECODE.step_s, DEFAULT_DECODE.sequence_s, _DECODE_CONTEXT_S)
         )
@@ -87,7 +90,8 @@ class StepTimeModel:
     @property
     def prefill_rate(self) -> PrefillRate | None:
         """Rate of steps that only prefill; None before the first."""
-        return self._prefill.rate if self._prefill.num_observations else None
+        fit = self._prefill
+        return PrefillRate(*fit.coefficients) if fit.num_observations else None
 
     @property
     def decode_rate(self) -> DecodeRate | None:
@@ -100,7 +104,7 @@ class StepTimeModel:
     def rates(self, *, step_tokens: int, block_bytes: int) -> WorkerRates:
         """The worker tells these rates; the decode rate is a guess until a step only decoded."""
         return WorkerRates(
-            prefill=self._told.rate,
+            prefill=PrefillRate(*self._told.coefficients),
             decode=self.decode_rate or DEFAULT_DECODE,
             step_tokens=step_tokens,
             block_bytes=block_bytes,
@@ -116,13 +120,13 @@ class StepTimeModel:
         if prefill[0]:
             decode_s = decode[0] * (self.decode_rate or DEFAULT_DECODE).sequence_s
             left_s = max(seconds - decode_s, _PREFILL_SHARE_MIN * seconds)
-            self._told.observe(*prefill, left_s)
+            self._told.observe((1.0, *prefill), left_s)
         if prefill[0] and decode[0]:
             around_s = self._decode_s(decode[0], decode[1] + prefill[1] // prefill[0])
             self._observe_mixed(seconds, around_s, self._prefill_s(*prefill))
             self._last_tokens = prefill[0]
         elif prefill[0]:
-            self._prefill.observe(*prefill, seconds)
+            self._prefill.observe((1.0, *prefill), seconds)
         elif decode[0]:
             self._decode.observe((1.0, *decode), seconds)
             self._mean_context = decode[1] / decode[0]
@@ -140,9 +144,8 @@ class StepTimeModel:
             cost = max(cost, 1.0)
         left_s /= cost
         left_s -= self._prefill_s(work.prefill_tokens, work.prefill_contexts)
-        rate = self._prefill.rate
-        context_s = rate.token_context_s
-        fits = _tokens_in(left_s, rate.token_s + context * context_s, context_s / 2)
+        _, token_s, context_s = self._prefill.coefficients
+        fits = _tokens_in(left_s, token_s + context * context_s, context_s / 2)
         if fits is None:
             return None
         if self._last_tokens is not None:
@@ -163,16 +166,15 @@ class StepTimeModel:
             self._beside_decode.observe(seconds - around_s, alone_s)
             return
         times = seconds / (around_s + alone_s)
-        self._decode.stretch(times)
-        for meter in (self._prefill, self._told):
+        for meter in (self._decode, self._prefill, self._told):
             meter.stretch(times)
         self._beside_decode = _CostBesideDecode()
         self._num_slower = 0
 
     def _prefill_s(self, num_tokens: int, contexts: int) -> float:
         """Predicts seconds of prefill in large chunks, without a step's fixed cost."""
-        rate = self._prefill.rate
-        return num_tokens * rate.token_s + contexts * rate.token_context_s
+        _, token_s, context_s = self._prefill.coefficients
+        return num_tokens * token_s + contexts * context_s
 
     def _decode_s(self, num_sequences: int, contexts: int) -> float:
         step_s, sequence_s, context_s = self._decode.coefficients

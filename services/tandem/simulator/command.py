@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ from tandem.errors import ConfigError
 from tandem.options import read
 from tandem.simulator.autoscaled import run_autoscaled
 from tandem.simulator.options import SimulateOptions, UsageError
-from tandem.simulator.output.report import Report, summarize, to_json
+from tandem.simulator.output.report import Report, summarize
 from tandem.simulator.output.table import make_table
 from tandem.simulator.policies import make_policy
 from tandem.simulator.scenario import Scenario, full_load_factor
@@ -96,11 +96,7 @@ def _write(
     folder: Path, reports: list[Report], scenario: Scenario, title: str, console: Console
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    settings = asdict(scenario) | {
-        "rates": msgspec.to_builtins(scenario.rates),
-        "pair": msgspec.to_builtins(scenario.pair),
-    }
-    result = {"title": title, "scenario": settings, "reports": to_json(reports)}
+    result = msgspec.to_builtins({"title": title, "scenario": scenario, "reports": reports})
     (folder / "simulation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     try:
         from tandem.simulator.output.plots import write_page, write_plots

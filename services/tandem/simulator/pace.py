@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem.perf_model.meters import LinearMeter
-from tandem.perf_model.rates import PrefillRate, WorkerRates
+from tandem.perf_model.rates import WorkerRates
 from tandem.router.placement.shares import Shares
 
 
@@ -71,6 +71,4 @@ class Paces:
 
 def paced(rates: WorkerRates, pace: float) -> WorkerRates:
     """A worker whose prefill takes `pace` times as long as it tells has these rates."""
-    told = rates.prefill
-    prefill = PrefillRate(told.step_s * pace, told.token_s * pace, told.token_context_s * pace)
-    return msgspec.structs.replace(rates, prefill=prefill)
+    return msgspec.structs.replace(rates, prefill=rates.prefill.stretched(pace))

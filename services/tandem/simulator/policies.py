@@ -13,8 +13,9 @@ dynamo-softmax the same, drawn by softmax at temperature 0.5
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from tandem.router.placement.choose import Placement, Roster, Work, WorkerSnapshot, choose
@@ -22,105 +23,82 @@ from tandem.router.placement.costs import cached_tokens
 
 Policy = Callable[..., Placement | None]  # takes what `choose` takes
 Pick = Callable[[Work, list[WorkerSnapshot], Mapping[str, int], Random], WorkerSnapshot]
-
-
-@dataclass(slots=True)
-class Simple:
-    """A policy with the same rule in both pools."""
-
-    pick: Pick
-
-    def __call__(
-        self,
-        work: Work,
-        workers: Roster,
-        matches: Mapping[str, int],
-        rng: Random,
-        *,
-        refused: frozenset[str] = frozenset(),
-    ) -> Placement | None:
-        usable = [w for w in workers.by_id.values() if w.usable and w.epoch not in refused]
-        decode = [w for w in usable if w.role == "decode"]
-        prefill = [w for w in usable if w.role == "prefill"]
-        if not decode:
-            return None
-        chosen = self.pick(work, decode, matches, rng)
-        candidates = (self.pick(work, prefill, matches, rng),) if prefill else ()
-        computes = (*candidates, chosen)[0]
-        cached = cached_tokens(work, chosen, matches)
-        there = max(cached, cached_tokens(work, computes, matches))
-        return Placement(chosen, candidates, (), work.num_tokens - there, "")
-
-
-class RoundRobin:
-    def __init__(self) -> None:
-        self._turns = {"prefill": 0, "decode": 0}
-
-    def pick(
-        self, work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], rng: Random
-    ) -> WorkerSnapshot:
-        role = workers[0].role
-        self._turns[role] += 1
-        return workers[self._turns[role] % len(workers)]
-
-
-@dataclass(frozen=True, slots=True)
-class Dynamo:
-    """Dynamo's rule. Temperature 0 takes the lowest; a softmax is over costs scaled to 0..1."""
-
-    overlap_weight: float = 1.0
-    temperature: float = 0.0
-
-    def pick(
-        self, work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], rng: Random
-    ) -> WorkerSnapshot:
-        costs = [self._cost(work, w, matches) for w in workers]
-        low, high = min(costs), max(costs)
-        if self.temperature == 0 or low == high:
-            return rng.choice([w for w, c in zip(workers, costs, strict=True) if c == low])
-        weights = [math.exp(-(c - low) / (high - low) / self.temperature) for c in costs]
-        return rng.choices(workers, weights)[0]
-
-    def _cost(self, work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> float:
-        missing = work.num_tokens - matches.get(worker.worker_id, 0) * work.block_size
-        prefill_blocks = (worker.queued_tokens + missing) / work.block_size
-        decode_blocks = worker.blocks_used + work.num_tokens / work.block_size
-        return self.overlap_weight * prefill_blocks + decode_blocks
+Cost = Callable[[Work, WorkerSnapshot, int], float]  # of a worker with so many blocks cached
 
 
 def make_policy(name: str) -> Policy:
     """Returns the policy of this name. Raises KeyError if there is none."""
-    return choose if name == "tandem" else Simple(_PICKS[name]())
+    return choose if name == "tandem" else partial(_place, _PICKS[name]())
 
 
-def _any(
-    work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], rng: Random
-) -> WorkerSnapshot:
-    return rng.choice(workers)
+def _place(
+    pick: Pick,
+    work: Work,
+    workers: Roster,
+    matches: Mapping[str, int],
+    rng: Random,
+    *,
+    refused: frozenset[str] = frozenset(),
+) -> Placement | None:
+    """Places by the same rule in both pools."""
+    usable = [w for w in workers.by_id.values() if w.usable and w.epoch not in refused]
+    decode = [w for w in usable if w.role == "decode"]
+    prefill = [w for w in usable if w.role == "prefill"]
+    if not decode:
+        return None
+    chosen = pick(work, decode, matches, rng)
+    candidates = (pick(work, prefill, matches, rng),) if prefill else ()
+    computes = (*candidates, chosen)[0]
+    cached = cached_tokens(work, chosen, matches)
+    there = max(cached, cached_tokens(work, computes, matches))
+    return Placement(chosen, candidates, (), work.num_tokens - there, "")
 
 
-def _least_loaded(
-    work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], rng: Random
-) -> WorkerSnapshot:
-    counts = [w.num_running + w.num_waiting + w.num_leases for w in workers]
-    low = min(counts)
-    return rng.choice([w for w, count in zip(workers, counts, strict=True) if count == low])
+def _in_turn() -> Pick:
+    turns = Counter[str]()
+
+    def pick(
+        work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], rng: Random
+    ) -> WorkerSnapshot:
+        role = workers[0].role
+        turns[role] += 1
+        return workers[turns[role] % len(workers)]
+
+    return pick
 
 
-def _longest_prefix(
-    work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], rng: Random
-) -> WorkerSnapshot:
-    depths = [matches.get(w.worker_id, 0) for w in workers]
-    high = max(depths)
-    return rng.choice([w for w, depth in zip(workers, depths, strict=True) if depth == high])
+def _lowest(cost: Cost, temperature: float = 0.0) -> Pick:
+    """Picks the lowest cost, at random among equals; with a temperature, by a softmax over costs
+    that are scaled to 0..1."""
+
+    def pick(
+        work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], rng: Random
+    ) -> WorkerSnapshot:
+        costs = [cost(work, w, matches.get(w.worker_id, 0)) for w in workers]
+        low, high = min(costs), max(costs)
+        if temperature == 0 or low == high:
+            return rng.choice([w for w, c in zip(workers, costs, strict=True) if c == low])
+        weights = [math.exp(-(c - low) / (high - low) / temperature) for c in costs]
+        return rng.choices(workers, weights)[0]
+
+    return pick
+
+
+def _dynamo(work: Work, worker: WorkerSnapshot, num_cached_blocks: int) -> float:
+    missing = work.num_tokens - num_cached_blocks * work.block_size
+    prefill_blocks = (worker.queued_tokens + missing) / work.block_size
+    decode_blocks = worker.blocks_used + work.num_tokens / work.block_size
+    return prefill_blocks + decode_blocks
 
 
 _PICKS: dict[str, Callable[[], Pick]] = {
-    "random": lambda: _any,
-    "round-robin": lambda: RoundRobin().pick,
-    "least-loaded": lambda: _least_loaded,
-    "prefix-only": lambda: _longest_prefix,
-    "dynamo": lambda: Dynamo().pick,
-    "dynamo-softmax": lambda: Dynamo(temperature=0.5).pick,
+    "random": lambda: _lowest(lambda work, worker, cached: 0.0),
+    "round-robin": _in_turn,
+    "least-loaded": lambda: _lowest(
+        lambda work, worker, cached: worker.num_running + worker.num_waiting + worker.num_leases
+    ),
+    "prefix-only": lambda: _lowest(lambda work, worker, cached: -cached),
+    "dynamo": lambda: _lowest(_dynamo),
+    "dynamo-softmax": lambda: _lowest(_dynamo, temperature=0.5),
 }
 POLICIES = ("tandem", *_PICKS)

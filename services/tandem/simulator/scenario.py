@@ -72,11 +72,7 @@ class Scenario:
         prefill, decode = (1 + self.rate_error * rng.uniform(-1, 1) for _ in range(2))
         return msgspec.structs.replace(
             self.rates,
-            prefill=PrefillRate(
-                self.rates.prefill.step_s * prefill,
-                self.rates.prefill.token_s * prefill,
-                self.rates.prefill.token_context_s * prefill,
-            ),
+            prefill=self.rates.prefill.stretched(prefill),
             decode=DecodeRate(
                 self.rates.decode.step_s * decode, self.rates.decode.sequence_s * decode
             ),

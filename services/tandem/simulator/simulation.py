@@ -49,7 +49,6 @@ class Simulation:
         }
         self.meter = DemandMeter()  # what a router would count for the autoscaler
         self._calibration = Calibration()
-        self._num_arrived = 0
         self.view = View(scenario, self.clock, list(self.workers.values()))
         self._pairs = {w: scenario.true_pair(w) for w in self.workers}
         for worker in self.workers.values():
@@ -114,7 +113,6 @@ class Simulation:
         num_full = arrival.num_tokens // self.scenario.block_size
         request = Request(arrival, arrival.block_hashes()[:num_full])
         self.requests.append(request)
-        self._num_arrived += 1
         self._plan_arrival(at + 1)
         self._place(request)
 
@@ -292,7 +290,7 @@ class Simulation:
     @property
     def has_more(self) -> bool:
         """True while requests are still to come."""
-        return self._num_arrived < len(self._arrivals)
+        return len(self.requests) < len(self._arrivals)
 
     def start_worker(self, worker: Worker) -> None:
         """Starts a worker that is off, with nothing in its cache."""

@@ -169,7 +169,7 @@ def _read_azure(path: Path) -> list[Arrival]:
         rows = csv.DictReader(file)
         for number, row in enumerate(rows, 2):
             try:
-                at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                at = datetime.fromisoformat(row["TIMESTAMP"][:26]) - datetime(2000, 1, 1)
                 num_tokens = _positive(row["ContextTokens"])
                 output_tokens = _positive(row["GeneratedTokens"])
             except (ValueError, KeyError, TypeError) as error:
@@ -177,12 +177,8 @@ def _read_azure(path: Path) -> list[Arrival]:
             count = -(-num_tokens // BLOCK_SIZE)
             ids = tuple(range(next_id, next_id + count))
             next_id += count
-            arrivals.append(Arrival(_seconds(at), num_tokens, output_tokens, ids))
+            arrivals.append(Arrival(at.total_seconds(), num_tokens, output_tokens, ids))
     return arrivals
-
-
-def _seconds(at: datetime) -> float:
-    return (at - datetime(2000, 1, 1)).total_seconds()
 
 
 def _positive(value: object) -> int:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from tandem.engine.scheduler.running_slots import RunningSlots
+from tandem.engine.scheduler.running_slots import num_running_slots
 from tandem.perf_model.rates import DecodeRate
 
 
 def running_slots(itl_limit_s: float, rate: DecodeRate | None = DecodeRate(1e-2, 2e-3)) -> int:
-    step_time = SimpleNamespace(decode_rate=rate)
-    return RunningSlots(step_time, max_num_seqs=64, itl_limit_s=itl_limit_s).num  # type: ignore[arg-type]
+    return num_running_slots(rate, max_num_seqs=64, itl_limit_s=itl_limit_s)
 
 
 def test_without_a_limit_or_a_measurement_all_have_one() -> None:
@@ -21,12 +18,12 @@ def test_without_a_limit_or_a_measurement_all_have_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("itl_limit_s", "num_running_slots"), [(1.0, 64), (0.1, 20), (0.03, 2), (0.01, 1), (1e-9, 1)]
+    ("itl_limit_s", "expected"), [(1.0, 64), (0.1, 20), (0.03, 2), (0.01, 1), (1e-9, 1)]
 )
 def test_running_slots_are_what_a_decode_step_has_time_for(
-    itl_limit_s: float, num_running_slots: int
+    itl_limit_s: float, expected: int
 ) -> None:
-    assert running_slots(itl_limit_s) == num_running_slots
+    assert running_slots(itl_limit_s) == expected
 
 
 def test_a_rate_without_a_share_of_each_sequence_gives_running_slots_to_all_or_one() -> None:

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import torch
 
-from tandem.engine.executor.sampler import sample_next
+from tandem.engine.executor.sampler import next_draw
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import SamplingParams
+from tandem_kernels.sampling import sample
 from tests.engine_driver import make_spec
 
 LOGITS = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
@@ -18,6 +19,10 @@ def sequence_of(num_tokens: int, *, num_output_tokens: int = 0, **sampling: floa
         sampling=SamplingParams(**sampling),
     )
     return Sequence.from_spec(spec, arrival=0, block_size=4, chain_root=b"root of 16 bytes")
+
+
+def sample_next(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    return sample(logits, [next_draw(sequence) for sequence in sequences])
 
 
 def test_greedy_takes_the_largest() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tandem.engine.cache.block_pool import BlockPool
-from tandem.engine.scheduler.running_slots import RunningSlots
 from tandem.engine.scheduler.scheduler import Schedule, Scheduler
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import Mode
@@ -27,9 +26,9 @@ class Bench:
         self.scheduler = Scheduler(
             self.pool,
             self.step_time,
-            RunningSlots(self.step_time, max_num_seqs=max_num_seqs, itl_limit_s=itl_limit_s),
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=tokens,
+            itl_limit_s=itl_limit_s,
             bytes_per_token=1024.0,
         )
         self.sequences: list[Sequence] = []
@@ -181,7 +180,7 @@ def test_has_no_work_while_the_oldest_cannot_be_admitted() -> None:
 def test_sequences_wait_for_a_running_slot_and_those_for_a_peer_need_none() -> None:
     bench = Bench(itl_limit_s=0.1)
     bench.step_time.observe(StepWork(decode_tokens=2), 48e-3)
-    assert bench.scheduler._running_slots.num == 2
+    assert bench.scheduler.num_running_slots == 2
     a = bench.add("a", 2)
     pulls = bench.add("pulls", 8, Mode.WAITING_FOR_REMOTE_KV)
     bench.add("b", 2)

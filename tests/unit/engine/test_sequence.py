@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from tandem.block_hash import hash_blocks
-from tandem.engine.sequence import Sequence, finish_reason
+from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import finish_reason as reason_of
 from tandem.engine.types import Mode
 from tests.engine_driver import make_spec
 
@@ -11,6 +12,10 @@ ROOT = b"root of 16 bytes"
 def make(num_tokens: int, mode: Mode = Mode.LOCAL, **fields: object) -> Sequence:
     spec = make_spec("a", list(range(num_tokens)), mode=mode, **fields)
     return Sequence.from_spec(spec, arrival=0, block_size=4, chain_root=ROOT)
+
+
+def finish_reason(sequence: Sequence, max_model_len: int) -> str:
+    return reason_of(sequence.spec, sequence.token_ids, max_model_len)
 
 
 def test_hashes_grow_with_the_tokens() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.engine import Engine
 from tandem.engine.scheduler.batch import StepBatch
-from tandem.engine.scheduler.running_slots import RunningSlots
 from tandem.engine.scheduler.scheduler import Schedule, Scheduler
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode
@@ -51,9 +50,9 @@ class Bench:
         self.scheduler = Scheduler(
             pool,
             self.step_time,
-            RunningSlots(self.step_time, max_num_seqs=64, itl_limit_s=0.0),
             max_num_seqs=64,
             max_tokens_per_step=BUDGET,
+            itl_limit_s=0.0,
             bytes_per_token=1024.0,
         )
         self.num_added = 0

@@ -3,12 +3,13 @@ from __future__ import annotations
 import math
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.perf_model.meters import LinearMeter, PairMeter, PrefillMeter
-from tandem.perf_model.rates import PairRate, PrefillRate, token_contexts
+from tandem.perf_model.meters import LinearMeter, PairMeter
+from tandem.perf_model.rates import DEFAULT_PREFILL, PairRate, PrefillRate, token_contexts
 
 # From a GPU to a core that is shared with others.
 scales = st.floats(0.001, 30.0)
@@ -21,27 +22,36 @@ def a_rate(scale: float) -> PrefillRate:
     return PrefillRate(4e-3 * scale, 1e-3 * scale, 2e-7 * scale)
 
 
+def prefill_meter() -> LinearMeter:
+    return LinearMeter(msgspec.structs.astuple(DEFAULT_PREFILL))
+
+
+def rate_of(meter: LinearMeter) -> PrefillRate:
+    return PrefillRate(*meter.coefficients)
+
+
 def feed(
-    meter: PrefillMeter, true: PrefillRate, rng: Random, count: int, noise: float, outlier: float
+    meter: LinearMeter, true: PrefillRate, rng: Random, count: int, noise: float, outlier: float
 ) -> None:
     for _ in range(count):
         num_tokens, context = rng.choice([16, 64, 200, 512, 512]), rng.randint(0, 4000)
         took = true.seconds(num_tokens, context) * max(0.5, rng.gauss(1, noise))
         if rng.random() < outlier:
             took *= rng.uniform(2, 10)
-        meter.observe(num_tokens, token_contexts(num_tokens, context), took)
+        meter.observe((1.0, num_tokens, token_contexts(num_tokens, context)), took)
 
 
-def worst_error(meter: PrefillMeter, true: PrefillRate) -> float:
+def worst_error(meter: LinearMeter, true: PrefillRate) -> float:
+    learned = rate_of(meter)
     grid = [(n, c) for n in (64, 512, 2000) for c in (0, 1000, 3000)]
-    return max(abs(math.log(meter.rate.seconds(n, c) / true.seconds(n, c))) for n, c in grid)
+    return max(abs(math.log(learned.seconds(n, c) / true.seconds(n, c))) for n, c in grid)
 
 
 @given(scales, seeds, noises, outliers)
 def test_prefill_is_learned_from_noisy_steps(
     scale: float, seed: int, noise: float, outlier: float
 ) -> None:
-    meter = PrefillMeter()
+    meter = prefill_meter()
     feed(meter, a_rate(scale), Random(seed), 120, noise, outlier)
     assert worst_error(meter, a_rate(scale)) < 0.25
 
@@ -50,7 +60,7 @@ def test_prefill_is_learned_from_noisy_steps(
 def test_a_change_is_followed_within_a_hundred_steps(
     scale: float, factor: float, seed: int, noise: float
 ) -> None:
-    meter, rng = PrefillMeter(), Random(seed)
+    meter, rng = prefill_meter(), Random(seed)
     feed(meter, a_rate(scale), rng, 300, noise, 0.0)
     feed(meter, a_rate(scale * factor), rng, 100, noise, 0.0)
     assert worst_error(meter, a_rate(scale * factor)) < 0.25
@@ -58,18 +68,18 @@ def test_a_change_is_followed_within_a_hundred_steps(
 
 @given(scales)
 def test_the_first_step_tells_the_order_of_magnitude(scale: float) -> None:
-    meter = PrefillMeter()
-    meter.observe(512, token_contexts(512, 0), a_rate(scale).seconds(512))
-    assert meter.rate.seconds(512) == pytest.approx(a_rate(scale).seconds(512), rel=0.1)
+    meter = prefill_meter()
+    meter.observe((1.0, 512, token_contexts(512, 0)), a_rate(scale).seconds(512))
+    assert rate_of(meter).seconds(512) == pytest.approx(a_rate(scale).seconds(512), rel=0.1)
     assert worst_error(meter, a_rate(scale)) < 1.0
 
 
 def test_one_step_that_was_put_aside_changes_little() -> None:
-    meter = PrefillMeter()
+    meter = prefill_meter()
     feed(meter, a_rate(1.0), Random(0), 100, 0.02, 0.0)
-    before = meter.rate.seconds(512)
-    meter.observe(512, token_contexts(512, 0), 50 * a_rate(1.0).seconds(512))
-    assert meter.rate.seconds(512) == pytest.approx(before, rel=0.05)
+    before = rate_of(meter).seconds(512)
+    meter.observe((1.0, 512, token_contexts(512, 0)), 50 * a_rate(1.0).seconds(512))
+    assert rate_of(meter).seconds(512) == pytest.approx(before, rel=0.05)
 
 
 @given(
@@ -85,11 +95,11 @@ def test_one_step_that_was_put_aside_changes_little() -> None:
 def test_whatever_comes_no_coefficient_is_negative_or_without_end(
     observations: list[tuple[int, int, float]],
 ) -> None:
-    prefill, pair = PrefillMeter(), PairMeter("nixl")
+    prefill, pair = prefill_meter(), PairMeter("nixl")
     for num_tokens, more, took in observations:
-        prefill.observe(num_tokens, more, took)
+        prefill.observe((1.0, num_tokens, more), took)
         pair.observe(more, took)
-    told = [prefill.rate.step_s, prefill.rate.token_s, prefill.rate.token_context_s]
+    told = list(prefill.coefficients)
     told.append(pair.rate.latency_s)
     assert all(0 <= value < math.inf for value in told)
     assert 0 < pair.rate.bytes_per_s < math.inf

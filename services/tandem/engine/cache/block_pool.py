@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tandem.engine.cache.eviction import EvictionPolicy, LeastRecentlyUsed
+from tandem.engine.cache.eviction import LeastRecentlyUsed
 from tandem.engine.types import StoredBlock
 
 _LISTED_PER_BLOCK_MAX = 16  # hot prefixes: bounds how often long shared prefixes are repeated
@@ -46,14 +46,14 @@ class Reservation:
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, policy: EvictionPolicy | None = None) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._policy = policy or LeastRecentlyUsed()
+        self.num_cached = 0  # unreferenced blocks that `match` still finds; each can be evicted
+        self._policy = LeastRecentlyUsed()
         self._blocks = [_Block() for _ in range(num_blocks)]
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: lowest id first, warm ones next
         self._by_hash: dict[bytes, int] = {}
         self._quarantined: set[int] = set()
-        self._num_cached = 0
         self._clock = 0
         self._stored: dict[bytes, bytes] = {}  # hash -> parent's, since the last `take_events`
         self._removed: dict[bytes, None] = {}
@@ -63,17 +63,12 @@ class BlockPool:
         return len(self._free)
 
     @property
-    def num_cached(self) -> int:
-        """Unreferenced blocks that `match` still finds; each can be evicted."""
-        return self._num_cached
-
-    @property
     def num_quarantined(self) -> int:
         return len(self._quarantined)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - self.num_free - self._num_cached - len(self._quarantined)
+        return self.num_blocks - self.num_free - self.num_cached - len(self._quarantined)
 
     def match(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Block ids of the longest prefix of the chain that is here. References nothing."""
@@ -104,7 +99,7 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Blocks with one reference and no hash; None, and nothing changed, when too few remain."""
-        if num_blocks > self.num_free + self._num_cached:
+        if num_blocks > self.num_free + self.num_cached:
             return None
         taken = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
         for block_id in taken:
@@ -124,7 +119,7 @@ class BlockPool:
                 self._free.append(block_id)
                 continue
             block.last_used = self._clock
-            self._num_cached += 1
+            self.num_cached += 1
             if not block.num_children:
                 self._policy.add(block_id, block.last_used)
 
@@ -232,13 +227,13 @@ class BlockPool:
 
     def _fits(self, matched: list[int], num_blocks: int) -> bool:
         unreferenced = sum(not self._blocks[b].num_references for b in matched)
-        room = self.num_free + self._num_cached - unreferenced
+        room = self.num_free + self.num_cached - unreferenced
         return num_blocks - len(matched) <= room
 
     def _reference(self, block_id: int) -> None:
         block = self._blocks[block_id]
         if not block.num_references:
-            self._num_cached -= 1
+            self.num_cached -= 1
             self._policy.discard(block_id)
         block.num_references += 1
 
@@ -251,7 +246,7 @@ class BlockPool:
             del self._stored[block.block_hash]
         else:
             self._removed[block.block_hash] = None
-        self._num_cached -= 1
+        self.num_cached -= 1
         if block.parent_id is not None:
             parent = self._blocks[block.parent_id]
             parent.num_children -= 1
@@ -294,7 +289,7 @@ class BlockPool:
             assert block.num_children == children[block_id], (
                 f"block {block_id} counts {block.num_children} children of {children[block_id]}"
             )
-        assert self._num_cached == len(cached), f"{self._num_cached} cached, found {len(cached)}"
+        assert self.num_cached == len(cached), f"{self.num_cached} cached, found {len(cached)}"
         leaves = {b for b in cached if not self._blocks[b].num_children}
         assert self._policy.block_ids() == leaves, "what can be evicted is not the cached leaves"
         states = [*self._free, *self._quarantined, *cached, *expected]

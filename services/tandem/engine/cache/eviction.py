@@ -1,25 +1,10 @@
-"""Eviction policies: the order in which a pool evicts its unreferenced cached blocks.
+"""The eviction policy: the order in which a pool evicts its unreferenced cached blocks.
 
-The pool offers only leaves (blocks with no cached child), so a policy never has to think of chains;
-a parent is offered when its last child is gone.
+The pool offers only leaves (blocks with no cached child), so the policy never has to think of
+chains; a parent is offered when its last child is gone.
 """
 
 import heapq
-from typing import Protocol
-
-
-class EvictionPolicy(Protocol):
-    def add(self, block_id: int, last_used: int) -> None:
-        """The block became evictable; `last_used` counts the pool's releases, higher is later."""
-
-    def discard(self, block_id: int) -> None:
-        """The block is not evictable any more; unknown ids are ignored."""
-
-    def pop(self) -> int:
-        """Takes out the block to evict. Raises IndexError when there is none."""
-
-    def block_ids(self) -> set[int]:
-        """All that are evictable now."""
 
 
 class LeastRecentlyUsed:
@@ -30,6 +15,7 @@ class LeastRecentlyUsed:
         self._heap: list[tuple[int, int]] = []
 
     def add(self, block_id: int, last_used: int) -> None:
+        """The block became evictable; `last_used` counts the pool's releases, higher is later."""
         self._last_used[block_id] = last_used
         if len(self._heap) > 2 * len(self._last_used) + 64:
             self._heap = [(used, block) for block, used in self._last_used.items()]
@@ -38,9 +24,11 @@ class LeastRecentlyUsed:
             heapq.heappush(self._heap, (last_used, block_id))
 
     def discard(self, block_id: int) -> None:
+        """The block is not evictable any more; unknown ids are ignored."""
         self._last_used.pop(block_id, None)
 
     def pop(self) -> int:
+        """Takes out the block to evict. Raises IndexError when there is none."""
         while True:
             last_used, block_id = heapq.heappop(self._heap)
             if self._last_used.get(block_id) == last_used:
@@ -48,4 +36,5 @@ class LeastRecentlyUsed:
                 return block_id
 
     def block_ids(self) -> set[int]:
+        """All that are evictable now."""
         return set(self._last_used)

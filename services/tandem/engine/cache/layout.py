@@ -10,9 +10,8 @@ transfer code can use it.
 from dataclasses import dataclass
 
 from tandem.config import EngineConfig
+from tandem.dtypes import DTYPE_BYTES
 from tandem.errors import ConfigError
-
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +27,8 @@ class BlockLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        return (
-            self.num_blocks,
-            self.num_kv_heads,
-            self.num_layers,
-            2,
-            self.block_size,
-            self.head_dim,
-        )
+        heads, layers = self.num_kv_heads, self.num_layers
+        return (self.num_blocks, heads, layers, 2, self.block_size, self.head_dim)
 
     @property
     def block_bytes(self) -> int:

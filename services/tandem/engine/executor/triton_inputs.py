@@ -14,12 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-
-Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +62,9 @@ class StepViews:
         return cls(array, shape, tokens, positions, slots, lens, starts, logit_rows, tables)
 
 
-def attention_order(slices: Sequence[SequenceSlice]) -> list[int]:
-    """Slices with one token first, else as they came."""
-    return sorted(range(len(slices)), key=lambda i: slices[i].num_tokens > 1)
-
-
 def write_step(batch: StepBatch, block_size: int) -> StepViews:
     """The whole batch, in a new array on the host."""
-    slices = [batch.slices[i] for i in attention_order(batch.slices)]
+    slices = sorted(batch.slices, key=lambda piece: piece.num_tokens > 1)
     shape = StepShape(
         num_tokens=batch.num_tokens,
         num_seqs=len(slices),
@@ -84,7 +76,6 @@ def write_step(batch: StepBatch, block_size: int) -> StepViews:
     token_ids, positions = views.token_ids.numpy(), views.positions.numpy()
     slots, tables = views.slots.numpy(), views.block_tables.numpy()
     starts = views.query_starts.numpy()
-    starts[0] = 0
     row = 0
     last_rows = {}
     for i, piece in enumerate(slices):
@@ -119,7 +110,7 @@ class DecodeRows:
         self._views.logit_rows.copy_(torch.arange(shape.num_seqs))
         self._views.query_starts.zero_()
         self._views.block_tables.zero_()
-        self._tables: Ints = self._views.block_tables.numpy()
+        self._tables = self._views.block_tables.numpy()
         self._known: list[list[int]] = [[] for _ in range(shape.num_seqs)]
 
     def write(self, slices: Sequence[SequenceSlice], block_size: int) -> None:

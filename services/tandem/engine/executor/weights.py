@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.config import ModelConfig
@@ -105,12 +106,10 @@ def _layer_shapes(config: ModelConfig) -> Shapes:
 
 
 def _map_files(files: Sequence[Path]) -> dict[str, torch.Tensor]:
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no dict
-                    tensors[name] = opened.get_tensor(name)
+            tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
     return tensors
@@ -190,11 +189,9 @@ class _Builder:
 
     def _stacked(self, names: list[str]) -> torch.Tensor:
         parts = [self._stored[name] for name in names]
-        num_rows = sum(len(part) for part in parts)
-        shape = (num_rows, *parts[0].shape[1:])
+        sizes = [len(part) for part in parts]
+        shape = (sum(sizes), *parts[0].shape[1:])
         stacked = torch.empty(shape, dtype=self._dtype, device=self._device)
-        first = 0
-        for part in parts:
-            stacked[first : first + len(part)] = part
-            first += len(part)
+        for rows, part in zip(torch.split(stacked, sizes), parts, strict=True):
+            rows.copy_(part)
         return stacked

@@ -7,34 +7,23 @@ of the limit, by what was measured; chunks of prompts lengthen it by half at mos
 to be within the limit. Who finds no running slot waits.
 """
 
-from tandem.perf_model.step_time import StepTimeModel
+from tandem.perf_model.rates import DecodeRate
 
 RUNNING_SLOTS_SHARE = 0.5
 STEP_SHARE = 0.75  # of the limit, that a step with chunks of prompts is planned to take
 _ROUNDING = 1e-9
 
 
-class RunningSlots:
-    """The running slots of one engine. `itl_limit_s`: 0 limits nothing."""
+def num_running_slots(rate: DecodeRate | None, *, max_num_seqs: int, itl_limit_s: float) -> int:
+    """Number of running slots, at least one; all of them until decode was measured.
 
-    def __init__(self, step_time: StepTimeModel, *, max_num_seqs: int, itl_limit_s: float) -> None:
-        self._step_time = step_time
-        self._max_num_seqs = max_num_seqs
-        self._itl_limit_s = itl_limit_s
-
-    @property
-    def is_limited(self) -> bool:
-        return self._itl_limit_s > 0
-
-    @property
-    def num(self) -> int:
-        """Number of running slots, at least one; all of them until decode was measured."""
-        rate = self._step_time.decode_rate
-        if not self.is_limited or rate is None:
-            return self._max_num_seqs
-        left_s = RUNNING_SLOTS_SHARE * self._itl_limit_s - rate.step_s
-        if left_s >= self._max_num_seqs * rate.sequence_s:
-            return self._max_num_seqs
-        if rate.sequence_s <= 0:  # a fitted rate may be 0
-            return 1
-        return max(1, int(left_s / rate.sequence_s + _ROUNDING))
+    `itl_limit_s`: 0 limits nothing.
+    """
+    if not itl_limit_s or rate is None:
+        return max_num_seqs
+    left_s = RUNNING_SLOTS_SHARE * itl_limit_s - rate.step_s
+    if left_s >= max_num_seqs * rate.sequence_s:
+        return max_num_seqs
+    if rate.sequence_s <= 0:  # a fitted rate may be 0
+        return 1
+    return max(1, int(left_s / rate.sequence_s + _ROUNDING))

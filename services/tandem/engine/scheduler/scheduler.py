@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
-from tandem.engine.scheduler.running_slots import RunningSlots
+from tandem.engine.scheduler.running_slots import num_running_slots
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import Mode
 from tandem.perf_model.rates import token_contexts
@@ -86,10 +86,10 @@ class Scheduler:
         self,
         pool: BlockPool,
         step_time: StepTimeModel,
-        running_slots: RunningSlots,
         *,
         max_num_seqs: int,
         max_tokens_per_step: int,
+        itl_limit_s: float,
         bytes_per_token: float,
     ) -> None:
         """`bytes_per_token` is of KV."""
@@ -98,9 +98,9 @@ class Scheduler:
         self.awaiting: list[Sequence] = []
         self._pool = pool
         self._step_time = step_time
-        self._running_slots = running_slots
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens_per_step
+        self._itl_limit_s = itl_limit_s
         self._bytes_per_token = bytes_per_token
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -193,14 +193,22 @@ class Scheduler:
         """
         if sequence.mode is not Mode.PREFILL_ONLY:
             slot = len(self.running) + len(self.awaiting) < self._max_num_seqs
+            slot = slot and self._num_slots_taken < self.num_running_slots
         else:
             queue = self.awaiting if sequence.may_wait_for_remote_kv else self.running
             slot = len(queue) < self._max_num_seqs
         if not sequence.may_wait_for_remote_kv:
             slot = slot and self._tokens_left(schedule, 0) > 0
-        if self._running_slots.is_limited and sequence.mode is not Mode.PREFILL_ONLY:
-            slot = slot and self._num_slots_taken < self._running_slots.num
         return slot and self._pool.can_reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
+
+    @property
+    def num_running_slots(self) -> int:
+        """Number of sequences that may decode here at once (running_slots.py)."""
+        return num_running_slots(
+            self._step_time.decode_rate,
+            max_num_seqs=self._max_num_seqs,
+            itl_limit_s=self._itl_limit_s,
+        )
 
     @property
     def chunk_tokens(self) -> int:
@@ -237,13 +245,13 @@ class Scheduler:
         """Updates the pull lag after a chunk was run, before its sequence moves on."""
         sequence = chunk.sequence
         rate = self._step_time.prefill_rate
-        if sequence.consumer_rate is not None and rate is not None:
+        if sequence.spec.consumer_rate is not None and rate is not None:
             sequence.pull_lag_s = lag_after(
                 chunk.num_tokens,
                 sequence.num_computed_tokens,
                 sequence.pull_lag_s,
                 rate,
-                self._link(sequence.consumer_rate),
+                self._link(sequence.spec.consumer_rate),
             )
 
     def _link(self, consumer_rate: tuple[float, float]) -> Link:
@@ -253,7 +261,7 @@ class Scheduler:
     def _chunk_prefill_only(self, sequence: Sequence, tokens_left: int) -> int:
         """Sizes a chunk, pulled while the next is computed: only the last pull is waited for."""
         num_missing, rate = sequence.num_missing_tokens, self._step_time.prefill_rate
-        if sequence.consumer_rate is None or rate is None:
+        if sequence.spec.consumer_rate is None or rate is None:
             return tail_chunk(num_missing, tokens_left=tokens_left, budget=self._max_tokens)
         return next_chunk(
             num_missing,
@@ -262,7 +270,7 @@ class Scheduler:
             tokens_left=tokens_left,
             budget=self._max_tokens,
             rate=rate,
-            link=self._link(sequence.consumer_rate),
+            link=self._link(sequence.spec.consumer_rate),
         )
 
     def _grow(self, sequence: Sequence) -> bool:

@@ -1,7 +1,7 @@
 """The figures of one run."""
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,13 +37,11 @@ def summarize(simulation: Simulation, policy: str, load: float) -> Report:
     requests = simulation.requests
     served = [r for r in requests if r.ended_s]
     good = [r for r in served if is_good(r, simulation.scenario.slo)]
-    tokens: dict[str, int] = {}
-    counts: dict[str, int] = {}
+    tokens, counts = Counter[str](), Counter[str]()
     for request in served:
         if request.prefill is not None:
-            worker_id = request.prefill.worker_id
-            tokens[worker_id] = tokens.get(worker_id, 0) + request.arrival.num_tokens
-            counts[worker_id] = counts.get(worker_id, 0) + 1
+            tokens[request.prefill.worker_id] += request.arrival.num_tokens
+            counts[request.prefill.worker_id] += 1
     has_pool = simulation.scenario.num_prefill > 0
     pool = [w for w in simulation.workers.values() if w.role == "prefill" or not has_pool]
     prompt_tokens = sum(r.arrival.num_tokens for r in served) or 1
@@ -60,8 +58,8 @@ def summarize(simulation: Simulation, policy: str, load: float) -> Report:
         goodput=len(good) / max(1, len(requests)),
         hit_rate=sum(r.cached_tokens for r in served) / prompt_tokens,
         pulled_rate=sum(r.num_pulled_tokens for r in served) / prompt_tokens,
-        load_tokens=_imbalance([tokens.get(w.worker_id, 0) for w in pool]),
-        load_requests=_imbalance([counts.get(w.worker_id, 0) for w in pool]),
+        load_tokens=_imbalance([tokens[w.worker_id] for w in pool]),
+        load_requests=_imbalance([counts[w.worker_id] for w in pool]),
         load_busy=_imbalance([w.engine.prefill_busy_s for w in pool]),
         ttft_s=_quantiles([r.ttft_s for r in served]),
         tpot_s=_quantiles([r.tpot_s for r in served if r.arrival.output_tokens > 1]),
@@ -73,17 +71,11 @@ def is_good(request: Request, slo: Slo) -> bool:
     return request.ttft_s <= ttft_max_s and request.tpot_s <= slo.tpot_s
 
 
-def to_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    return [msgspec.to_builtins(report) for report in reports]
-
-
 def _imbalance(shares: Sequence[float]) -> float:
     mean = sum(shares) / len(shares)
     return max(shares) / mean if mean else 1.0
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {"p50": 0.0, "p90": 0.0, "p99": 0.0}
-    p50, p90, p99 = np.quantile(np.asarray(values), [0.5, 0.9, 0.99])
-    return {"p50": float(p50), "p90": float(p90), "p99": float(p99)}
+    quantiles = np.quantile(values, [0.5, 0.9, 0.99]).tolist() if values else [0.0, 0.0, 0.0]
+    return dict(zip(("p50", "p90", "p99"), quantiles, strict=True))

@@ -42,10 +42,6 @@ class Fleet:
     def wanted(self) -> int:
         return sum(state in ("starting", "ready") for state in self._states)
 
-    @property
-    def num_ready(self) -> int:
-        return self._states.count("ready")
-
     def open(self, size: int) -> None:
         """Begins, before anything else, with `size` ready workers; the others are off."""
         for number in range(size, len(self._workers)):

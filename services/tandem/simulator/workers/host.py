@@ -15,23 +15,17 @@ if TYPE_CHECKING:
 class Host:
     def __init__(self, cores: float) -> None:
         self._cores = cores
-        self._workers: list[Worker] = []
-        self._busy: set[int] = set()
+        self._is_busy: dict[Worker, bool] = {}
         self._speed = 1.0
 
-    def join(self, worker: Worker) -> int:
-        """Adds a worker; returns its number for `note`."""
-        self._workers.append(worker)
-        return len(self._workers) - 1
+    def join(self, worker: Worker) -> None:
+        self._is_busy[worker] = False
 
-    def note(self, number: int, *, busy: bool) -> None:
+    def note(self, worker: Worker, *, busy: bool) -> None:
         """Notes whether a worker computes now; slows all when more do than there are cores."""
-        if busy:
-            self._busy.add(number)
-        else:
-            self._busy.discard(number)
-        speed = min(1.0, self._cores / max(1, len(self._busy)))
+        self._is_busy[worker] = busy
+        speed = min(1.0, self._cores / max(1, sum(self._is_busy.values())))
         if speed != self._speed:
             self._speed = speed
-            for worker in self._workers:
-                worker.set_speed(speed)
+            for each in self._is_busy:
+                each.set_speed(speed)

@@ -50,7 +50,7 @@ class KvCache:
                 del idle[block_hash]
                 held[block_hash] = 1
         self._num_private += num_private
-        return self._evict(len(idle) - room)
+        return [idle.popitem(last=False)[0] for _ in range(len(idle) - room)]
 
     def store(self, block_hashes: Sequence[bytes]) -> list[bytes]:
         """Names private blocks, which are held as before; returns those that are new here."""
@@ -83,6 +83,3 @@ class KvCache:
         assert self.num_used + len(self._idle) <= self.num_blocks
         assert not self._held.keys() & self._idle.keys()
         assert all(count > 0 for count in self._held.values())
-
-    def _evict(self, count: int) -> list[bytes]:
-        return [self._idle.popitem(last=False)[0] for _ in range(count)]

@@ -82,7 +82,8 @@ class Worker:
         self._queued_tokens = 0
         self._wakes = 0
         self._host = host
-        self._place = host.join(self) if host is not None else 0
+        if host is not None:
+            host.join(self)
 
     def submit(self, task: Task) -> bool:
         """Queues a task for prefill. False if the queue is full, or memory could never hold it."""
@@ -241,7 +242,7 @@ class Worker:
         """Plans the next event, and tells the host whether the worker computes at all now."""
         busy = self._plan_wake()
         if self._host is not None:
-            self._host.note(self._place, busy=busy)
+            self._host.note(self, busy=busy)
 
     def _plan_wake(self) -> bool:
         self._wakes += 1

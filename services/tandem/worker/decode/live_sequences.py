@@ -82,7 +82,7 @@ class LiveSequences:
 
     def finish_if_over(self, sequence: DecodeSequence) -> None:
         """Ends a sequence whose lease failed after its last token was sent."""
-        reason = finish_reason(sequence.spec, self._max_model_len)
+        reason = finish_reason(sequence.spec, sequence.spec.token_ids, self._max_model_len)
         if sequence.num_sent and reason:
             self._link.send(Remove(sequence.sequence_id))
             self.finish(sequence, reason)
