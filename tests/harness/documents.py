@@ -67,7 +67,7 @@ class Command:
 
     @property
     def needs_cluster(self) -> bool:
-        """Whether it is run against the cluster that `make up` starts."""
+        """Returns whether the command is run against the cluster that `make up` starts."""
         match self.words:
             case ["curl", *_] | ["tandem", "status" | "scale" | "drain" | "index", *_]:
                 return True
@@ -182,7 +182,7 @@ def _sources() -> str:
 
 
 def source_has(name: str) -> bool:
-    """Whether any source has the name, or an option's name as an argument's."""
+    """Returns whether any source has the name as a whole word."""
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", _sources()) is not None
 
 
