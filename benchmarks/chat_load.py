@@ -40,7 +40,7 @@ class Chat:
 
 @dataclass
 class Seen:
-    """Of one request. Times are seconds after it was sent."""
+    """The answer to one request. Times are seconds after it was sent."""
 
     sent_at_s: float  # after the start
     tenant: str = ""
@@ -133,7 +133,8 @@ def _news(event: dict[str, Any], seen: Seen) -> tuple[int, str]:
 
 
 class LoopLag:
-    """How late this process's own event loop is: a client that is, measures itself."""
+    """Measures how late this process's own event loop is. A client whose loop is late measures
+    itself."""
 
     def __init__(self) -> None:
         self.lags_s: list[float] = []

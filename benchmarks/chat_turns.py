@@ -101,7 +101,7 @@ def first_turn(cluster: LocalCluster, seed: str, length: int) -> list[int]:
 
 
 def second_turn(cluster: LocalCluster, chat: list[int], follow_up: int) -> dict[str, float]:
-    """Of the chat's follow-up, and of as long a prompt that is new to all."""
+    """Measures the chat's follow-up, and a prompt of the same length that is new to all workers."""
     seed = str(hash(tuple(chat)))
     before = blocks_pulled(cluster)
     turn_s = time_to_first_token(cluster, chat + tokens(seed, follow_up))
@@ -131,7 +131,7 @@ def replace_prefill_worker(cluster: LocalCluster) -> None:
 
 
 def blocks_pulled(cluster: LocalCluster) -> float:
-    """By prefill workers, from whoever had them."""
+    """Returns the number of blocks that prefill workers pulled, from any worker."""
     sources = [w for w in cluster.records() if w.startswith("prefill")]
     return sum(metric(cluster, worker_id, PULLED) for worker_id in sources)
 

@@ -1,4 +1,5 @@
-"""What the field claims for serving engines, each against our own engine without it.
+"""Measures the field's claims for serving engines, each against our own engine without the
+technique.
 
     python benchmarks/claims.py [--threads 2] [--repeats 5] [--only kv-cache,chunked-prefill]
 
@@ -225,7 +226,7 @@ def prefix_reuse(bench: Bench, repeats: int) -> dict[str, Any]:
 
 
 def ratio_of(what: str, unit: str, taken: list[tuple[float, float]]) -> dict[str, Any]:
-    """Of pairs (without, with)."""
+    """Returns the medians of pairs (without, with), and the median of their ratios."""
     return {
         "what": what,
         "unit": unit,

@@ -1,4 +1,4 @@
-"""What a new user meets: time to the first token, idle CPU, and a repeated long prompt.
+"""Measures a new user's first minutes: time to the first token, idle CPU, a repeated long prompt.
 
     python benchmarks/first_look.py [--repeats 5]
 

@@ -1,4 +1,4 @@
-"""What the Triton path makes of a GPU: floor, measured and ratio, for Llama-3-8B's shape.
+"""Measures the Triton path on a GPU: floor, measured and ratio, for Llama-3-8B's shape.
 
     python -m benchmarks.gpu            one CUDA device, under 8 minutes; from the repository's root
     TRITON_INTERPRET=1 python -m benchmarks.gpu --smoke      tiny shapes on a CPU, to run the code
@@ -110,7 +110,8 @@ class Bench:
 
 
 def paged_pool(bench: Bench, *, layer_major: bool, num_blocks: int, layers: int) -> torch.Tensor:
-    """[blocks, heads, layers, 2, block size, D], or [layers, blocks, heads, 2, block size, D]."""
+    """Returns a pool [blocks, heads, layers, 2, block size, D], or layer-major [layers, blocks,
+    heads, 2, block size, D]."""
     size = bench.size
     first = (
         (layers, num_blocks, size.kv_heads) if layer_major else (num_blocks, size.kv_heads, layers)
@@ -169,7 +170,8 @@ def measure_attention(bench: Bench, *, layer_major: bool) -> None:
 
 
 def sdpa_of(bench: Bench, num_tokens: int, prefix: int) -> Callable[[], object]:
-    """torch's attention over the same numbers of queries and keys, contiguous and not paged."""
+    """Returns torch's attention over the same numbers of queries and keys, contiguous and not
+    paged."""
     size = bench.size
     shapes = ((size.heads, num_tokens), *[(size.kv_heads, prefix + num_tokens)] * 2)
     q, k, v = (

@@ -132,7 +132,8 @@ def make_weights(size: Size, device: torch.device) -> tuple[ModelConfig, ModelWe
 
 
 def weight_bytes(size: Size) -> int:
-    """That a step reads: all but the embedding, of which it takes a few rows."""
+    """Returns the bytes of weights that a step reads: all but the embedding, of which it takes a
+    few rows."""
     attention = size.hidden * size.head_dim * (2 * size.heads + 2 * size.kv_heads)
     layer = attention + 3 * size.hidden * size.inner
     return 2 * (size.layers * layer + size.vocab * size.hidden)

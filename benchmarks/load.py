@@ -40,7 +40,7 @@ class Seen:
         return (self.token_s[-1] - self.token_s[0]) / max(1, len(self.token_s) - 1)
 
     def itl_s(self, share: float) -> float:
-        """From a token to the next: so large a share of them is not longer."""
+        """Returns the time between two tokens that this share of the gaps does not exceed."""
         gaps = [after - before for before, after in pairwise(self.token_s)]
         return percentile(gaps, share) if gaps else 0.0
 
@@ -52,7 +52,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def random_prompt(rng: Random, length: int) -> list[int]:
-    """Never the same: no server finds it in its cache."""
+    """Returns a prompt that is in no server's cache."""
     return [rng.randrange(100, 40_000) for _ in range(length)]
 
 
@@ -73,7 +73,7 @@ async def send(client: httpx.AsyncClient, ask: Ask) -> Seen:
 
 
 async def closed_loop(client: httpx.AsyncClient, asks: Sequence[Ask], at_once: int) -> list[Seen]:
-    """So many are under way at a time; the next one is sent when one ends."""
+    """Sends `at_once` requests at a time, and the next one when one ends."""
     queue: Iterator[Ask] = iter(asks)
     seen: list[Seen] = []
 

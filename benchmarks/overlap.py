@@ -1,4 +1,4 @@
-"""How much of a transfer a request sees: overlapped, not overlapped, or with none at all.
+"""Measures the part of a transfer that a request sees: overlapped, not overlapped, or without one.
 
     python benchmarks/overlap.py [--lengths 512,2048,6000] [--repeats 10]
 

@@ -152,7 +152,7 @@ async def measure_capacity(url: str, seconds: float) -> dict[str, Any]:
 
 
 async def warm_up(url: str) -> None:
-    """Until the workers have measured prompts and batches of several sizes."""
+    """Sends requests until the workers have measured prompts and batches of several sizes."""
     async with open_client(url) as client:
         began, warm = time.perf_counter(), chats(3, f"warm {url}")
         for count in (1, 1, 2, 4, 8, 1):

@@ -1,4 +1,4 @@
-"""How long the router's `choose` takes.
+"""Measures the duration of the router's `choose`.
 
     python benchmarks/placement.py [--json FILE]
 

@@ -106,7 +106,8 @@ class ProcessSeries:
 
     @property
     def grows(self) -> list[str]:
-        """What of it does. Shared memory counts by the processes that share it: PSS."""
+        """Returns the names of the figures that grow. Shared memory counts by the processes that
+        share it (PSS)."""
         found = self.summary()
         return [n for n in ("pss_mib", "descriptors", "threads") if found[n]["grows"]]
 
@@ -158,7 +159,7 @@ class ClusterProcesses:
 
 
 def name_of(process: psutil.Process) -> str:
-    """Such as `decode-0`, or `decode-0 engine`."""
+    """Returns a process's name, such as `decode-0` or `decode-0 engine`."""
     command = process.cmdline()
     line = " ".join(command)
     for flag in ("--worker-id", "--router-id"):

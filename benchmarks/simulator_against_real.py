@@ -126,7 +126,7 @@ async def measure_burst(cluster: LocalCluster, rounds: int) -> tuple[list[Arriva
 
 
 def cores_of(calibration: Calibration, burst: Sequence[Arrival], took_s: float) -> float:
-    """With so many the simulated burst takes as long as the real one."""
+    """Returns the number of cores with which the simulated burst takes as long as the real one."""
     fewest, most = 0.5, float(2 * POOL)
     for _ in range(12):
         cores = (fewest + most) / 2
@@ -141,7 +141,7 @@ def cores_of(calibration: Calibration, burst: Sequence[Arrival], took_s: float) 
 
 
 def middle_prefill(records: Sequence[WorkerRecord]) -> PrefillRate:
-    """Of each coefficient the middle."""
+    """Returns the median of each coefficient."""
     rates = [r.rates.prefill for r in records if r.rates.measured]
     middle = statistics.median
     return PrefillRate(
@@ -152,7 +152,7 @@ def middle_prefill(records: Sequence[WorkerRecord]) -> PrefillRate:
 
 
 def middle_rates(records: Sequence[WorkerRecord], prefill: PrefillRate) -> WorkerRates:
-    """Only decode workers have measured decoding."""
+    """Returns median rates. Only decode workers have measured decoding."""
     decode = [r.rates.decode for r in records if r.role == "decode"]
     middle = statistics.median
     return WorkerRates(

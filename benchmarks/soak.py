@@ -132,7 +132,7 @@ class Soak:
         self._run_folder = Path(os.readlink(worker / "fd/2")).parent
 
     async def _fill(self, http: httpx.AsyncClient) -> None:
-        """As many requests as the router's log keeps, and as many blocks as the pools have."""
+        """Fills the router's log with requests, and the pools with blocks."""
         left = iter(range(self._arguments.fill))
 
         async def fill() -> None:
@@ -212,7 +212,7 @@ class Soak:
             self._gauge("clients num_open", at_s, self.clients.num_open)
 
     async def _held(self, http: httpx.AsyncClient) -> dict[str, float]:
-        """What workers hold for requests, and what the tree lags behind."""
+        """Returns the load that workers hold for requests, and the lag of the tree."""
         held: dict[str, float] = {}
         for worker in (await self._cluster(http))["workers"]:
             name = worker["worker_id"]
@@ -328,7 +328,7 @@ async def run(soak: Soak) -> None:
 
 
 def end(launcher: subprocess.Popen[bytes]) -> None:
-    """In order; what does not end in time is ended by the launcher's guardian."""
+    """Ends the cluster in order. The launcher's guardian ends the processes that are late."""
     launcher.terminate()
     try:
         launcher.wait(30)

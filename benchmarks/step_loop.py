@@ -1,4 +1,5 @@
-"""What a decode step takes beside its compiled code: scheduling, inputs, sampling, the report.
+"""Measures the part of a decode step outside its compiled code: scheduling, inputs, sampling, the
+report.
 
     python benchmarks/step_loop.py [--threads 2] [--batches 1,8,32]
 

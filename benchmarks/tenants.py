@@ -1,4 +1,4 @@
-"""Whether a tenant can tell by its time to first token that another one asked the same prompt.
+"""Tests whether a tenant can tell by its TTFT that another one sent the same prompt.
 
     python benchmarks/tenants.py [--pairs 100] [--tokens 512]
 

@@ -37,7 +37,7 @@ def make_spec(
 
 @dataclass
 class Outcome:
-    """What came out of an engine, gathered over its reports."""
+    """The results of an engine, collected from its reports."""
 
     reports: list[StepReport] = field(default_factory=list)
     token_ids: dict[str, list[int]] = field(default_factory=dict)

@@ -27,7 +27,7 @@ modes = st.sampled_from([Mode.LOCAL, Mode.WAITING_FOR_REMOTE_KV])
 
 @dataclass
 class Client:
-    """What is known outside of one sequence."""
+    """The state of one sequence as a client of the engine knows it."""
 
     spec: SequenceSpec
     expected: list[int]  # the oracle's whole completion

@@ -42,7 +42,7 @@ def place(runner: ModelRunner, prompts: Sequence[Sequence[int]], seed: int = 0) 
 
 
 def logits_after(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
-    """[vocab] after the whole prompt, computed at once and alone."""
+    """Returns logits [vocab] after the whole prompt, computed at once and alone."""
     (sequence,) = place(runner, [prompt])
     return runner.forward(StepBatch([sequence.take(len(prompt))]))[0].clone()
 

@@ -27,7 +27,7 @@ def attend(values: list[int], token_id: int) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def logits_of(value: int) -> torch.Tensor:
-    """[VOCABULARY], fp32, decided by the last token's KV."""
+    """Returns logits [VOCABULARY] in fp32, decided by the last token's KV."""
     return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(value))
 
 
@@ -51,7 +51,8 @@ def continuation(
 
 
 class ToyRunner:
-    """tandem.engine.engine.Runner, with a pool of one head and one layer of fp32."""
+    """Stands in for `tandem.engine.engine.Runner`, with a pool of one head and one layer of
+    fp32."""
 
     dtype_name = "float32"
     numerics_name = "fast"
@@ -92,7 +93,7 @@ class ToyRunner:
                 self._put(block_table, position, value)
 
     def scribble(self, block_ids: list[int]) -> None:
-        """What a late read does to blocks that nobody may use."""
+        """Overwrites blocks that nobody may use, as a late read does."""
         self.kv[block_ids] = -2.0
 
     def read(self, block_table: list[int], num_tokens: int) -> list[int]:

@@ -128,7 +128,7 @@ def _words(found: list[int] = []) -> list[int]:  # noqa: B006 (read once)
 
 
 def stream(url: str, tokens: list[int]) -> dict[str, Any]:
-    """When its tokens came, from the moment it was sent, and the text."""
+    """Returns the times of the tokens, from the moment that the request is sent, and the text."""
     body = {"prompt": tokens, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     body["stream"] = True
     times, text = [], ""

@@ -1,4 +1,4 @@
-"""llama.cpp under test: `python engine_llama_cpp.py GGUF THREADS [FORMAT]`.
+"""Runs llama.cpp under test: `python engine_llama_cpp.py GGUF THREADS [FORMAT]`.
 
 Runs in its own environment (install_llama_cpp.sh). With a FORMAT (BF16, Q8_0, Q4_1) the GGUF is
 rewritten to it once, into ~/.cache/tandem/peers/gguf, by llama.cpp's own quantizer.
@@ -37,7 +37,7 @@ def main(file: str, threads: str, wanted: str = "") -> None:
     batch = llama.llama_batch_init(STEP_TOKENS, 0, 1)
 
     def run(tokens: list[tuple[int, int, int, bool]]) -> None:
-        """(token, position, sequence, whether its logits are wanted) each."""
+        """Decodes tokens, each (token, position, sequence, whether its logits are wanted)."""
         batch.n_tokens = len(tokens)
         for i, (token, position, sequence, wants) in enumerate(tokens):
             batch.token[i], batch.pos[i], batch.logits[i] = token, position, wants

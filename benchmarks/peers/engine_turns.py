@@ -1,4 +1,4 @@
-"""What an engine under test is: a process that prefills or decodes when a line asks it to.
+"""The protocol of an engine under test: a process that prefills or decodes when a line asks it to.
 
 A line of standard input is `prefill TOKENS` or `decode BATCH CONTEXT STEPS`; the answer is a line
 `seconds S`. The first line that it prints itself is `ready DESCRIPTION`. Everything else it prints
@@ -18,7 +18,8 @@ Decode = Callable[[list[list[int]], int], float]
 
 
 def redirect() -> int:
-    """Before an engine is imported: its prints go to standard error. Returns where answers go."""
+    """Sends an engine's prints to standard error; call it before the import. Returns the descriptor
+    for answers."""
     answers = os.dup(1)
     os.dup2(2, 1)
     return answers

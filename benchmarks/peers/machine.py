@@ -1,4 +1,5 @@
-"""What a measurement was made on: the processor, how quiet it was, and whose software."""
+"""The circumstances of a measurement: the processor, how quiet it was, and the software's
+versions."""
 
 from __future__ import annotations
 

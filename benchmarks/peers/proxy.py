@@ -1,4 +1,4 @@
-"""What joins vLLM's two servers into one, as vLLM's own toy proxy server for NixlConnector does.
+"""Joins vLLM's two servers into one, as vLLM's own toy proxy server for NixlConnector does.
 
     python benchmarks/peers/proxy.py --port P --prefill URL --decode URL
 

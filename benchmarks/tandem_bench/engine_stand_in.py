@@ -32,7 +32,7 @@ from tandem_bench.sizes import layout_of, scattered
 
 @dataclass(frozen=True, slots=True)
 class PoolOnly:
-    """What the engine process asks of a runner."""
+    """Stands in for a runner, as far as the engine process needs it."""
 
     kv: torch.Tensor
     dtype_name: str = "bfloat16"
@@ -41,7 +41,8 @@ class PoolOnly:
 
 
 class StandInEngine:
-    """What the engine process asks of an engine, for one sequence at a time."""
+    """Stands in for an engine with one sequence at a time, as far as the engine process needs
+    it."""
 
     def __init__(self, layout: BlockLayout, order: list[int]) -> None:
         """Each sequence gets the first blocks of `order`."""

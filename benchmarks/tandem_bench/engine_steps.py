@@ -14,7 +14,8 @@ DECODE_CONTEXT = 256
 
 
 def blocks_needed(block_size: int, *, prompt: int = 0, batch: int = 0) -> int:
-    """Of a pool: the longest prompt and the largest batch use the same ones."""
+    """Returns the blocks that a pool needs. The longest prompt and the largest batch use the same
+    ones."""
     return max(-(-prompt // block_size), batch * _blocks_each(block_size))
 
 

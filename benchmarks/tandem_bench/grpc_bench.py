@@ -1,4 +1,4 @@
-"""gRPC: Tandem's path against a raw byte stream between the same two processes.
+"""Compares Tandem's gRPC path with a raw byte stream between the same two processes.
 
 grpc      from `FetchBlocks` until all bytes are in the consumer's pool, for n blocks scattered on
           both sides, within a whole real lease (ConsumerLease, PrefillService). Included: the

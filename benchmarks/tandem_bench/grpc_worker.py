@@ -1,4 +1,4 @@
-"""What the I/O processes of the gRPC bench share: their settings and their link to an engine."""
+"""The settings that the I/O processes of the gRPC bench share, and their link to an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ENGINE_MODULE = "tandem_bench.engine_stand_in"
 
 
 def worker_config(worker_id: str, model: str, num_blocks: int) -> WorkerConfig:
-    """Of a worker whose engine is the stand-in; `worker_id` is producer or consumer."""
+    """Returns the settings of a worker whose engine is the stand-in. `worker_id` is source (the
+    producer) or reader (the consumer)."""
     return WorkerConfig(
         role="prefill" if worker_id == "source" else "decode",
         cluster=ClusterConfig(cluster_id="bench", redis_url="", token=TOKEN),

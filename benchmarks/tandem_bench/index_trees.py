@@ -1,4 +1,4 @@
-"""What `tandem bench index` looks up in: the same chains in Redis and in its rivals."""
+"""The trees that `tandem bench index` measures: the same chains in Redis and in its rivals."""
 
 from __future__ import annotations
 

@@ -135,7 +135,8 @@ class NixlBench:
             self._raw.release(blocks_handle)
 
     async def idle_cpu_percent(self, during_s: float) -> float:
-        """Of one core: both processes, all agents connected and nothing to do."""
+        """Returns the share of one core that both processes use with all agents connected and
+        nothing to do."""
         pids = [os.getpid(), self._process.pid]
         before = cpu_seconds(pids)
         await asyncio.sleep(during_s)

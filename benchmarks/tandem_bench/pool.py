@@ -15,7 +15,8 @@ _MARK_BYTES = 8
 
 
 def pool_memory(layout: BlockLayout, pool_fd: int | None = None) -> NDArray[np.uint8]:
-    """[num_blocks, block_bytes] in the kind of pages that an engine's pool has, all touched."""
+    """Returns memory [num_blocks, block_bytes] in the kind of pages that an engine's pool has, all
+    touched."""
     num_bytes = layout.pool_bytes
     pages = own_pages(num_bytes) if pool_fd is None else size_shared(pool_fd, num_bytes)
     memory = np.frombuffer(pages, np.uint8)
@@ -31,7 +32,8 @@ def fill(blocks: NDArray[np.uint8]) -> None:
 
 
 def differing(block: NDArray[np.uint8], block_id: int) -> bool:
-    """Whether `block` is not what `fill` gave the producer's block `block_id`."""
+    """Returns whether `block` differs from the content that `fill` gave the producer's block
+    `block_id`."""
     body = block[_MARK_BYTES:]
     return bool((block[:_MARK_BYTES] != _mark(block_id)).any() or (body != body[-1]).any()) or (
         int(body[-1]) != block_id * 37 % 251 + 1

@@ -42,7 +42,8 @@ class RadixTree:
             node, at = child, at + same
 
     async def match(self, chain: Sequence[bytes]) -> dict[str, int]:
-        """How many leading blocks of the chain each worker holds; awaited as the others are."""
+        """Returns how many leading blocks of the chain each worker holds. It is awaited as the
+        other trees' is."""
         depths: dict[str, int] = {}
         node, at, holders = self._root, 0, (1 << len(self._worker_ids)) - 1
         while holders:
@@ -67,7 +68,7 @@ class RadixTree:
 
 
 def _common(run: list[bytes], chain: Sequence[bytes], at: int) -> int:
-    """How many hashes of the run the chain has from `at` on."""
+    """Returns how many hashes of the run the chain has from `at` on."""
     if run == chain[at : at + len(run)]:
         return len(run)
     length = min(len(run), len(chain) - at)

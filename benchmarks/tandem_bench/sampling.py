@@ -48,7 +48,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def _cpu_clock(pid: int) -> int:
-    """What clock_getcpuclockid(3) answers on Linux; Python has it for threads only."""
+    """Returns the answer of clock_getcpuclockid(3) on Linux. Python has it for threads only."""
     return (~pid << 3) | _CPUCLOCK_SCHED
 
 

@@ -1,4 +1,4 @@
-"""Which blocks the transfer bench moves: two models' block sizes, rows, scattered ids."""
+"""The blocks that the transfer bench moves: two models' block sizes, rows, scattered ids."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _endless(rng: Random, prompts: list[Prompt], stop: asyncio.Event) -> Iterato
 
 @asynccontextmanager
 async def asking(cluster: Served, num_clients: int) -> AsyncIterator[Asking]:
-    """While the block runs; afterwards all requests have ended."""
+    """Sends requests while the block runs. All of them have ended when it returns."""
     rng = Random(7)
     stop = asyncio.Event()
     prompts = [p for _ in range(4) for p in golden_prompts(rng, (1, 3, 5))]

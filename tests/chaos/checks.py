@@ -1,4 +1,4 @@
-"""What must hold after a chaos run, and the summary that is printed of it."""
+"""Checks that hold after a chaos run, and the summary that it prints."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _HELD = ("num_running", "num_waiting", "num_leases", "num_pulls", "blocks_used")
 
 
 def wrong_outcomes(outcomes: Iterable[Outcome]) -> list[str]:
-    """What is not as it must be, a line for each request: empty when all is well.
+    """Returns one line for each request that ended wrongly; empty if there is none.
 
-    Who loses its worker moves, and nobody loses three: so no request has a reason to fail.
+    A request whose worker is lost migrates, and no request loses three workers, so none may fail.
     """
     return [
         f"request {o.request.number} ({o.request.api}, {len(o.request.prompt.token_ids)} tokens, "
@@ -47,7 +47,8 @@ def _problem(outcome: Outcome) -> str:
 
 
 def held(cluster: AnyCluster) -> dict[str, dict[str, int]]:
-    """What workers still hold, by worker; empty when nothing. Raises when a pool is not whole."""
+    """Returns the load that each worker still holds; empty if none does. Raises AssertionError for
+    a pool without integrity."""
     found = {}
     for worker in cluster.workers.values():
         try:

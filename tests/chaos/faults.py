@@ -1,4 +1,4 @@
-"""What goes wrong in a chaos run, and who puts it right.
+"""The faults of a chaos run, and the keeper that repairs them.
 
     kill  kill -9 of the worker, its engine with it; the keeper starts it again
     drain SIGTERM: it leaves in order and ends with status 0; the keeper starts it again
@@ -84,7 +84,7 @@ class Keeper:
         self._starts[worker_id]()
 
     async def run(self) -> None:
-        """For ever, as a supervisor would."""
+        """Starts ended workers again, as a supervisor does. It never returns."""
         while True:
             for worker_id, start in self._starts.items():
                 status = self._cluster.workers[worker_id].process.poll()
@@ -187,7 +187,7 @@ class Striker:
         return found
 
     def _is_ready(self) -> bool:
-        """Whether the router sees the process that runs now as ready."""
+        """Returns whether the router sees the running process as ready."""
         return self._cluster.is_ready(self._cluster.workers[self._worker_id])
 
     async def _until(self, probe: Callable[[], bool], deadline_s: float) -> None:
@@ -222,7 +222,8 @@ def _runs(process: psutil.Process) -> bool:
 
 
 async def flip(cluster: Served, worker_id: str, role: str) -> bool:
-    """Whether it is in that pool now: the last decode worker stays, who is away cannot be asked."""
+    """Returns whether the worker is in that pool now. The last decode worker is refused, and a
+    worker that is away cannot be asked."""
     path = f"/v1/cluster/workers/{worker_id}/role"
     async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as client:
         reply = await client.post(path, json={"role": role})

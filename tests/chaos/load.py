@@ -46,7 +46,8 @@ class Request:
 
 @dataclass
 class Outcome:
-    """What one client saw. `ends` has what ended its stream: a finish reason or an error's code."""
+    """The answer as one client saw it. `ends` has the finish reason or the error's code that ended
+    the stream."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
@@ -97,7 +98,8 @@ def requests(
     is_over: Callable[[], bool],
     share_of_long: float = 0.0,
 ) -> Iterator[Request]:
-    """At least `count`, and more until `is_over`. Long answers are all that is known of them."""
+    """Yields at least `count` requests, and more until `is_over`. A long answer has all tokens of
+    its reference."""
     for number in itertools.takewhile(lambda n: n < count or not is_over(), itertools.count()):
         leaves = rng.random() < SHARE_OF_LEAVERS
         prompt = rng.choice(prompts)

@@ -46,7 +46,7 @@ class _Striker(ABC):
         self._started_at = time.monotonic()
 
     async def run(self, deck: Sequence[Fault], *, pause_s: float) -> None:
-        """For ever."""
+        """Strikes one fault after the other, at random moments, until it is cancelled."""
         for fault in self._shuffled(deck):
             await asyncio.sleep(self._rng.uniform(0, pause_s))
             await self._strike(fault)
@@ -60,7 +60,7 @@ class _Striker(ABC):
             yield from self._rng.sample(deck, len(deck))
 
     async def _any_worker(self, role: str = "") -> KeptWorker:
-        """Of this role, if there is one."""
+        """Returns a random worker of the role, or of any role if there is none."""
         found = await asyncio.to_thread(lambda: sorted(self._cluster.workers.items()))
         workers = [worker for _, worker in found]
         return self._rng.choice([w for w in workers if w.role == role] or workers)

@@ -231,7 +231,7 @@ async def strike(
 
 
 def plan(chaos: Chaos) -> list[tuple[str, Sequence[Fault], float]]:
-    """For each worker that is struck: its faults, and the longest pause before each."""
+    """Returns each worker's faults, and the longest pause before each fault."""
     decks = [(f"prefill-{n}", deck, chaos.pause_s) for n, deck in enumerate(chaos.decks)]
     # Who waits for it is not moved: rarely, so that most of the others meet only their own.
     decks.append(("decode-0", (Fault("stop", 5),), chaos.decode_pause_s))

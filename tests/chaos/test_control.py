@@ -1,4 +1,4 @@
-"""What Ray's agents keep, when Ray is gone for a while, and when a request makes workers crash."""
+"""A cluster whose Ray is gone for a while, and a request that crashes its workers."""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ async def test_nothing_is_lost_while_workers_crash_leave_come_and_change_pools(
 
 
 async def known_prompts(cluster: KeptCluster, rng: Random) -> list[Prompt]:
-    """Of reference answers, and of answers that this cluster gave while nothing happened."""
+    """Returns prompts with reference answers, and prompts that this cluster answered before any
+    fault."""
     known = golden_prompts(rng, (0, 1, 2, 3, 4, 5, 6) * 4, answer_min=LONG_ANSWER - 16)
     lengths = (20, 33, 64, 120, 200, 310, 415, 520)
     return known + await computed_prompts(cluster, rng, lengths, answer=LONG_ANSWER)
@@ -129,7 +130,8 @@ async def strike(cluster: KeptCluster, load: Load, rng: Random, happened: list[H
 
 
 async def check(load: Load, happened: list[Happened]) -> None:
-    """For ever, or until a request ends as it must not; says how far it is meanwhile."""
+    """Prints the progress until it is cancelled. Raises AssertionError when a request ends
+    wrongly."""
     started = time.monotonic()
     while True:
         await asyncio.sleep(10)

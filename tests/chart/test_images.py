@@ -1,4 +1,5 @@
-"""What the Dockerfile, the Compose file and the kind script say, as far as it shows without Docker.
+"""The Dockerfile, the Compose file and the kind script, as far as they can be tested without
+Docker.
 
 Images are not built here and containers are not run.
 """
@@ -75,7 +76,7 @@ def test_python_finds_everything_compiled() -> None:
 
 
 def test_cuda_has_the_compiler_that_triton_needs() -> None:
-    """And what is left at the end of the stage is not root's."""
+    """The stage also ends as another user than root."""
     text = stages()
     (packages,) = re.findall(r"apt-get install .* --no-install-recommends (.+) \\", text["cuda"])
     assert {"gcc", "libc6-dev"} <= set(packages.split())

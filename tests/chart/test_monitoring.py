@@ -21,7 +21,7 @@ RULE_TESTS = REPOSITORY / "tests" / "data" / "alert_tests.yaml"
 
 
 def unknown_fields(given: Any, known: Any, path: str = "") -> list[str]:
-    """Where `given` says what did not come through Grafana's types."""
+    """Returns the paths of fields in `given` that Grafana's types do not know."""
     if isinstance(given, dict) and isinstance(known, dict):
         return [
             wrong

@@ -1,4 +1,4 @@
-"""What pods may do, what they hold, and who may reach them."""
+"""The permissions of pods, the resources that they hold, and the network access to them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OUTSIDER: Object = {"namespace": "elsewhere", "labels": {"app": "anything"}}
 
 
 def containers(objects: list[Object]) -> Iterator[tuple[str, Object, Object]]:
-    """(component, pod's spec, container), of init containers, too."""
+    """Yields (component, the pod's spec, container), with init containers."""
     for component, pod in pod_templates(objects):
         for made in (*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]):
             yield component, pod["spec"], made
@@ -177,8 +177,8 @@ def test_a_model_comes_from_where_it_is_said_to() -> None:
 def test_only_a_router_that_scales_has_a_token_and_only_its_container(
     values: dict[str, Any],
 ) -> None:
-    """Of the scaler's account, where tandem/config.py looks for it; Kubernetes' own automount,
-    which would give it to init containers, too, stays off."""
+    """The token is that of the scaler's account, at the path that tandem/config.py names.
+    Kubernetes' own automount stays off, because init containers would get the token too."""
     objects = render(values)
     with_token = set()
     for component, pod, made in containers(objects):

@@ -44,7 +44,7 @@ class Documented:
         return f"http://127.0.0.1:{self.http_port}"
 
     def is_whole(self) -> bool:
-        """Whether the router is ready and every pool has the workers that are wanted."""
+        """Returns whether the router is ready and every pool has its wanted size."""
         try:
             if httpx.get(f"{self.url}/ready", timeout=5).status_code != 200:
                 return False
@@ -68,7 +68,7 @@ class Documented:
 
 @pytest.fixture(scope="module")
 def documented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documented]:
-    """What `make up` would run (its recipe, not its installation), on free ports."""
+    """Starts the cluster of `make up` by its recipe, without its installation, on free ports."""
     assert STARTS.words == ["make", "up"]
     cluster = Documented(free_port(), free_port())
     options = f"--port {cluster.http_port} --grpc-port {cluster.grpc_port} --kv-memory 67108864"

@@ -35,7 +35,8 @@ async def collect(
 
 
 def held(cluster: LocalCluster) -> dict[str, tuple[int, ...]]:
-    """What each worker holds: sequences, leases, pulls, blocks (quarantined ones apart)."""
+    """Returns each worker's counts of sequences, leases, pulls and used blocks, without quarantined
+    ones."""
     found = {}
     for worker in cluster.workers.values():
         state = worker.state()

@@ -77,7 +77,8 @@ def placement_of(cluster: LocalCluster, prompt: list[int]) -> str:
 
 
 def is_found(cluster: LocalCluster) -> bool:
-    """Whether the look-up finds the probe's blocks somewhere: else its reason is load alone."""
+    """Returns whether the lookup finds the probe's blocks. Without a hit, the reason of the
+    placement is load alone."""
     return not placement_of(cluster, PROBE).startswith("load: ")
 
 
@@ -104,7 +105,7 @@ def verify(cluster: LocalCluster) -> subprocess.CompletedProcess[str]:
 
 
 def is_right(cluster: LocalCluster) -> bool:
-    """Whether every entry of the tree is what its worker holds."""
+    """Returns whether the tree has exactly the blocks that the workers hold."""
     url = f"{cluster.url}/v1/cluster/index/verify"
     workers = httpx.post(url, json={"all": True}, timeout=60).json()["workers"]
     return all(worker["ok"] for worker in workers.values())

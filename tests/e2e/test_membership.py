@@ -1,4 +1,4 @@
-"""Who may join, who may call, and what a pair does when NIXL cannot be had."""
+"""Joins and calls that are refused, and pairs that cannot use NIXL."""
 
 from __future__ import annotations
 

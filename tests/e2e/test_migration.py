@@ -100,7 +100,7 @@ def by_streams(cluster: LocalCluster) -> tuple[str, str]:
 
 
 class Work:
-    """What a worker did for prompts whose KV it did not have."""
+    """The work of one worker for prompts whose KV it did not have."""
 
     def __init__(self, cluster: LocalCluster, worker_id: str) -> None:
         def total(*names: str) -> float:

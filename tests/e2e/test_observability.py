@@ -165,7 +165,7 @@ def test_every_process_logs_json_and_names_the_request(watched: Watched) -> None
 
 @pytest.fixture(scope="module")
 def prometheus(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """With the shipped rules, but that an alert fires after a second."""
+    """Starts Prometheus with the shipped rules, whose alerts fire after one second here."""
     folder = tmp_path_factory.mktemp("prometheus")
     rules = folder / "alerts.yaml"
     rules.write_text(re.sub(r"\bfor: \d+m", "for: 1s", ALERTS.read_text()))

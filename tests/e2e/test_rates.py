@@ -1,4 +1,4 @@
-"""What workers measure of themselves and of their pairs, as others see it."""
+"""The rates that workers measure of themselves and their pairs, as other processes see them."""
 
 from __future__ import annotations
 

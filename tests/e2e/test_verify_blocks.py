@@ -1,6 +1,5 @@
-"""--verify-blocks on a real cluster: a block that changes at its producer never becomes an
-answer.
-"""
+"""`--verify-blocks` on a real cluster: a block that changes at its producer never becomes an
+answer."""
 
 from __future__ import annotations
 

@@ -74,13 +74,14 @@ class ApiServer:
         self.port = self._server.server_port
 
     def write_token(self, token: str) -> None:
-        """As kubelet does before one expires; the server takes the new one only."""
+        """Replaces the token, as kubelet does before one expires. The server accepts only the new
+        one."""
         self.token = token
         (self.account / "token").write_text(token)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of every container in a pod."""
+        """The variables that Kubernetes sets in every container of a pod."""
         return {"KUBERNETES_SERVICE_HOST": HOST, "KUBERNETES_SERVICE_PORT": str(self.port)}
 
     def __enter__(self) -> ApiServer:
@@ -96,7 +97,7 @@ class ApiServer:
         self.close()
 
     def close(self) -> None:
-        """From here on nobody listens there."""
+        """Stops the server. Later connections are refused."""
         if not self._over.is_set():
             self._over.set()
             self._server.shutdown()

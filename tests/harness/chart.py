@@ -60,7 +60,7 @@ def component_of(made: Object) -> str:
 
 
 def pod_templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
-    """(component, pod with metadata and spec) of every object that makes pods."""
+    """Yields (component, pod with metadata and spec) of every object that makes pods."""
     for made in objects:
         match made["kind"]:
             case "Deployment" | "StatefulSet":
@@ -106,5 +106,6 @@ def options(command: list[str]) -> dict[str, str]:
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:
-    """As kubelet does: $(NAME) of a variable that was set before, all else as it is."""
+    """Expands $(NAME) of variables that were set before, as kubelet does, and leaves all else as it
+    is."""
     return re.sub(r"\$\((\w+)\)", lambda m: variables.get(m[1], m[0]), text)

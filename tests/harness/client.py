@@ -1,4 +1,4 @@
-"""What tests ask a cluster and its workers: completions by token ids, and metrics."""
+"""Calls of tests to a cluster and its workers: completions by token ids, and metrics."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def complete_all(
 
 
 def golden(*numbers: int) -> tuple[list[list[int]], list[list[int]]]:
-    """(prompts, their 64 greedy tokens) of these entries; of all of them by default."""
+    """Returns (prompts, their 64 greedy tokens) of these entries; by default of all entries."""
     entries = [GOLDEN[n] for n in numbers] if numbers else GOLDEN
     return [e["prompt_token_ids"] for e in entries], [e["greedy_token_ids"] for e in entries]
 
@@ -83,7 +83,7 @@ def metric(cluster: Served, worker_id: str, name: str, **labels: str) -> float:
 
 
 def migrations(cluster: Served, reason: MigrationReason) -> int:
-    """How often requests moved for this reason, as their router counted."""
+    """Returns how many requests migrated for this reason, by the router's metric."""
     text = httpx.get(f"{cluster.url}/metrics", timeout=10).text
     return sum(
         round(sample.value)

@@ -187,7 +187,8 @@ class LocalCluster:
         return self._spawn(command, self.folder / "router.log")
 
     def wait_ready(self, *worker_ids: str) -> None:
-        """Until the router sees these workers ready (default: all started), pairs connected."""
+        """Waits until the router sees these workers (default: all started) ready and their pairs
+        connected."""
         wanted = set(worker_ids or self.workers)
         sources = {w.worker_id for w in self.workers.values() if w.role == "prefill"}
 
@@ -210,7 +211,7 @@ class LocalCluster:
     def is_ready(
         self, worker: WorkerProcess, records: dict[str, dict[str, Any]] | None = None
     ) -> bool:
-        """Whether the router sees this very process ready; notes its address."""
+        """Returns whether the router sees this very process ready; notes its address."""
         record = (self.records() if records is None else records).get(worker.worker_id, {})
         # The record of a process that was killed before it lives on for a while.
         if worker.process.poll() is not None or record.get("pid") != worker.process.pid:
@@ -231,7 +232,8 @@ class LocalCluster:
         return {w["worker_id"]: w for w in answer.json()["workers"]}
 
     def idle(self) -> bool:
-        """Whether no worker holds anything for anybody; raises when a pool is not whole."""
+        """Returns whether no worker holds anything. Raises AssertionError for a pool without
+        integrity."""
         for worker in self.workers.values():
             state = worker.state()
             assert state.integrity_ok, f"{worker.worker_id}: {state.integrity_message}"

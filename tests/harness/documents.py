@@ -67,7 +67,7 @@ class Command:
 
     @property
     def needs_cluster(self) -> bool:
-        """Whether it is run against the cluster that `make up` starts."""
+        """Returns whether the command is run against the cluster that `make up` starts."""
         match self.words:
             case ["curl", *_] | ["tandem", "status" | "scale" | "drain" | "index", *_]:
                 return True
@@ -138,6 +138,8 @@ def check(command: Command) -> None:
             _check_script(script, arguments)
         case ["docker", "build", *arguments]:
             _check_docker_build(arguments)
+        case ["docker", "push", image]:
+            assert image in _built_images(), f"no command builds {image}"
         case ["helm", "install", release, folder, *arguments]:
             assert _install(release, folder, arguments)
         case ["helm", "test", release, *_]:
@@ -147,6 +149,8 @@ def check(command: Command) -> None:
             installed = {f"{o['kind']}/{o['metadata']['name']}".lower() for o in _install("tandem")}
             assert target in installed, f"the chart makes no {target}"
             _check_tandem(arguments)
+        case ["kubectl", "-n", _, "port-forward", target, ports]:
+            _check_port_forward(target, int(ports.partition(":")[2]))
         case _:
             raise AssertionError(f"no test runs or checks {command.text!r}; see {__file__}")
 
@@ -178,7 +182,7 @@ def _sources() -> str:
 
 
 def source_has(name: str) -> bool:
-    """Whether any source has the name, or an option's name as an argument's."""
+    """Returns whether any source has the name as a whole word."""
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", _sources()) is not None
 
 
@@ -238,15 +242,41 @@ def _check_script(script: str, arguments: list[str]) -> None:
 def _check_docker_build(arguments: list[str]) -> None:
     given = dict(itertools.pairwise(arguments))
     text = (ROOT / given["-f"]).read_text()
-    name = given["--build-arg"].partition("=")[0]
-    assert re.search(rf"^ARG {name}\b", text, re.MULTILINE), f"it has no ARG {name}"
+    if target := given.get("--target"):
+        assert re.search(rf"^FROM .* AS {target}$", text, re.MULTILINE), f"it has no {target}"
+    if setting := given.get("--build-arg"):
+        name = setting.partition("=")[0]
+        assert re.search(rf"^ARG {name}\b", text, re.MULTILINE), f"it has no ARG {name}"
+
+
+def _built_images() -> set[str]:
+    """The tags of all images that commands of the pages build."""
+    builds = [c.words for c in commands() if c.words[:2] == ["docker", "build"]]
+    return {words[words.index("-t") + 1] for words in builds if "-t" in words}
+
+
+def _check_port_forward(target: str, port: int) -> None:
+    kind, _, name = target.partition("/")
+    services = {o["metadata"]["name"]: o for o in _install("tandem") if o["kind"] == "Service"}
+    assert kind == "service"
+    assert name in services, f"the chart makes no {target}"
+    ports = [p["port"] for p in services[name]["spec"]["ports"]]
+    assert port in ports, f"{target} has the ports {ports}"
 
 
 def _install(
     release: str, folder: str = "helm/tandem", arguments: Sequence[str] = ()
 ) -> list[Object]:
-    """What `helm install` would make."""
+    """The objects that `helm install` would make. Raises HelmError for an unknown value."""
     assert (ROOT / folder / "Chart.yaml").exists()
-    given = dict(itertools.pairwise(arguments))
-    values = values_of(ROOT / given["-f"]) if "-f" in given else {}
+    pairs = list(itertools.pairwise(arguments))
+    values = next((values_of(ROOT / path) for option, path in pairs if option == "-f"), {})
+    for option, setting in pairs:
+        if option == "--set":
+            path, _, text = setting.partition("=")
+            *outer, last = path.split(".")
+            level = values
+            for key in outer:
+                level = level.setdefault(key, {})
+            level[last] = text
     return load_objects(chart().render(values, name=release, namespace=release))

@@ -125,7 +125,7 @@ class KeptCluster:
         self._ray_pids = started.pids
 
     def kill_head(self) -> None:
-        """kill -9 of GCS and raylet; the controller and the agents are left to themselves."""
+        """Kills GCS and raylet with `kill -9`. The controller and the agents are not touched."""
         for pid in self._ray_pids.values():
             os.kill(pid, signal.SIGKILL)
 
@@ -143,7 +143,7 @@ class KeptCluster:
 
     @property
     def workers(self) -> dict[str, KeptWorker]:
-        """Those that are ready now, by id."""
+        """The ready workers, by id."""
         return {
             worker_id: KeptWorker(worker_id, r["role"], r["pid"], r["address"], self.token)
             for worker_id, r in self.records().items()
@@ -151,12 +151,12 @@ class KeptCluster:
         }
 
     def is_ready(self, worker: KeptWorker) -> bool:
-        """Whether the router sees this very process ready."""
+        """Returns whether the router sees this very process ready."""
         now = self.workers.get(worker.worker_id)
         return now is not None and now.pid == worker.pid
 
     def is_whole(self) -> bool:
-        """Whether the pools have the sizes that are wanted, and the router uses all workers."""
+        """Returns whether the pools have their wanted sizes and the router uses all workers."""
         try:
             pools = self.state()["pools"]
             sizes = {name: pool["wanted"] for name, pool in pools.items() if "wanted" in pool}
@@ -174,11 +174,11 @@ class KeptCluster:
         httpx.post(f"{self.url}/v1/cluster", json=sizes, timeout=10).raise_for_status()
 
     def pids(self, pool: str) -> dict[str, int]:
-        """Of a pool's processes, as their agents say."""
+        """Returns the process ids of a pool, as its agents report them."""
         return {a["id"]: a["pid"] for a in self.state()["pools"][pool]["agents"]}
 
     def processes(self) -> Counter[str]:
-        """How many processes run under each worker's id."""
+        """Returns the number of processes that run under each worker's id."""
         found: Counter[str] = Counter()
         for pid in guardian.cluster_processes(self.cluster_id):
             try:
@@ -190,7 +190,7 @@ class KeptCluster:
         return found
 
     def starts(self) -> Counter[str]:
-        """How often the agents started each process."""
+        """Returns how often the agents started each process."""
         pools = self.state()["pools"].values()
         return Counter({a["id"]: a["starts"] for pool in pools for a in pool.get("agents", ())})
 

@@ -26,7 +26,7 @@ def panels(path: Path) -> list[dict[str, Any]]:
 
 
 def queries(path: Path) -> list[tuple[str, str]]:
-    """(panel's title, expression with the variables filled in)."""
+    """Returns (panel's title, expression with the variables filled in) of every panel."""
     found = []
     for panel in panels(path):
         for target in panel["targets"]:

@@ -31,7 +31,7 @@ GBIT_BYTES_PER_S = 125e6
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a cable, each way alike."""
+    """The delay, rate and loss of a cable, the same in both directions."""
 
     delay_s: float = 0.0
     bytes_per_s: float = float("inf")
@@ -40,7 +40,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process can run."""
+    """A network namespace in which a process can run."""
 
     number: int
     address: str
@@ -49,12 +49,12 @@ class Place:
 
     @property
     def prefix(self) -> list[str]:
-        """What a command line begins with to run here."""
+        """The words that begin a command line that runs here."""
         return ["ip", "netns", "exec", self.namespace] if self.namespace else []
 
     @property
     def environment(self) -> dict[str, str]:
-        """For NIXL over TCP through the hub."""
+        """The variables for NIXL over TCP through the hub."""
         return {"UCX_TLS": "tcp", "UCX_NET_DEVICES": self.device}
 
 
@@ -92,7 +92,7 @@ class Network:
         self._command(host, **asdict(shape))
 
     def cut(self, host: Place) -> None:
-        """From now on nothing comes to the host or from it, packets on their way included."""
+        """Drops every packet to and from the host from now on, also those under way."""
         self._command(host, is_up=False)
 
     def heal(self, host: Place) -> None:
@@ -100,7 +100,7 @@ class Network:
 
     @property
     def num_bytes_home(self) -> int:
-        """That came to this machine over the network so far."""
+        """Returns the bytes that came to this machine over the network so far."""
         counter = Path(f"/sys/class/net/{self.home.device}/statistics/rx_bytes")
         return int(counter.read_text())
 
@@ -155,7 +155,7 @@ class Network:
 
 
 def why_not() -> str:
-    """Why no network can be made here; empty when it can."""
+    """Returns the reason why no network can be made here; empty if one can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:

@@ -48,7 +48,7 @@ class Line:
     free_at: float = 0.0  # when all that was sent so far is on its way
 
     def arrival(self, now: float, num_bytes: int) -> float | None:
-        """When a packet sent now is through; None when it never is."""
+        """Returns when a packet that is sent now arrives; None if it is dropped."""
         waiting_s = max(0.0, self.free_at - now)
         if not self.is_up or waiting_s * self.bytes_per_s > _QUEUE_BYTES_MAX:
             return None

@@ -58,7 +58,7 @@ class OtlpReceiver(pb_grpc.TraceServiceServicer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of processes that are to send here, soon after their spans end."""
+        """The variables of a process that sends its spans here, soon after they end."""
         return {"OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
 
     def traces(self) -> dict[str, list[ReceivedSpan]]:

@@ -36,7 +36,7 @@ class LocalPod:
     log: Path
 
     def passes(self, probe: str) -> bool:
-        """Whether a probe of its container succeeds now."""
+        """Returns whether a probe of the container succeeds now."""
         assert self.process.poll() is None, f"{self.component} ended:\n{self.words()}"
         match self.made[probe]:
             case {"httpGet": {"path": path, "port": port}}:
@@ -106,7 +106,8 @@ class LocalPods:
         return self.pods[component]
 
     def variables(self, component: str, made: Object) -> dict[str, str]:
-        """What the container's processes see: of this machine, only where programs are."""
+        """Returns the environment of the container's processes. This machine's own adds only the
+        path of its programs."""
         fields = {
             "metadata.name": f"{RELEASE}-tandem-{component}-0",
             "metadata.namespace": NAMESPACE,
@@ -128,7 +129,8 @@ class LocalPods:
         }
 
     def address(self, component: str) -> str:
-        """Of 127.0.0.0/8, all of which is this machine; another for each process that tests."""
+        """Returns the component's address in 127.0.0.0/8, all of which is this machine. Each test
+        process has its own."""
         number = ("redis", "router", "prefill", "decode", "ray-head", "test").index(component)
         return f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.{10 + number}"
 

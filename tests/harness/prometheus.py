@@ -129,7 +129,7 @@ class Prometheus:
         return {a["labels"]["alertname"] for a in alerts if a["state"] == "firing"}
 
     def wait_scrapes(self, count: int = 2) -> None:
-        """Until every target was scraped so often from now on."""
+        """Waits until every target has been scraped `count` times from now on."""
         since = time.time()
 
         def scraped() -> bool:

@@ -147,7 +147,8 @@ def redis_cluster(folder: Path, num_nodes: int = 3) -> Iterator[tuple[str, list[
 
 @dataclass
 class Certificates:
-    """Of an authority, and of one server and client that it signed, for 127.0.0.1."""
+    """Files of an authority, and of one certificate for 127.0.0.1 that it signed, for server and
+    client."""
 
     authority: Path
     certificate: Path

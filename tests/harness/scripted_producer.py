@@ -228,14 +228,15 @@ class PrefixConsumer:
         return self.puller.plan(spec, holders)
 
     async def fill(self, *, num_cached: int = 0) -> int:
-        """Of a sequence that has blocks 0..6 and the first `num_cached` of them cached."""
+        """Pulls the prefix of a sequence that has blocks 0 to 6, the first `num_cached` of them
+        cached."""
         plan = self.plan()
         assert plan is not None
         reserved = Reserved("s", num_cached * 16, list(range(num_cached, 7)))
         return await self.puller.fill(plan, reserved)
 
     def pulled(self) -> float:
-        """What the metric says."""
+        """Returns the value of `tandem_prefix_blocks_pulled_total`."""
         samples = [s for family in self.metrics.collect() for s in family.samples]
         return sum(s.value for s in samples if s.name == "tandem_prefix_blocks_pulled_total")
 
@@ -297,7 +298,7 @@ async def _serving(
 def _parts(
     link: RecordingLink, peers: AllPeers, config: WorkerConfig = CONFIG
 ) -> tuple[WorkerMetrics, Rates, LeaseMaker, PrefixPuller]:
-    """What all leases of a consumer share, real but for the engine."""
+    """Returns the parts that all leases of a consumer share. All are real but the engine."""
     metrics = WorkerMetrics(worker_id="d0", role="decode")
     rates = Rates(config, block_bytes=BLOCK_BYTES, step_tokens=512)
     engine: Any = link

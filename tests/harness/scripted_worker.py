@@ -83,7 +83,7 @@ def refusing(code: str, retry_after_s: float = 0) -> Script:
 
 
 async def silent(submit: pb.SubmitSequence, say: Say) -> None:
-    """Never says anything."""
+    """Sends nothing."""
 
 
 class ScriptedWorker(WorkerServicer):
@@ -142,7 +142,7 @@ class ScriptedWorker(WorkerServicer):
 
     @property
     def has_stream(self) -> bool:
-        """Whether a router is connected by a stream that is not about to end."""
+        """Returns whether a router has a stream that is not about to end."""
         return any(queue not in self._ending for queue in self._streams)
 
     def break_streams(self) -> None:
@@ -167,7 +167,7 @@ class ScriptedWorker(WorkerServicer):
         self._end_streams(None)
 
     def tell_load(self, num_submits: int) -> None:
-        """On every stream: `load`, in which so many submits of the stream are counted."""
+        """Sends `load` on every stream. It counts `num_submits` submissions of the stream."""
         values = {name: getattr(self.load, name) for name in self.load.__struct_fields__}
         message = pb.DecodeUpdate(load=pb.WorkerLoad(**values), num_submits=num_submits)
         for queue in self._streams:

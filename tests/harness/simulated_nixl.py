@@ -36,7 +36,7 @@ class SimulatedFabric:
 
 
 class SimulatedAgent:
-    """tandem.transfer.nixl.agent.NixlAgent, over memory of this process."""
+    """Stands in for `tandem.transfer.nixl.agent.NixlAgent`, over memory of this process."""
 
     def __init__(self, fabric: SimulatedFabric, name: str) -> None:
         self.name = name

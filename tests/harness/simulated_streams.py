@@ -1,7 +1,7 @@
-"""gRPC between simulated workers: `Prefill` and `FetchBlocks` calls whose messages a test delivers.
+"""Simulated gRPC between workers: `Prefill` and `FetchBlocks` calls whose messages a test delivers.
 
-What was written waits here until it is delivered, or is lost when the call is cut at either end. A
-call that its consumer leaves is closed at the producer when the news arrives, or by a ping.
+A message waits here until it is delivered, or is lost when the call is cut at either end. A call
+that its consumer leaves is closed at the producer when the news arrives, or by a ping.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _CLOSE, _CUT = object(), object()
 
 
 class Call:
-    """What both kinds of calls share: two wires, a handler at the producer, an end on each side."""
+    """The common part of both kinds of calls: two wires, a handler at the producer, an end on each
+    side."""
 
     def __init__(self, producer: Node, consumer: Node) -> None:
         self.producer, self.consumer = producer, consumer
@@ -48,7 +49,7 @@ class Call:
 
     @property
     def wires(self) -> list[Callable[[], None]]:
-        """What can be delivered now."""
+        """Returns the deliveries that are possible now."""
         found = [self.deliver_to_producer] if self.to_producer else []
         return [*found, self.deliver_to_consumer] if self.to_consumer else found
 
@@ -133,7 +134,8 @@ class Stream(Call):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the consumer has heard that the producer held this very lease to its end."""
+        """Returns whether the consumer has heard that the producer held this very lease to its
+        end."""
         released = self.released
         said = (released.epoch, released.lease_id, released.whole) if released else None
         return said == (self.producer.epoch, self.lease_id, True)
@@ -206,7 +208,8 @@ class Fetch(Call):
 
 
 class PeersOf:
-    """tandem.worker.peers.peers.Peers: knows who lives, and hands out simulated calls."""
+    """Stands in for `tandem.worker.peers.peers.Peers`: knows which workers run, and hands out
+    simulated calls."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ def whole_model(seed: int, layout: BlockLayout) -> Bytes:
 
 
 def rank_pools(whole: Bytes, layout: ParallelLayout) -> list[Bytes]:
-    """What each rank's memory holds, flat. The share of rank r, in the plain way of saying it."""
+    """Returns the flat content of each rank's memory, computed in the plainest way."""
     num_heads = whole.shape[1]
     groups = min(layout.degree, num_heads)
     shares = np.split(whole, groups, axis=1)

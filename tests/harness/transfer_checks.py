@@ -1,4 +1,4 @@
-"""What must hold in a simulated cluster at every moment, whatever the network and NIXL do."""
+"""Checks that hold in a simulated cluster at every moment, whatever the network and NIXL do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TransferChecks:
     violations: list[str]  # seen where an exception would count as a lost lease
 
     def _expect(self, node: Node, token_ids: list[int]) -> None:
-        """What a cache may come to hold of these tokens."""
+        """Notes the KV that a cache may hold for these tokens."""
         size, values = node.engine.layout.block_size, kv_of(token_ids)
         for index, block_hash in enumerate(hash_blocks(node.chain_root, token_ids, size)):
             self.kv_by_hash[block_hash] = values[index * size : (index + 1) * size]
@@ -45,7 +45,7 @@ class TransferChecks:
                 self._check_lent(stream)
 
     def _caches_hold_what_their_hashes_say(self, node: Node) -> None:
-        """So nothing is published, shared or lent that is not right."""
+        """A cache whose blocks are right publishes, shares and lends no wrong one."""
         found = node.engine._pool._by_hash
         size = node.engine.layout.block_size
         values = node.runner.read(list(found.values()), len(found) * size)

@@ -30,7 +30,7 @@ ROUNDS_MAX = 400
 
 @dataclass
 class Request:
-    """What its client knows."""
+    """A request as its client knows it."""
 
     prompt: list[int]
     expected: list[int]
@@ -133,7 +133,8 @@ class TransferCluster(TransferChecks):
         asyncio.set_event_loop(None)
 
     def finish(self) -> None:
-        """From here all is fair: everybody gets to an end in bounded time, and nothing is left."""
+        """Ends all faults, and checks that every request ends in bounded time and that nothing is
+        left."""
         for node in self.nodes.values():
             node.hangs = False
         for _ in range(ROUNDS_MAX):

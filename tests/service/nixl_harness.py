@@ -41,7 +41,7 @@ def local_pool(memory: NDArray[np.uint8]) -> LocalPool:
 
 
 def contents(seed: int) -> NDArray[np.uint8]:
-    """[num_blocks, block_bytes] of a peer with that seed."""
+    """Returns the pool [num_blocks, block_bytes] of a peer with that seed."""
     data = np.random.default_rng(seed).integers(0, 256, LAYOUT.pool_bytes, dtype=np.uint8)
     return data.reshape(LAYOUT.num_blocks, -1)
 
@@ -159,7 +159,8 @@ class Consumer:
 
 
 def holds(condition: Callable[[], bool], during_s: float) -> bool:
-    """Whether it stays true all that time; there is no event to wait for when nothing happens."""
+    """Returns whether the condition stays true all that time. No event says that nothing
+    happens."""
     end = time.monotonic() + during_s
     while time.monotonic() < end:
         if not condition():

@@ -35,7 +35,7 @@ sys.stdin.read()
 
 
 def eventually(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
-    """What `condition` returns as soon as it is true."""
+    """Waits until `condition` is true, and returns its value."""
     give_up_at = time.monotonic() + deadline_s
     while not (found := condition()):
         assert time.monotonic() < give_up_at, "it never came about"
@@ -83,7 +83,7 @@ class Up:
             return str(json.load(reply)["choices"][0]["text"])
 
     def pids(self, name: str) -> list[int]:
-        """Of the cluster's processes with this in their command lines."""
+        """Returns the cluster's processes with this text in their command lines."""
         found = []
         for pid in guardian.cluster_processes(self.cluster_id):
             try:

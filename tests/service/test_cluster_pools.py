@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def eventually(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
-    """What `condition` returns as soon as it is true."""
+    """Waits until `condition` is true, and returns its value."""
     give_up_at = time.monotonic() + deadline_s
     while not (found := condition()):
         assert time.monotonic() < give_up_at, "it never came about"

@@ -71,7 +71,7 @@ def send(connection: socket.socket, num_bytes: int) -> float:
 
 
 def num_sent_again(connection: socket.socket) -> int:
-    """tcpi_total_retrans of linux/tcp.h."""
+    """Returns `tcpi_total_retrans` of linux/tcp.h."""
     found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
     return int.from_bytes(found[100:104], sys.byteorder)
 

@@ -1,4 +1,4 @@
-"""What NIXL alone does between real processes, by shared memory and by TCP: its agents and fence.
+"""NIXL alone between real processes, over shared memory and TCP: its agents and the fence.
 
 What it does as every transport does is in test_transports.py.
 """

@@ -38,7 +38,8 @@ def chain(name: str, length: int) -> list[bytes]:
 
 
 async def use_all_of_it(redis: Client, cluster: ClusterConfig) -> None:
-    """What workers, routers and the controller do with Redis, two shards of workers included."""
+    """Makes every use of Redis that workers, routers and the controller make, with two shards of
+    workers."""
     index = RedisIndex(redis, cluster.cluster_id)
     blocks = chain("a", 600)
     for i in range(33):

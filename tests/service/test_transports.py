@@ -1,4 +1,5 @@
-"""What every transport does, between real processes: a consumer with its engine, and its producers.
+"""One suite for every transport, between real processes: a consumer with its engine, and its
+producers.
 
 Whatever one transport alone does is tested apart: NIXL's reads that cannot be taken back in
 test_nixl_transfer.py, gRPC's messages in worker/test_pulls.py.

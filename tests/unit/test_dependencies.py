@@ -1,4 +1,4 @@
-"""What the code imports is declared in pyproject.toml, and what is declared is imported."""
+"""Imports are declared in pyproject.toml, and declared packages are imported."""
 
 from __future__ import annotations
 

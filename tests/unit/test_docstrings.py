@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
     path
-    for folder in ("services/tandem", "kernels/tandem_kernels")
+    for folder in ("services/tandem", "kernels/tandem_kernels", "benchmarks", "tests")
     for path in (ROOT / folder).rglob("*.py")
     if "rpc/tandem/v1" not in str(path)
 )

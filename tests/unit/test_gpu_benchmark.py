@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py loads where only torch, Triton and safetensors are."""
+"""`benchmarks/gpu.py` loads where only torch, Triton and safetensors are installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What programs load: the router and the CLI stay light, whatever import-linter cannot see."""
+"""The modules that programs load. Router and CLI stay light in ways that import-linter cannot
+see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is said when workers need more memory than is free, and what counts as free."""
+"""The message for workers that need more memory than is free, and the memory that counts as
+free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the soak benchmark calls growth."""
+"""The definition of growth in the soak benchmark."""
 
 from __future__ import annotations
 

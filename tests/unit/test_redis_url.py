@@ -1,4 +1,4 @@
-"""What each form of URL says, and that a wrong one is named without its password."""
+"""The meaning of each form of URL. The message for a wrong one has no password."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tandem.observability.logs import about, configure_logging
 
 @pytest.fixture(autouse=True)
 def root_logger() -> Iterator[None]:
-    """As pytest has it, afterwards."""
+    """Restores the root logger as pytest set it."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     for handler in handlers:

@@ -1,4 +1,4 @@
-"""What the tree says of a worker against what it holds: exact, with publishing under way."""
+"""The audit of a worker's entries in the tree: exact, even while the worker publishes."""
 
 from __future__ import annotations
 

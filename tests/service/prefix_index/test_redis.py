@@ -1,4 +1,5 @@
-"""What only the tree in Redis has: slots, shards, sweeping, scripts, memory, several clients."""
+"""The parts that only the tree in Redis has: slots, shards, sweeping, scripts, memory, several
+clients."""
 
 from __future__ import annotations
 

@@ -113,7 +113,8 @@ async def running(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def router(running: RunningRouter) -> AsyncIterator[RunningRouter]:
-    """As it was at the start: both workers connected, silent, and nothing counted as theirs."""
+    """Resets the router to its start: both workers connected, silent, and nothing counted as
+    theirs."""
     running.script(silent)
     await eventually(lambda: all(_is_up(running.router, w) for w in running.workers))
     for worker in running.workers:

@@ -24,7 +24,7 @@ BODY = {"prompt": "one two three", "max_tokens": 4}
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def owned(router: RunningRouter) -> AsyncIterator[RunningRouter]:
-    """As with a pool controller, whose word is this."""
+    """Writes the sizes as a pool controller does."""
     view = router.router.view
     key = f"{{tandem:{view.cluster.cluster_id}}}:pools"
     await view.redis.set(key, json.dumps({"prefill": {"wanted": 0}, "decode": {"wanted": 2}}))

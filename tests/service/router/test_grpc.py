@@ -1,4 +1,4 @@
-"""tandem.v1.Inference by its generated stub, and by reflection alone."""
+"""`tandem.v1.Inference` by its generated stub, and by reflection alone."""
 
 from __future__ import annotations
 

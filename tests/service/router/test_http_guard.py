@@ -25,7 +25,7 @@ COMPLETIONS = {"/v1/completions", "/v1/chat/completions"}
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def owned(router: RunningRouter) -> AsyncIterator[RunningRouter]:
-    """As with a pool controller, which has one worker in each pool."""
+    """Writes the sizes as a pool controller with one worker in each pool does."""
     view, key = router.router.view, pools_key(router)
     await view.redis.set(key, json.dumps({"prefill": {"wanted": 1}, "decode": {"wanted": 1}}))
     await eventually(lambda: view.pools_json is not None)
@@ -46,7 +46,7 @@ def scale_key(router: RunningRouter) -> str:
 
 
 async def asked_sizes(router: RunningRouter) -> list[dict[str, int]]:
-    """What the pool controller was asked for, the newest first."""
+    """Returns the sizes that the pool controller was asked for, newest first."""
     found = await router.router.view.redis.lrange(scale_key(router), 0, -1)
     return [json.loads(value) for value in found]
 

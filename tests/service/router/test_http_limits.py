@@ -1,4 +1,4 @@
-"""What one connection may cost: raw bytes over real sockets, against the real server."""
+"""The cost of one connection is bounded: raw bytes over real sockets, against the real server."""
 
 from __future__ import annotations
 

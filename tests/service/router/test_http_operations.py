@@ -1,4 +1,4 @@
-"""What operators ask over HTTP: health, metrics, the document of the API, pool sizes."""
+"""Operators' calls over HTTP: health, metrics, the document of the API, pool sizes."""
 
 from __future__ import annotations
 

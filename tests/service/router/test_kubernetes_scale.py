@@ -66,7 +66,7 @@ def make_server(folder: Path) -> ApiServer:
 
 @pytest.fixture
 def pod(monkeypatch: pytest.MonkeyPatch) -> Callable[[ApiServer], KubernetesScale]:
-    """What a router in a pod of that server's cluster has."""
+    """Gives this process the variables of a router in a pod of that server's cluster."""
 
     def enter(server: ApiServer) -> KubernetesScale:
         for name, value in server.environment.items():
@@ -150,7 +150,7 @@ async def test_a_refusal_says_why_and_under_what_code(
 async def test_what_the_role_does_not_name_is_refused(
     server: ApiServer, scale: KubernetesScale
 ) -> None:
-    """And the others are set: one message says what became of each."""
+    """The other pools are set, and one message has the result of each."""
     server.allowed = {entry for entry in server.allowed if "prefill" not in entry[2]}
     error = await failure(scale, prefill=2, decode=4)
     assert type(error) is ScaleRefused
@@ -250,7 +250,7 @@ async def test_the_stand_in_takes_patches_of_a_scale_alone(
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ApiServer]:
-    """Whose account the router of this module has."""
+    """Starts the API server whose account the router of this module has."""
     FOLDER.mkdir(exist_ok=True)
     with make_server(FOLDER) as started:
         yield started

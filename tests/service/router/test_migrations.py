@@ -85,7 +85,7 @@ class Reading:
 
 @pytest.fixture
 async def migrations(router: RunningRouter) -> AsyncIterator[Any]:
-    """How many requests moved since the test began, by reason."""
+    """Returns a function that counts the migrations since the test began, by reason."""
     counter = router.router.generator._metrics.migrations
 
     def counts() -> dict[str, float]:

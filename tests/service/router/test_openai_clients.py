@@ -1,4 +1,4 @@
-"""What clients of other servers send and read, beyond one question and its answer."""
+"""Fields and calls that clients of other servers use, beyond one question and its answer."""
 
 from __future__ import annotations
 

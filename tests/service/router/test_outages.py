@@ -1,4 +1,4 @@
-"""What a router does without workers, with the wrong ones, and without Redis."""
+"""A router without workers, with incompatible ones, and without Redis."""
 
 from __future__ import annotations
 
@@ -153,7 +153,8 @@ async def test_a_worker_with_an_expired_record_is_gone(setup: Setup) -> None:
 
 
 async def test_workers_that_stood_still_with_the_router_are_not_gone(setup: Setup) -> None:
-    """As on a laptop that slept: the records have expired when all wake, the router first."""
+    """A laptop that slept is such a case: the records have expired when all wake, the router
+    first."""
     worker = await setup.add_worker("decode-0")
     await eventually(lambda: setup.usable() == ["decode-0"])
     assert worker._recording is not None

@@ -1,4 +1,4 @@
-"""What a router does when its workers tell that they are busy for long: it refuses early."""
+"""A router whose workers report a long queue refuses requests early."""
 
 from __future__ import annotations
 

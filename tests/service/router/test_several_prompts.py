@@ -46,7 +46,7 @@ async def begin(submit: pb.SubmitSequence, say: Say) -> None:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Of a stream that ended well: one [DONE], and that last."""
+    """Returns the events of a stream that ended well, with one [DONE] as the last."""
     lines = [line for line in text.splitlines() if line]
     assert [line for line in lines if line == "data: [DONE]"] == lines[-1:]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]

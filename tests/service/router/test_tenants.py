@@ -52,7 +52,7 @@ async def test_two_names_are_refused(router: RunningRouter) -> None:
 async def test_a_name_beyond_printable_ascii_is_refused(
     router: RunningRouter, value: bytes
 ) -> None:
-    """Not stripped to the name of another tenant."""
+    """Stripping the name could make it another tenant's."""
     headers = [(b"x-tandem-tenant", value)]
     answer = await router.http.post("/v1/completions", json=BODY, headers=headers)
     assert answer.status_code == 400
@@ -87,7 +87,7 @@ async def test_tenants_take_turns_at_busy_workers(router: RunningRouter) -> None
 async def test_a_request_that_would_wait_too_long_for_its_turn_is_refused(
     router: RunningRouter,
 ) -> None:
-    """Not so one of another tenant, of which nobody waits."""
+    """A request of another tenant, which has nobody waiting, is admitted."""
     await tell_load(router, queued_tokens=85_000, step=3)  # 85 s, of 90 that are believed
     router.script(saying([1000]))
 

@@ -161,7 +161,7 @@ async def test_a_second_first_token_is_nobodys() -> None:
 async def test_an_engine_that_stands_still_is_given_up_while_it_computes(
     is_prefilled: bool,
 ) -> None:
-    """After `prefilled` nothing waits for it any more: a slow pull goes on to its end."""
+    """Nothing waits for the engine after `prefilled`, so a slow pull continues to its end."""
 
     async def stands(commands: Commands, context: Any) -> Events:
         start = (await anext(aiter(commands))).start

@@ -1,4 +1,4 @@
-"""What callers see, and the log says, when a unary call to a worker fails."""
+"""A failed unary call to a worker, as its caller sees it and as the log has it."""
 
 from __future__ import annotations
 

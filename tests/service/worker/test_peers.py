@@ -37,7 +37,7 @@ SLOW = [(1000, 1.0), (4 * MIB, 30.0)]
 
 
 class Producer(WorkerServicer):
-    """What a worker says when it is introduced to and probed."""
+    """A worker's answers to `Connect` and `Probe`."""
 
     def __init__(self) -> None:
         host = host_identity()
@@ -66,7 +66,7 @@ class Producer(WorkerServicer):
 
 @dataclass
 class Link:
-    """tandem.worker.engine_process.link.EngineLink, as far as peers need it."""
+    """Stands in for `tandem.worker.engine_process.link.EngineLink`, as far as peers need it."""
 
     reads: list[tuple[int, float]] | Exception = field(default_factory=lambda: list(FAST))
     num_connected: int = 0

@@ -127,7 +127,7 @@ RELEASE = pb.PrefillCommand(release=pb.ReleaseLease())
 
 
 async def next_event(call: Any) -> pb.PrefillEvent:
-    """That is no heartbeat."""
+    """Returns the next event that is no heartbeat."""
     async with asyncio.timeout(5):
         while (event := await call.read()) is not grpc.aio.EOF:
             if not event.HasField("heartbeat"):

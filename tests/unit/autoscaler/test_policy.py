@@ -1,4 +1,4 @@
-"""What each signal makes of a pool, and what is said about it."""
+"""The size that each signal leads to, and the reason that is given."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterSpec:
 
 
 def write(folder: Path, *states: MemberState) -> None:
-    """What the controller wrote last: one member a state, the first of them `MEMBER`."""
+    """Writes the controller's state: one member for each state, `MEMBER` first."""
     members = [
         Member(member_id=f"decode-{n}", pool="decode", ordinal=3 + n, state=state)
         for n, state in enumerate(states)
@@ -48,7 +48,7 @@ def write(folder: Path, *states: MemberState) -> None:
 
 
 def until(agent: Agent, state: MemberState, *, not_pid: int = -1) -> tuple[int, int]:
-    """(pid, starts) once the agent says that its process is so."""
+    """Waits until the agent reports its process in that state, and returns (pid, starts)."""
     give_up_at = time.monotonic() + 30
     while True:
         _, now, pid, num_starts = agent.status()

@@ -1,4 +1,4 @@
-"""What `tandem scale` asks for and waits for, and what it says when no router is there."""
+"""The requests of `tandem scale`, its wait, and its message when no router answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_reached_means_wanted_running_ready_and_nothing_left_to_go() -> None:
 
 
 def test_without_a_controller_workers_that_are_ready_count() -> None:
-    """On Kubernetes: one that drains is still registered, one that starts is not yet ready."""
+    """Kubernetes has no controller: a worker that drains is still registered, and one that starts
+    is not ready yet."""
 
     def seen(registered: int, ready: int) -> dict[str, dict[str, object]]:
         state: dict[str, object] = {"registered": registered, "ready": ready, "serving": ready}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helm_python import HelmError
 
 from tests.harness.documents import Command, check, commands
 
@@ -31,11 +32,16 @@ def test_the_readme_starts_a_cluster_and_asks_it() -> None:
         "python benchmarks/served.py --no-such-option",
         "pip install 'tandem-llm[no-such-extra]'",
         "docker build -f deploy/Dockerfile --build-arg NO_SUCH=1 .",
+        "docker build -f deploy/Dockerfile --target no-such .",
+        "docker push no-such-image:1",
+        "helm install tandem helm/tandem --set image.noSuch=1",
         "kubectl -n tandem exec deployment/no-such -- tandem status",
+        "kubectl -n tandem port-forward service/tandem-router 8000:8002",
+        "kubectl -n tandem port-forward service/no-such 8000:8000",
         "NO_SUCH_VARIABLE_AT=1 pytest tests/unit",
         "frobnicate --all",
     ],
 )
 def test_a_wrong_command_is_found(text: str) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, HelmError)):
         check(Command("a page", 1, text))

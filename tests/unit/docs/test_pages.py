@@ -1,4 +1,4 @@
-"""What the documents name exists: links, images, anchors, modules, options and metrics."""
+"""The names in the documents exist: links, images, anchors, modules, options and metrics."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_every_room_is_on_the_newcomers_page() -> None:
 
 
 def is_exported(metric: str) -> bool:
-    """Whether the sources have the name, whole or as a family's beginning and its last part."""
+    """Returns whether the sources have the name, whole or as a family's beginning and its last
+    part."""
     if source_has(f"tandem_{metric}") or source_has(metric):
         return True
     cuts = [cut.start() for cut in re.finditer("_", metric)]

@@ -174,7 +174,7 @@ def cut_otherwise(shape: Shape, sizes: Iterable[int]) -> list[StepBatch]:
 
 
 def pool(shape: Shape, num_blocks: int = 0) -> torch.Tensor:
-    """Of as many blocks as `batches` name, if nobody says how many."""
+    """Returns a pool of zeros. By default it has as many blocks as `batches` name."""
     most = 1 + max(block for b in batches(shape) for s in b.slices for block in s.block_table)
     return torch.zeros(
         num_blocks or most,
@@ -199,7 +199,7 @@ def outputs(shape: Shape, instructions: str | None) -> list[torch.Tensor]:
 
 
 def rounds_inputs(shape: Shape, instructions: str | None) -> bool:
-    """Whether products round what they multiply with bf16 weights to bf16, too."""
+    """Returns whether products round their inputs to bf16 where the weights are bf16."""
     found = library.load()
     assert found is not None
     return (

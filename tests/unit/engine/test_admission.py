@@ -1,4 +1,4 @@
-"""What an engine of 4 blocks of 4 tokens and a context of 12 lets in, and what it says else."""
+"""Admission to an engine with 4 blocks of 4 tokens and a context of 12, and its refusals."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class Machine(EngineMachine):
         return token_ids[: num_blocks * self.engine.layout.block_size]
 
     def parents(self) -> dict[bytes, bytes]:
-        """Of every block that the engine finds by hash, whether it was reported or not."""
+        """Returns the parent of every block that the engine finds by hash, reported or not."""
         pool = self.engine._pool
         stored = {**self.tree, **pool._stored}
         return {hash_: parent for hash_, parent in stored.items() if hash_ not in pool._removed}

@@ -71,7 +71,8 @@ def requests(*, mode: Mode = Mode.LOCAL, num_prompts: int = 3) -> list[SequenceS
 
 @cache
 def expected(num_prompts: int = 3) -> dict[str, list[int]]:
-    """Of `requests`: the reference's tokens, and for sampled ones what each gave in a plain run."""
+    """Returns the tokens of `requests`: the reference's, and for sampled ones those of a plain
+    run."""
     tokens = run(load(), requests(num_prompts=num_prompts)).token_ids
     for i, (_, greedy) in enumerate(golden()[:num_prompts]):
         assert tokens[f"greedy-{i}"] == greedy[:NUM_TOKENS]

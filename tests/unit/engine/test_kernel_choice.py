@@ -1,4 +1,4 @@
-"""Why the Triton kernels cannot run on a CUDA device: asked of the device's name, without one."""
+"""The reasons why Triton kernels cannot run on a CUDA device, by the device's name alone."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ ROUNDED = replace(BASE, weights=torch.bfloat16, kv=torch.bfloat16, hidden=100, i
 def test_a_token_does_not_depend_on_its_company_or_its_chunk(
     instructions: str, block_size: int
 ) -> None:
-    """Of bf16 and within an instruction set: sequence 1's 9 tokens beside others, and alone."""
+    """Sequence 1's 9 tokens in bf16 are the same beside others and alone, within one instruction
+    set."""
     shape = replace(ROUNDED, block_size=block_size)
     seen = []
     for num_threads, steps in (
@@ -128,7 +129,7 @@ def test_the_most_likely_token_is_the_first_of_equals(num_threads: int, instruct
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 def test_gates_and_ups_may_come_in_one_matrix(instructions: str) -> None:
-    """As checkpoints are loaded."""
+    """Checkpoints are loaded this way."""
     shape = replace(ROUNDED, bias=True)
     apart = native_shapes.random_weights(shape)
     layers = []

@@ -13,7 +13,7 @@ PROMPT = list(range(14))  # three full blocks of 4 and half of the fourth
 
 
 def hashes(num_tokens: int = 12) -> list[bytes]:
-    """Of the prompt's full blocks, as the engine of a peer names them."""
+    """Returns the hashes of the prompt's full blocks, as a peer's engine computes them."""
     engine, _ = make_engine()
     report = drive_all(engine, make_spec("a", PROMPT[:num_tokens], max_tokens=1)).reports[-1]
     return [stored.block_hash for stored in report.stored]

@@ -1,4 +1,4 @@
-"""How many decode at once."""
+"""The number of sequences that decode at once."""
 
 from __future__ import annotations
 

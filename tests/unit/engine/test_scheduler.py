@@ -1,4 +1,4 @@
-"""Who is in the next step, in which order, with how many tokens."""
+"""The sequences of the next step, their order and their numbers of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: what the compiled decoder counts, what the bench holds against it."""
+"""The stages of a step: the compiled decoder's times, and the bench's floors."""
 
 from __future__ import annotations
 

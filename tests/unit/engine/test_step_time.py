@@ -71,7 +71,7 @@ class Bench:
         return sequence
 
     def step(self) -> tuple[Schedule, float]:
-        """What it had, and the seconds that it took."""
+        """Runs one step, and returns its schedule and its seconds."""
         schedule = self.scheduler.schedule()
         work, seconds = schedule.work, self.clock(schedule.work)
         for chunk in schedule.chunks:
@@ -168,8 +168,8 @@ def test_chunks_are_smaller_after_more_context_and_when_the_machine_slows_down()
 
 @dataclass
 class CpuMachine(Machine):
-    """What a CPU does: up to 16 rows read the same weights, a chunk reads the KV before it once
-    more, and a neighbour takes a part of every step, a large one now and then."""
+    """Models a CPU. Up to 16 rows read the same weights, a chunk reads the KV before it once more,
+    and a neighbour takes a part of every step, now and then a large one."""
 
     rng: Random = field(default_factory=lambda: Random(3))
 
@@ -240,7 +240,7 @@ def test_what_no_clock_shows_is_no_measurement(seconds: float) -> None:
 
 
 class Clock:
-    """Of an engine whose steps take 2 ms and 1 ms for each token."""
+    """The clock of an engine whose steps take 2 ms and 1 ms for each token."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0

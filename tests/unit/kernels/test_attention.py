@@ -36,7 +36,7 @@ def make_spans(shapes: Sequence[Shape], block_size: int) -> list[QuerySpan]:
 
 
 def plain_attention(queries: torch.Tensor, spans: list[QuerySpan], pool: KvPool) -> torch.Tensor:
-    """In fp64, one query at a time."""
+    """Computes attention in fp64, one query at a time."""
     out = torch.empty(queries.shape, dtype=torch.double)
     for span in spans:
         table = torch.tensor([list(span.block_table)])

@@ -20,6 +20,6 @@ def test_another_device_is_refused() -> None:
 
 
 def test_importing_the_package_loads_no_torch() -> None:
-    """transformers probes for a package of this name."""
+    """The package transformers probes for a package of this name."""
     code = "import sys, kernels; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -22,7 +22,8 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor
 
 
 def kept_probabilities(logits: torch.Tensor, draw: Draw) -> dict[int, float]:
-    """What may be drawn, most likely first: min_p, then top_k, then top_p, by their definition."""
+    """Returns the tokens that may be drawn, most likely first: min_p, then top_k, then top_p, by
+    their definition."""
     scaled = logits.double() / draw.temperature
     probabilities = torch.softmax(scaled, 0).tolist()
     ranked = sorted(range(len(probabilities)), key=lambda i: (-float(logits[i]), i))

@@ -22,7 +22,8 @@ def smollm2() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory) -> Tokenizer:
-    """As Llama 2's: words with a mark for the space before them, single bytes for all else."""
+    """Makes a tokenizer like Llama 2's: words with a mark for the space before them, single bytes
+    for all else."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += ["▁", "▁the", "▁cat", "s", "a", "é", "東"]
     backend = Backend(

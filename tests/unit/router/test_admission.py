@@ -149,9 +149,8 @@ def decoding(**load: int) -> WorkerSnapshot:
 
 
 def test_waits_for_a_running_slot_while_others_end() -> None:
-    """With 10 running slots a step takes 30 ms, and of requests of 100 tokens one ends each 0.3
-    s.
-    """
+    """One of 10 requests of 100 tokens ends each 0.3 s where a step with 10 running slots takes 30
+    ms."""
     work = Work(100)
     assert slot_wait_s(work, decoding(num_running=9, num_running_slots=10), 100) == 0.0
     assert slot_wait_s(work, decoding(num_running=50), 100) == 0.0  # it does not say
@@ -186,7 +185,8 @@ def test_the_queue_where_it_is_prefilled_shortens_while_it_waits_for_a_running_s
 
 
 def test_a_busy_decode_worker_is_not_believed_to_prefill_itself() -> None:
-    """As it chooses itself: that would make all who decode there wait."""
+    """The worker itself chooses so, because its prefill would delay all sequences that decode
+    there."""
     work = Work(1000)  # 2 s
     for running, ttft_s in ((0, 2.0), (1, 2.0 + 10 * 2e-3), (2, 3.0 + 2.0)):
         decode = decoding(num_running=running)

@@ -1,4 +1,4 @@
-"""When promised hits that do not come are enough to say so, and when they are not."""
+"""The number of promised hits that must be missing before the watch reports it."""
 
 from __future__ import annotations
 

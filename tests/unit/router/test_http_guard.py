@@ -1,4 +1,4 @@
-"""Which calls the guard lets through where a router does not listen on loopback alone."""
+"""The calls that the guard admits to a router that listens on more than loopback."""
 
 from __future__ import annotations
 

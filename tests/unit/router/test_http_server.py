@@ -1,4 +1,4 @@
-"""How many connections the limit of open files leaves room for."""
+"""The number of connections that the limit of open files allows."""
 
 from __future__ import annotations
 

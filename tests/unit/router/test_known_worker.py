@@ -1,4 +1,4 @@
-"""What was sent to a worker counts until a load that was taken later is told."""
+"""Work that was sent to a worker counts until the worker reports a later load."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_usage_comes_last_and_only_when_asked_for(chat: bool) -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_each_chunk_has_the_usage_so_far_when_that_is_asked_for(chat: bool) -> None:
-    """As at vLLM: with the final usage beside it, and without include_usage not at all."""
+    """The behaviour is vLLM's: the final usage follows, and without include_usage there is none."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = streamed(chat=chat, stream_options=options)
     output_token_ids = [c["usage"]["completion_tokens"] for c in chunks]

@@ -161,7 +161,7 @@ def test_parts_of_messages_pass_while_they_are_empty(name: str, value: Any) -> N
 
 
 def test_an_answer_goes_back_into_the_conversation() -> None:
-    """As the openai package dumps it: with every key that a message may have."""
+    """The openai package dumps a message with every key that it may have."""
     asked = chat()
     usage = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0)
     whole = Replies(asked, "m").whole([[Delta("hi", [5], usage, "stop")]])

@@ -137,7 +137,8 @@ def check_share(cluster: Cluster, computes: str, largest_s: float) -> None:
 def test_nobody_gets_more_than_its_share_and_one_request(
     cluster: Cluster, prompts: list[tuple[int, int]], between_s: float
 ) -> None:
-    """From a cold start on, with hot prefixes, with full and with empty queues, as time goes by."""
+    """The bound holds from a cold start on, with hot prefixes, and with full and empty queues, as
+    time passes."""
     for num_blocks, conversation in prompts:
         _, computes = cluster.place(num_blocks, conversation)
         check_share(cluster, computes, whole_s(num_blocks))
@@ -225,7 +226,7 @@ def test_more_cached_never_takes_a_worker_out_of_the_choice(
 def test_a_prefix_draws_no_more_sequences_than_it_saves(
     num_decode: int, num_blocks: int, num_requests: int, seed: int
 ) -> None:
-    """To decode workers, while all that came still decode there."""
+    """The bound is that of decode workers while all sequences still decode there."""
     cluster = Cluster(num_decode, 2, seed, backlog=False)
     running: Counter[str] = Counter({f"d{n}": 0 for n in range(num_decode)})
     num_bytes = (num_blocks + 1) * RATES.block_bytes

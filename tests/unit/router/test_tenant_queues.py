@@ -9,7 +9,7 @@ from tandem.router.admission.tenant_queues import TenantQueues
 
 
 class Room:
-    """So many may go; each that goes takes one place."""
+    """Capacity for a number of requests. Each one that goes takes one place."""
 
     def __init__(self, places: int) -> None:
         self.places = places

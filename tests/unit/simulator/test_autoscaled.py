@@ -33,7 +33,8 @@ CONFIG = AutoscaleConfig(
 
 
 def arrivals(*phases: tuple[float, float]) -> list[Arrival]:
-    """Of 2,000 tokens each, two seconds of prefill; phases are (seconds, requests a second)."""
+    """Returns arrivals of 2,000 tokens, two seconds of prefill each; phases are (seconds, requests
+    a second)."""
     rng, now_s, made = Random(3), 0.0, []
     for length_s, rate in phases:
         end_s = now_s + length_s

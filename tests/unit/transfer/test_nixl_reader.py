@@ -1,4 +1,4 @@
-"""Which peers the consumer's agent knows, over a NIXL whose reads land when the test says so."""
+"""The peers that the consumer's agent knows, over a NIXL whose reads end when the test says so."""
 
 from __future__ import annotations
 

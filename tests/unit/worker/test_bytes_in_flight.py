@@ -1,4 +1,5 @@
-"""Who may go when bytes are short: nobody overtakes within a peer, nobody waits for ever."""
+"""The order of pulls when bytes are short: no pull overtakes one of the same peer, and none waits
+for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an engine may take to start is its worker's to say."""
+"""The worker sets how long an engine may take to start."""
 
 from __future__ import annotations
 

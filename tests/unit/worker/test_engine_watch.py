@@ -1,4 +1,4 @@
-"""When an engine counts as hung, and when as stuck: by turns of the watch."""
+"""The number of turns after which an engine counts as hung, and as stuck."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = WorkerConfig(
 
 
 class Watched:
-    """What the watch sees of a link and of its worker, and what it does to them."""
+    """Stands in for the link and the worker of a watch, and records its actions."""
 
     def __init__(self) -> None:
         self.num_reports = 0

@@ -1,4 +1,4 @@
-"""What a worker's requests leave in its metrics and in their trace."""
+"""A worker's requests in its metrics and in their traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the I/O process may write into the pool, and until when."""
+"""The blocks that the I/O process may write, and until when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What probes see over HTTP, of an event loop that turns and of one that stands still."""
+"""The probes' answers over HTTP, with an event loop that turns and with one that stands still."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ async def test_it_is_told_when_nothing_waits_any_more_and_prompts_are_taken() ->
 
 
 async def test_a_change_goes_on_when_nobody_waits_for_it() -> None:
-    """As when the router's call is past its deadline: the worker was stopped for a while."""
+    """A router's call past its deadline is such a case: the worker was stopped for a while."""
     worker = Recorded()
     asked = asyncio.create_task(worker.change.to("prefill"))
     await asyncio.wait([asked], timeout=0.001)

@@ -103,7 +103,7 @@ ODD_KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
 def compile_kernel(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], target: GPUTarget
 ) -> list[tuple[str, Any]]:
-    """(config, compiled kernel) of each config that it is tuned over."""
+    """Returns (config, compiled kernel) of each config that the kernel is tuned over."""
     configs = getattr(kernel, "configs", [triton.Config({}, num_warps=8)])
     function = getattr(kernel, "fn", kernel) if hasattr(kernel, "configs") else kernel
     compiled = []

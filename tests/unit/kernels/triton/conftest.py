@@ -1,5 +1,5 @@
-"""Where the Triton kernels' tests run: compiled on a CUDA device, else in Triton's interpreter
-(`tests/conftest.py` makes that choice)."""
+"""The device of the Triton kernels' tests: CUDA, else Triton's interpreter (`tests/conftest.py`
+chooses)."""
 
 from __future__ import annotations
 

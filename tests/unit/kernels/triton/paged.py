@@ -50,7 +50,8 @@ class Paged:
         return layer_of(self.kv, LAYER)
 
     def attention(self, seq: int, queries: torch.Tensor) -> torch.Tensor:
-        """Of [n, heads, D], the last tokens of a sequence's context, in fp64."""
+        """Computes attention of queries [n, heads, D], the last tokens of a sequence's context, in
+        fp64."""
         kv = self.layer[self.block_tables[seq].long()].double()  # [M, heads, 2, block size, D]
         keys, values = kv.permute(2, 1, 0, 3, 4).flatten(2, 3)
         group_size = queries.shape[1] // keys.shape[0]
@@ -68,7 +69,8 @@ class Paged:
 def random_queries(
     num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """[T, heads, D], the first columns of wider rows, as they come out of a joint product."""
+    """Returns queries [T, heads, D]: the first columns of wider rows, as a joint product makes
+    them."""
     wide = torch.randn(
         num_tokens, num_heads + 3, head_dim, generator=torch.Generator().manual_seed(3)
     )
