@@ -41,7 +41,7 @@ class KeyStore:
 
     async def num_changes(self) -> bytes:
         """Returns a value that is another one after each change; empty if there was none."""
-        return await self._redis.get(self._changes) or b""
+        return await self._redis.get(self._changes) or b""  # type: ignore[return-value]
 
     async def read(self) -> list[KeyRecord]:
         """Returns all records. One that cannot be read is left out and logged."""
@@ -58,7 +58,7 @@ class KeyStore:
         await self._redis.hdel(self._records, *key_ids)
 
 
-def _decode(value: bytes) -> KeyRecord | None:
+def _decode(value: bytes | str) -> KeyRecord | None:
     try:
         return msgspec.json.decode(value, type=KeyRecord)
     except msgspec.DecodeError as error:
