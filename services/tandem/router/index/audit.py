@@ -11,7 +11,7 @@ import logging
 import grpc.aio
 
 from tandem.errors import QueueFull
-from tandem.prefix_index.audit import CALL_ENTRIES, Differences, Held, TreeInspector
+from tandem.prefix_index.audit import CALL_ENTRIES, Differences, TreeInspector
 from tandem.prefix_index.entries import split_entries
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.index.trust import IndexTrust
@@ -112,7 +112,16 @@ class IndexAudit:
         async with grpc.aio.insecure_channel(
             worker.record.address, options=CHANNEL_OPTIONS
         ) as channel:
-            held = self._held_by(WorkerStub(channel))  # type: ignore[no-untyped-call]
+            stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
+
+            async def held(first: int, end: int) -> set[bytes]:
+                reply = await stub.ListBlocks(
+                    pb.ListBlocksRequest(first_bucket=first, end_bucket=end),
+                    timeout=_ANSWER_DEADLINE_S,
+                    metadata=token_metadata(self._view.cluster.token),
+                )
+                return split_entries(reply.hashes)
+
             try:
                 found = await self._tree.audit(worker_id, held, sample=sample)
             except grpc.aio.AioRpcError as error:
@@ -120,8 +129,8 @@ class IndexAudit:
                 return Differences(error=message)
             except UNREACHABLE as error:
                 return Differences(error=f"Redis does not answer: {error!r}")
-        counts = {"missing": found.missing, "stale": found.stale}
-        counts["same"] = found.num_checked - found.missing - found.stale
+        num_same = found.num_checked - found.missing - found.stale
+        counts = {"missing": found.missing, "stale": found.stale, "same": num_same}
         for outcome, count in counts.items():
             self._metrics.audited.labels(outcome=outcome).inc(count)
         if found.in_tree and found.any:
@@ -132,14 +141,3 @@ class IndexAudit:
                 f"and {found.stale} are stale",
             )
         return found
-
-    def _held_by(self, stub: WorkerStub) -> Held:
-        async def held(first: int, end: int) -> set[bytes]:
-            reply = await stub.ListBlocks(
-                pb.ListBlocksRequest(first_bucket=first, end_bucket=end),
-                timeout=_ANSWER_DEADLINE_S,
-                metadata=token_metadata(self._view.cluster.token),
-            )
-            return split_entries(reply.hashes)
-
-        return held

@@ -242,9 +242,8 @@ def _as_bad_request(error: ValidationError) -> BadRequest:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = first["loc"]
     name = str(place[0])
-    verb = (
-        "is missing; it" if first["type"] == "missing" and len(place) == 1 else "is not valid; it"
-    )
+    is_missing = first["type"] == "missing" and len(place) == 1
+    verb = "is missing; it" if is_missing else "is not valid; it"
     # Names of the alternatives of a union, such as `str`, are pydantic's and tell a client nothing.
     inside = [str(part) for part in place[1:4] if part not in _ALTERNATIVES]
     where = ".".join([name, *inside])
