@@ -99,19 +99,16 @@ class IndexAudit:
                 if absent[worker_id] > _ROUNDS_ABSENT_MAX:
                     self._trust.alarm(worker_id, "silent", "it has no log in the prefix tree")
             elif told[worker_id].silent_s > SILENT_S:
-                self._trust.alarm(
-                    worker_id,
-                    "silent",
-                    f"it published nothing to the prefix tree for {told[worker_id].silent_s} s",
-                )
+                silent_s = told[worker_id].silent_s
+                what = f"it published nothing to the prefix tree for {silent_s} s"
+                self._trust.alarm(worker_id, "silent", what)
         self._rounds_absent = absent
 
     async def _compare(self, worker: KnownWorker, sample: int | None) -> Differences:
         """Counts what was found, and raises the alarm when entries differ."""
         worker_id = worker.record.worker_id
-        async with grpc.aio.insecure_channel(
-            worker.record.address, options=CHANNEL_OPTIONS
-        ) as channel:
+        address = worker.record.address
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
 
             async def held(first: int, end: int) -> set[bytes]:
@@ -134,10 +131,9 @@ class IndexAudit:
         for outcome, count in counts.items():
             self._metrics.audited.labels(outcome=outcome).inc(count)
         if found.in_tree and found.any:
-            self._trust.alarm(
-                worker_id,
-                "audit",
+            what = (
                 f"of {found.num_checked} entries {found.missing} are missing in the prefix tree "
-                f"and {found.stale} are stale",
+                f"and {found.stale} are stale"
             )
+            self._trust.alarm(worker_id, "audit", what)
         return found
