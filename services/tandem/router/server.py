@@ -13,8 +13,6 @@ import socket
 from functools import partial
 from typing import Any
 
-from starlette.types import ASGIApp
-
 from tandem.config import RouterConfig
 from tandem.errors import ConfigError
 from tandem.models.source import resolve
@@ -80,14 +78,10 @@ class Router:
         sock = _bind(self._config)
         self.http_port = sock.getsockname()[1]
         self.grpc_port = await self._grpc.start()
-        http = HttpServer(self._app(), self._config)
-        log.info(
-            "listening: HTTP %s:%d, gRPC %s:%d",
-            self._config.host,
-            self.http_port,
-            self._config.host,
-            self.grpc_port,
-        )
+        app = make_app(self._config, self.generator, self.view, self._metrics, self._audit)
+        http = HttpServer(app, self._config)
+        host = self._config.host
+        log.info("listening: HTTP %s:%d, gRPC %s:%d", host, self.http_port, host, self.grpc_port)
         self.listening.set()
         work: set[asyncio.Task[Any]] = {
             asyncio.create_task(http.serve(sockets=[sock]), name="http"),
@@ -147,9 +141,6 @@ class Router:
                 await self._index.open()
         except UNREACHABLE as error:
             log.warning("the prefix tree is not there yet: %r", error)
-
-    def _app(self) -> ASGIApp:
-        return make_app(self._config, self.generator, self.view, self._metrics, self._audit)
 
 
 def serve(config: RouterConfig) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import pytest_asyncio
+from prometheus_client import generate_latest
 
 from tandem.block_hash import hash_blocks
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
@@ -157,7 +158,7 @@ async def test_a_log_that_stands_still_is_an_alarm(router: RunningRouter, redis:
         return await index.find("decode-0") is None
 
     await soon(forgotten)
-    text = router.router._metrics.exposition().decode()
+    text = generate_latest(router.router._metrics.registry).decode()
     assert 'tandem_prefix_index_worker_silent_seconds{worker="decode-0"} 1' in text  # 11 or 12
     # One alarm is enough until the worker had the time to publish.
     for _ in range(3):

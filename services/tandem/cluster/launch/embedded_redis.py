@@ -134,15 +134,14 @@ class EmbeddedRedis:
             with suppress(BrokenPipeError), self._process.stdin as stdin:
                 stdin.write(self._settings().encode())
             wait_until_answers(self.url, deadline_s, alive=lambda: self.is_running)
-        except ConfigError as error:
+        except BaseException as error:
             self.kill()
+            if not isinstance(error, ConfigError):
+                raise
             log_end = self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
             raise ConfigError(
                 f"the embedded Redis did not start: {error.message}\n{log_end}"
             ) from error
-        except BaseException:
-            self.kill()
-            raise
 
     def _settings(self) -> str:
         return "\n".join(

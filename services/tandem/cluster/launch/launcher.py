@@ -8,8 +8,6 @@ address. However the launcher ends, nothing stays: in order it stops everything 
 kill -9 the guardian does.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
@@ -20,6 +18,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from tandem.cluster.launch.built_in_model import download_built_in
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
@@ -74,7 +73,7 @@ class _Launch:
         self._ray_pids: dict[str, int] = {}
         self._spec: ClusterSpec | None = None
 
-    def __enter__(self) -> _Launch:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -62,7 +62,8 @@ class Agent:
         while True:
             started_at = time.monotonic()
             running = self._find()
-            if not self._is_wanted():
+            known = owned.read(self._run_folder)
+            if known is not None and not known.wants(self._member.agent_name):
                 if running is not None:
                     self._stop(running)
                 else:
@@ -82,10 +83,6 @@ class Agent:
             if select.select([self._wake_fd], [], [], backoff.next_s())[0]:
                 self._tell("gone", 0)
                 return
-
-    def _is_wanted(self) -> bool:
-        known = owned.read(self._run_folder)
-        return known is None or known.wants(self._member.agent_name)
 
     def _find(self) -> DetachedProcess | None:
         member_id = self._member.member_id

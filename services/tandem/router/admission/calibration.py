@@ -9,10 +9,9 @@ long one. Seen ratios are averaged as logarithms, so that twice and half outweig
 spread says how much of a limit must be kept back for 99 of 100 to be in time.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
+from typing import Self
 
 from tandem.router.admission.predict import MARGIN
 
@@ -57,7 +56,7 @@ class Calibration:
             return None
         return Promise(predicted_s, now)
 
-    def kept(self, promise: Promise, now: float) -> Calibration:
+    def kept(self, promise: Promise, now: float) -> Self:
         """The calibration after the first token of a promised request came."""
         seen_s = max(1e-3, now - promise.promised_at)
         off = math.log(seen_s / max(1e-3, promise.predicted_s))

@@ -94,11 +94,5 @@ def allowed_s(
 def _prefilled_s(work: Work, worker: WorkerSnapshot, missing: int, *, after_s: float) -> float:
     """Predicts the seconds until that worker has computed the prompt, begun after `after_s`."""
     rates = beside_decode(worker.rates, worker.chunk_tokens, worker.num_running)
-    expected = expect(
-        rates,
-        work.num_tokens,
-        work.num_tokens - missing,
-        queued_tokens=worker.queued_tokens,
-        after_s=after_s,
-    )
-    return expected.total_s
+    cached, queued = work.num_tokens - missing, worker.queued_tokens
+    return expect(rates, work.num_tokens, cached, queued_tokens=queued, after_s=after_s).total_s

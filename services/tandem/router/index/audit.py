@@ -11,7 +11,7 @@ import logging
 import grpc.aio
 
 from tandem.errors import QueueFull
-from tandem.prefix_index.audit import CALL_ENTRIES, Differences, Held, TreeInspector
+from tandem.prefix_index.audit import CALL_ENTRIES, Differences, TreeInspector
 from tandem.prefix_index.entries import split_entries
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.index.trust import IndexTrust
@@ -99,20 +99,26 @@ class IndexAudit:
                 if absent[worker_id] > _ROUNDS_ABSENT_MAX:
                     self._trust.alarm(worker_id, "silent", "it has no log in the prefix tree")
             elif told[worker_id].silent_s > SILENT_S:
-                self._trust.alarm(
-                    worker_id,
-                    "silent",
-                    f"it published nothing to the prefix tree for {told[worker_id].silent_s} s",
-                )
+                silent_s = told[worker_id].silent_s
+                what = f"it published nothing to the prefix tree for {silent_s} s"
+                self._trust.alarm(worker_id, "silent", what)
         self._rounds_absent = absent
 
     async def _compare(self, worker: KnownWorker, sample: int | None) -> Differences:
         """Counts what was found, and raises the alarm when entries differ."""
         worker_id = worker.record.worker_id
-        async with grpc.aio.insecure_channel(
-            worker.record.address, options=CHANNEL_OPTIONS
-        ) as channel:
-            held = self._held_by(WorkerStub(channel))  # type: ignore[no-untyped-call]
+        address = worker.record.address
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
+
+            async def held(first: int, end: int) -> set[bytes]:
+                reply = await stub.ListBlocks(
+                    pb.ListBlocksRequest(first_bucket=first, end_bucket=end),
+                    timeout=_ANSWER_DEADLINE_S,
+                    metadata=token_metadata(self._view.cluster.token),
+                )
+                return split_entries(reply.hashes)
+
             try:
                 found = await self._tree.audit(worker_id, held, sample=sample)
             except grpc.aio.AioRpcError as error:
@@ -120,26 +126,14 @@ class IndexAudit:
                 return Differences(error=message)
             except UNREACHABLE as error:
                 return Differences(error=f"Redis does not answer: {error!r}")
-        counts = {"missing": found.missing, "stale": found.stale}
-        counts["same"] = found.num_checked - found.missing - found.stale
+        num_same = found.num_checked - found.missing - found.stale
+        counts = {"missing": found.missing, "stale": found.stale, "same": num_same}
         for outcome, count in counts.items():
             self._metrics.audited.labels(outcome=outcome).inc(count)
         if found.in_tree and found.any:
-            self._trust.alarm(
-                worker_id,
-                "audit",
+            what = (
                 f"of {found.num_checked} entries {found.missing} are missing in the prefix tree "
-                f"and {found.stale} are stale",
+                f"and {found.stale} are stale"
             )
+            self._trust.alarm(worker_id, "audit", what)
         return found
-
-    def _held_by(self, stub: WorkerStub) -> Held:
-        async def held(first: int, end: int) -> set[bytes]:
-            reply = await stub.ListBlocks(
-                pb.ListBlocksRequest(first_bucket=first, end_bucket=end),
-                timeout=_ANSWER_DEADLINE_S,
-                metadata=token_metadata(self._view.cluster.token),
-            )
-            return split_entries(reply.hashes)
-
-        return held

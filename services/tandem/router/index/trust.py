@@ -54,11 +54,8 @@ class IndexTrust:
             self._metrics.found.inc(min(cached_tokens, predicted))
             ratio = self._watch.observe(worker_id, predicted, cached_tokens)
             if ratio is not None:
-                self.alarm(
-                    worker_id,
-                    "hits",
-                    f"{ratio:.0%} of the tokens are cached there that the prefix tree predicts",
-                )
+                what = f"{ratio:.0%} of the tokens are cached there that the prefix tree predicts"
+                self.alarm(worker_id, "hits", what)
 
     def alarm(self, worker_id: str, kind: Alarm, what: str) -> None:
         """Logs, counts, and has the tree forget the worker's entries until they are new."""

@@ -10,7 +10,7 @@ from collections import Counter as Counted
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, get_args
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -135,10 +135,6 @@ class Metrics(MetricSet):
         if timeline.ttft_s is not None and record.num_sent > 1:
             decode_s = timeline.last_token_s - timeline.began_s - timeline.ttft_s
             self.tpot_s.observe(decode_s / (record.num_sent - 1))
-
-    def exposition(self) -> bytes:
-        """Returns the metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
 
 
 class WorkerGauges(Collector):

@@ -199,12 +199,12 @@ class Generator:
                 piece = text.push(step.token_ids, step.finish_reason)
                 now = time.monotonic()
                 elapsed_s = now - timeline.last_token_s
-                if piece.token_ids:
-                    self._observe_latency(job, elapsed_s, len(piece.token_ids), first=num_sent == 0)
+                num_tokens, is_first = len(piece.token_ids), num_sent == 0
+                if num_tokens:
+                    self._observe_latency(job, elapsed_s, num_tokens, first=is_first)
                     timeline.note_tokens(now)
                 prompt_token_ids = job.request.token_ids
-                is_first = num_sent == 0
-                num_sent = record.num_sent = num_sent + len(piece.token_ids)
+                num_sent = record.num_sent = num_sent + num_tokens
                 delta = Delta(
                     text=piece.text,
                     token_ids=piece.token_ids,
@@ -214,7 +214,7 @@ class Generator:
                     placement=job.routing.routed.reason if job.routing.routed else "",
                     timeline=timeline,
                 )
-                self._metrics.generation_tokens.inc(len(piece.token_ids))
+                self._metrics.generation_tokens.inc(num_tokens)
                 if piece.finish_reason:
                     # Before the last delta, so that the worker is free however slow the client is.
                     await steps.aclose()

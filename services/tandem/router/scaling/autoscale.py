@@ -98,7 +98,12 @@ class AutoscaleLoop:
             told = await redis.get(self._told_key)
             self._view.decisions = msgspec.json.decode(told or b"[]", type=list[Decision])
             return
-        num_held, owned = await self._sum_demand(), await self._owned()
+        num_held = await self._sum_demand()
+        owned: dict[str, int] = {}  # without sizes that cannot be set here, or read now
+        try:
+            owned = await self._owner.sizes()
+        except TandemError as error:
+            log.warning("pool sizes cannot be read: %s", error.message)
         self._view.decisions = decisions = self._decide(num_held, owned)
         await redis.set(self._told_key, msgspec.json.encode(decisions), px=keep_ms)
         changes: dict[str, int] = {
@@ -108,14 +113,6 @@ class AutoscaleLoop:
         }
         if changes and config.mode == "on":
             await self._owner.set_sizes(changes, who=f"autoscaler of {self._config.router_id}")
-
-    async def _owned(self) -> dict[str, int]:
-        """Returns sizes from their owner, without those that cannot be set here, or read now."""
-        try:
-            return await self._owner.sizes()
-        except TandemError as error:
-            log.warning("pool sizes cannot be read: %s", error.message)
-            return {}
 
     async def _sum_demand(self) -> int:
         """Adds what each router counted since the last turn; returns how many requests all hold."""

@@ -14,6 +14,7 @@ import logging
 import os
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,19 +140,12 @@ def _refusal(reply: httpx.Response, pool: str, owner: str, done: str) -> TandemE
     """Returns the API server's message under an error code that tells whether a retry may help."""
     status = reply.status_code
     message = f"{pool} is not {done}: the Kubernetes API server answers {status} for {owner}"
-    if reason := _reason(reply.content):
-        message += f": {reason}"
+    with suppress(msgspec.DecodeError):  # only a Status object has a reason
+        told = msgspec.json.decode(reply.content, type=dict[str, object])
+        if reason := str(told.get("message", ""))[:_MESSAGE_MAX]:
+            message += f": {reason}"
     if status in (401, 403):
         return ScaleRefused(f"{message} (the router's service account needs to patch its scale)")
     if status == 429 or status >= 500:
         return ScaleAway(message)
     return NotNow(message)
-
-
-def _reason(body: bytes) -> str:
-    """Returns `message` of a Status object; empty for anything else."""
-    try:
-        status = msgspec.json.decode(body, type=dict[str, object])
-    except msgspec.DecodeError:
-        return ""
-    return str(status.get("message", ""))[:_MESSAGE_MAX]

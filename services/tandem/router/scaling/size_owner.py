@@ -55,14 +55,11 @@ class SizeOwner:
                 async with asyncio.timeout(_BEFORE_DEADLINE_S):
                     before = await self.sizes()
             change.before = shown_sizes({pool: before.get(pool, "unknown") for pool in sizes})
-            await self._ask(sizes)
-
-    async def _ask(self, sizes: Mapping[str, int]) -> None:
-        if self._kubernetes is not None:
-            await self._kubernetes.set_sizes(sizes)
-        elif not await ask_sizes(self._view.redis, self._cluster_id, dict(sizes)):
-            raise NotNow(
-                "no pool controller runs here, and this router may patch no scale: sizes belong to "
-                "who started the workers. On Kubernetes that is `kubectl scale statefulset NAME "
-                "--replicas=N`, or the pool's HPA, KEDA or RayCluster"
-            )
+            if self._kubernetes is not None:
+                await self._kubernetes.set_sizes(sizes)
+            elif not await ask_sizes(self._view.redis, self._cluster_id, dict(sizes)):
+                raise NotNow(
+                    "no pool controller runs here, and this router may patch no scale: sizes "
+                    "belong to who started the workers. On Kubernetes that is `kubectl scale "
+                    "statefulset NAME --replicas=N`, or the pool's HPA, KEDA or RayCluster"
+                )

@@ -110,9 +110,8 @@ class WorkerClient:
         backoff = Backoff(doubling_at_random(BACKOFF_MIN_S, BACKOFF_MAX_S))
         while True:
             try:
-                async with grpc.aio.insecure_channel(
-                    self.address, options=CHANNEL_OPTIONS
-                ) as channel:
+                connection = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+                async with connection as channel:
                     await asyncio.wait_for(channel.channel_ready(), CONNECT_DEADLINE_S)
                     backoff.reset()
                     await self._serve(pb_grpc.WorkerStub(channel))  # type: ignore[no-untyped-call]

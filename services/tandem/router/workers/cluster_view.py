@@ -154,8 +154,7 @@ class ClusterView:
 
     async def wait_change(self) -> None:
         """Returns when a worker came, went, or changed its state or connection."""
-        changed = self._changed
-        await changed.wait()
+        await self._changed.wait()
 
     def tell_change(self) -> None:
         self._stale.update(self._workers)
@@ -222,11 +221,8 @@ class ClusterView:
             if known.record.role != record.role:
                 log.info("worker %s is in the %s pool now", worker_id, record.role)
                 self._shares.join(worker_id, self._roster.mean_placed(record.role))
-            if known.take_record(
-                record,
-                last_read_at=self._read_at,
-                forgotten_before=self._forgotten_before(time.monotonic()),
-            ):
+            forgotten = self._forgotten_before(time.monotonic())
+            if known.take_record(record, last_read_at=self._read_at, forgotten_before=forgotten):
                 self._stale.add(worker_id)
         if record.role != "decode" and known.client is not None:
             self._leaving.append(known.client)  # what runs on it goes on

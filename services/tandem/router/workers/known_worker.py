@@ -52,11 +52,11 @@ class KnownWorker:
         A load that differs was taken after the records were last read, so it shows what was sent
         before that. What never reached the worker never changes its load: it is forgotten in time.
         """
-        shown_before = last_read_at if record.load != self.record.load else forgotten_before
+        num_sent = len(self._sent)
+        self._drop_sent(forgotten_before)
         if record.load != self.record.load:
             self._tokens_done = 0
-        num_sent = len(self._sent)
-        self._drop_sent(max(shown_before, forgotten_before))
+            self._drop_sent(last_read_at)
         changed = record != self.record or len(self._sent) != num_sent
         self.record = record
         return changed

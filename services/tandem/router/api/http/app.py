@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from tandem.config import RouterConfig
@@ -158,4 +158,4 @@ def _add_operations(app: FastAPI, generator: Generator, metrics: Metrics) -> Non
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

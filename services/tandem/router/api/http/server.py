@@ -201,13 +201,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._watched_phase == self._num_phases:
             return
         self._watched_phase = self._num_phases
-        self._set_timer(
-            {
-                _Phase.IDLE: None,
-                _Phase.HEADER: self._limits.header_deadline_s,
-                _Phase.BODY: self._limits.body_deadline_s,
-            }[self._phase]
-        )
+        limits = self._limits
+        deadlines_s = {_Phase.HEADER: limits.header_deadline_s, _Phase.BODY: limits.body_deadline_s}
+        self._set_timer(deadlines_s.get(self._phase))
 
     def _set_timer(self, deadline_s: float | None) -> None:
         if self._timer is not None:

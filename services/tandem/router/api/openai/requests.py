@@ -108,23 +108,17 @@ class _Body(_Strict):
     return_token_ids: bool = False
 
     supported: ClassVar[frozenset[str]]
+    default_max_tokens: ClassVar[int | None] = None
 
-    def to_request(
-        self,
-        *,
-        prompt: Prompt,
-        request_id: str,
-        max_tokens: int | None,
-        default_max_tokens: int | None = None,
-    ) -> ClientRequest:
+    def to_request(self, prompt: Prompt, request_id: str) -> ClientRequest:
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options")
         return ClientRequest(
             prompt=prompt,
             model=self.model,
             sampling=Sampling(**self.model_dump(include=_SAMPLING)),
-            max_tokens=max_tokens,
-            default_max_tokens=default_max_tokens,
+            max_tokens=self.max_tokens,
+            default_max_tokens=self.default_max_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
@@ -148,6 +142,8 @@ _Prompts = Annotated[list[_Prompt], Field(max_length=PROMPTS_MAX), Tag("list[str
 
 
 class CompletionBody(_Body):
+    default_max_tokens = COMPLETION_MAX_TOKENS
+
     prompt: Annotated[_Text | _TokenIds | _Prompts, Discriminator(_prompt_kind)] = Field(
         description=_ALLOWED["prompt"]
     )
@@ -188,10 +184,8 @@ def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
     for index, prompt in enumerate(prompts):
         try:
             request = parsed.to_request(
-                prompt=prompt if isinstance(prompt, str) else tuple(prompt),
-                request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
-                max_tokens=parsed.max_tokens,
-                default_max_tokens=COMPLETION_MAX_TOKENS,
+                prompt if isinstance(prompt, str) else tuple(prompt),
+                request_id if len(prompts) == 1 else f"{request_id}-{index}",
             )
         except BadRequest as error:
             is_about_one = error.param == "prompt" and len(prompts) > 1
@@ -203,17 +197,14 @@ def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
 def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
     """Raises BadRequest naming the field at fault and what is allowed."""
     parsed = _validate(ChatBody, body)
-    if parsed.max_tokens is not None and parsed.max_completion_tokens is not None:
+    if parsed.max_tokens is None:
+        parsed.max_tokens = parsed.max_completion_tokens
+    elif parsed.max_completion_tokens is not None:
         raise BadRequest(
             "only one of max_tokens and max_completion_tokens may be sent", param="max_tokens"
         )
-    limit = parsed.max_completion_tokens
-    request = parsed.to_request(
-        prompt=Conversation(tuple(m.to_message() for m in parsed.messages)),
-        request_id=request_id,
-        max_tokens=parsed.max_tokens if limit is None else limit,
-    )
-    return _told(parsed, request_id, request)
+    conversation = Conversation(tuple(m.to_message() for m in parsed.messages))
+    return _told(parsed, request_id, parsed.to_request(conversation, request_id))
 
 
 def _told(body: _Body, request_id: str, *requests: ClientRequest) -> ParsedRequest:
@@ -242,9 +233,8 @@ def _as_bad_request(error: ValidationError) -> BadRequest:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = first["loc"]
     name = str(place[0])
-    verb = (
-        "is missing; it" if first["type"] == "missing" and len(place) == 1 else "is not valid; it"
-    )
+    is_missing = first["type"] == "missing" and len(place) == 1
+    verb = "is missing; it" if is_missing else "is not valid; it"
     # Names of the alternatives of a union, such as `str`, are pydantic's and tell a client nothing.
     inside = [str(part) for part in place[1:4] if part not in _ALTERNATIVES]
     where = ".".join([name, *inside])
