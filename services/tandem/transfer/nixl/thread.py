@@ -22,21 +22,9 @@ from queue import Empty, SimpleQueue
 
 from tandem.config import TransferConfig
 from tandem.errors import InternalError, TandemError
+from tandem.transfer.nixl import messages
 from tandem.transfer.nixl.agent import NixlAgent
 from tandem.transfer.nixl.consumer import NixlConsumer
-from tandem.transfer.nixl.messages import (
-    Broken,
-    LocalPool,
-    PeerConnected,
-    ProducerReady,
-    Pull,
-    PullResult,
-    RemotePool,
-    Renewed,
-    Settled,
-    TransferEvent,
-    Unfenced,
-)
 from tandem.transfer.nixl.producer import readable_agent
 from tandem.transfer.nixl.reach import host_identity
 
@@ -68,10 +56,10 @@ class TransferThread:
 
     def __init__(
         self,
-        pool: LocalPool,
+        pool: messages.LocalPool,
         config: TransferConfig,
         agent_name: str,
-        on_event: Callable[[TransferEvent], None],
+        on_event: Callable[[messages.TransferEvent], None],
     ) -> None:
         """`on_event` runs in the transfer thread and must be quick."""
         self._pool = pool
@@ -107,14 +95,14 @@ class TransferThread:
         if self._thread.is_alive():
             raise InternalError(f"the transfer thread did not stop in {STOP_DEADLINE_S:g} s")
 
-    def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
+    def connect(self, peer_id: str, metadata: bytes, pool: messages.RemotePool) -> None:
         """Answered by one PeerConnected, after blocks were read into scratch memory."""
         self._enqueue(lambda: self._connect(peer_id, metadata, pool))
 
     def disconnect(self, peer_id: str) -> None:
         self._enqueue(lambda: self._transport.disconnect(peer_id))
 
-    def submit(self, pull: Pull) -> None:
+    def submit(self, pull: messages.Pull) -> None:
         """Answered by exactly one Settled."""
         self._enqueue(lambda: self._submit(pull))
 
@@ -157,18 +145,18 @@ class TransferThread:
             else:
                 self._settle(result)
         if block_ids := self._transport.unfenced():
-            self._on_event(Unfenced(block_ids))
+            self._on_event(messages.Unfenced(block_ids))
         if num_times := self._transport.num_renewals - self._num_renewals:
             self._num_renewals += num_times
-            self._on_event(Renewed(num_times))
+            self._on_event(messages.Renewed(num_times))
         if failure := self._transport.failure():
             self._tell_broken(failure)
 
-    def _settle(self, result: PullResult) -> None:
+    def _settle(self, result: messages.PullResult) -> None:
         self._under_way.discard(result.pull_id)
-        self._on_event(Settled(result))
+        self._on_event(messages.Settled(result))
 
-    def _answer_probe(self, result: PullResult) -> None:
+    def _answer_probe(self, result: messages.PullResult) -> None:
         probing = self._probes.pop(result.pull_id)
         probing.reads.append((result.num_bytes, result.elapsed_s))
         if result.done and probing.next_blocks():
@@ -178,16 +166,16 @@ class TransferThread:
         if not result.done and all(p.peer_id != peer_id for p in self._probes.values()):
             self._transport.disconnect(peer_id)
         reads = tuple(probing.reads[1:]) if result.done else ()
-        self._on_event(PeerConnected(peer_id, result.error, reads))
+        self._on_event(messages.PeerConnected(peer_id, result.error, reads))
 
-    def _connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
+    def _connect(self, peer_id: str, metadata: bytes, pool: messages.RemotePool) -> None:
         if self._failure:
-            self._on_event(PeerConnected(peer_id, self._failure))
+            self._on_event(messages.PeerConnected(peer_id, self._failure))
             return
         try:
             self._transport.connect(peer_id, metadata, pool)
         except TandemError as error:
-            self._on_event(PeerConnected(peer_id, error.message))
+            self._on_event(messages.PeerConnected(peer_id, error.message))
             return
         self._probe(_Probing(peer_id))
 
@@ -199,10 +187,12 @@ class TransferThread:
             pull_id, probing.peer_id, probing.next_blocks(), self._config.connect_deadline_s
         )
 
-    def _submit(self, pull: Pull) -> None:
+    def _submit(self, pull: messages.Pull) -> None:
         if self._failure:
-            self._settle(PullResult(pull.pull_id, False, error=self._failure, reason="broken"))
-            self._on_event(Unfenced(pull.local_block_ids))  # it never started
+            self._settle(
+                messages.PullResult(pull.pull_id, False, error=self._failure, reason="broken")
+            )
+            self._on_event(messages.Unfenced(pull.local_block_ids))  # it never started
             return
         self._under_way.add(pull.pull_id)
         self._transport.submit(pull)
@@ -215,9 +205,9 @@ class TransferThread:
                 self._producer = readable_agent(self._pool, name, self._mode)
             metadata = self._producer.metadata()
         except TandemError as error:
-            self._on_event(ProducerReady(request_id, b"", pool, error.message))
+            self._on_event(messages.ProducerReady(request_id, b"", pool, error.message))
             return
-        self._on_event(ProducerReady(request_id, metadata, pool))
+        self._on_event(messages.ProducerReady(request_id, metadata, pool))
 
     def _stop(self) -> None:
         self._stopping = True
@@ -230,13 +220,13 @@ class TransferThread:
         """Fails all pulls after a bug. Their state is unknown, so nothing is unfenced any more."""
         self._failure = message
         for pull_id in list(self._under_way):
-            self._settle(PullResult(pull_id, False, error=message, reason="broken"))
+            self._settle(messages.PullResult(pull_id, False, error=message, reason="broken"))
         for pull_id, probing in list(self._probes.items()):
             del self._probes[pull_id]
-            self._on_event(PeerConnected(probing.peer_id, message))
+            self._on_event(messages.PeerConnected(probing.peer_id, message))
         self._tell_broken(message)
 
     def _tell_broken(self, message: str) -> None:
         if not self._told_broken:
             self._told_broken = True
-            self._on_event(Broken(message))
+            self._on_event(messages.Broken(message))

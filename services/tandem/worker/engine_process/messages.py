@@ -10,15 +10,7 @@ import msgspec
 
 from tandem.config import EngineConfig, TransferConfig
 from tandem.engine.types import FinalBlocks, SequenceSpec, StepReport
-from tandem.transfer.nixl.messages import (
-    Broken,
-    PeerConnected,
-    ProducerReady,
-    Pull,
-    PullResult,
-    RemotePool,
-    Renewed,
-)
+from tandem.transfer.nixl import messages as transfer
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -113,7 +105,7 @@ class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
 
     peer_id: str
     metadata: bytes
-    pool: RemotePool
+    pool: transfer.RemotePool
 
 
 class DisconnectPeer(msgspec.Struct, frozen=True, tag=True):
@@ -124,7 +116,7 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
     """Pull a run into blocks that the sequence holds."""
 
     sequence_id: str
-    pull: Pull
+    pull: transfer.Pull
 
 
 class StoreBytes(msgspec.Struct, frozen=True, tag=True):
@@ -205,7 +197,7 @@ class BlocksFinal(msgspec.Struct, frozen=True, tag=True):
 
 
 class PullsSettled(msgspec.Struct, frozen=True, tag=True):
-    results: list[PullResult]
+    results: list[transfer.PullResult]
 
 
 class BlockData(msgspec.Struct, frozen=True, tag=True):
@@ -237,7 +229,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     code: str = ""  # of services/tandem/errors.py, where it is one of its errors
 
 
-TransferReply = PullsSettled | Renewed | Broken
+TransferReply = PullsSettled | transfer.Renewed | transfer.Broken
 Event = Report | BlocksFinal | TransferReply  # that nobody asked for
-Answer = PeerConnected | BlockData | Chains | Blocks | ProducerReady | Integrity
+Answer = transfer.PeerConnected | BlockData | Chains | Blocks | transfer.ProducerReady | Integrity
 Reply = Ready | Event | Answer | Fatal

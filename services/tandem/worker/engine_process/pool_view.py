@@ -31,9 +31,7 @@ class MappedPool:
 
     def write(self, into: Reservation, first: int, data: memoryview) -> None:
         size = self.block_bytes
-        num_blocks = _whole_blocks(data, size)
-        into.check(first, num_blocks)
-        for row, block_id in enumerate(into.block_ids[first : first + num_blocks]):
+        for row, block_id in enumerate(_targets(into, first, data, size)):
             self._block(block_id)[:] = data[row * size : (row + 1) * size]
 
     def _block(self, block_id: int) -> memoryview:
@@ -56,14 +54,14 @@ class PoolThroughEngine:
         return [data[row * size : (row + 1) * size] for row in range(len(block_ids))]
 
     def write(self, into: Reservation, first: int, data: memoryview) -> None:
-        num_blocks = _whole_blocks(data, self.block_bytes)
-        into.check(first, num_blocks)
-        block_ids = list(into.block_ids[first : first + num_blocks])
+        block_ids = list(_targets(into, first, data, self.block_bytes))
         self._link.send(StoreBytes(into.sequence_id, block_ids), data)
 
 
-def _whole_blocks(data: memoryview, block_bytes: int) -> int:
+def _targets(into: Reservation, first: int, data: memoryview, block_bytes: int) -> Sequence[int]:
+    """Returns the blocks that `data` may be written into. Raises LeaseLost when it may not."""
     num_blocks, rest = divmod(len(data), block_bytes)
     if rest:
         raise LeaseLost(f"{len(data)} bytes are not whole blocks of {block_bytes}")
-    return num_blocks
+    into.check(first, num_blocks)
+    return into.block_ids[first : first + num_blocks]

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -63,7 +63,7 @@ class EngineProcess:
         self._wake = self._context.socket(zmq.PULL)
         self._wake.bind("inproc://settled")
         self._wake_sender: Any = None
-        self._settled: SimpleQueue[transfer.TransferEvent] = SimpleQueue()
+        self._settled: SimpleQueue[transfer.Settled | transfer.Unfenced] = SimpleQueue()
         self._ledger = PullLedger()
         self._transfer = TransferThread(
             self._local_pool(),
@@ -246,15 +246,11 @@ class EngineProcess:
     def _apply_transfer_events(self) -> None:
         while self._wake.poll(0):
             self._wake.recv(zmq.NOBLOCK)
-        while True:
-            try:
-                event = self._settled.get_nowait()
-            except Empty:
-                return
+        while not self._settled.empty():  # nobody else takes from it
+            event = self._settled.get_nowait()
             if isinstance(event, transfer.Settled):
                 safe = self._ledger.settled(event.result)
             else:
-                assert isinstance(event, transfer.Unfenced)
                 safe = self._ledger.unfenced(event.block_ids)
             if safe:
                 self._engine.unquarantine(safe)

@@ -40,7 +40,6 @@ class Warmer:
         self._metrics = metrics
         self._link = link
         self._prefixes = prefixes
-        self._block_size = config.engine.block_size
         self._reserved: dict[str, asyncio.Future[Reserved]] = {}
         self._num_warmed = 0
 
@@ -89,7 +88,7 @@ class Warmer:
             async with asyncio.timeout(CHAIN_DEADLINE_S):
                 self._link.send(ImportBlocks(sequence_id, block_hashes))
                 reserved = await future
-                num_cached = reserved.num_cached_tokens // self._block_size
+                num_cached = reserved.num_cached_tokens // self._config.engine.block_size
                 if not reserved.block_ids:
                     return 0
                 num_blocks = await self._prefixes.pull(

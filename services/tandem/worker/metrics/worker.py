@@ -134,8 +134,8 @@ class WorkerMetrics(MetricSet):
             case PullsSettled(results):
                 for result in results:
                     if not result.done:
-                        labels = {**self._labels, "reason": result.reason or "refused"}
-                        self._pull_failures.labels(**labels).inc()
+                        reason = result.reason or "refused"
+                        self._pull_failures.labels(**self._labels, reason=reason).inc()
                         self._blocks_fenced.inc(result.num_fenced)
             case Renewed(num_times):
                 self._renewals.inc(num_times)
@@ -152,8 +152,8 @@ class WorkerMetrics(MetricSet):
         self._exposed.labels(**labels).observe(stats.exposed_s)
 
     def on_prefix_pull(self, peer: Peer, stats: PullStats) -> None:
-        labels = {**self._labels, "transport": peer.transport}
-        self._prefix_blocks.labels(**labels).inc(stats.num_blocks)
+        blocks = self._prefix_blocks.labels(**self._labels, transport=peer.transport)
+        blocks.inc(stats.num_blocks)
 
     def on_second_token(self, transport: str, seconds: float) -> None:
         self._second_token.labels(**self._labels, transport=transport).observe(seconds)

@@ -77,9 +77,7 @@ class Rates:
     def on_pull(self, worker_id: str, transport: str, num_bytes: int, seconds: float) -> None:
         """A pull that ended well, or a probe."""
         key = (worker_id, transport)
-        if key not in self._meters:
-            self._meters[key] = PairMeter(transport)
-        self._meters[key].observe(num_bytes, seconds)
+        self._meters.setdefault(key, PairMeter(transport)).observe(num_bytes, seconds)
         self._failures.pop(key, None)
 
     def on_pull_failed(self, worker_id: str, transport: str) -> None:
