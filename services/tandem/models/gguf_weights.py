@@ -38,10 +38,7 @@ _ROPE_FREQS = "rope_freqs.weight"
 
 def read_rope_freqs(reader: Any) -> np.ndarray | None:
     """Returns the [head_dim / 2] divisors of the rotary frequencies, or None if there are none."""
-    for tensor in reader.tensors:
-        if tensor.name == _ROPE_FREQS:
-            return _dequantize(tensor)
-    return None
+    return next((_dequantize(t) for t in reader.tensors if t.name == _ROPE_FREQS), None)
 
 
 def write_weights(reader: Any, folder: Path, *, config: dict[str, Any]) -> None:
