@@ -80,11 +80,8 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def piece(self, token_id: int) -> bytes:
-        """Returns the bytes that a token adds to a text; only where `is_byte_level`.
-
-        Byte-level texts are nothing but their tokens' bytes in a row, which is what makes them
-        cheap to decode one token at a time.
-        """
+        """Returns the bytes that a token adds to a text; only where `is_byte_level`, whose texts
+        are nothing but their tokens' bytes in a row."""
         piece = self._pieces.get(token_id)
         if piece is None:
             token = self._tokenizer.id_to_token(token_id)
