@@ -19,7 +19,7 @@ simulator (`simulator/autoscaled.py`).
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -67,10 +67,7 @@ class Autoscaler:
         self._config = config
         self._seen: deque[Observation] = deque()
         self._loads: deque[_Load] = deque()
-        self._stabilizers: dict[Role, Stabilizer] = {
-            "prefill": Stabilizer(config, now_s),
-            "decode": Stabilizer(config, now_s),
-        }
+        self._stabilizers = {role: Stabilizer(config, now_s) for role in get_args(Role)}
 
     def decide(self, seen: Observation) -> tuple[Decision, Decision]:
         """Decides the sizes of the prefill pool and of the decode pool."""

@@ -9,6 +9,7 @@ The states of a sequence are in sequence.py, those of a block in block_pool.py.
 import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -63,8 +64,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._peer_blocks = PeerBlocks(self._pool)
         self._pending = PendingReport()
-        self._num_arrivals = 0
-        self._num_steps = 0
+        self._arrivals, self._steps = count(1), count(1)
 
     def step(self, on_final: Callable[[list[FinalBlocks]], object] | None = None) -> StepReport:
         """Runs the model once and answers all that happened since the step before.
@@ -92,8 +92,7 @@ class Engine:
         self._check_new(spec.sequence_id)
         self._check_spec(spec)
         self._check_queue(len(self._scheduler.waiting))
-        self._num_arrivals += 1
-        self._enter(self._new_sequence(spec, self._num_arrivals))
+        self._enter(self._new_sequence(spec, next(self._arrivals)))
 
     def start_local_prefill(self, sequence_id: str) -> None:
         """Computes a WAITING_FOR_REMOTE_KV sequence here after all; no block of it is filled."""
@@ -125,10 +124,7 @@ class Engine:
         sequence.num_computed_tokens = sequence.num_tokens
         self._store_full_blocks(sequence)
         sequence.append(first_token_id)
-        if reason := finish_reason(sequence.spec, sequence.token_ids, self.max_model_len):
-            self._pending.tokens(sequence, [], reason)
-            self._drop(sequence)
-        else:
+        if not self._end_if_over(sequence):
             self._scheduler.start(sequence)
 
     def continue_prefill(
@@ -244,12 +240,17 @@ class Engine:
 
     def _enter(self, sequence: Sequence) -> None:
         self._sequences[sequence.sequence_id] = sequence
-        reason = finish_reason(sequence.spec, sequence.token_ids, self.max_model_len)
-        if reason and sequence.mode is not Mode.PREFILL_ONLY:
-            self._pending.tokens(sequence, [], reason)
-            self._drop(sequence)
-        else:
+        if sequence.mode is Mode.PREFILL_ONLY or not self._end_if_over(sequence):
             self._scheduler.enqueue(sequence)
+
+    def _end_if_over(self, sequence: Sequence, *new_token_ids: int) -> bool:
+        """Reports the new tokens; drops the sequence if the last of all its tokens ended it."""
+        reason = finish_reason(sequence.spec, sequence.token_ids, self.max_model_len)
+        if reason or new_token_ids:
+            self._pending.tokens(sequence, list(new_token_ids), reason)
+        if reason:
+            self._drop(sequence)
+        return bool(reason)
 
     def _run(
         self, schedule: Schedule, on_final: Callable[[list[FinalBlocks]], object] | None
@@ -291,10 +292,7 @@ class Engine:
             self._pending.prefilled(sequence, token_id)
         else:
             sequence.append(token_id)
-            reason = finish_reason(sequence.spec, sequence.token_ids, self.max_model_len)
-            self._pending.tokens(sequence, [token_id], reason)
-            if reason:
-                self._drop(sequence)
+            self._end_if_over(sequence, token_id)
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
         """Lets others find what became full. A block that is there already takes its place."""
@@ -360,8 +358,7 @@ class Engine:
 
     def _take_report(self, work: StepWork, started: float) -> StepReport:
         report = self._pending.take()
-        self._num_steps += 1
-        report.step = self._num_steps
+        report.step = next(self._steps)
         report.stored, report.removed = self._pool.take_events()
         report.load = self.load()
         seconds = time.perf_counter() - started

@@ -9,23 +9,17 @@ no cycle of workers can wait for each other's blocks through them.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.block_pool import BlockPool, Reservation
 from tandem.engine.cache.block_table import check_own, check_trusted, give_back, store_blocks
 from tandem.errors import InternalError
 
 _ROOT_UNKNOWN = b""  # hashes come without their chain's root, and nobody looks for it
 
 
-@dataclass(slots=True)
-class PinnedPrefix:
-    block_table: list[int]
-    num_cached_blocks: int  # of the table's first blocks: stored, shared, never written
-
-
-@dataclass(slots=True)
-class ImportedBlocks(PinnedPrefix):
+@dataclass(frozen=True, slots=True)
+class ImportedBlocks(Reservation):
     block_hashes: list[bytes]  # of the table's blocks
 
 
@@ -34,7 +28,7 @@ class PeerBlocks:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._peer_blocks: dict[str, PinnedPrefix] = {}
+        self._peer_blocks: dict[str, Reservation] = {}
 
     def __contains__(self, sequence_id: str) -> bool:
         return sequence_id in self._peer_blocks
@@ -57,16 +51,15 @@ class PeerBlocks:
     def block_ids(self, sequence_id: str) -> list[int]:
         return list(self._peer_blocks[sequence_id].block_table)
 
-    def pin_prefix(self, sequence_id: str, block_hashes: list[bytes]) -> PinnedPrefix:
+    def pin_prefix(self, sequence_id: str, block_hashes: list[bytes]) -> Reservation:
         """References what is cached of the chain, until `remove`."""
         num_cached = len(self._pool.match(block_hashes))
-        reservation = self._pool.reserve(block_hashes[:num_cached], num_cached)
-        assert reservation is not None, "blocks that are there need no room"
-        chain = PinnedPrefix(reservation.block_table, num_cached)
+        chain = self._pool.reserve(block_hashes[:num_cached], num_cached)
+        assert chain is not None, "blocks that are there need no room"
         self._peer_blocks[sequence_id] = chain
         return chain
 
-    def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> PinnedPrefix:
+    def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> Reservation:
         """References what is cached of the chain and as many FREE blocks after it as there are."""
         num_cached = len(self._pool.match(block_hashes))
         block_hashes = block_hashes[: num_cached + self._pool.num_free]
@@ -100,7 +93,7 @@ class PeerBlocks:
                 first=chain.num_cached_blocks,
                 last=num_blocks,
             )
-            chain.num_cached_blocks = num_blocks
+            self._peer_blocks[sequence_id] = replace(chain, num_cached_blocks=num_blocks)
         finally:
             self.remove(sequence_id, unsafe_blocks)
 

@@ -13,25 +13,12 @@ from tandem_kernels.sampling import Draw
 class Runner(Protocol):
     """Computes steps: a model and the tensor of its KV pool."""
 
-    @property
-    def dtype_name(self) -> str: ...
-
-    @property
-    def numerics_name(self) -> str: ...
-
-    @property
-    def kv_dtype_name(self) -> str: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-
-    @property
-    def tokens_per_step(self) -> int:
-        """The token budget of a step that suits the device."""
+    dtype_name: str
+    numerics_name: str
+    kv_dtype_name: str
+    max_model_len: int
+    vocab_size: int  # token ids are below it
+    tokens_per_step: int  # the token budget of a step that suits the device
 
     def layout(self, num_blocks: int) -> BlockLayout: ...
 

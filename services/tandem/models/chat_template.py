@@ -107,9 +107,6 @@ def _default_of(template: str | list[dict[str, str]] | None) -> str | None:
 
 
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {}
-    for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = tokenizer_config.get(role)
-        if token is not None:
-            tokens[role] = token["content"] if isinstance(token, dict) else token
-    return tokens
+    roles = ("bos_token", "eos_token", "unk_token", "pad_token")
+    tokens = {role: token for role in roles if (token := tokenizer_config.get(role)) is not None}
+    return {r: t["content"] if isinstance(t, dict) else t for r, t in tokens.items()}

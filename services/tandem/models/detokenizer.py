@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from tandem.models.tokenizer import Tokenizer
 
-_UTF8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
 _PENDING_TOKENS_MAX = 4  # a character has at most 4 bytes, so no more tokens can be unfinished
 
@@ -42,7 +41,7 @@ class _PieceText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._piece = tokenizer.piece
-        self._utf8 = _UTF8(errors="replace")
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
         return self._utf8.decode(b"".join(map(self._piece, token_ids)))

@@ -11,8 +11,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.errors import ConfigError, UnsupportedModel
@@ -36,7 +34,8 @@ def converted_folder(gguf_file: Path, *, cache_dir: Path | None = None) -> Path:
     if place.is_dir():
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(place.with_name(place.name + ".lock")):
+    with place.with_name(place.name + ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when the process dies
         if not place.is_dir():
             unfinished = place.with_name(place.name + ".unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -71,14 +70,6 @@ def _place(gguf_file: Path, cache_dir: Path | None) -> Path:
         file.seek(max(0, size - _KEY_BYTES))
         digest.update(file.read(_KEY_BYTES))
     return (cache_dir or cache_root()) / "models" / f"{model_name(gguf_file)}-{digest.hexdigest()}"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`; the system releases it when the process dies."""
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _convert(gguf_file: Path, folder: Path) -> None:

@@ -32,19 +32,16 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
 
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_NFC_NAMES = ("qwen2", "deepseek-r1-qwen")
 # tokenizer.ggml.pre -> patterns that cut the text, one after the other.
 _PATTERNS = {
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
-    "llama-bpe": (_LLAMA3,),
-    "llama3": (_LLAMA3,),
-    "llama-v3": (_LLAMA3,),
-    "qwen2": (_QWEN2,),
-    "deepseek-r1-qwen": (_QWEN2,),
+    **dict.fromkeys(_LLAMA3_NAMES, (_LLAMA3,)),
+    **dict.fromkeys(_NFC_NAMES, (_QWEN2,)),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-_NFC_NAMES = ("qwen2", "deepseek-r1-qwen")
 
 
 def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:

@@ -38,10 +38,7 @@ _ROPE_FREQS = "rope_freqs.weight"
 
 def read_rope_freqs(reader: Any) -> np.ndarray | None:
     """Returns the [head_dim / 2] divisors of the rotary frequencies, or None if there are none."""
-    for tensor in reader.tensors:
-        if tensor.name == _ROPE_FREQS:
-            return _dequantize(tensor)
-    return None
+    return next((_dequantize(t) for t in reader.tensors if t.name == _ROPE_FREQS), None)
 
 
 def write_weights(reader: Any, folder: Path, *, config: dict[str, Any]) -> None:
@@ -50,8 +47,9 @@ def write_weights(reader: Any, folder: Path, *, config: dict[str, Any]) -> None:
     `reader` is a gguf.GGUFReader, `config` the model's config.json. Raises UnsupportedModel for a
     tensor that has no place in the architecture or a quantization that gguf cannot undo.
     """
-    names = {tensor.name: hf_name(tensor.name) for tensor in _tensors(reader)}
-    shards = list(_shards(reader))
+    tensors = [tensor for tensor in reader.tensors if tensor.name != _ROPE_FREQS]
+    names = {tensor.name: hf_name(tensor.name) for tensor in tensors}
+    shards = list(_shards(tensors))
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file_name = (
@@ -92,14 +90,10 @@ def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def _tensors(reader: Any) -> Iterator[Any]:
-    return (tensor for tensor in reader.tensors if tensor.name != _ROPE_FREQS)
-
-
-def _shards(reader: Any) -> Iterator[list[Any]]:
+def _shards(tensors: list[Any]) -> Iterator[list[Any]]:
     shard: list[Any] = []
     num_bytes = 0
-    for tensor in _tensors(reader):
+    for tensor in tensors:
         tensor_bytes = 4 * int(tensor.n_elements)
         if shard and num_bytes + tensor_bytes > _SHARD_BYTES_MAX:
             yield shard

@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 from tandem.errors import UnsupportedModel
 
-RopeKind = Literal["linear", "llama3", "yarn"]
-
 _DEFAULT_THETA = 10000.0
 
 
@@ -29,7 +27,7 @@ class RopeScaling:
         when `truncate`; cos and sin times `attention_factor` (https://arxiv.org/abs/2309.00071).
     """
 
-    kind: RopeKind
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float
     original_max_position_embeddings: int = 0  # tokens
     low_freq_factor: float = 1.0

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +77,14 @@ def read_folder(path: Path, *, name: str | None = None) -> ModelFolder:
         if not (path / file).is_file():
             raise ConfigError(f"{path} has no {file}; a model is {_ACCEPTED}")
     weight_files = _weight_files(path)
-    generation_file = path / "generation_config.json"
     config = ModelConfig.from_hf(
-        read_json(path / "config.json"),
-        read_json(generation_file) if generation_file.exists() else None,
+        read_json(path / "config.json"), read_json_if_any(path / "generation_config.json")
     )
-    conversion = path / CONVERSION_FILE
-    if name is None:
-        name = read_json(conversion)["name"] if conversion.exists() else path.name
     return ModelFolder(
         path=path,
         config=config,
         fingerprint=_fingerprint(path, weight_files),
-        name=name,
+        name=name or read_json_if_any(path / CONVERSION_FILE).get("name", path.name),
         weight_files=weight_files,
     )
 
@@ -102,6 +98,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+def read_json_if_any(path: Path) -> dict[str, Any]:
+    """Returns what `read_json` does; an empty object if there is no such file."""
+    return read_json(path) if path.is_file() else {}
 
 
 def built_in_file(cache_dir: Path | None = None) -> Path | None:
@@ -162,12 +163,11 @@ def _fingerprint(path: Path, weights: tuple[Path, ...]) -> str:
     with equal shapes and edges, would pass for one.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for name in ("config.json", "tokenizer.json"):
-        _add(digest, name.encode())
-        _add(digest, (path / name).read_bytes())
-    for file in weights:
-        for part in _edges(file):
-            _add(digest, part)
+    settings = [path / "config.json", path / "tokenizer.json"]
+    whole = ((file.name.encode(), file.read_bytes()) for file in settings)
+    for part in chain(*whole, *map(_edges, weights)):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
     return digest.hexdigest()
 
 
@@ -184,8 +184,3 @@ def _edges(file: Path) -> Iterator[bytes]:
         for start in (0, max(0, size - _EDGE_BYTES)):
             stream.seek(start)
             yield stream.read(_EDGE_BYTES)
-
-
-def _add(digest: hashlib.blake2b, part: bytes) -> None:
-    digest.update(len(part).to_bytes(8, "little"))
-    digest.update(part)

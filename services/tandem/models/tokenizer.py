@@ -15,7 +15,7 @@ from tandem.errors import BadRequest, ConfigError
 from tandem.models.chat_template import ChatTemplate
 from tandem.models.config import read_eos_token_ids
 from tandem.models.control_strings import ControlStrings
-from tandem.models.source import read_json
+from tandem.models.source import read_json_if_any
 
 
 class Tokenizer:
@@ -36,12 +36,12 @@ class Tokenizer:
         self._pieces: dict[int, bytes] = {}
         self.is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._chat_template = ChatTemplate.from_folder(
-            folder, _read_json_if_any(folder / "tokenizer_config.json")
+            folder, read_json_if_any(folder / "tokenizer_config.json")
         )
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids: tuple[int, ...] = read_eos_token_ids(
-            _read_json_if_any(folder / "config.json"),
-            _read_json_if_any(folder / "generation_config.json"),
+            read_json_if_any(folder / "config.json"),
+            read_json_if_any(folder / "generation_config.json"),
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -94,11 +94,8 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def piece(self, token_id: int) -> bytes:
-        """Returns the bytes that a token adds to a text; only where `is_byte_level`.
-
-        Byte-level texts are nothing but their tokens' bytes in a row, which is what makes them
-        cheap to decode one token at a time.
-        """
+        """Returns the bytes that a token adds to a text; only where `is_byte_level`, whose texts
+        are nothing but their tokens' bytes in a row."""
         piece = self._pieces.get(token_id)
         if piece is None:
             token = self._tokenizer.id_to_token(token_id)
@@ -115,16 +112,13 @@ def _bytes_of(token: str) -> bytes:
         return token.encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for the 256 bytes: printable ones stand for themselves, the others, in
-    order, for the letters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF_LETTER = _byte_alphabet()
+# GPT-2's letters for the 256 bytes: printable ones stand for themselves, the others, in order, for
+# the letters from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
+_BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)
+}
 
 
 def _check_unicode(text: str) -> None:
@@ -134,7 +128,3 @@ def _check_unicode(text: str) -> None:
         raise BadRequest(
             f"the text is not valid Unicode: a lone surrogate at character {error.start}"
         ) from error
-
-
-def _read_json_if_any(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}

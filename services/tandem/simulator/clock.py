@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 
@@ -9,11 +10,10 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
         self._planned: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._number = 0
+        self._numbers = count()
 
     def at(self, at_s: float, action: Callable[..., None], *arguments: Any) -> None:
-        self._number += 1
-        heappush(self._planned, (max(at_s, self.now_s), self._number, action, arguments))
+        heappush(self._planned, (max(at_s, self.now_s), next(self._numbers), action, arguments))
 
     def after(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
         self.at(self.now_s + delay_s, action, *arguments)

@@ -7,12 +7,13 @@ of a trace from those of another. All that is random is drawn from a seed.
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, count, groupby, islice, pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 BLOCK_SIZE = 512  # tokens; Mooncake's
 DAY_S = 86_400.0
@@ -43,7 +44,7 @@ class Arrival:
 
 def read_trace(path: Path) -> list[Arrival]:
     """Returns arrivals from 0 s on, in order. Raises TraceError, OSError."""
-    arrivals = _read_azure(path) if path.suffix == ".csv" else _read_mooncake(path)
+    arrivals = _read_rows(path)
     if not arrivals:
         raise TraceError(f"{path} has no requests")
     first_s = min(a.at_s for a in arrivals)
@@ -114,13 +115,14 @@ def lay_on_day(
         copies += [replace(a, at_s=a.at_s + number * period_s) for a in renamed]
     del copies[num_requests:]
     # The share of the day's requests until each minute, and its inverse.
-    count = len(hours)
+    num_hours = len(hours)
     weights = []
-    for minute in range(count * 60):
+    for minute in range(num_hours * 60):
         at = (minute + 0.5) / 60 - 0.5
         low = math.floor(at)
         weights.append(
-            hours[low % count] + (at - low) * (hours[(low + 1) % count] - hours[low % count])
+            hours[low % num_hours]
+            + (at - low) * (hours[(low + 1) % num_hours] - hours[low % num_hours])
         )
     until = list(accumulate(weights, initial=0.0))
     minute_s, trace_s = DAY_S / len(weights), span_s(copies)
@@ -140,45 +142,39 @@ def span_s(arrivals: Sequence[Arrival]) -> float:
     return last_s + (last_s / (len(arrivals) - 1) if last_s else 1.0)
 
 
-def _read_mooncake(path: Path) -> list[Arrival]:
+def _read_rows(path: Path) -> list[Arrival]:
     arrivals = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                arrivals.append(
-                    Arrival(
-                        at_s=row["timestamp"] / 1000,
-                        num_tokens=_positive(row["input_length"]),
-                        output_tokens=_positive(row["output_length"]),
-                        block_ids=tuple(map(int, row["hash_ids"])),
-                    )
-                )
-            except (ValueError, KeyError, TypeError) as error:
-                raise TraceError(f"{path}:{number}: not a Mooncake request: {error!r}") from error
-    return arrivals
-
-
-def _read_azure(path: Path) -> list[Arrival]:
-    """Reads Azure's CSV. No prefixes are known, so each prompt has blocks of its own."""
-    arrivals = []
-    next_id = 0
+    next_ids = count()
+    is_azure = path.suffix == ".csv"
     with path.open(encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file)
-        for number, row in enumerate(rows, 2):
+        rows: Iterable[Any] = csv.DictReader(file) if is_azure else file
+        for number, row in enumerate(rows, 2 if is_azure else 1):
             try:
-                at = datetime.fromisoformat(row["TIMESTAMP"][:26]) - datetime(2000, 1, 1)
-                num_tokens = _positive(row["ContextTokens"])
-                output_tokens = _positive(row["GeneratedTokens"])
+                if is_azure:
+                    arrivals.append(_read_azure(row, next_ids))
+                elif row.strip():
+                    arrivals.append(_read_mooncake(json.loads(row)))
             except (ValueError, KeyError, TypeError) as error:
-                raise TraceError(f"{path}:{number}: not an Azure request: {error!r}") from error
-            count = -(-num_tokens // BLOCK_SIZE)
-            ids = tuple(range(next_id, next_id + count))
-            next_id += count
-            arrivals.append(Arrival(at.total_seconds(), num_tokens, output_tokens, ids))
+                kind = "an Azure" if is_azure else "a Mooncake"
+                raise TraceError(f"{path}:{number}: not {kind} request: {error!r}") from error
     return arrivals
+
+
+def _read_mooncake(row: dict[str, Any]) -> Arrival:
+    return Arrival(
+        at_s=row["timestamp"] / 1000,
+        num_tokens=_positive(row["input_length"]),
+        output_tokens=_positive(row["output_length"]),
+        block_ids=tuple(map(int, row["hash_ids"])),
+    )
+
+
+def _read_azure(row: dict[str, str], next_ids: Iterator[int]) -> Arrival:
+    """Reads a request of which no prefixes are known: its prompt has blocks of its own."""
+    at = datetime.fromisoformat(row["TIMESTAMP"][:26]) - datetime(2000, 1, 1)
+    num_tokens, output_tokens = _positive(row["ContextTokens"]), _positive(row["GeneratedTokens"])
+    block_ids = tuple(islice(next_ids, -(-num_tokens // BLOCK_SIZE)))
+    return Arrival(at.total_seconds(), num_tokens, output_tokens, block_ids)
 
 
 def _positive(value: object) -> int:

@@ -113,7 +113,7 @@ def test_a_chunk_lets_the_next_token_come_in_time(scale: float, num_decoding: in
         assert seconds <= 1.02 * allowed_s
         # And it takes of that time what there is of it: another tile would be too much.
         more = replace(work, prefill_tokens=work.prefill_tokens + 16)
-        no_room = schedule.num_tokens > BUDGET - 16
+        no_room = schedule.work.num_tokens > BUDGET - 16
         assert number < 5 or no_room or bench.machine.seconds(more) > 0.85 * allowed_s
 
 
@@ -220,7 +220,7 @@ def test_prompts_do_not_starve_where_they_always_wait_and_the_machine_became_slo
 def test_whole_tiles_of_rows() -> None:
     bench = Bench(0.1).decoding(5)
     for schedule, _ in bench.beside_prompt()[:-1]:
-        assert schedule.num_tokens % 16 == 0
+        assert schedule.work.num_tokens % 16 == 0
 
 
 def test_chunks_for_a_peer_are_limited_beside_decode_too() -> None:

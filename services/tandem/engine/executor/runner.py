@@ -134,12 +134,7 @@ class ModelRunner:
     def forward(
         self, batch: StepBatch, on_kv_written: Callable[[], object] | None = None
     ) -> torch.Tensor:
-        """Computes the batch's tokens and stores their KV in the pool.
-
-        Calls `on_kv_written` once, as soon as all their KV is in the pool for everybody to read.
-        Answers fp32 logits [slices that want them, vocab], in the order of the slices; they are
-        good until the next step.
-        """
+        """Runs a step as runner_protocol.py says; its logits are good until the next one."""
         self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
         return self._last.forward(batch, self.kv, on_kv_written)
 

@@ -21,6 +21,7 @@ lent to peers or awaited, whose leases have deadlines.
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -30,6 +31,8 @@ from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import Mode
 from tandem.perf_model.rates import token_contexts
 from tandem.perf_model.step_time import StepTimeModel, StepWork
+
+_arrival = attrgetter("arrival")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +65,6 @@ class Schedule:
     @property
     def batch(self) -> StepBatch:
         return StepBatch([chunk.slice for chunk in self.chunks])
-
-    @property
-    def num_tokens(self) -> int:
-        return self.work.prefill_tokens + self.work.decode_tokens
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         samples = num_tokens == sequence.num_missing_tokens
@@ -129,7 +128,9 @@ class Scheduler:
         """Plans a step. Admission and preemption happen here; a chunk may be left uncomputed."""
         schedule = Schedule()
         preempted = self._plan_decode(schedule)
-        self._plan_prefill(schedule)
+        for sequence in self.running:
+            if not sequence.in_decode:
+                self._add_chunk(schedule, sequence)
         if not preempted:  # else blocks are short: who came in now would be the next victim
             self._admit(schedule)
         return schedule
@@ -141,10 +142,9 @@ class Scheduler:
             (self.running, Status.RUNNING),
             (self.awaiting, Status.WAITING_FOR_KV),
         ):
-            expected = {s.sequence_id for s in sequences if s.status is status}
-            found = [s.sequence_id for s in queue]
-            assert len(found) == len(expected), f"{status.value}: {found}, expected {expected}"
-            assert set(found) == expected, f"{status.value}: {found}, expected {expected}"
+            expected = sorted(s.sequence_id for s in sequences if s.status is status)
+            found = sorted(s.sequence_id for s in queue)
+            assert found == expected, f"{status.value}: {found}, expected {expected}"
         for queue in (self.waiting, self.running):
             arrivals = [s.arrival for s in queue]
             assert arrivals == sorted(arrivals), f"a queue is out of order: {arrivals}"
@@ -158,16 +158,13 @@ class Scheduler:
         """Plans the sequences that decode; returns whether one was preempted."""
         num_waiting = len(self.waiting)
         for sequence in [s for s in self.running if s.in_decode]:
-            if not self._has_tokens_left(schedule):
+            if schedule.work.num_tokens >= self._max_tokens:
+                break
+            if len(schedule.chunks) >= self._max_num_seqs:
                 break
             if sequence.status is Status.RUNNING and self._grow(sequence):
                 schedule.add(sequence, sequence.num_missing_tokens)
         return len(self.waiting) > num_waiting
-
-    def _plan_prefill(self, schedule: Schedule) -> None:
-        for sequence in self.running:
-            if not sequence.in_decode:
-                self._add_chunk(schedule, sequence)
 
     def _admit(self, schedule: Schedule) -> None:
         while self.waiting and self._can_admit(self.waiting[0], schedule):
@@ -223,12 +220,9 @@ class Scheduler:
         """Number of sequences that decode here, or will as soon as their KV is there."""
         return sum(s.mode is not Mode.PREFILL_ONLY for s in (*self.running, *self.awaiting))
 
-    def _has_tokens_left(self, schedule: Schedule) -> bool:
-        return schedule.num_tokens < self._max_tokens and len(schedule.chunks) < self._max_num_seqs
-
     def _tokens_left(self, schedule: Schedule, context: int) -> int:
         """Tokens that the step has left for a chunk after `context` others."""
-        tokens_left = self._max_tokens - schedule.num_tokens
+        tokens_left = self._max_tokens - schedule.work.num_tokens
         in_time = self._step_time.chunk_max(schedule.work, context)
         return max(0, tokens_left if in_time is None else min(tokens_left, in_time))
 
@@ -296,7 +290,3 @@ class Scheduler:
         self._pool.release(sequence.let_go())
         sequence.num_preemptions += 1
         self.enqueue(sequence)
-
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival

@@ -11,6 +11,7 @@ goes: an event costs the logarithm of the sequences.
 """
 
 from heapq import heappop, heappush
+from itertools import count
 from math import ceil
 from typing import Generic, TypeVar
 
@@ -29,7 +30,7 @@ class Engine(Generic[Job]):
         self.prefilling: Job | None = None
         self.prefill_busy_s = 0.0
         self._decoding: list[tuple[float, int, Job]] = []  # a heap by the step of the last token
-        self._number = 0
+        self._numbers = count()
         self._now_s = 0.0
         self._steps = 0.0
         self._prefill_end = 0.0
@@ -56,8 +57,7 @@ class Engine(Generic[Job]):
 
     def decode(self, job: Job, num_tokens: int) -> None:
         """Adds a sequence that makes `num_tokens` tokens, one a step."""
-        self._number += 1
-        heappush(self._decoding, (self._steps + num_tokens, self._number, job))
+        heappush(self._decoding, (self._steps + num_tokens, next(self._numbers), job))
         self._set_step()
 
     def prefill_tokens_left(self) -> int:
@@ -120,8 +120,8 @@ class Engine(Generic[Job]):
         return jobs
 
     def _set_step(self) -> None:
-        count = len(self._decoding)
+        decode = self.rates.decode
         if self.prefilling is None:
-            self._step_s = self.rates.decode.seconds(count)
+            self._step_s = decode.seconds(self.num_decoding)
         else:
-            self._step_s = self._chunk_s + self.rates.decode.sequence_s * count
+            self._step_s = self._chunk_s + decode.sequence_s * self.num_decoding

@@ -7,7 +7,7 @@ Held blocks stay. Idle ones go leaf first, least lately used: a chain is put bac
 the oldest, so a block always goes before its parent.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 
@@ -16,7 +16,7 @@ class KvCache:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._held: dict[bytes, int] = {}  # references
+        self._held = defaultdict[bytes, int](int)  # references
         self._idle: OrderedDict[bytes, None] = OrderedDict()  # the first goes first
         self._num_private = 0
 
@@ -44,11 +44,8 @@ class KvCache:
         if room < 0:
             return None
         for block_hash in cached:
-            if block_hash in held:
-                held[block_hash] += 1
-            else:
-                del idle[block_hash]
-                held[block_hash] = 1
+            idle.pop(block_hash, None)
+            held[block_hash] += 1
         self._num_private += num_private
         return [idle.popitem(last=False)[0] for _ in range(len(idle) - room)]
 
@@ -56,24 +53,18 @@ class KvCache:
         """Names private blocks, which are held as before; returns those that are new here."""
         new = []
         for block_hash in block_hashes:
-            if block_hash in self._held:
-                self._held[block_hash] += 1
-            else:
-                if block_hash in self._idle:
-                    del self._idle[block_hash]
-                else:
-                    new.append(block_hash)
-                self._held[block_hash] = 1
+            if block_hash not in self._held and block_hash not in self._idle:
+                new.append(block_hash)
+            self._idle.pop(block_hash, None)
+            self._held[block_hash] += 1
         self._num_private -= len(block_hashes)
         return new
 
     def release(self, block_hashes: Sequence[bytes], num_private: int) -> None:
         """Lets go of a chain (in its order) and of private blocks."""
         for block_hash in reversed(block_hashes):
-            count = self._held[block_hash] - 1
-            if count:
-                self._held[block_hash] = count
-            else:
+            self._held[block_hash] -= 1
+            if not self._held[block_hash]:
                 del self._held[block_hash]
                 self._idle[block_hash] = None
         self._num_private -= num_private

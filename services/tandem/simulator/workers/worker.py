@@ -72,9 +72,8 @@ class Worker:
         self.num_leases = 0
         self.engine: Engine[Task] = Engine(rates)
         self.cache = KvCache(scenario.kv_tokens // scenario.block_size)
+        self._scenario = scenario
         self._block_size = scenario.block_size
-        self._sequences_max = scenario.sequences_max
-        self._queue_max = scenario.queue_max
         self._clock = clock
         self._listener = listener
         self._queue: deque[Task] = deque()
@@ -87,7 +86,7 @@ class Worker:
 
     def submit(self, task: Task) -> bool:
         """Queues a task for prefill. False if the queue is full, or memory could never hold it."""
-        if not self._fits(task) or len(self._queue) >= self._queue_max:
+        if not self._fits(task) or len(self._queue) >= self._scenario.queue_max:
             return False
         cached = self.cache.num_cached(task.hashes)
         task.queued_tokens = task.num_tokens - max(cached, task.pulled_blocks) * self._block_size
@@ -99,7 +98,7 @@ class Worker:
 
     def reserve(self, task: Task) -> bool:
         """Reserves memory for a task that a peer prefills. False as for `submit`."""
-        if not self._fits(task) or len(self._reserving) >= self._queue_max:
+        if not self._fits(task) or len(self._reserving) >= self._scenario.queue_max:
             return False
         self._reserving.append(task)
         self._settle()
@@ -163,8 +162,10 @@ class Worker:
 
     def load(self) -> Load:
         self.engine.advance(self._clock.now_s)
+        task = self.engine.prefilling
+        prefills_for_itself = task is not None and task.output_tokens > 0
         return Load(
-            num_running=self.engine.num_decoding + self._prefills_for_itself(),
+            num_running=self.engine.num_decoding + prefills_for_itself,
             num_waiting=len(self._queue) + len(self._reserving),
             queued_tokens=self._queued_tokens + self.engine.prefill_tokens_left(),
             num_leases=self.num_leases,
@@ -178,10 +179,6 @@ class Worker:
         engine = self.engine
         waits = self._queue or self._reserving or engine.prefilling is not None
         return not (waits or engine.num_decoding or self.num_leases or self.cache.num_used)
-
-    def _prefills_for_itself(self) -> bool:
-        task = self.engine.prefilling
-        return task is not None and task.output_tokens > 0
 
     def _fits(self, task: Task) -> bool:
         return self._blocks(task) <= self.cache.num_blocks
@@ -227,7 +224,8 @@ class Worker:
         engine.advance(self._clock.now_s)
         while self._reserving and self._hold(self._reserving[0]):
             self._listener.reserved(self, self._reserving.popleft())
-        if self._queue and engine.prefilling is None and engine.num_decoding < self._sequences_max:
+        has_room = engine.num_decoding < self._scenario.sequences_max
+        if self._queue and engine.prefilling is None and has_room:
             task = self._queue[0]
             if self._hold(task):
                 self._queue.popleft()
