@@ -115,9 +115,8 @@ class Router:
         await asyncio.to_thread(self._tracing.close)
 
     async def _load_and_watch(self) -> None:
-        model, _ = await asyncio.gather(
-            asyncio.to_thread(_load, self._config), self._open_prefix_tree()
-        )
+        loading = asyncio.to_thread(_load, self._config)
+        model, _ = await asyncio.gather(loading, self._open_prefix_tree())
         # Only now is it known which workers serve the same model.
         self.view.model_fingerprint = model.folder.fingerprint
         self.generator.model = model

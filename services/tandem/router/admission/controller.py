@@ -34,9 +34,8 @@ class AdmissionController:
         self._limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
         self._tenant_queues: TenantQueues | None = None
         if config.trust_tenant_header:
-            self._tenant_queues = TenantQueues(
-                self._has_capacity, waiting_max=config.hold_requests_max
-            )
+            waiting_max = config.hold_requests_max
+            self._tenant_queues = TenantQueues(self._has_capacity, waiting_max=waiting_max)
             view.listen(self._tenant_queues.let_go)
 
     def must_wait(self) -> bool:

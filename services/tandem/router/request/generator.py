@@ -250,7 +250,8 @@ class Generator:
         return Job(checked, Progress(block_hashes, timeline))
 
     def _observe_latency(self, job: Job, elapsed_s: float, num_tokens: int, *, first: bool) -> None:
-        """Tells the autoscaler's meter each latency as a share of what its service level allows."""
+        """Observes a latency; the autoscaler's meter gets it as a share of what its service level
+        allows."""
         slo, metrics = self.config.autoscale, self._metrics
         if first:
             metrics.ttft_s.observe(elapsed_s)
