@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
@@ -24,11 +25,14 @@ app = App(
 )
 bench = App(name="bench", help="Measure what this machine makes of Tandem.")
 index = App(name="index", help="Look after the prefix tree.")
+keys = App(name="keys", help="Create, list, rotate and revoke API keys.")
 app.command(bench)
 app.command(index)
+app.command(keys)
 
 _Arguments = Annotated[str, Parameter(allow_leading_hyphen=True)]
 _Url = Annotated[str, Parameter(help="Address of a router.")]
+_Key = Annotated[str, Parameter(help="The key's id, as `tandem keys list` shows it.")]
 _Worker = Annotated[str, Parameter(help="The worker's id, as `tandem status` shows it.")]
 
 
@@ -99,6 +103,58 @@ def verify(
     from tandem.cluster.operate import verify_index
 
     return 0 if verify_index(url, everything=everything) else 1
+
+
+@keys.command
+def create(
+    *,
+    tenant: Annotated[str, Parameter(help="Whose key it is. Tenants share no KV cache.")],
+    role: Annotated[
+        Literal["user", "operator", "metrics"], Parameter(help="Which calls it allows.")
+    ] = "user",
+    expires: Annotated[str, Parameter(help="Time that it works, such as 30d. 0: for ever.")] = "0",
+    file: Annotated[
+        Path | None, Parameter(help="File of records to add it to, for --keys-file, not a router.")
+    ] = None,
+    url: _Url = "http://127.0.0.1:8000",
+) -> None:
+    """Create a key and print it: its secret is shown only now."""
+    from tandem.cluster.keys import add_key, create_key
+
+    if file is None:
+        create_key(url, tenant, role, expires)
+    else:
+        add_key(file, tenant, role, expires)
+
+
+@keys.command(name="list")
+def list_(*, url: _Url = "http://127.0.0.1:8000") -> None:
+    """Show all keys, without their secrets."""
+    from tandem.cluster.keys import list_keys
+
+    list_keys(url)
+
+
+@keys.command
+def rotate(
+    key_id: _Key,
+    /,
+    *,
+    grace: Annotated[str, Parameter(help="Time that the old secret still works.")] = "1h",
+    url: _Url = "http://127.0.0.1:8000",
+) -> None:
+    """Give a key a new secret and print it."""
+    from tandem.cluster.keys import rotate_key
+
+    rotate_key(url, key_id, grace)
+
+
+@keys.command
+def revoke(key_id: _Key, /, *, url: _Url = "http://127.0.0.1:8000") -> int:
+    """Revoke a key for good; exit status 1 names who did not confirm it."""
+    from tandem.cluster.keys import revoke_key
+
+    return 0 if revoke_key(url, key_id) else 1
 
 
 def up(*arguments: _Arguments) -> int:
