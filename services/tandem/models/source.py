@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
+from tandem.models.broken_files import first_line, naming
 from tandem.models.config import ModelConfig
 from tandem.models.gguf_convert import CONVERSION_FILE, cache_root, converted_folder
 
@@ -77,9 +78,10 @@ def read_folder(path: Path, *, name: str | None = None) -> ModelFolder:
         if not (path / file).is_file():
             raise ConfigError(f"{path} has no {file}; a model is {_ACCEPTED}")
     weight_files = _weight_files(path)
-    config = ModelConfig.from_hf(
-        read_json(path / "config.json"), read_json_if_any(path / "generation_config.json")
-    )
+    with naming(path / "config.json"):
+        config = ModelConfig.from_hf(
+            read_json(path / "config.json"), read_json_if_any(path / "generation_config.json")
+        )
     return ModelFolder(
         path=path,
         config=config,
@@ -93,8 +95,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file. Raises ConfigError naming the file if it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
@@ -143,10 +145,14 @@ def _downloaded_folder(name: str, cache_dir: Path | None) -> Path:
 def _weight_files(path: Path) -> tuple[Path, ...]:
     index = path / _INDEX_FILE
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        with naming(index):
+            names = sorted(set(read_json(index).get("weight_map", {}).values()))
+            outside = [name for name in names if Path(name).is_absolute() or ".." in name]
+        if outside:
+            raise ConfigError(f"{index} names {outside[0][:80]!r}, which is not in its folder")
         for name in names:
             if not (path / name).is_file():
-                raise ConfigError(f"{path} has no {name}, which {_INDEX_FILE} names")
+                raise ConfigError(f"{path} has no {name[:80]!r}, which {_INDEX_FILE} names")
     elif (path / "model.safetensors").is_file():
         names = ["model.safetensors"]
     else:
