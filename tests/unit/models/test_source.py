@@ -109,7 +109,7 @@ def test_the_index_says_which_weight_files_count(folder):
     files = [file.name for file in resolve(str(folder)).weight_files]
     assert files == ["a.safetensors", "b.safetensors"]
     (folder / "b.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"no b\.safetensors, which .*index\.json names"):
+    with pytest.raises(ConfigError, match=r"no 'b\.safetensors', which .*index\.json names"):
         resolve(str(folder))
 
 
