@@ -246,7 +246,7 @@ def reachable(objects: list[Object], component: str, source: Object) -> set[Any]
     if not policies:
         return {"*"}
     found: set[Any] = set()
-    for rule in (rule for p in policies for rule in p["spec"]["ingress"]):
+    for rule in (rule for p in policies for rule in p["spec"].get("ingress", [])):
         if "from" not in rule or any(_matches(peer, source) for peer in rule["from"]):
             found |= {p["port"] for p in rule["ports"]} if "ports" in rule else {"*"}
     return found
