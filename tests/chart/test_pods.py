@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -148,6 +149,16 @@ def test_devices_are_limits_and_pools_spread() -> None:
         assert spec["priorityClassName"] == "serving"
     scaler = find(objects, "HorizontalPodAutoscaler", "decode")["spec"]["scaleTargetRef"]
     assert scaler == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "demo-tandem-decode"}
+
+
+def test_a_revision_is_of_hub_models_alone() -> None:
+    hub = {"name": "org/llama", "revision": "0123abc"}
+    for source, given in (("hub", ["0123abc"]), ("builtin", [])):
+        objects = render({"model": {"source": source, "hub": hub}})
+        for component in ("router", "prefill", "decode"):
+            arguments = container(objects, component)["args"]
+            options = pairwise(arguments)
+            assert [value for name, value in options if name == "--model-revision"] == given
 
 
 def test_a_model_comes_from_where_it_is_said_to() -> None:

@@ -45,14 +45,19 @@ class ModelFolder:
     weight_files: tuple[Path, ...]  # safetensors, each tensor in one of them
 
 
-def resolve(model: str, *, cache_dir: Path | None = None) -> ModelFolder:
+def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) -> ModelFolder:
     """Finds `model` and reads its config; downloads or converts it when that was not done before.
 
+    `revision` is a commit, tag or branch of a hub model; empty: the head of its main branch.
     `cache_dir` is where converted and downloaded models are kept (default: $TANDEM_CACHE_DIR,
     $XDG_CACHE_HOME/tandem or ~/.cache/tandem, and the hub's own cache). Raises ConfigError when
-    nothing is found, UnsupportedModel for a model that cannot be run.
+    nothing is found or what is found has no revisions, UnsupportedModel for a model that cannot be
+    run.
     """
     path = Path(model).expanduser()
+    is_local = model == BUILT_IN or path.exists() or path.suffix.lower() == ".gguf"
+    if revision and is_local:
+        raise ConfigError(f"{model} is no hub model: it has no revision {revision[:80]!r}")
     if model == BUILT_IN and not path.exists():
         if (file := built_in_file(cache_dir)) is None:
             raise ConfigError(
@@ -68,7 +73,7 @@ def resolve(model: str, *, cache_dir: Path | None = None) -> ModelFolder:
         return read_folder(path)
     if path.exists() or path.is_absolute() or model.startswith((".", "~")):
         raise ConfigError(f"{path} is not a model; a model is {_ACCEPTED}")
-    return read_folder(_downloaded_folder(model, cache_dir), name=model)
+    return read_folder(_downloaded_folder(model, revision, cache_dir), name=model)
 
 
 def read_folder(path: Path, *, name: str | None = None) -> ModelFolder:
@@ -121,7 +126,7 @@ def built_in_folder(cache_dir: Path | None = None) -> Path:
     return (cache_dir or cache_root()) / f"{BUILT_IN_PACKAGE}-{BUILT_IN_VERSION}"
 
 
-def _downloaded_folder(name: str, cache_dir: Path | None) -> Path:
+def _downloaded_folder(name: str, revision: str, cache_dir: Path | None) -> Path:
     # Slow to import, and needed for hub names only.
     from huggingface_hub import snapshot_download
 
@@ -129,6 +134,7 @@ def _downloaded_folder(name: str, cache_dir: Path | None) -> Path:
         return Path(
             snapshot_download(
                 name,
+                revision=revision or None,
                 allow_patterns=_HUB_FILES,
                 ignore_patterns=_HUB_FILES_LEFT,
                 cache_dir=None if cache_dir is None else cache_dir / "hub",

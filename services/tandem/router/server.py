@@ -181,7 +181,7 @@ def _bind(config: RouterConfig) -> socket.socket:
 
 
 def _load(config: RouterConfig) -> LoadedModel:
-    folder = resolve(config.model)
+    folder = resolve(config.model, revision=config.model_revision)
     tokenizer = Tokenizer(folder.path)
     preparer = PromptPreparer(folder.path, tokenizer, num_processes=config.tokenizer_processes)
     return LoadedModel(folder, tokenizer, preparer)
