@@ -65,6 +65,13 @@ ModelName = Annotated[
     str, Parameter(help="Hugging Face folder, GGUF file or hub name.", group=PROCESS)
 ]
 
+ModelRevision = Annotated[
+    Text,
+    Parameter(
+        help="Commit, tag or branch of a hub model; only a commit never changes.", group=PROCESS
+    ),
+]
+
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
@@ -170,6 +177,7 @@ class EngineConfig(EngineOptions):
     """The settings of one engine: a model, its KV pool and its scheduler."""
 
     model: ModelName
+    model_revision: ModelRevision = ""
 
 
 @Parameter(name="*", group=_TRANSFER)
@@ -337,6 +345,7 @@ class RouterOptions(AdmissionOptions):
     """`tandem router` runs one replica of the router. Its secrets come from the environment."""
 
     model: ModelName
+    model_revision: ModelRevision = ""
     served_model_name: Annotated[Text, _Own] = ""
     """Name of the model in the API. Default: the model's own name."""
     host: Annotated[str, _Own] = "127.0.0.1"

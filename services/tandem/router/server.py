@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from tandem.config import RouterConfig
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.observability.traces import make_tracing
@@ -177,17 +177,24 @@ class Router:
             log.warning("the prefix tree is not there yet: %r", error)
 
 
-def serve(config: RouterConfig) -> None:
-    """Blocks until SIGTERM or SIGINT. Raises ConfigError."""
+def serve(config: RouterConfig) -> TandemError | None:
+    """Blocks until SIGTERM or SIGINT; returns what ended the router sooner, such as a taken port.
 
-    async def main() -> None:
+    Raises ConfigError for settings that no router can run with.
+    """
+
+    async def main() -> TandemError | None:
         router = Router(config)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, router.stop)
-        await router.run()
+        try:
+            await router.run()
+        except TandemError as error:
+            return error
+        return None
 
-    asyncio.run(main())
+    return asyncio.run(main())
 
 
 def _own_host(config: RouterConfig) -> str:
@@ -220,7 +227,7 @@ def _bind(config: RouterConfig) -> socket.socket:
 
 
 def _load(config: RouterConfig) -> LoadedModel:
-    folder = resolve(config.model)
+    folder = resolve(config.model, revision=config.model_revision)
     tokenizer = Tokenizer(folder.path)
     preparer = PromptPreparer(folder.path, tokenizer, num_processes=config.tokenizer_processes)
     return LoadedModel(folder, tokenizer, preparer)

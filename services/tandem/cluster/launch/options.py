@@ -15,6 +15,7 @@ from tandem.config import (
     AutoscaleMode,
     EngineOptions,
     ModelName,
+    ModelRevision,
     Pool,
     TransferConfig,
 )
@@ -35,6 +36,7 @@ class LaunchOptions(Options):
     """`tandem up` starts a whole cluster on this machine; Ctrl-C stops all of it."""
 
     model: Annotated[ModelName, Parameter(group=_CLUSTER)] = "smollm2"
+    model_revision: Annotated[ModelRevision, Parameter(group=_CLUSTER)] = ""
     num_prefill: Annotated[_PoolSize, Parameter(name="--prefill")] = 1
     """Number of prefill workers."""
     num_decode: Annotated[_PoolSize, Parameter(name="--decode")] = 1

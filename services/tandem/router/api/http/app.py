@@ -61,6 +61,8 @@ def make_app(
         title="Tandem",
         description="OpenAI's API on prefill and decode workers apart from each other",
         redirect_slashes=False,
+        docs_url=None,  # these two pages would run scripts of another site
+        redoc_url=None,
         responses={"default": {"description": "An error", "model": ErrorReply}},
     )
     install_handlers(app)
