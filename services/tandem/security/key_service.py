@@ -39,7 +39,7 @@ CALL_DEADLINE_S = 1.5
 
 
 class Revocation(msgspec.Struct, frozen=True):
-    """Who confirmed a revocation. The texts are empty, or say why there is no confirmation."""
+    """A revocation says who confirmed it. A text is empty, or says why there is no confirmation."""
 
     key_id: str
     redis: str
