@@ -30,7 +30,6 @@ app.command(bench)
 app.command(index)
 app.command(keys)
 
-_Arguments = Annotated[str, Parameter(allow_leading_hyphen=True)]
 _Url = Annotated[str, Parameter(help="Address of a router.")]
 _Key = Annotated[str, Parameter(help="The key's id, as `tandem keys list` shows it.")]
 _Worker = Annotated[str, Parameter(help="The worker's id, as `tandem status` shows it.")]
@@ -157,7 +156,7 @@ def revoke(key_id: _Key, /, *, url: _Url = "http://127.0.0.1:8000") -> int:
     return 0 if revoke_key(url, key_id) else 1
 
 
-def up(*arguments: _Arguments) -> int:
+def up(*arguments: str) -> int:
     from tandem.cluster.launch.options import LaunchOptions
     from tandem.options import read
 
@@ -173,7 +172,7 @@ def program(module: str) -> Callable[..., NoReturn]:
     The command fails if the module's package is not installed.
     """
 
-    def become(*arguments: _Arguments) -> NoReturn:
+    def become(*arguments: str) -> NoReturn:
         if find_spec(module.split(".")[0]) is None:
             sys.exit("tandem: the benchmarks are not installed: pip install 'tandem-llm[bench]'")
         os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
@@ -181,29 +180,30 @@ def program(module: str) -> Callable[..., NoReturn]:
     return become
 
 
-# Programs have options of their own, --help among them: all their arguments are passed on.
-for group, name, run, text in (
-    (app, "up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),
-    (app, "simulate", program("tandem.simulator"), "Replay a trace on simulated workers"),
-    (app, "router", program("tandem.router"), "Run one router"),
-    (app, "worker", program("tandem.worker"), "Run one worker"),
-    (bench, "transfer", program("tandem_bench.transfer"), "Compare NIXL and gRPC, and each raw"),
-    (bench, "index", program("tandem_bench.index"), "Time the prefix tree in Redis"),
-    (bench, "engine", program("tandem_bench.engine"), "Time prefill and decode of the model"),
-    (bench, "stages", program("tandem_bench.engine_stages"), "Time a model's step by its stages"),
+# Programs have options of their own, --help among them: all their arguments are passed on as they
+# are. The app only lists them, because it would drop empty arguments.
+PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
+for words, run, text in (
+    ("up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),
+    ("simulate", program("tandem.simulator"), "Replay a trace on simulated workers"),
+    ("router", program("tandem.router"), "Run one router"),
+    ("worker", program("tandem.worker"), "Run one worker"),
+    ("bench transfer", program("tandem_bench.transfer"), "Compare NIXL and gRPC, and each raw"),
+    ("bench index", program("tandem_bench.index"), "Time the prefix tree in Redis"),
+    ("bench engine", program("tandem_bench.engine"), "Time prefill and decode of the model"),
+    ("bench stages", program("tandem_bench.engine_stages"), "Time a model's step by its stages"),
 ):
-    group.command(
-        run,
-        name=name,
-        help=f"{text} (options: --help).",
-        help_flags=(),
-        version_flags=(),
-        end_of_options_delimiter="",
-    )
+    *group, name = words.split()
+    (bench if group else app).command(run, name=name, help=f"{text} (options: --help).")
+    PROGRAMS[*group, name] = run
 
 
 def main() -> None:
+    words = sys.argv[1:]
     try:
+        for length in (1, 2):
+            if run := PROGRAMS.get(tuple(words[:length])):
+                sys.exit(run(*words[length:]))
         app(exit_on_error=False, print_error=False)
     except CycloptsError as error:
         print(f"tandem: {' '.join(str(error).split())}", file=sys.stderr)
