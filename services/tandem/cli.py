@@ -142,7 +142,7 @@ for group, name, run, text in (
         help=f"{text} (options: --help).",
         help_flags=(),
         version_flags=(),
-        end_of_options_delimiter="\0",  # no argument is; an empty one would be dropped
+        end_of_options_delimiter="",
     )
 
 

@@ -23,7 +23,6 @@ def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["status", "--bogus", "x"], 2, "--bogus"),
         (["up", "--port", "x"], 2, "--port"),
         (["router", "--model", "m", "--port", "x"], 2, "--port"),
-        (["router", "--model", "m", "--allowed-hosts", "", "--port", "x"], 2, "--port"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(arguments: list[str], status: int, names: str) -> None:
