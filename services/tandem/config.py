@@ -331,6 +331,12 @@ class AdmissionOptions(Options):
     """Seconds that each prompt token adds to that limit."""
     trust_tenant_header: Switch = False
     """Heed x-tandem-tenant. Only behind a gateway that sets it and drops a client's own."""
+    allow_anonymous: Annotated[Switch, _Own] = False
+    """Serve everybody while there is no API key, on an address that is not loopback, too."""
+    keys_file: Annotated[Text, _Own] = ""
+    """JSON file of key records, such as a mounted Secret, beside the keys in Redis."""
+    keys_max_age_s: Seconds = 0.0
+    """Seconds without news of the keys, after which requests with keys are refused. 0: never."""
 
 
 @Parameter(name="*", group=_REQUESTS)

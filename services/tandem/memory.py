@@ -83,19 +83,13 @@ def worker_need(
             pool_bytes = config.num_blocks * config.block_size * token_bytes
     if model is None:
         return Need(option, pool_bytes, 0)
-    is_int8 = config.weights == "int8"
-    weights_bytes = _weights_bytes(model, dtype, kernels or config.kernels, is_int8=is_int8)
-    return Need(option, pool_bytes, weights_bytes)
-
-
-def _weights_bytes(model: ModelFolder, dtype: str, kernels: str, *, is_int8: bool) -> int:
     stored = model.config.torch_dtype
     num_weights = sum(f.stat().st_size for f in model.weight_files) // DTYPE_BYTES[stored]
-    if kernels in ("torch", "triton"):
-        return num_weights * DTYPE_BYTES[dtype]
+    if (kernels or config.kernels) in ("torch", "triton"):
+        return Need(option, pool_bytes, num_weights * DTYPE_BYTES[dtype])
     converted_bytes = 0 if dtype == stored else DTYPE_BYTES[dtype]
-    packed_bytes = 1 if is_int8 else DTYPE_BYTES[dtype]
-    return num_weights * (packed_bytes + converted_bytes)
+    packed_bytes = 1 if config.weights == "int8" else DTYPE_BYTES[dtype]
+    return Need(option, pool_bytes, num_weights * (packed_bytes + converted_bytes))
 
 
 def why_too_much(need: Need, num_workers: int, memory: Memory) -> str:

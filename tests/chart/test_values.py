@@ -37,6 +37,8 @@ CHART_SETS = {
             "http-port",
             "grpc-port",
             "router-id",
+            "allow-anonymous",
+            "keys-file",
         ),
         "scale-objects",
     },

@@ -18,12 +18,13 @@ def measure_load(
     """
     num_running = sum(s.mode is not Mode.PREFILL_ONLY for s in scheduler.running)
     num_waiting, num_awaiting = len(scheduler.waiting), len(scheduler.awaiting)
+    num_imports = peer_blocks.num_imports
     num_prefill_only = len(sequences) - num_running - num_waiting - num_awaiting
     return EngineLoad(
         num_running=num_running,
         num_waiting=num_waiting,
-        num_awaiting_kv=num_awaiting + peer_blocks.num_imports,
-        num_prefill_only=num_prefill_only + peer_blocks.num_pinned,
+        num_awaiting_kv=num_awaiting + num_imports,
+        num_prefill_only=num_prefill_only + len(peer_blocks) - num_imports,
         num_running_slots=scheduler.num_running_slots,
         chunk_tokens=scheduler.chunk_tokens,
         queued_tokens=sum(s.num_queued_tokens for s in sequences),

@@ -41,10 +41,6 @@ class PeerBlocks:
         return sum(isinstance(chain, ImportedBlocks) for chain in self._peer_blocks.values())
 
     @property
-    def num_pinned(self) -> int:
-        return len(self._peer_blocks) - self.num_imports
-
-    @property
     def block_tables(self) -> list[list[int]]:
         return [chain.block_table for chain in self._peer_blocks.values()]
 

@@ -105,12 +105,10 @@ def _shards(tensors: list[Any]) -> Iterator[list[Any]]:
 
 def _array(tensor: Any, config: dict[str, Any]) -> np.ndarray:
     array = _dequantize(tensor)
-    if config["model_type"] == "llama":
-        if ".attn_q." in tensor.name:
-            return unpermute(array, config["num_attention_heads"])
-        if ".attn_k." in tensor.name:
-            return unpermute(array, config["num_key_value_heads"])
-    return array
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    part = tensor.name.split(".")[-2]
+    is_permuted = config["model_type"] == "llama" and part in heads
+    return unpermute(array, heads[part]) if is_permuted else array
 
 
 def _dequantize(tensor: Any) -> np.ndarray:

@@ -33,13 +33,12 @@ class StopStrings:
             (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
         ]
         if found:
-            self._hit = True
-            self._held = ""
+            self._hit, self._held = True, ""
             _, start = min(found)
             return text[:start], True
-        num_held = self._num_held(text)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], False
+        num_shown = len(text) - self._num_held(text)
+        self._held = text[num_shown:]
+        return text[:num_shown], False
 
     def flush(self) -> str:
         """Returns what is still held when the stream ends without a stop string."""

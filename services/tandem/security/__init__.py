@@ -1,1 +1,1 @@
-"""Who may do what: API keys, and how a router learns of them. Knows no HTTP and no gRPC."""
+"""API keys say who may do what, and how a router learns of them. Knows no HTTP and no gRPC."""

@@ -125,7 +125,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
 # KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility; all in one hash slot.
 # ARGV: 1 worker id, 2 record, 3 KV compatibility, 4 time to live in ms.
 # Returns nothing. Only a KV compatibility equal to the worker's is kept alive by it.
-_WRITE = """
+_WRITE = Script("""
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[4])
 redis.call('SADD', KEYS[2], ARGV[1])
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
@@ -133,25 +133,25 @@ local contract = redis.call('GET', KEYS[3])
 if not contract or contract == ARGV[3] then
   redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4])
 end
-"""
+""")
 
 # KEYS: 1 the set of workers, 2 the KV compatibility, 3... records. ARGV: their worker ids, in
 # order. Drops the ids that have no record now, and the KV compatibility with the last one. Returns
 # nothing.
-_DROP_DEAD = """
+_DROP_DEAD = Script("""
 for i = 3, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 0 then redis.call('SREM', KEYS[1], ARGV[i - 2]) end
 end
 if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('DEL', KEYS[2]) end
-"""
+""")
 
 # KEYS: 1 the mark. ARGV: 1 what to make it when there is none.
 # Returns {the server's run id, the mark}.
-_DATA_SET = """
+_DATA_SET = Script("""
 redis.call('SET', KEYS[1], ARGV[1], 'NX')
 local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
 return {run_id or '', redis.call('GET', KEYS[1])}
-"""
+""")
 
 
 class Registry:
@@ -165,8 +165,6 @@ class Registry:
         self._record_prefix = f"{prefix}:worker:"
         self._ttl_ms = round(cluster.record_ttl_s * 1000)
         self._mark_key = f"{prefix}:mark"
-        self._write, self._drop_dead = Script(_WRITE), Script(_DROP_DEAD)
-        self._data_set = Script(_DATA_SET)
         self._left_out: set[str] = set()  # workers whose record `read` has complained about
 
     async def check_compatibility(
@@ -186,7 +184,7 @@ class Registry:
     async def write(self, record: WorkerRecord) -> None:
         """Keeps a worker (and its generation's KV compatibility) alive for another time to live."""
         compatibility_key = self._compatibility_key_of(record.generation)
-        await self._write(
+        await _WRITE(
             self._redis,
             [self._record_key(record.worker_id), self._workers_key, compatibility_key],
             record.worker_id,
@@ -245,7 +243,7 @@ class Registry:
 
         Then records of workers that are well may be missing for a while. Ask after `read`.
         """
-        parts = await self._data_set(self._redis, [self._mark_key], secrets.token_hex(8))
+        parts = await _DATA_SET(self._redis, [self._mark_key], secrets.token_hex(8))
         return b":".join(parts)
 
     def _decode(self, worker_id: str, value: bytes) -> WorkerRecord | None:
@@ -269,7 +267,7 @@ class Registry:
 
     async def _drop(self, worker_ids: list[str]) -> None:
         keys = [self._workers_key, self._compatibility_key, *map(self._record_key, worker_ids)]
-        await self._drop_dead(self._redis, keys, *worker_ids)
+        await _DROP_DEAD(self._redis, keys, *worker_ids)
 
     def _compatibility_key_of(self, generation: str) -> str:
         return f"{self._compatibility_key}:{generation}" if generation else self._compatibility_key

@@ -24,7 +24,7 @@ from tandem.store.registry import KvCompatibility, WorkerRecord
 from tandem.transfer.nixl.messages import RemotePool
 from tandem.transfer.nixl.reach import host_identity
 from tandem.worker.peers import peers as peers_module
-from tandem.worker.peers.pairing import FAILURES_MAX
+from tandem.worker.peers.pairing import FAILURES_MAX, Pairing
 from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.rates import Rates
 
@@ -134,7 +134,8 @@ async def pair_of(transport: str = "auto", **link: Any) -> AsyncIterator[Pair]:
     )
     engine_link = Link(**link)
     rates = Rates(config, block_bytes=1000, step_tokens=256)
-    peers = Peers(config, "e0", engine_link, rates, COMPATIBILITY)  # type: ignore[arg-type]
+    pairing = Pairing(config, "e0", engine_link, rates, COMPATIBILITY)  # type: ignore[arg-type]
+    peers = Peers(config, rates, pairing)
     try:
         yield Pair(producer, engine_link, rates, peers, f"127.0.0.1:{port}")
     finally:

@@ -113,7 +113,7 @@ def test_control_strings_in_a_message_are_text(family, before, after, data):
 
 
 def is_control(tokenizer: Tokenizer, token_id: int) -> bool:
-    """Whether the id is a special token; `<unk>` says nothing to a model."""
+    """Returns whether the id is a special token; `<unk>` says nothing to a model."""
     return (
         tokenizer.is_special(token_id)
         and tokenizer.decode([token_id], skip_special_tokens=False) != "<unk>"

@@ -21,6 +21,7 @@ from tandem.config import (
 )
 from tandem.errors import ConfigError
 from tandem.options import Bounds, Count, Options, PositiveOrNone, Text, to_argv
+from tandem.security.access import is_loopback
 
 LOCAL_COLD_START_S = 15.0  # of a worker whose model is on this machine
 _CLUSTER = Group("Cluster", sort_key=1)
@@ -60,6 +61,13 @@ class LaunchOptions(Options):
     def check_together(self) -> None:
         if self.http_port == self.grpc_port:
             raise ConfigError(f"--port and --grpc-port are both {self.http_port}; they must differ")
+        # In a Redis of its own there are no keys yet; that of another may have some.
+        has_keys = self.admission.keys_file or self.redis_url
+        if not (is_loopback(self.host) or has_keys or self.admission.allow_anonymous):
+            raise ConfigError(
+                f"anyone who reaches {self.host} could use the cluster, which has no API keys; "
+                "name --keys-file, or say --allow-anonymous"
+            )
         assert self.autoscaler is not None  # raises ConfigError as a router would
 
     @property

@@ -86,8 +86,7 @@ class Agent:
 
     def _find(self) -> DetachedProcess | None:
         member_id = self._member.member_id
-        found = process.find(member_id, self._run_folder)
-        if found is not None:
+        if (found := process.find(member_id, self._run_folder)) is not None:
             log.info("%s runs already as process %d: adopted", member_id, found.pid)
         return found
 

@@ -19,8 +19,6 @@ from tandem.engine.scheduler.batch import SequenceSlice
 
 log = logging.getLogger(__name__)
 
-Forward = Callable[[StepViews], torch.Tensor]
-
 
 def bucket_sizes(num_seqs_max: int) -> list[int]:
     """1, 2, 4, 8, then every 8 up to 64, every 16 up to 256, every 64; the last is the maximum."""
@@ -33,7 +31,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: Callable[[StepViews], torch.Tensor],
         *,
         num_seqs_max: int,
         table_width: int,
@@ -66,7 +64,7 @@ class _Bucket:
     def __init__(
         self,
         shape: StepShape,
-        forward: Forward,
+        forward: Callable[[StepViews], torch.Tensor],
         block_size: int,
         num_blocks: int,
         device: torch.device,

@@ -36,7 +36,7 @@ class Decoder:
         self,
         inputs: StepInputs,
         pool: KvPool,
-        on_kv_written: Callable[[], object] = lambda: None,
+        on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Writes the tokens' KV; fp32 logits [rows of inputs.logit_rows, vocab].
 
@@ -51,7 +51,7 @@ class Decoder:
         for index, layer in enumerate(self._weights.layers):
             normed = self._norm(x, layer.attention_norm)
             queries = self._store_kv(index, layer, normed, angles, inputs, pool)
-            if layer is self._weights.layers[-1]:
+            if on_kv_written is not None and layer is self._weights.layers[-1]:
                 on_kv_written()
             attended = attention(index, queries).flatten(1)
             x = x + self._project(attended, (layer.attention_out,))

@@ -188,13 +188,10 @@ class NativeDecoder:
         matrices, or as one with the rows of both."""
         if self._kind(parts[0].weight) is not Kind.BF16_PAIRS:
             return parts
-        weights = [half for part in parts for half in part.weight.chunk(3 - len(parts))]
-        biases = [
-            half
-            for part in parts
-            if part.bias is not None
-            for half in part.bias.chunk(3 - len(parts))
-        ]
+        num_chunks = 3 - len(parts)
+        weights = [half for part in parts for half in part.weight.chunk(num_chunks)]
+        given = [part.bias for part in parts if part.bias is not None]
+        biases = [half for bias in given for half in bias.chunk(num_chunks)]
         return (Linear(_in_turn(weights), _in_turn(biases) if biases else None),)
 
     def _matrix(self, parts: Sequence[Linear]) -> Matrix:
@@ -231,12 +228,8 @@ class NativeDecoder:
 def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Interleaves the tensors by panels of outputs; fills the last panel of each with zeros."""
     rest = -len(tensors[0]) % PANEL
-    panels = [
-        torch.cat([tensor, tensor.new_zeros(rest, *tensor.shape[1:])]).view(
-            -1, PANEL, *tensor.shape[1:]
-        )
-        for tensor in tensors
-    ]
+    filled = [torch.cat([each, each.new_zeros(rest, *each.shape[1:])]) for each in tensors]
+    panels = [each.view(-1, PANEL, *each.shape[1:]) for each in filled]
     return torch.stack(panels, 1).flatten(0, 2)
 
 

@@ -77,9 +77,8 @@ class ModelRunner:
         self._large: NativeDecoder | TorchSteps | TritonSteps
         self._triton: TritonSteps | None = None
         if kernels == "triton":
-            from tandem.engine.executor.triton_steps import (
-                TritonSteps,  # Triton is not on every machine
-            )
+            # Triton is not on every machine.
+            from tandem.engine.executor.triton_steps import TritonSteps
 
             self._small = self._large = self._triton = TritonSteps(
                 folder.config,

@@ -34,9 +34,7 @@ class TorchSteps:
             self._kv, self._pool = kv, KvPool(kv)
         pool = self._pool
         inputs = make_step_inputs(batch, pool, row_multiple=self._kernels.row_multiple)
-        if on_kv_written is None:
-            return self._decoder.forward(inputs, pool)
-        if kv.device.type != "cuda":
+        if on_kv_written is None or kv.device.type != "cuda":
             return self._decoder.forward(inputs, pool, on_kv_written)
         # The rest of the kernels is put in the stream before waiting for the KV: the device goes on
         # without a gap, and the wait ends when the KV is there, not when they are done.

@@ -16,7 +16,7 @@ from torch.nn.functional import embedding, linear
 
 from tandem.engine.executor.model import rope_frequencies
 from tandem.engine.executor.triton_inputs import StepViews
-from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
+from tandem.engine.executor.weights import Linear, ModelWeights
 from tandem.models.config import ModelConfig
 from tandem_kernels.kv_cache import layer_of
 from tandem_kernels.rope import rotary_angles
@@ -24,7 +24,7 @@ from tandem_kernels.triton.activation import silu_mul
 from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
 from tandem_kernels.triton.prefill_attention import prefill_attention
-from tandem_kernels.triton.rope_cache import Angles, rotate_and_store
+from tandem_kernels.triton.rope_cache import rotate_and_store
 
 
 class TritonDecoder:
@@ -56,7 +56,16 @@ class TritonDecoder:
             else:
                 normed = add_rms_norm(x, delta, layer.attention_norm, eps)
             layer_kv = layer_of(kv, index)
-            queries = self._store_kv(layer, normed, angles, step, layer_kv)
+            queries = rotate_and_store(
+                _project(normed, layer.qkv),
+                angles,
+                step.slots,
+                layer_kv,
+                num_heads=self._config.num_attention_heads,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=eps,
+            )
             if index == len(self._weights.layers) - 1:
                 on_kv_launched()
             attended = self._attend(queries, step, layer_kv).flatten(1)
@@ -67,25 +76,6 @@ class TritonDecoder:
         last, last_delta = x[step.logit_rows], delta[step.logit_rows]
         final = add_rms_norm(last, last_delta, self._weights.final_norm, eps)
         return linear(final, self._weights.output).float()
-
-    def _store_kv(
-        self,
-        layer: LayerWeights,
-        normed: torch.Tensor,
-        angles: Angles,
-        step: StepViews,
-        layer_kv: torch.Tensor,
-    ) -> torch.Tensor:
-        return rotate_and_store(
-            _project(normed, layer.qkv),
-            angles,
-            step.slots,
-            layer_kv,
-            num_heads=self._config.num_attention_heads,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=self._config.rms_norm_eps,
-        )
 
     def _attend(
         self, queries: torch.Tensor, step: StepViews, layer_kv: torch.Tensor

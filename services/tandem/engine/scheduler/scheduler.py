@@ -2,7 +2,7 @@
 
 It knows sequences and the block pool, no tensors. A step's token budget goes to decode first, then
 to prefill in the order of arrival, in chunks that delay those who decode by no more than is wanted
-(perf_model/step-time model.py); then waiting sequences are admitted, oldest first.
+(perf_model/step_time.py); then waiting sequences are admitted, oldest first.
 
 Blocks: admission reserves all that a sequence's tokens need, or the sequence waits and holds
 nothing. While it decodes it takes one more when its last is full; when the pool has none, the
@@ -190,7 +190,10 @@ class Scheduler:
         """
         if sequence.mode is not Mode.PREFILL_ONLY:
             slot = len(self.running) + len(self.awaiting) < self._max_num_seqs
-            slot = slot and self._num_slots_taken < self.num_running_slots
+            num_taken = sum(
+                s.mode is not Mode.PREFILL_ONLY for s in (*self.running, *self.awaiting)
+            )
+            slot = slot and num_taken < self.num_running_slots
         else:
             queue = self.awaiting if sequence.may_wait_for_remote_kv else self.running
             slot = len(queue) < self._max_num_seqs
@@ -215,11 +218,6 @@ class Scheduler:
         work = StepWork(decode_tokens=len(decoding), decode_contexts=contexts)
         return self._tokens_left(Schedule(work=work), 0)
 
-    @property
-    def _num_slots_taken(self) -> int:
-        """Number of sequences that decode here, or will as soon as their KV is there."""
-        return sum(s.mode is not Mode.PREFILL_ONLY for s in (*self.running, *self.awaiting))
-
     def _tokens_left(self, schedule: Schedule, context: int) -> int:
         """Tokens that the step has left for a chunk after `context` others."""
         tokens_left = self._max_tokens - schedule.work.num_tokens
@@ -237,25 +235,24 @@ class Scheduler:
 
     def computed(self, chunk: Chunk) -> None:
         """Updates the pull lag after a chunk was run, before its sequence moves on."""
-        sequence = chunk.sequence
+        sequence, link = chunk.sequence, self._link(chunk.sequence)
         rate = self._step_time.prefill_rate
-        if sequence.spec.consumer_rate is not None and rate is not None:
+        if link is not None and rate is not None:
             sequence.pull_lag_s = lag_after(
-                chunk.num_tokens,
-                sequence.num_computed_tokens,
-                sequence.pull_lag_s,
-                rate,
-                self._link(sequence.spec.consumer_rate),
+                chunk.num_tokens, sequence.num_computed_tokens, sequence.pull_lag_s, rate, link
             )
 
-    def _link(self, consumer_rate: tuple[float, float]) -> Link:
-        latency_s, bytes_per_s = consumer_rate
+    def _link(self, sequence: Sequence) -> Link | None:
+        if sequence.spec.consumer_rate is None:
+            return None
+        latency_s, bytes_per_s = sequence.spec.consumer_rate
         return Link(latency_s, self._bytes_per_token / bytes_per_s)
 
     def _chunk_prefill_only(self, sequence: Sequence, tokens_left: int) -> int:
         """Sizes a chunk, pulled while the next is computed: only the last pull is waited for."""
         num_missing, rate = sequence.num_missing_tokens, self._step_time.prefill_rate
-        if sequence.spec.consumer_rate is None or rate is None:
+        link = self._link(sequence)
+        if link is None or rate is None:
             return tail_chunk(num_missing, tokens_left=tokens_left, budget=self._max_tokens)
         return next_chunk(
             num_missing,
@@ -264,7 +261,7 @@ class Scheduler:
             tokens_left=tokens_left,
             budget=self._max_tokens,
             rate=rate,
-            link=self._link(sequence.spec.consumer_rate),
+            link=link,
         )
 
     def _grow(self, sequence: Sequence) -> bool:

@@ -33,19 +33,18 @@ class HitWatch:
         """
         if predicted <= 0:
             return None
+        cached = min(cached, predicted)
         window = self._windows.setdefault(worker_id, _Window())
-        window.requests.append((predicted, min(cached, predicted)))
+        requests = window.requests
+        requests.append((predicted, cached))
         window.predicted += predicted
-        window.cached += min(cached, predicted)
-        while len(window.requests) > REQUESTS_MIN:
-            oldest = window.requests[0]
-            if window.predicted - oldest[0] < WINDOW_TOKENS:
-                break
-            window.requests.popleft()
-            window.predicted -= oldest[0]
-            window.cached -= oldest[1]
+        window.cached += cached
+        while len(requests) > REQUESTS_MIN and window.predicted - requests[0][0] >= WINDOW_TOKENS:
+            oldest_predicted, oldest_cached = requests.popleft()
+            window.predicted -= oldest_predicted
+            window.cached -= oldest_cached
         ratio = window.cached / window.predicted
-        enough = len(window.requests) >= REQUESTS_MIN and window.predicted >= EVIDENCE_TOKENS
+        enough = len(requests) >= REQUESTS_MIN and window.predicted >= EVIDENCE_TOKENS
         if not enough or ratio >= HIT_RATIO_MIN:
             return None
         del self._windows[worker_id]

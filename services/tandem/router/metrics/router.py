@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from tandem.router.workers.cluster_view import ClusterView
 
 _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
-
-
 _OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...] = (
     ("worker_up", "1 when it may be placed on", lambda w: w.usable),
     ("worker_num_requests_running", "Sequences in its batch", lambda w: w.num_running),

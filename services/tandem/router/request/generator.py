@@ -167,7 +167,7 @@ class Generator:
             "gen_ai.request.temperature": request.sampling.temperature,
         }
         span = self._tracing.begin(f"{operation} {self.served_name}", trace, attributes)
-        record = RequestRecord(request.request_id, request.kind, Timeline(span))
+        record = RequestRecord(request.request_id, request.kind, Timeline(span), request.tenant)
         self.requests.open(record)
         return record
 
@@ -250,7 +250,8 @@ class Generator:
         return Job(checked, Progress(block_hashes, timeline))
 
     def _observe_latency(self, job: Job, elapsed_s: float, num_tokens: int, *, first: bool) -> None:
-        """Tells the autoscaler's meter each latency as a share of what its service level allows."""
+        """Observes a latency; the autoscaler's meter gets it as a share of what its service level
+        allows."""
         slo, metrics = self.config.autoscale, self._metrics
         if first:
             metrics.ttft_s.observe(elapsed_s)

@@ -163,9 +163,8 @@ class Job:
         """Returns a slice of the input, without a copy of all of it."""
         token_ids, output_token_ids = self.request.token_ids, self.progress.output_token_ids
         prompt = len(token_ids)
-        return (
-            token_ids[start:end] + output_token_ids[max(0, start - prompt) : max(0, end - prompt)]
-        )
+        output = output_token_ids[max(0, start - prompt) : max(0, end - prompt)]
+        return token_ids[start:end] + output
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,7 @@ class PendingQueue:
                     while not self._view.has_decode_worker(refused):
                         await self._view.wait_change()
         except TimeoutError:
-            raise NoWorkers(
-                f"no decode worker was ready within {deadline_s:g} s", retry_after_s=_RETRY_AFTER_S
-            ) from None
+            message = f"no decode worker was ready within {deadline_s:g} s"
+            raise NoWorkers(message, retry_after_s=_RETRY_AFTER_S) from None
         finally:
             self.num_pending -= 1

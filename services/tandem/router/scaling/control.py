@@ -87,11 +87,8 @@ class ClusterControl:
             change.after = "draining"
             is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
             if not is_number or not 0 <= deadline_s <= DRAIN_DEADLINE_MAX_S:
-                raise BadRequest(
-                    f"deadline_s must be seconds from 0 (the worker's own) to "
-                    f"{DRAIN_DEADLINE_MAX_S:g}",
-                    param="deadline_s",
-                )
+                limits = f"from 0 (the worker's own) to {DRAIN_DEADLINE_MAX_S:g}"
+                raise BadRequest(f"deadline_s must be seconds {limits}", param="deadline_s")
             record = self._record(worker_id)
             change.before = record.state
             await self._call(record, "Drain", pb.DrainRequest(deadline_s=deadline_s))
@@ -100,10 +97,9 @@ class ClusterControl:
         async with grpc.aio.insecure_channel(record.address, options=CHANNEL_OPTIONS) as channel:
             stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
             metadata = token_metadata(self._cluster.token)
+            call = getattr(stub, method)
             try:
-                return await getattr(stub, method)(
-                    request, timeout=CALL_DEADLINE_S, metadata=metadata
-                )
+                return await call(request, timeout=CALL_DEADLINE_S, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 message = f"{record.worker_id} did not do it ({method}): {error.details()}"
                 if error.code() == grpc.StatusCode.FAILED_PRECONDITION:

@@ -73,9 +73,8 @@ class KubernetesScale:
         """Returns the wanted replicas of each pool of workers. Raises as `set_sizes` does."""
         pools = [pool for pool in self._objects if pool != "router"]
         async with self._client() as client:
-            scales = await asyncio.gather(
-                *(self._call(client, "GET", pool, "read") for pool in pools)
-            )
+            calls = (self._call(client, "GET", pool, "read") for pool in pools)
+            scales = await asyncio.gather(*calls)
         return {pool: scale.spec.replicas for pool, scale in zip(pools, scales, strict=True)}
 
     async def _patch(self, client: httpx.AsyncClient, pool: str, size: int) -> None:

@@ -30,38 +30,36 @@ class Servicer(WorkerServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    async def Decode(  # noqa: N802
+    async def Decode(
         self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any
     ) -> AsyncIterator[pb.DecodeUpdate]:
         load = pb.WorkerLoad(**asdict(self._worker.load()))
         async for update in self._worker.decode.serve(request_iterator, load):
             yield update
 
-    async def Prefill(  # noqa: N802
+    async def Prefill(
         self, request_iterator: AsyncIterator[pb.PrefillCommand], context: Any
     ) -> AsyncIterator[pb.PrefillEvent]:
         async for event in self._worker.prefill.serve(request_iterator, context):
             yield event
 
-    async def FetchBlocks(  # noqa: N802
+    async def FetchBlocks(
         self, request: pb.FetchBlocksRequest, context: Any
     ) -> AsyncIterator[bytes]:
         async for message in self._worker.prefill.blocks.fetch(request, context):
             yield message
 
-    async def Probe(  # noqa: N802
-        self, request: pb.ProbeRequest, context: Any
-    ) -> AsyncIterator[bytes]:
+    async def Probe(self, request: pb.ProbeRequest, context: Any) -> AsyncIterator[bytes]:
         async for message in self._worker.prefill.blocks.probe(request, context):
             yield message
 
-    async def ListChains(  # noqa: N802
+    async def ListChains(
         self, request: pb.ListChainsRequest, context: Any
     ) -> pb.ListChainsResponse:
         chains = await self._worker.link.list_prefixes(request.blocks_max)
         return pb.ListChainsResponse(chains=[pb.BlockChain(block_hashes=chain) for chain in chains])
 
-    async def ListBlocks(  # noqa: N802
+    async def ListBlocks(
         self, request: pb.ListBlocksRequest, context: Any
     ) -> pb.ListBlocksResponse:
         first, end = max(0, request.first_bucket), request.end_bucket
@@ -73,7 +71,7 @@ class Servicer(WorkerServicer):
         hashes = await self._worker.link.list_blocks(bucket_start(first), bucket_start(end))
         return pb.ListBlocksResponse(hashes=b"".join(h[:ENTRY_BYTES] for h in hashes))
 
-    async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:  # noqa: N802
+    async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:
         compatibility = self._worker.compatibility
         theirs = plain_of(KvCompatibility, request.compatibility)
         if differences := compatibility.differences(theirs):
@@ -102,13 +100,11 @@ class Servicer(WorkerServicer):
             response.transports.remove("grpc")
         return response
 
-    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         self._worker.stop(request.deadline_s or self._worker.config.drain_deadline_s)
         return pb.DrainResponse()
 
-    async def SetRole(  # noqa: N802
-        self, request: pb.SetRoleRequest, context: Any
-    ) -> pb.SetRoleResponse:
+    async def SetRole(self, request: pb.SetRoleRequest, context: Any) -> pb.SetRoleResponse:
         wanted: dict[str, Role] = {role: role for role in get_args(Role)}
         if request.role not in wanted:
             await context.abort(
@@ -122,9 +118,7 @@ class Servicer(WorkerServicer):
         took_s = await self._worker.role.to(wanted[request.role])
         return pb.SetRoleResponse(role=request.role, took_s=took_s)
 
-    async def GetState(  # noqa: N802
-        self, request: pb.GetStateRequest, context: Any
-    ) -> pb.GetStateResponse:
+    async def GetState(self, request: pb.GetStateRequest, context: Any) -> pb.GetStateResponse:
         message = await self._worker.link.check_integrity()
         pairs = self._worker.rates.pairs
         return pb.GetStateResponse(

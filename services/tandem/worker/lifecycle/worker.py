@@ -47,6 +47,7 @@ from tandem.worker.lifecycle.warm import Warmer
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.parts import Parts
+from tandem.worker.peers.pairing import Pairing
 from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.prefix_pull import PrefixPuller
@@ -201,7 +202,8 @@ class Worker:
         self.rates = Rates(
             config, block_bytes=ready.block_bytes, step_tokens=ready.max_tokens_per_step
         )
-        self.peers = Peers(config, self.epoch, self.link, self.rates, self.compatibility)
+        pairing = Pairing(config, self.epoch, self.link, self.rates, self.compatibility)
+        self.peers = Peers(config, self.rates, pairing)
         parts = Parts(config, self.link, self.rates, self._metrics, self._tracing)
         producers = self._producers(ready)
         self._probes = Probes(lambda: self.state, lambda: self.link.send(messages.ListChains(0, 0)))

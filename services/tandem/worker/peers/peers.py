@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from tandem.config import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
 from tandem.rpc.channels import foreign_cancellation_raises
-from tandem.store.registry import KvCompatibility, WorkerRecord
-from tandem.worker.engine_process.link import EngineLink
+from tandem.store.registry import WorkerRecord
 from tandem.worker.peers.pairing import Pairing
 from tandem.worker.peers.peer import Peer, peer_id
 from tandem.worker.peers.rates import Rates
@@ -51,17 +50,10 @@ class _Entry:
 class Peers:
     """Keeps a connection to each producer. `get` answers from what stands, or waits a bound."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        epoch: str,
-        link: EngineLink,
-        rates: Rates,
-        compatibility: KvCompatibility,
-    ) -> None:
+    def __init__(self, config: WorkerConfig, rates: Rates, pairing: Pairing) -> None:
         self._config = config
         self._rates = rates
-        self._pairing = Pairing(config, epoch, link, rates, compatibility)
+        self._pairing = pairing
         self._entries: dict[str, _Entry] = {}  # by peer id: a worker id and an epoch
 
     async def get(self, worker_id: str, epoch: str, address: str) -> Peer:

@@ -44,6 +44,8 @@ def error_response(error: TandemError) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_whole_s)
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"  # RFC 6750 wants it
     if error.http_status in (408, 413):
         headers["connection"] = "close"
     return JsonResponse(error_body(error), error.http_status, headers)
@@ -61,11 +63,10 @@ def install_handlers(app: FastAPI) -> None:
 
     async def on_http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        code = {404: "not_found", 405: "method_not_allowed"}.get(
-            error.status_code, "invalid_request"
-        )
-        body = plain_error(error.status_code, str(error.detail), code)
-        return JsonResponse(body, error.status_code, dict(error.headers or {}))
+        status = error.status_code
+        code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
+        body = plain_error(status, str(error.detail), code)
+        return JsonResponse(body, status, dict(error.headers or {}))
 
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it

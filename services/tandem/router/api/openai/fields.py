@@ -9,8 +9,8 @@ from typing import Any
 from tandem.errors import BadRequest
 
 # Bookkeeping that has no effect on the answer.
-_OPENAI_NOTES = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
-IGNORED = {*_OPENAI_NOTES, "prompt_cache_retention", "service_tier", "parallel_tool_calls"}
+_HINTS = ("prompt_cache_key", "prompt_cache_retention", "service_tier", "parallel_tool_calls")
+IGNORED = frozenset((*_HINTS, "user", "metadata", "store", "safety_identifier"))
 
 _GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -28,7 +28,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    # Nothing but null means nothing.
+    # Any value but null asks for something.
     **dict.fromkeys(("prompt_logprobs", "audio", "prediction", "verbosity", "moderation"), ()),
     **dict.fromkeys(("web_search_options", "add_special_tokens", "chat_template", *_GUIDES), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "allowed_token_ids", "cache_salt"), ()),
@@ -48,7 +48,9 @@ def strip_unused(body: dict[str, Any], supported: frozenset[str]) -> dict[str, A
                 kept[name] = value
         elif name in _NEUTRAL:
             if value is not None and not any(_same(value, n) for n in _NEUTRAL[name]):
-                raise _unsupported(name)
+                allowed = " or ".join([*map(_json, _NEUTRAL[name]), "null"])
+                message = f"{name} is not supported; leave it out or send {allowed}"
+                raise BadRequest(message, param=name)
         elif name not in IGNORED:
             allowed = ", ".join(sorted(supported))
             raise BadRequest(
@@ -60,13 +62,6 @@ def strip_unused(body: dict[str, Any], supported: frozenset[str]) -> dict[str, A
 def _same(value: Any, neutral: Any) -> bool:
     """Returns whether the two are equal, without taking true for 1."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _unsupported(name: str) -> BadRequest:
-    allowed = [_json(n) for n in _NEUTRAL[name]] + ["null"]
-    return BadRequest(
-        f"{name} is not supported; leave it out or send {' or '.join(allowed)}", param=name
-    )
 
 
 def _json(value: Any) -> str:
