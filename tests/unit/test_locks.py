@@ -1,4 +1,4 @@
-"""locks/ agrees with constraints.txt, and each of its packages has hashes."""
+"""The files in locks/ agree with constraints.txt, and each of their packages has hashes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_no_package_of_a_chosen_build_is_locked(name: str) -> None:
 
 
 def test_every_installation_requires_hashes() -> None:
-    """Only torch, which is chosen, and the project itself, which is here, go without."""
+    """Two go without: torch, whose build is chosen, and the project itself, which is here."""
     installs = re.findall(r"pip install (.*)", (ROOT / "deploy" / "Dockerfile").read_text())
     makefile = (ROOT / "Makefile").read_text()
     (recipe,) = re.findall(r"^INSTALL = (.*?)\n\n", makefile, re.M | re.S)
