@@ -1,4 +1,4 @@
-"""docs/reference/metrics.md lists every metric that routers and workers declare."""
+"""The page docs/reference/metrics.md lists every metric that routers and workers declare."""
 
 from __future__ import annotations
 
