@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
@@ -24,11 +25,13 @@ app = App(
 )
 bench = App(name="bench", help="Measure what this machine makes of Tandem.")
 index = App(name="index", help="Look after the prefix tree.")
+keys = App(name="keys", help="Create, list, rotate and revoke API keys.")
 app.command(bench)
 app.command(index)
+app.command(keys)
 
-_Arguments = Annotated[str, Parameter(allow_leading_hyphen=True)]
 _Url = Annotated[str, Parameter(help="Address of a router.")]
+_Key = Annotated[str, Parameter(help="The key's id, as `tandem keys list` shows it.")]
 _Worker = Annotated[str, Parameter(help="The worker's id, as `tandem status` shows it.")]
 
 
@@ -101,7 +104,59 @@ def verify(
     return 0 if verify_index(url, everything=everything) else 1
 
 
-def up(*arguments: _Arguments) -> int:
+@keys.command
+def create(
+    *,
+    tenant: Annotated[str, Parameter(help="Whose key it is. Tenants share no KV cache.")],
+    role: Annotated[
+        Literal["user", "operator", "metrics"], Parameter(help="Which calls it allows.")
+    ] = "user",
+    expires: Annotated[str, Parameter(help="Time that it works, such as 30d. 0: for ever.")] = "0",
+    file: Annotated[
+        Path | None, Parameter(help="File of records to add it to, for --keys-file, not a router.")
+    ] = None,
+    url: _Url = "http://127.0.0.1:8000",
+) -> None:
+    """Create a key and print it: its secret is shown only now."""
+    from tandem.cluster.keys import add_key, create_key
+
+    if file is None:
+        create_key(url, tenant, role, expires)
+    else:
+        add_key(file, tenant, role, expires)
+
+
+@keys.command(name="list")
+def list_(*, url: _Url = "http://127.0.0.1:8000") -> None:
+    """Show all keys, without their secrets."""
+    from tandem.cluster.keys import list_keys
+
+    list_keys(url)
+
+
+@keys.command
+def rotate(
+    key_id: _Key,
+    /,
+    *,
+    grace: Annotated[str, Parameter(help="Time that the old secret still works.")] = "1h",
+    url: _Url = "http://127.0.0.1:8000",
+) -> None:
+    """Give a key a new secret and print it."""
+    from tandem.cluster.keys import rotate_key
+
+    rotate_key(url, key_id, grace)
+
+
+@keys.command
+def revoke(key_id: _Key, /, *, url: _Url = "http://127.0.0.1:8000") -> int:
+    """Revoke a key for good; exit status 1 names who did not confirm it."""
+    from tandem.cluster.keys import revoke_key
+
+    return 0 if revoke_key(url, key_id) else 1
+
+
+def up(*arguments: str) -> int:
     from tandem.cluster.launch.options import LaunchOptions
     from tandem.options import read
 
@@ -117,7 +172,7 @@ def program(module: str) -> Callable[..., NoReturn]:
     The command fails if the module's package is not installed.
     """
 
-    def become(*arguments: _Arguments) -> NoReturn:
+    def become(*arguments: str) -> NoReturn:
         if find_spec(module.split(".")[0]) is None:
             sys.exit("tandem: the benchmarks are not installed: pip install 'tandem-llm[bench]'")
         os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
@@ -125,29 +180,30 @@ def program(module: str) -> Callable[..., NoReturn]:
     return become
 
 
-# Programs have options of their own, --help among them: all their arguments are passed on.
-for group, name, run, text in (
-    (app, "up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),
-    (app, "simulate", program("tandem.simulator"), "Replay a trace on simulated workers"),
-    (app, "router", program("tandem.router"), "Run one router"),
-    (app, "worker", program("tandem.worker"), "Run one worker"),
-    (bench, "transfer", program("tandem_bench.transfer"), "Compare NIXL and gRPC, and each raw"),
-    (bench, "index", program("tandem_bench.index"), "Time the prefix tree in Redis"),
-    (bench, "engine", program("tandem_bench.engine"), "Time prefill and decode of the model"),
-    (bench, "stages", program("tandem_bench.engine_stages"), "Time a model's step by its stages"),
+# Programs have options of their own, --help among them: all their arguments are passed on as they
+# are. The app only lists them, because it would drop empty arguments.
+PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
+for words, run, text in (
+    ("up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),
+    ("simulate", program("tandem.simulator"), "Replay a trace on simulated workers"),
+    ("router", program("tandem.router"), "Run one router"),
+    ("worker", program("tandem.worker"), "Run one worker"),
+    ("bench transfer", program("tandem_bench.transfer"), "Compare NIXL and gRPC, and each raw"),
+    ("bench index", program("tandem_bench.index"), "Time the prefix tree in Redis"),
+    ("bench engine", program("tandem_bench.engine"), "Time prefill and decode of the model"),
+    ("bench stages", program("tandem_bench.engine_stages"), "Time a model's step by its stages"),
 ):
-    group.command(
-        run,
-        name=name,
-        help=f"{text} (options: --help).",
-        help_flags=(),
-        version_flags=(),
-        end_of_options_delimiter="",
-    )
+    *group, name = words.split()
+    (bench if group else app).command(run, name=name, help=f"{text} (options: --help).")
+    PROGRAMS[*group, name] = run
 
 
 def main() -> None:
+    words = sys.argv[1:]
     try:
+        for length in (1, 2):
+            if run := PROGRAMS.get(tuple(words[:length])):
+                sys.exit(run(*words[length:]))
         app(exit_on_error=False, print_error=False)
     except CycloptsError as error:
         print(f"tandem: {' '.join(str(error).split())}", file=sys.stderr)

@@ -65,6 +65,13 @@ ModelName = Annotated[
     str, Parameter(help="Hugging Face folder, GGUF file or hub name.", group=PROCESS)
 ]
 
+ModelRevision = Annotated[
+    Text,
+    Parameter(
+        help="Commit, tag or branch of a hub model; only a commit never changes.", group=PROCESS
+    ),
+]
+
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
@@ -170,6 +177,7 @@ class EngineConfig(EngineOptions):
     """The settings of one engine: a model, its KV pool and its scheduler."""
 
     model: ModelName
+    model_revision: ModelRevision = ""
 
 
 @Parameter(name="*", group=_TRANSFER)
@@ -323,6 +331,12 @@ class AdmissionOptions(Options):
     """Seconds that each prompt token adds to that limit."""
     trust_tenant_header: Switch = False
     """Heed x-tandem-tenant. Only behind a gateway that sets it and drops a client's own."""
+    allow_anonymous: Annotated[Switch, _Own] = False
+    """Serve everybody while there is no API key, on an address that is not loopback, too."""
+    keys_file: Annotated[Text, _Own] = ""
+    """JSON file of key records, such as a mounted Secret, beside the keys in Redis."""
+    keys_max_age_s: Seconds = 0.0
+    """Seconds without news of the keys, after which requests with keys are refused. 0: never."""
 
 
 @Parameter(name="*", group=_REQUESTS)
@@ -331,6 +345,7 @@ class RouterOptions(AdmissionOptions):
     """`tandem router` runs one replica of the router. Its secrets come from the environment."""
 
     model: ModelName
+    model_revision: ModelRevision = ""
     served_model_name: Annotated[Text, _Own] = ""
     """Name of the model in the API. Default: the model's own name."""
     host: Annotated[str, _Own] = "127.0.0.1"

@@ -9,6 +9,7 @@
       ScaleRefused          403  PERMISSION_DENIED    by who owns the pools' sizes
       ForeignPage           403  PERMISSION_DENIED    a browser sent the call for a foreign web page
       ModelNotFound         404  NOT_FOUND
+      KeyNotFound           404  NOT_FOUND
       WorkerNotFound        404  NOT_FOUND
       NotNow                409  FAILED_PRECONDITION  an operator's wish that cannot be met now
       RequestNotFound       404  NOT_FOUND            unknown, or too long ago
@@ -87,6 +88,9 @@ class ScaleRefused(TandemError, code="scale_refused", http=403, grpc="PERMISSION
 
 
 class ForeignPage(TandemError, code="foreign_page", http=403, grpc="PERMISSION_DENIED"): ...
+
+
+class KeyNotFound(TandemError, code="key_not_found", http=404, grpc="NOT_FOUND"): ...
 
 
 class ModelNotFound(TandemError, code="model_not_found", http=404, grpc="NOT_FOUND"): ...

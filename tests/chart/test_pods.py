@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -150,6 +151,16 @@ def test_devices_are_limits_and_pools_spread() -> None:
     assert scaler == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "demo-tandem-decode"}
 
 
+def test_a_revision_is_of_hub_models_alone() -> None:
+    hub = {"name": "org/llama", "revision": "0123abc"}
+    for source, given in (("hub", ["0123abc"]), ("builtin", [])):
+        objects = render({"model": {"source": source, "hub": hub}})
+        for component in ("router", "prefill", "decode"):
+            arguments = container(objects, component)["args"]
+            options = pairwise(arguments)
+            assert [value for name, value in options if name == "--model-revision"] == given
+
+
 def test_a_model_comes_from_where_it_is_said_to() -> None:
     def model(**values: Any) -> tuple[str, Object]:
         objects = render({"model": values})
@@ -246,7 +257,7 @@ def reachable(objects: list[Object], component: str, source: Object) -> set[Any]
     if not policies:
         return {"*"}
     found: set[Any] = set()
-    for rule in (rule for p in policies for rule in p["spec"]["ingress"]):
+    for rule in (rule for p in policies for rule in p["spec"].get("ingress", [])):
         if "from" not in rule or any(_matches(peer, source) for peer in rule["from"]):
             found |= {p["port"] for p in rule["ports"]} if "ports" in rule else {"*"}
     return found

@@ -24,9 +24,22 @@ from tests.harness.programs import parse_router, parse_worker, program_defaults
 
 # Set by the chart itself, from what it knows of the pod.
 CHART_SETS = {
-    "worker": {"role", "model", "worker-id", "host", "port", "metrics-port", "start-deadline"},
+    "worker": {
+        *("role", "model", "model-revision", "worker-id", "host", "port", "metrics-port"),
+        "start-deadline",
+    },
     "router": {
-        *("model", "served-model-name", "host", "http-port", "grpc-port", "router-id"),
+        *(
+            "model",
+            "model-revision",
+            "served-model-name",
+            "host",
+            "http-port",
+            "grpc-port",
+            "router-id",
+            "allow-anonymous",
+            "keys-file",
+        ),
         "scale-objects",
     },
 }

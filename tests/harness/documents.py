@@ -142,6 +142,11 @@ def check(command: Command) -> None:
             assert image in _built_images(), f"no command builds {image}"
         case ["helm", "install", release, folder, *arguments]:
             assert _install(release, folder, arguments)
+        case ["helm", "upgrade", release, folder, "--reuse-values", *arguments]:
+            assert _install(release, folder, arguments)
+        case ["kubectl", "create", "secret", "generic", _, from_file]:
+            made = from_file.removeprefix("--from-file=")
+            assert any(made in command.words for command in commands()), f"nothing makes {made}"
         case ["helm", "test", release, *_]:
             hooks = [o["metadata"].get("annotations", {}) for o in _install(release)]
             assert any(hook.get("helm.sh/hook") == "test" for hook in hooks)
@@ -196,7 +201,8 @@ def _check_tandem(arguments: list[str]) -> None:
         assert arguments[1] in _help("bench").split()
         unknown = {option for option in named if not source_has(option[2:].replace("-", "_"))}
     else:
-        unknown = named - options_of(arguments[0])
+        is_group = arguments[0] in ("index", "keys")
+        unknown = named - options_of(*arguments[: 1 + is_group])
     assert not unknown, f"tandem {arguments[0]} has no {unknown}"
 
 

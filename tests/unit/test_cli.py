@@ -34,6 +34,9 @@ def test_a_wrong_command_line_is_one_line(arguments: list[str], status: int, nam
 
 
 def test_a_program_gets_its_arguments_untouched() -> None:
+    # An empty argument, which a shell or a chart may pass, stays an argument.
+    done = tandem("worker", "--generation", "", "--model", "m", "--role", "none")
+    assert "--role" in done.stderr
     done = tandem("worker", "--help")
     assert done.returncode == 0
     assert "Usage: tandem worker" in done.stdout

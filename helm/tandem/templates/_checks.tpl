@@ -35,3 +35,20 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{/* Egress policies that would cut off what the release needs. */}}
+{{- define "tandem.egressChecks" -}}
+{{- $egress := .Values.networkPolicy.egress -}}
+{{- if and (not .Values.redis.builtin.enabled) (not $egress.redis) -}}
+{{- fail "networkPolicy.egress.enabled is true and Redis is external: name its addresses in networkPolicy.egress.redis" -}}
+{{- end -}}
+{{- if and (eq .Values.model.source "hub") (not $egress.hub) -}}
+{{- fail "networkPolicy.egress.enabled is true and model.source is hub: name what may be reached at port 443 in networkPolicy.egress.hub" -}}
+{{- end -}}
+{{- if and .Values.tracing.endpoint (not $egress.more) -}}
+{{- fail "networkPolicy.egress.enabled is true and tracing.endpoint is set: allow the collector in networkPolicy.egress.more" -}}
+{{- end -}}
+{{- if and (include "tandem.scaleObjects" .) (not $egress.apiServer) -}}
+{{- fail "networkPolicy.egress.enabled is true and routers scale pools: name the API server in networkPolicy.egress.apiServer, or set router.scalesPools to false" -}}
+{{- end -}}
+{{- end -}}

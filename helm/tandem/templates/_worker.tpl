@@ -52,6 +52,10 @@ args:
   - $(POD_NAME)
   - --model
   - {{ include "tandem.model" .root | quote }}
+  {{- if and (eq .root.Values.model.source "hub") .root.Values.model.hub.revision }}
+  - --model-revision
+  - {{ .root.Values.model.hub.revision | quote }}
+  {{- end }}
   - --host
   - $(POD_IP)
   - --port

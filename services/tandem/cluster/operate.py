@@ -1,6 +1,7 @@
 """`tandem status`, `scale`, `set-role`, `drain` and `index`: an operator's calls to a router."""
 
 import json
+import os
 import sys
 import time
 import urllib.error
@@ -13,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.errors import TandemError
+
+API_KEY_VARIABLE = "TANDEM_API_KEY"
 
 _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
@@ -31,18 +34,18 @@ class OperateError(TandemError, code="operate_error"):
 def show_status(url: str) -> None:
     """Prints pools and workers. Raises OperateError."""
     state = ask(url, "GET")
-    console = _console()
+    screen = console()
     router = state["router"]
     ready = "[green]ready[/]" if router["ready"] else f"[yellow]not ready[/]: {router['reason']}"
-    console.print(f"{state['model']} at {url}: {ready}; redis {state['redis']}\n")
-    console.print(_pools_table(state["pools"]))
+    screen.print(f"{state['model']} at {url}: {ready}; redis {state['redis']}\n")
+    screen.print(_pools_table(state["pools"]))
     autoscale = state.get("autoscale", {})
     for decision in autoscale.get("decisions", ()):
-        console.print(f"autoscale {autoscale['mode']}: {decision['why']}")
-    console.print()
-    console.print(_workers_table(state["workers"]))
+        screen.print(f"autoscale {autoscale['mode']}: {decision['why']}")
+    screen.print()
+    screen.print(_workers_table(state["workers"]))
     for warning in memory_warnings(state["workers"]):
-        console.print(f"[yellow]{warning}[/]")
+        screen.print(f"[yellow]{warning}[/]")
 
 
 def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
@@ -86,12 +89,12 @@ def verify_index(url: str, *, everything: bool) -> bool:
     path = "/v1/cluster/index/verify"
     answer = ask(url, "POST", {"all": everything}, path=path, deadline_s=deadline_s)
     workers: dict[str, dict[str, Any]] = answer["workers"]
-    _console().print(_index_table(workers))
+    console().print(_index_table(workers))
     return all(worker["ok"] for worker in workers.values())
 
 
-def _console() -> Console:
-    """Tables in a file or a pipe are not broken to fit a screen that is not there."""
+def console() -> Console:
+    """Makes a console whose tables are not broken where they go to a file or a pipe."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
 
 
@@ -152,7 +155,7 @@ def ask(
             url.rstrip("/") + path,
             method=method,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **authorization()},
         )
         with urllib.request.urlopen(request, timeout=deadline_s) as reply:
             return json.load(reply)
@@ -164,6 +167,12 @@ def ask(
             f"no router answers at {url} ({reason}); start a cluster with `tandem up`, or name "
             "another address with --url"
         ) from error
+
+
+def authorization() -> dict[str, str]:
+    """Returns the header with the operator's key of the environment; none without one."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _error_message(error: urllib.error.HTTPError) -> str:

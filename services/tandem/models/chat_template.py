@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.errors import BadRequest, ConfigError
+from tandem.models.broken_files import first_line, naming
 
 # A template that meets a shape it does not expect fails as any Python code would.
 _PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -32,21 +33,25 @@ class ChatTemplate:
         """`special_tokens` are such as bos_token. Raises ConfigError if `source` is no template."""
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the model's chat template cannot be compiled: {error}") from error
+        except Exception as error:  # jinja2 compiles it to Python, which has limits of its own
+            raise ConfigError(
+                f"the model's chat template cannot be compiled: {first_line(error)}"
+            ) from error
         self._special_tokens = dict(special_tokens)
 
     @classmethod
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
         """Reads chat_template.jinja, else tokenizer_config.json; None if neither has a template."""
         file = folder / "chat_template.jinja"
-        if file.is_file():
-            source: str | None = file.read_text(encoding="utf-8")
-        else:
-            source = _default_of(tokenizer_config.get("chat_template"))
-        if not source:
-            return None
-        return cls(source, _special_tokens(tokenizer_config))
+        own_file = file if file.is_file() else folder / "tokenizer_config.json"
+        with naming(own_file):
+            if own_file is file:
+                source: str | None = file.read_text(encoding="utf-8")
+            else:
+                source = _default_of(tokenizer_config.get("chat_template"))
+            if not source:
+                return None
+            return cls(source, _special_tokens(tokenizer_config))
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
         """Renders a chat. Raises BadRequest with the template's words when it refuses it."""

@@ -96,11 +96,20 @@ class ModelConfig:
 def read_eos_token_ids(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
 ) -> tuple[int, ...]:
-    """Returns the ids that end a sequence: generation_config.json's, else config.json's."""
+    """Returns the ids that end a sequence: generation_config.json's, else config.json's.
+
+    Raises UnsupportedModel for ids that are no integers.
+    """
     for source in (generation_config or {}, config):
         eos = source.get("eos_token_id")
         if eos is not None:
-            return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+            ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+            if any(type(token_id) is not int for token_id in ids):
+                raise UnsupportedModel(
+                    f"eos_token_id of config.json or generation_config.json is {eos!r:.80}; it "
+                    "must be a token id or a list of them"
+                )
+            return ids
     return ()
 
 
@@ -164,6 +173,8 @@ def _dtype(config: Mapping[str, Any]) -> str:
 
 def _size(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"config.json must give {name} as a positive integer, not {value!r}")
+    if type(value) is not int or value < 1:
+        raise UnsupportedModel(
+            f"config.json must give {name} as a positive integer, not {value!r:.80}"
+        )
     return value

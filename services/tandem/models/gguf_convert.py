@@ -13,7 +13,8 @@ import re
 import shutil
 from pathlib import Path
 
-from tandem.errors import ConfigError, UnsupportedModel
+from tandem.models.broken_files import naming
+from tandem.models.config import ModelConfig
 
 CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
 CONVERSION_FILE = "tandem_conversion.json"  # in the converted folder: what it was made from
@@ -77,26 +78,25 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     import gguf
 
     from tandem.models.gguf_config import GgufMetadata, generation_config, hf_config
+    from tandem.models.gguf_layout import check_layout
     from tandem.models.gguf_tokenizer import write_tokenizer
     from tandem.models.gguf_weights import read_rope_freqs, write_weights
 
-    try:
+    check_layout(gguf_file)
+    with naming(gguf_file):
         reader = gguf.GGUFReader(gguf_file)
-    except (ValueError, IndexError) as error:
-        raise ConfigError(f"{gguf_file} cannot be read as a GGUF file: {error}") from error
-    try:
         metadata = GgufMetadata(reader)
         config = hf_config(
             metadata,
             tensor_names=frozenset(tensor.name for tensor in reader.tensors),
             rope_freqs=read_rope_freqs(reader),
         )
+        generation = generation_config(metadata)
+        ModelConfig.from_hf(config, generation)  # what it refuses is not converted
         _write_json(folder / "config.json", config)
-        _write_json(folder / "generation_config.json", generation_config(metadata))
+        _write_json(folder / "generation_config.json", generation)
         write_tokenizer(metadata, folder)
         write_weights(reader, folder, config=config)
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{gguf_file}: {error.message}") from error
     source = {"name": model_name(gguf_file), "source": str(gguf_file), "version": _VERSION}
     _write_json(folder / CONVERSION_FILE, source)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
+from tandem.models.broken_files import first_line, naming
 from tandem.models.config import ModelConfig
 from tandem.models.gguf_convert import CONVERSION_FILE, cache_root, converted_folder
 
@@ -44,14 +45,19 @@ class ModelFolder:
     weight_files: tuple[Path, ...]  # safetensors, each tensor in one of them
 
 
-def resolve(model: str, *, cache_dir: Path | None = None) -> ModelFolder:
+def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) -> ModelFolder:
     """Finds `model` and reads its config; downloads or converts it when that was not done before.
 
+    `revision` is a commit, tag or branch of a hub model; empty: the head of its main branch.
     `cache_dir` is where converted and downloaded models are kept (default: $TANDEM_CACHE_DIR,
     $XDG_CACHE_HOME/tandem or ~/.cache/tandem, and the hub's own cache). Raises ConfigError when
-    nothing is found, UnsupportedModel for a model that cannot be run.
+    nothing is found or what is found has no revisions, UnsupportedModel for a model that cannot be
+    run.
     """
     path = Path(model).expanduser()
+    is_local = model == BUILT_IN or path.exists() or path.suffix.lower() == ".gguf"
+    if revision and is_local:
+        raise ConfigError(f"{model} is no hub model: it has no revision {revision[:80]!r}")
     if model == BUILT_IN and not path.exists():
         if (file := built_in_file(cache_dir)) is None:
             raise ConfigError(
@@ -67,7 +73,7 @@ def resolve(model: str, *, cache_dir: Path | None = None) -> ModelFolder:
         return read_folder(path)
     if path.exists() or path.is_absolute() or model.startswith((".", "~")):
         raise ConfigError(f"{path} is not a model; a model is {_ACCEPTED}")
-    return read_folder(_downloaded_folder(model, cache_dir), name=model)
+    return read_folder(_downloaded_folder(model, revision, cache_dir), name=model)
 
 
 def read_folder(path: Path, *, name: str | None = None) -> ModelFolder:
@@ -77,9 +83,10 @@ def read_folder(path: Path, *, name: str | None = None) -> ModelFolder:
         if not (path / file).is_file():
             raise ConfigError(f"{path} has no {file}; a model is {_ACCEPTED}")
     weight_files = _weight_files(path)
-    config = ModelConfig.from_hf(
-        read_json(path / "config.json"), read_json_if_any(path / "generation_config.json")
-    )
+    with naming(path / "config.json"):
+        config = ModelConfig.from_hf(
+            read_json(path / "config.json"), read_json_if_any(path / "generation_config.json")
+        )
     return ModelFolder(
         path=path,
         config=config,
@@ -93,8 +100,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file. Raises ConfigError naming the file if it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
@@ -119,7 +126,7 @@ def built_in_folder(cache_dir: Path | None = None) -> Path:
     return (cache_dir or cache_root()) / f"{BUILT_IN_PACKAGE}-{BUILT_IN_VERSION}"
 
 
-def _downloaded_folder(name: str, cache_dir: Path | None) -> Path:
+def _downloaded_folder(name: str, revision: str, cache_dir: Path | None) -> Path:
     # Slow to import, and needed for hub names only.
     from huggingface_hub import snapshot_download
 
@@ -127,6 +134,7 @@ def _downloaded_folder(name: str, cache_dir: Path | None) -> Path:
         return Path(
             snapshot_download(
                 name,
+                revision=revision or None,
                 allow_patterns=_HUB_FILES,
                 ignore_patterns=_HUB_FILES_LEFT,
                 cache_dir=None if cache_dir is None else cache_dir / "hub",
@@ -143,10 +151,14 @@ def _downloaded_folder(name: str, cache_dir: Path | None) -> Path:
 def _weight_files(path: Path) -> tuple[Path, ...]:
     index = path / _INDEX_FILE
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        with naming(index):
+            names = sorted(set(read_json(index).get("weight_map", {}).values()))
+            outside = [name for name in names if Path(name).is_absolute() or ".." in name]
+        if outside:
+            raise ConfigError(f"{index} names {outside[0][:80]!r}, which is not in its folder")
         for name in names:
             if not (path / name).is_file():
-                raise ConfigError(f"{path} has no {name}, which {_INDEX_FILE} names")
+                raise ConfigError(f"{path} has no {name[:80]!r}, which {_INDEX_FILE} names")
     elif (path / "model.safetensors").is_file():
         names = ["model.safetensors"]
     else:

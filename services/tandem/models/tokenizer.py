@@ -11,7 +11,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
-from tandem.errors import BadRequest, ConfigError
+from tandem.errors import BadRequest
+from tandem.models.broken_files import naming
 from tandem.models.chat_template import ChatTemplate
 from tandem.models.config import read_eos_token_ids
 from tandem.models.control_strings import ControlStrings
@@ -24,25 +25,24 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         """`folder` is a Hugging Face folder. Raises ConfigError when its files cannot be read."""
         file = folder / "tokenizer.json"
-        try:
+        with naming(file):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        added = self._tokenizer.get_added_tokens_decoder()
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            added = self._tokenizer.get_added_tokens_decoder()
+            self._control_strings = ControlStrings(self._tokenizer)
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._control_strings = ControlStrings(self._tokenizer)
         self._pieces: dict[int, bytes] = {}
         self.is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._chat_template = ChatTemplate.from_folder(
             folder, read_json_if_any(folder / "tokenizer_config.json")
         )
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.eos_token_ids: tuple[int, ...] = read_eos_token_ids(
-            read_json_if_any(folder / "config.json"),
-            read_json_if_any(folder / "generation_config.json"),
-        )
+        with naming(folder / "config.json"):
+            self.eos_token_ids: tuple[int, ...] = read_eos_token_ids(
+                read_json_if_any(folder / "config.json"),
+                read_json_if_any(folder / "generation_config.json"),
+            )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`. Raises BadRequest for text that no UTF-8 can hold.

@@ -4,7 +4,8 @@ import sys
 
 
 def main() -> int:
-    """Exit code 2 for wrong settings, 1 when a port is taken; one line says why."""
+    """Exit status 2 for wrong settings, 1 for a taken port or a model that cannot be loaded; one
+    line says why."""
     # Tokenizer processes import this module again: all that is heavy is imported inside.
     from tandem.config import ClusterConfig, RouterConfig, RouterOptions
     from tandem.errors import TandemError
@@ -17,11 +18,14 @@ def main() -> int:
         config = extended(options, RouterConfig, cluster=ClusterConfig.from_environment())
         from tandem.router.server import serve
 
-        serve(config)
+        failure = serve(config)
     except TandemError as error:
         print(f"{options.router_id}: {error.message}", file=sys.stderr)
-        return 1
-    return 0
+        return 2
+    if failure is None:
+        return 0
+    print(f"{options.router_id}: {failure.message}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

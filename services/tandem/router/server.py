@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any
 
 from tandem.config import RouterConfig
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.observability.traces import make_tracing
 from tandem.prefix_index.audit import TreeInspector
 from tandem.prefix_index.redis import RedisIndex
+from tandem.router.api.grpc.access import CallGuard
 from tandem.router.api.grpc.cluster import GrpcCluster
 from tandem.router.api.grpc.inference import GrpcApi
 from tandem.router.api.http.app import make_app
@@ -33,7 +34,11 @@ from tandem.router.request.generator import Generator, LoadedModel
 from tandem.router.request.prompts import PromptPreparer
 from tandem.router.scaling.autoscale import AutoscaleGauges, AutoscaleLoop
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.security.access import Access, is_loopback
+from tandem.security.key_ring import KeyRing
+from tandem.security.key_service import KeyService
 from tandem.store.client import REPLY_TIMEOUT_S, UNREACHABLE, Client, connect
+from tandem.store.url import parse
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +60,23 @@ class Router:
         index_metrics = IndexMetrics(self._metrics.registry)
         match = partial(counted_match, self._index, index_metrics)
         trust = IndexTrust(self.view, self._index, index_metrics)
-        dispatcher = Dispatcher(config, self.view, match, self._metrics, on_end=trust.observe)
+        ring = KeyRing(age_max_s=config.keys_max_age_s)
+        self._access = Access(
+            ring,
+            is_loopback=is_loopback(config.host),
+            allows_anonymous=config.allow_anonymous,
+        )
+        self._keys = KeyService(
+            self._redis, config.cluster, ring, router_id=config.router_id, file=config.keys_file
+        )
+        dispatcher = Dispatcher(
+            config,
+            self.view,
+            match,
+            self._metrics,
+            on_end=trust.observe,
+            have_tenants=lambda: config.trust_tenant_header or bool(ring.records),
+        )
         tree = TreeInspector(self._redis, self._index)
         self._audit = IndexAudit(self.view, tree, trust, index_metrics)
         self._tracing = make_tracing("tandem-router", config.router_id)
@@ -64,7 +85,9 @@ class Router:
             config, self.view, self._metrics.demand, num_held=lambda: dispatcher.num_pending
         )
         self._metrics.registry.register(AutoscaleGauges(self.view))
-        self._grpc = GrpcApi(config, self.generator, GrpcCluster(config, self.view))
+        guard = CallGuard(self._access)
+        cluster = GrpcCluster(config, self.view, guard)
+        self._grpc = GrpcApi(config, self.generator, cluster, guard)
         self.http_port = 0
         self.grpc_port = 0
         self.listening = asyncio.Event()
@@ -77,8 +100,19 @@ class Router:
         """Serves until `stop`. Raises ConfigError for a taken port or a model that cannot load."""
         sock = _bind(self._config)
         self.http_port = sock.getsockname()[1]
+        own_url = f"http://{_own_host(self._config)}:{self.http_port}"
+        await self._keys.refresh(own_url)
+        self._access.check_start()
         self.grpc_port = await self._grpc.start()
-        app = make_app(self._config, self.generator, self.view, self._metrics, self._audit)
+        app = make_app(
+            self._config,
+            self.generator,
+            self.view,
+            self._metrics,
+            self._audit,
+            self._access,
+            self._keys,
+        )
         http = HttpServer(app, self._config)
         host = self._config.host
         log.info("listening: HTTP %s:%d, gRPC %s:%d", host, self.http_port, host, self.grpc_port)
@@ -88,6 +122,7 @@ class Router:
             asyncio.create_task(self.view.run(), name="cluster-view"),
             asyncio.create_task(self._load_and_watch(), name="model"),
             asyncio.create_task(self._audit.run(), name="index-audit"),
+            asyncio.create_task(self._keys.run(own_url), name="api-keys"),
             asyncio.create_task(self._stopping.wait(), name="stop"),
         }
         if self._config.autoscale.mode != "off":
@@ -142,17 +177,36 @@ class Router:
             log.warning("the prefix tree is not there yet: %r", error)
 
 
-def serve(config: RouterConfig) -> None:
-    """Blocks until SIGTERM or SIGINT. Raises ConfigError."""
+def serve(config: RouterConfig) -> TandemError | None:
+    """Blocks until SIGTERM or SIGINT; returns what ended the router sooner, such as a taken port.
 
-    async def main() -> None:
+    Raises ConfigError for settings that no router can run with.
+    """
+
+    async def main() -> TandemError | None:
         router = Router(config)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, router.stop)
-        await router.run()
+        try:
+            await router.run()
+        except TandemError as error:
+            return error
+        return None
 
-    asyncio.run(main())
+    return asyncio.run(main())
+
+
+def _own_host(config: RouterConfig) -> str:
+    """Returns the address at which other routers reach this one, as it stands in a URL."""
+    host = config.host
+    if host in ("0.0.0.0", "::"):
+        nodes = parse(config.cluster.redis_url).nodes or (("127.0.0.1", 1),)
+        family, _, _, _, address = socket.getaddrinfo(*nodes[0], type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing; it only chooses the route
+            host = probe.getsockname()[0]
+    return f"[{host}]" if ":" in host else host
 
 
 def _bind(config: RouterConfig) -> socket.socket:
@@ -173,7 +227,7 @@ def _bind(config: RouterConfig) -> socket.socket:
 
 
 def _load(config: RouterConfig) -> LoadedModel:
-    folder = resolve(config.model)
+    folder = resolve(config.model, revision=config.model_revision)
     tokenizer = Tokenizer(folder.path)
     preparer = PromptPreparer(folder.path, tokenizer, num_processes=config.tokenizer_processes)
     return LoadedModel(folder, tokenizer, preparer)

@@ -27,12 +27,17 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(cluster_config: ClusterConfig, tmp_path: Path) -> Iterator[Start]:
     started = []
 
-    def run(*options: str, program: tuple[str, ...] = ("-m", "tandem.router")) -> object:
+    def run(
+        *options: str,
+        program: tuple[str, ...] = ("-m", "tandem.router"),
+        variables: dict[str, str] | None = None,
+    ) -> object:
         environment = {
             **os.environ,
             "TANDEM_CLUSTER_ID": cluster_config.cluster_id,
             "TANDEM_REDIS_URL": cluster_config.redis_url,
             "TANDEM_CLUSTER_TOKEN": cluster_config.token,
+            **(variables or {}),
         }
         command = [sys.executable, *program, "--model", "smollm2", *options]
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
@@ -87,6 +92,34 @@ def test_a_killed_router_leaves_no_tokenizer_process(start: Start) -> None:
     process.kill()
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not alive
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"TANDEM_CLUSTER_ID": ""},
+        {"TANDEM_REDIS_URL": ""},
+        {"TANDEM_CLUSTER_TOKEN": ""},
+        {"TANDEM_REDIS_URL": "http://nowhere"},
+        {"TANDEM_LOG_FORMAT": "xml"},
+        {"TANDEM_LOG_LEVEL": "loud"},
+    ],
+    ids=lambda variables: "=".join(*variables.items()),
+)
+def test_a_wrong_variable_is_status_2_and_one_line(start: Start, variables: dict[str, str]) -> None:
+    process = start(*ports(), variables=variables)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert len(errors.splitlines()) == 1
+    (name,) = variables
+    assert name in errors or "Redis URL" in errors
+
+
+def test_a_wrong_option_is_status_2(start: Start) -> None:
+    process = start("--http-port", "x")
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert len(errors.splitlines()) == 1
 
 
 @pytest.mark.parametrize("which", ["http", "grpc"])

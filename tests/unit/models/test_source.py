@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -109,7 +110,7 @@ def test_the_index_says_which_weight_files_count(folder):
     files = [file.name for file in resolve(str(folder)).weight_files]
     assert files == ["a.safetensors", "b.safetensors"]
     (folder / "b.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"no b\.safetensors, which .*index\.json names"):
+    with pytest.raises(ConfigError, match=r"no 'b\.safetensors', which .*index\.json names"):
         resolve(str(folder))
 
 
@@ -169,3 +170,27 @@ def test_a_hub_name_that_was_downloaded_before(folder, tmp_path, monkeypatch):
     model = resolve("some/model", cache_dir=tmp_path)
     assert model.name == "some/model"
     assert model.config.vocab_size == 32
+
+
+def test_a_revision_of_a_hub_model_is_that_one(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "hub/models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    commits = {"main": "a" * 40, "v1": "b" * 40}
+    for name, commit in commits.items():
+        (repository / "refs" / name).write_text(commit)
+        shutil.copytree(folder, repository / "snapshots" / commit)
+
+    def commit_of(revision: str) -> str:
+        return resolve("some/model", revision=revision, cache_dir=tmp_path).path.name
+
+    assert commit_of("") == commits["main"]
+    assert commit_of("v1") == commit_of(commits["v1"]) == commits["v1"]
+    with pytest.raises(ConfigError, match=r"some/model.* cannot be had"):
+        commit_of("c" * 40)
+
+
+def test_what_is_no_hub_model_has_no_revision(folder, tmp_path):
+    for model in ("smollm2", str(folder), str(tmp_path / "x.gguf")):
+        with pytest.raises(ConfigError, match="is no hub model: it has no revision 'v1'"):
+            resolve(model, revision="v1")

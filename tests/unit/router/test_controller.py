@@ -30,7 +30,7 @@ def gate_of(limit_s: float) -> AdmissionController:
     view = ClusterView(ClusterConfig("test", "redis://127.0.0.1", "token"), Redis())
     view.redis_state = "ok"
     config = RouterConfig(cluster=view.cluster, model="", ttft_limit_s=limit_s)
-    return AdmissionController(config, view, Metrics())
+    return AdmissionController(config, view, Metrics(), have_tenants=lambda: False)
 
 
 def test_what_says_something_of_long_waits_does_not_depend_on_what_was_learned() -> None:

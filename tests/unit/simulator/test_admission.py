@@ -85,7 +85,9 @@ def test_router_and_simulator_admit_the_same_requests(
         ttft_limit_s=LIMIT.base_s,
         ttft_limit_token_s=LIMIT.token_s,
     )
-    simulation.controller = AdmissionController(config, view, simulation.metrics)
+    simulation.controller = AdmissionController(
+        config, view, simulation.metrics, have_tenants=lambda: False
+    )
     simulation.run()
     refused = [isinstance(answer, Overloaded) for answer in simulation.by_gate]
     assert [not request.is_admitted for request in simulation.requests] == refused

@@ -207,7 +207,7 @@ class _Launch:
         if _needs_download(self._options.model):
             self._screen.say("downloading the built-in model (93 MB, once)")
             download_built_in()
-        return resolve(self._options.model)
+        return resolve(self._options.model, revision=self._options.model_revision)
 
 
 def _needs_download(model: str) -> bool:
@@ -225,7 +225,8 @@ def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
         return
     is_here = options.model == BUILT_IN or Path(options.model).is_dir()
     if model is None and is_here and not _needs_download(options.model):
-        model = resolve(options.model)  # it takes no time, and the message is whole
+        # It takes no time, and the message is whole.
+        model = resolve(options.model, revision=options.model_revision)
     raise ConfigError(why_too_much(worker_need(config, model), num_workers, memory))
 
 

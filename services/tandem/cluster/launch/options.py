@@ -15,11 +15,13 @@ from tandem.config import (
     AutoscaleMode,
     EngineOptions,
     ModelName,
+    ModelRevision,
     Pool,
     TransferConfig,
 )
 from tandem.errors import ConfigError
 from tandem.options import Bounds, Count, Options, PositiveOrNone, Text, to_argv
+from tandem.security.access import is_loopback
 
 LOCAL_COLD_START_S = 15.0  # of a worker whose model is on this machine
 _CLUSTER = Group("Cluster", sort_key=1)
@@ -34,6 +36,7 @@ class LaunchOptions(Options):
     """`tandem up` starts a whole cluster on this machine; Ctrl-C stops all of it."""
 
     model: Annotated[ModelName, Parameter(group=_CLUSTER)] = "smollm2"
+    model_revision: Annotated[ModelRevision, Parameter(group=_CLUSTER)] = ""
     num_prefill: Annotated[_PoolSize, Parameter(name="--prefill")] = 1
     """Number of prefill workers."""
     num_decode: Annotated[_PoolSize, Parameter(name="--decode")] = 1
@@ -58,6 +61,13 @@ class LaunchOptions(Options):
     def check_together(self) -> None:
         if self.http_port == self.grpc_port:
             raise ConfigError(f"--port and --grpc-port are both {self.http_port}; they must differ")
+        # In a Redis of its own there are no keys yet; that of another may have some.
+        has_keys = self.admission.keys_file or self.redis_url
+        if not (is_loopback(self.host) or has_keys or self.admission.allow_anonymous):
+            raise ConfigError(
+                f"anyone who reaches {self.host} could use the cluster, which has no API keys; "
+                "name --keys-file, or say --allow-anonymous"
+            )
         assert self.autoscaler is not None  # raises ConfigError as a router would
 
     @property

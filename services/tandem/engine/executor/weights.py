@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from tandem.errors import ConfigError, UnsupportedModel
+from tandem.errors import UnsupportedModel
+from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -59,7 +59,12 @@ def load_weights(
     """Raises UnsupportedModel naming the tensors that are missing, surplus or wrongly shaped, and
     ConfigError naming a file that cannot be read."""
     stored = _map_files(files)
-    _check(stored, expected_shapes(config), tied=config.tie_word_embeddings)
+    with naming(files[0].parent):
+        if config.num_layers > len(stored):
+            raise UnsupportedModel(
+                f"{config.num_layers} layers are more than the checkpoint has tensors"
+            )
+        _check(stored, expected_shapes(config), tied=config.tie_word_embeddings)
     builder = _Builder(stored, dtype, device)
     embedding = builder.tensor(_EMBEDDING)
     return ModelWeights(
@@ -108,10 +113,8 @@ def _layer_shapes(config: ModelConfig) -> Shapes:
 def _map_files(files: Sequence[Path]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        try:
+        with naming(file):
             tensors |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
     return tensors
 
 

@@ -7,7 +7,7 @@ then every request goes at once, as the workers' own bounds allow.
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 
 from tandem.config import RouterConfig
@@ -27,20 +27,27 @@ log = logging.getLogger(__name__)
 class AdmissionController:
     """Admits and refuses requests; each router has one."""
 
-    def __init__(self, config: RouterConfig, view: ClusterView, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        view: ClusterView,
+        metrics: Metrics,
+        *,
+        have_tenants: Callable[[], bool],
+    ) -> None:
+        """`have_tenants` says whether requests come with tenants now, who then take turns."""
         self._view = view
+        self._have_tenants = have_tenants
         self._metrics = metrics
         self._calibration = Calibration()
         self._limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
-        self._tenant_queues: TenantQueues | None = None
-        if config.trust_tenant_header:
-            waiting_max = config.hold_requests_max
-            self._tenant_queues = TenantQueues(self._has_capacity, waiting_max=waiting_max)
-            view.listen(self._tenant_queues.let_go)
+        waiting_max = config.hold_requests_max
+        self._tenant_queues = TenantQueues(self._has_capacity, waiting_max=waiting_max)
+        view.listen(self._tenant_queues.let_go)
 
     def must_wait(self) -> bool:
         """Returns whether a request that came now would wait for its tenant's turn."""
-        return self._tenant_queues is not None and self._tenant_queues.must_wait()
+        return self._have_tenants() and self._tenant_queues.must_wait()
 
     def admit(self, work: Work, placement: Placement, *, tenant: str) -> Promise | None:
         """Admits a request, once. Raises Overloaded if its first token would come too late."""
@@ -76,7 +83,7 @@ class AdmissionController:
         self, tenant: str, *, tokens_missing: int, completion_max: int
     ) -> AsyncIterator[None]:
         """Waits for the tenant's turn, if tenants take turns; the body submits the request."""
-        if self._tenant_queues is None:
+        if not self._have_tenants():
             yield
             return
         with ExitStack() as pending:
@@ -99,7 +106,7 @@ class AdmissionController:
         return min(QUEUED_MAX_S, refused_s / 2)
 
     def _ahead_s(self, tenant: str) -> float:
-        if self._tenant_queues is None:
+        if not self._have_tenants():
             return 0.0
         num_usable = sum(w.usable for w in self._view.snapshots())
         return self._tenant_queues.cost_ahead(tenant) / max(1, num_usable)

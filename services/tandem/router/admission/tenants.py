@@ -1,7 +1,7 @@
-"""Reads a request's tenant from `x-tandem-tenant`, a header that a gateway before the router sets.
+"""Finds a request's tenant: that of its API key, or of `x-tandem-tenant`, which a gateway sets.
 
-Heeded only by a router that was told to trust it: a client that could set it itself could name
-anybody. A tenant's blocks are hashed under a salt of its own, so that two with the same prompt
+Only a router that was told to trust the header heeds it: a client that could set it itself could
+name anybody. A tenant's blocks are hashed under a salt of its own, so that two with the same prompt
 share nothing and cannot learn of one another's prompts by timing; requests without a tenant share
 among themselves. Clients choose no salt (`cache_salt` is refused).
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from tandem.block_hash import tenant_salt
 from tandem.errors import BadRequest
+from tandem.security.keys import KeyRecord
 
 TENANT_HEADER = "x-tandem-tenant"
 TENANT_CHARACTERS_MAX = 128
@@ -31,6 +32,16 @@ def read_tenant(values: Sequence[str], *, trusted: bool) -> str:
             f"{TENANT_HEADER} must be 1 to {TENANT_CHARACTERS_MAX} printable ASCII characters"
         )
     return tenant
+
+
+def tenant_of(key: KeyRecord | None, named: Sequence[str], *, trusted: bool) -> str:
+    """Returns a request's tenant: that of a trusted header, else the key's, else none."""
+    return read_tenant(named, trusted=trusted) or (key.tenant if key else "")
+
+
+def visible_tenant(key: KeyRecord | None) -> str | None:
+    """Returns the tenant whose requests the key's owner may look at; None for all."""
+    return key.tenant if key is not None and key.role == "user" else None
 
 
 def cache_salt(cluster_token: str, tenant: str) -> bytes:

@@ -47,8 +47,10 @@ class Dispatcher:
         match: Callable[[list[bytes]], Awaitable[dict[str, int]]],
         metrics: Metrics,
         on_end: Callable[[Job], None],
+        have_tenants: Callable[[], bool],
     ) -> None:
-        """`match` looks up in the prefix tree; `on_end` hears of each request that ends well."""
+        """`match` looks up in the prefix tree; `on_end` hears of each request that ends well;
+        `have_tenants` says whether requests come with tenants now."""
         self._config = config
         self._view = view
         self._look_up = match
@@ -56,7 +58,7 @@ class Dispatcher:
         self._rng = random.Random()
         self._on_end = on_end
         self._pending = PendingQueue(config, view, metrics)
-        self._admission = AdmissionController(config, view, metrics)
+        self._admission = AdmissionController(config, view, metrics, have_tenants=have_tenants)
         self._migrations = Migrations(metrics)
 
     @property

@@ -167,7 +167,7 @@ class Generator:
             "gen_ai.request.temperature": request.sampling.temperature,
         }
         span = self._tracing.begin(f"{operation} {self.served_name}", trace, attributes)
-        record = RequestRecord(request.request_id, request.kind, Timeline(span))
+        record = RequestRecord(request.request_id, request.kind, Timeline(span), request.tenant)
         self.requests.open(record)
         return record
 

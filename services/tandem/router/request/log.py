@@ -30,6 +30,7 @@ class RequestRecord:
     request_id: str
     kind: str
     timeline: Timeline
+    tenant: str = ""
     created: float = field(default_factory=time.time)  # seconds since 1970
     outcome: str = RUNNING
     error: str = ""
@@ -114,20 +115,27 @@ class RequestLog:
         while len(self._records) > self._requests_max:
             self._records.popitem(last=False)
 
-    def find(self, name: str) -> RequestRecord:
-        """Finds a request by its id, or that of its reply (`cmpl-...`). Raises RequestNotFound."""
+    def find(self, name: str, tenant: str | None = None) -> RequestRecord:
+        """Finds a request by its id, or that of its reply (`cmpl-...`). Raises RequestNotFound.
+
+        A `tenant` finds only its own requests; None finds all.
+        """
         record = self._records.get(_request_id(name))
-        if record is None:
+        if record is None or tenant not in (None, record.tenant):
             raise RequestNotFound(
                 f"this router knows no request {name[:80]!r}: it keeps the last "
                 f"{self._requests_max} of its own; another replica may know it"
             )
         return record
 
-    def find_choices(self, name: str) -> list[RequestRecord]:
+    def find_choices(self, name: str, tenant: str | None = None) -> list[RequestRecord]:
         """Returns the requests `ID-0`, `ID-1`, ... of an answer to several prompts; else none."""
         request_id = _request_id(name)
-        return [r for i, r in self._records.items() if i.startswith(f"{request_id}-")]
+        return [
+            record
+            for id_, record in self._records.items()
+            if id_.startswith(f"{request_id}-") and tenant in (None, record.tenant)
+        ]
 
 
 def _request_id(name: str) -> str:

@@ -84,7 +84,7 @@ class EngineProcess:
     ) -> tuple[ModelRunner, Engine, str]:
         """The model, the engine and the model's fingerprint; where the time went, in `load_ms`."""
         started = time.perf_counter()
-        folder = resolve(settings.engine.model)
+        folder = resolve(settings.engine.model, revision=settings.engine.model_revision)
         load_ms["resolve"] = _ms_since(started)
         started = time.perf_counter()
         runner = ModelRunner(folder, settings.engine, pool_fd=settings.pool_fd)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
 from tandem.config import RouterConfig
+from tandem.router.api.grpc.access import CallGuard, caller
 from tandem.router.scaling.control import ClusterControl
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.pools import pool_states
@@ -21,20 +21,21 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Cluster"].full_name
 class GrpcCluster:
     """Serves the cluster API; add its `handlers` to a gRPC server."""
 
-    def __init__(self, config: RouterConfig, view: ClusterView) -> None:
+    def __init__(self, config: RouterConfig, view: ClusterView, guard: CallGuard) -> None:
         self._view = view
+        self._guard = guard
         self._control = ClusterControl(config, view)
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "GetCluster": _handler(self._get_cluster, pb.GetClusterRequest),
-                "ScalePools": _handler(self._scale_pools, pb.ScalePoolsRequest),
-                "SetWorkerRole": _handler(self._set_worker_role, pb.SetWorkerRoleRequest),
+                "GetCluster": self._handler(self._get_cluster, pb.GetClusterRequest),
+                "ScalePools": self._handler(self._scale_pools, pb.ScalePoolsRequest),
+                "SetWorkerRole": self._handler(self._set_worker_role, pb.SetWorkerRoleRequest),
                 # The old name of SetWorkerRole.
-                "FlipWorker": _handler(self._set_worker_role, pb.SetWorkerRoleRequest),
-                "DrainWorker": _handler(self._drain_worker, pb.DrainWorkerRequest),
+                "FlipWorker": self._handler(self._set_worker_role, pb.SetWorkerRoleRequest),
+                "DrainWorker": self._handler(self._drain_worker, pb.DrainWorkerRequest),
             },
         )
 
@@ -85,16 +86,15 @@ class GrpcCluster:
         await self._control.drain(request.worker_id, request.deadline_s, who=who)
         return pb.DrainWorkerResponse()
 
+    def _handler(
+        self, answer: Callable[[Any, str], Awaitable[Any]], request_type: Any
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            await self._guard.check("operator", context)
+            return await answer(request, caller(context))
 
-def _handler(
-    answer: Callable[[Any, str], Awaitable[Any]], request_type: Any
-) -> grpc.RpcMethodHandler[Any, Any]:
-    async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        # A peer is `ipv4:127.0.0.1:40312` or `ipv6:%5B::1%5D:40312`.
-        return await answer(request, f"{unquote(context.peer()).partition(':')[2]} over gRPC")
-
-    return grpc.unary_unary_rpc_method_handler(
-        serve,
-        request_deserializer=request_type.FromString,
-        response_serializer=lambda message: message.SerializeToString(),
-    )
+        return grpc.unary_unary_rpc_method_handler(
+            serve,
+            request_deserializer=request_type.FromString,
+            response_serializer=lambda message: message.SerializeToString(),
+        )

@@ -20,7 +20,8 @@ from grpc_reflection.v1alpha import reflection
 
 from tandem.config import RouterConfig
 from tandem.errors import BadRequest, ConfigError, TandemError
-from tandem.router.admission.tenants import TENANT_HEADER, read_tenant
+from tandem.router.admission.tenants import TENANT_HEADER, tenant_of, visible_tenant
+from tandem.router.api.grpc.access import CallGuard
 from tandem.router.api.grpc.cluster import SERVICE as CLUSTER_SERVICE
 from tandem.router.api.grpc.cluster import GrpcCluster
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
@@ -46,8 +47,11 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 class GrpcApi:
     """The gRPC server: `start` binds, `set_ready` sets what health reports, `stop` drains."""
 
-    def __init__(self, config: RouterConfig, generator: Generator, cluster: GrpcCluster) -> None:
+    def __init__(
+        self, config: RouterConfig, generator: Generator, cluster: GrpcCluster, guard: CallGuard
+    ) -> None:
         self._config = config
+        self._guard = guard
         self._generator = generator
         self._address = f"{config.host}:{config.grpc_port}"
         log_lost_peers_calmly()
@@ -113,8 +117,9 @@ class GrpcApi:
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
+            key = await self._guard.check("user", context)
             named = _metadata(context, TENANT_HEADER)
-            tenant = read_tenant(named, trusted=self._config.trust_tenant_header)
+            tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
             request = replace(parse_request(body), tenant=tenant)
             wants_placement = any(map(asks, _metadata(context, PLACEMENT_HEADER)))
             wants_timing = any(map(asks, _metadata(context, TIMING_HEADER)))
@@ -134,14 +139,16 @@ class GrpcApi:
     async def _get_request(
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.RequestRecord:
+        key = await self._guard.check("user", context)
         asked = _parse(pb.GetRequestRequest(), body)
-        found = self._generator.requests.find(asked.request_id).as_dict()
+        found = self._generator.requests.find(asked.request_id, visible_tenant(key)).as_dict()
         request_id, _ = found.pop("id"), found.pop("object")
         return pb.RequestRecord(request_id=request_id, **found)
 
     async def _list_models(
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListModelsResponse:
+        await self._guard.check("user", context)
         _parse(pb.ListModelsRequest(), body)
         if self._generator.model is None:
             return pb.ListModelsResponse()

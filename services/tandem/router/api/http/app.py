@@ -19,11 +19,12 @@ from starlette.responses import Response
 
 from tandem.config import RouterConfig
 from tandem.errors import ModelNotFound, NoWorkers
-from tandem.router.admission.tenants import TENANT_HEADER, read_tenant
+from tandem.router.admission.tenants import TENANT_HEADER, tenant_of, visible_tenant
 from tandem.router.api.http.body import read_json_object
 from tandem.router.api.http.cluster import add_cluster_routes
 from tandem.router.api.http.errors import JsonResponse, error_response, install_handlers
 from tandem.router.api.http.guard import RequestGuard
+from tandem.router.api.http.keys import add_key_routes
 from tandem.router.api.http.stream import EventStream, collect, first_delta, until_disconnect
 from tandem.router.api.openai.choices import generate_choices
 from tandem.router.api.openai.openapi import ErrorReply, add_schemas, generation_route
@@ -40,6 +41,8 @@ from tandem.router.metrics.router import Metrics
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.generator import Delta, Generator
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.security.access import Access
+from tandem.security.key_service import KeyService
 
 Parse = Callable[[dict[str, Any], str], ParsedRequest]
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -51,20 +54,25 @@ def make_app(
     view: ClusterView,
     metrics: Metrics,
     audit: IndexAudit,
+    access: Access,
+    keys: KeyService,
 ) -> FastAPI:
     app = FastAPI(
         title="Tandem",
         description="OpenAI's API on prefill and decode workers apart from each other",
         redirect_slashes=False,
+        docs_url=None,  # these two pages would run scripts of another site
+        redoc_url=None,
         responses={"default": {"description": "An error", "model": ErrorReply}},
     )
     install_handlers(app)
     add_schemas(app)
-    app.add_middleware(RequestGuard, config=config)
+    app.add_middleware(RequestGuard, config=config, access=access)
     _add_generation(app, config, generator)
     _add_models(app, generator)
     _add_operations(app, generator, metrics)
     add_cluster_routes(app, config, generator, view, audit)
+    add_key_routes(app, config, keys)
     return app
 
 
@@ -75,7 +83,8 @@ def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) ->
         request_id = request.state.request_id = uuid.uuid4().hex
         parsed = parse(body, request_id)
         replies = Replies(parsed, generator.served_name)
-        tenant = read_tenant(headers.getlist(TENANT_HEADER), trusted=config.trust_tenant_header)
+        named = headers.getlist(TENANT_HEADER)
+        tenant = tenant_of(request.state.key, named, trusted=config.trust_tenant_header)
         asked = [replace(r, tenant=tenant) for r in parsed.requests]
         trace = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
         deltas = generate_choices(generator, asked, trace)
@@ -105,11 +114,12 @@ def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) ->
         return await serve(request, parse_chat)
 
     @app.get("/v1/requests/{request_id}")
-    async def request(request_id: str) -> Response:
-        if choices := generator.requests.find_choices(request_id):
+    async def request(request_id: str, request: Request) -> Response:
+        seen_by = visible_tenant(request.state.key)
+        if choices := generator.requests.find_choices(request_id, seen_by):
             told = {"id": request_id, "object": "list", "data": [r.as_dict() for r in choices]}
             return JsonResponse(told)
-        return JsonResponse(generator.requests.find(request_id).as_dict())
+        return JsonResponse(generator.requests.find(request_id, seen_by).as_dict())
 
 
 def _add_models(app: FastAPI, generator: Generator) -> None:

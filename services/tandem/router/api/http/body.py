@@ -19,13 +19,17 @@ DISCARD_BYTES_MAX = 64 << 20
 
 async def read_json_object(request: Request, config: RouterConfig) -> dict[str, Any]:
     """Reads the body. Raises BadRequest, BodyTooLarge, BodyTooLate; starlette ClientDisconnect."""
+    return parse_object(await read_body(request, config))
+
+
+async def read_body(request: Request, config: RouterConfig) -> bytes:
+    """Reads the body as bytes. Raises BodyTooLarge, BodyTooLate; starlette ClientDisconnect."""
     try:
         async with asyncio.timeout(config.body_deadline_s):
-            body = await _read_bounded(request, config.body_bytes_max)
+            return await _read_bounded(request, config.body_bytes_max)
     except TimeoutError:
         late = f"the body did not arrive within {config.body_deadline_s:g} s"
         raise BodyTooLate(late) from None
-    return parse_object(body)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -44,6 +44,8 @@ def error_response(error: TandemError) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_whole_s)
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"  # RFC 6750 wants it
     if error.http_status in (408, 413):
         headers["connection"] = "close"
     return JsonResponse(error_body(error), error.http_status, headers)

@@ -1,4 +1,5 @@
-"""The guard in front of all routes: it refuses calls that a web page made a browser send.
+"""The guard in front of all routes: it refuses calls without a key that allows them, and calls that
+a web page made a browser send.
 
 A browser sends a page's call with the user's reach, which includes a router on loopback. Two rules
 stop that. Completions and chats have only the first rule: they change nothing in the cluster.
@@ -12,9 +13,9 @@ Content-  cannot send without a preflight, and the router answers none with leav
 Type      where the call has one, has to be the address that the call went to.
 """
 
-import functools
-import ipaddress
+import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,8 +24,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.config import RouterConfig
-from tandem.errors import ForeignPage, NotJson, TandemError
+from tandem.errors import ForeignPage, NotJson, TandemError, Unauthenticated
 from tandem.router.api.http.errors import error_response
+from tandem.security.access import Access, FailureThrottle, Need, is_loopback
+from tandem.security.key_service import RECORDS_PATH
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +40,12 @@ _TEXT_MAX = 100  # characters of what a client sent, in messages and logs
 class RequestGuard:
     """ASGI middleware. Answers 403 or 415 itself, and logs each refusal."""
 
-    def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
+    def __init__(self, app: ASGIApp, config: RouterConfig, access: Access) -> None:
         self._app = app
+        self._access = access
+        self._throttle = FailureThrottle()
         self._names = {"localhost", config.host.lower(), *config.allowed_hosts}
-        self._on_loopback = _is_loopback(config.host)
+        self._on_loopback = is_loopback(config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -49,6 +54,9 @@ class RequestGuard:
         except TandemError as error:
             asked = f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
             log.warning("refused %r of %s: %s", asked, caller(scope), error.message)
+            if isinstance(error, Unauthenticated):
+                address = (scope["client"] or ("unknown",))[0]
+                await asyncio.sleep(self._throttle.fail(address, time.monotonic()))
             await error_response(error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -57,20 +65,31 @@ class RequestGuard:
         headers = Headers(scope=scope)
         path: str = scope["path"]
         is_cluster = path == "/" or path == "/v1/cluster" or path.startswith("/v1/cluster/")
-        if (self._on_loopback or is_cluster) and _is_loopback((scope["server"] or ("",))[0]):
+        if (self._on_loopback or is_cluster) and is_loopback((scope["server"] or ("",))[0]):
             self._check_host(headers.getlist("host"))
         if scope["method"] not in ("GET", "HEAD") and path not in _UNGUARDED:
             _check_origin(headers)
             _check_json(headers)
+        key = self._access.check(need(path), headers.getlist("authorization"), now=time.time())
+        scope.setdefault("state", {})["key"] = key
 
     def _check_host(self, hosts: list[str]) -> None:
         for host in hosts:
             name = _host_name(host)
-            if name not in self._names and not _is_loopback(name):
+            if name not in self._names and not is_loopback(name):
                 raise ForeignPage(
                     f"the Host {host[:_TEXT_MAX]!r} is not this router's; use localhost, 127.0.0.1 "
                     "or a name of --allowed-hosts"
                 )
+
+
+def need(path: str) -> Need:
+    """Returns what a call of this path needs; whatever is not named here, a user's key."""
+    if path in ("/health", "/ready", "/started", RECORDS_PATH):  # records have a signature
+        return "nothing"
+    if path == "/metrics":
+        return "metrics"
+    return "operator" if path == "/" or path.startswith(("/v1/cluster", "/v1/keys")) else "user"
 
 
 def caller(scope: Mapping[str, Any]) -> str:
@@ -117,15 +136,3 @@ def _host_name(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-@functools.lru_cache(maxsize=64)
-def _is_loopback(name: str) -> bool:
-    if name == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback

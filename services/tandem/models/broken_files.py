@@ -1,0 +1,49 @@
+"""Errors of a model's files, in one line that names the file.
+
+A file that came with a model may hold anything. Whoever reads it expects values of some types, and
+Python or a library raises whatever it raises for others.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tandem.errors import ConfigError, TandemError
+
+_LINE_MAX = 500  # characters of a message, which may quote the file
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Turns each error inside into a ConfigError that names `file`.
+
+    A TandemError keeps its class and gets the name, unless its message has it.
+    """
+    try:
+        yield
+    except TandemError as error:
+        said = _shown(error.message)
+        named = said if str(file) in error.message else f"{file}: {said}"
+        raise type(error)(named) from error
+    except BaseException as error:
+        if not (isinstance(error, Exception) or _is_panic(error)):
+            raise
+        raise ConfigError(f"{file} cannot be read: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the type of the error and the first line of what it says."""
+    lines = str(error).splitlines() or [""]
+    return _shown(f"{type(error).__name__}: {lines[0]}").removesuffix(": ")
+
+
+def _shown(text: str) -> str:
+    """Returns the text with its control characters escaped, cut to a bounded length."""
+    cut = text if len(text) <= _LINE_MAX else text[:_LINE_MAX] + "..."
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Returns whether a library in Rust panicked: such an error is no Exception, and its class can
+    be imported from nowhere."""
+    return type(error).__name__ == "PanicException"

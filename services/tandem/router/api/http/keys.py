@@ -1,0 +1,87 @@
+"""API keys for operators: `/v1/keys` to create and list, and to rotate and revoke one."""
+
+import time
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from tandem.config import RouterConfig
+from tandem.errors import BadRequest
+from tandem.router.admission.tenants import TENANT_CHARACTERS_MAX
+from tandem.router.api.http.body import read_body, read_json_object
+from tandem.router.api.http.errors import JsonResponse
+from tandem.router.api.http.guard import caller
+from tandem.router.scaling.changes import logged_change
+from tandem.security.key_service import RECORDS_PATH, SIGNATURE_HEADER, KeyService, listed
+from tandem.security.keys import NewKey, Role
+
+_Tenant = Annotated[
+    str, msgspec.Meta(pattern="^[ -~]*$", min_length=1, max_length=TENANT_CHARACTERS_MAX)
+]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=100 * 365 * 24 * 3600)]
+
+
+class _Create(msgspec.Struct, forbid_unknown_fields=True):
+    tenant: _Tenant
+    role: Role = "user"
+    expires_in_s: _Seconds = 0.0  # 0: never
+
+
+class _Rotate(msgspec.Struct, forbid_unknown_fields=True):
+    grace_s: _Seconds = 3600.0  # that the old secret still works
+
+
+def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService) -> None:
+    @app.get("/v1/keys")
+    async def keys_of_all_tenants() -> Response:
+        return JsonResponse({"keys": listed(list(keys.ring.records.values()), time.time())})
+
+    @app.post("/v1/keys", status_code=201)
+    async def create(request: Request) -> Response:
+        """Creates a key. The answer is the only place where its secret is ever shown."""
+        asked = _read(_Create, await read_json_object(request, config))
+        with logged_change(caller(request.scope), f"key of {asked.tenant}") as change:
+            change.before = "none"
+            expires_at = time.time() + asked.expires_in_s if asked.expires_in_s else 0.0
+            key = await keys.create(asked.tenant, asked.role, expires_at=expires_at)
+            change.after = f"{asked.role} {key.record.key_id}"
+        return _told(key)
+
+    @app.post("/v1/keys/{key_id}/rotate", status_code=201)
+    async def rotate(key_id: str, request: Request) -> Response:
+        """Gives a key a new secret. The old one works for `grace_s` seconds more."""
+        asked = _read(_Rotate, await read_json_object(request, config))
+        with logged_change(caller(request.scope), f"key {key_id}") as change:
+            key = await keys.rotate(key_id, grace_s=asked.grace_s)
+            change.before = f"version {key.record.version - 1}"
+            change.after = f"version {key.record.version}"
+        return _told(key)
+
+    @app.post("/v1/keys/{key_id}/revoke")
+    async def revoke(key_id: str, request: Request) -> Response:
+        """Revokes a key for good. The answer says which routers confirmed it."""
+        await read_json_object(request, config)
+        with logged_change(caller(request.scope), f"key {key_id}") as change:
+            change.after = "revoked"
+            done = await keys.revoke(key_id)
+        return JsonResponse(done)
+
+    @app.post(RECORDS_PATH, include_in_schema=False)
+    async def take(request: Request) -> Response:
+        body = await read_body(request, config)
+        keys.take(body, request.headers.get(SIGNATURE_HEADER, ""))
+        return JsonResponse({})
+
+
+def _read(kind: Any, body: dict[str, Any]) -> Any:
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"the body is not as it must be: {error}") from None
+
+
+def _told(key: NewKey) -> Response:
+    record = listed([key.record], time.time())[0]
+    return JsonResponse({"key": key.text, **record}, 201)

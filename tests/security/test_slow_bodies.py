@@ -1,0 +1,63 @@
+"""A body that comes too slowly is the client's fault: 408 on every route that reads one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.service.router.conftest import RunningRouter
+
+pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+
+ROUTER = {"body_deadline_s": 0.3}
+FRAMINGS = {
+    "length": (b"content-length: 1000", b" "),
+    "chunked": (b"transfer-encoding: chunked", b"1\r\n \r\n"),
+}
+
+
+async def changing_paths(router: RunningRouter) -> list[str]:
+    paths = (await router.http.get("/openapi.json")).json()["paths"]
+    return [path.format(worker_id="decode-0") for path, kinds in paths.items() if "post" in kinds]
+
+
+async def slow_post(router: RunningRouter, path: str, framing: str, *, drips: bool) -> bytes:
+    """Returns what the router answers to a body that never ends, up to the connection's end."""
+    field, piece = FRAMINGS[framing]
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.router.http_port)
+
+    async def drip() -> None:
+        while True:
+            writer.write(piece)
+            await asyncio.sleep(0.02)
+
+    writer.write(head.encode() + field + b"\r\n\r\n" + piece)
+    dripping = asyncio.create_task(drip() if drips else asyncio.sleep(0))
+    try:
+        async with asyncio.timeout(10):
+            return await reader.read()
+    finally:
+        dripping.cancel()
+        writer.close()
+
+
+@pytest.mark.parametrize("drips", [False, True], ids=["stops", "drips"])
+@pytest.mark.parametrize("framing", FRAMINGS)
+async def test_a_slow_body_is_408_on_every_route(
+    router: RunningRouter, framing: str, drips: bool
+) -> None:
+    paths = await changing_paths(router)
+    assert len(paths) >= 6
+    answers = await asyncio.gather(
+        *(slow_post(router, path, framing, drips=drips) for path in paths)
+    )
+    for path, answer in zip(paths, answers, strict=True):
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 "), path
+        assert b"connection: close" in head, path
+        error = json.loads(body)["error"]
+        assert (error["code"], error["type"]) == ("body_too_late", "invalid_request_error"), path
+    assert not router.submitted
