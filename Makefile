@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	&& echo $$p && break; done)
 
 # Named after what they depend on: a changed version installs again, a fresh checkout does not.
-KEY := $(shell cat pyproject.toml constraints.txt locks/*.txt Makefile setup.py services/tandem/*.c kernels/tandem_kernels/native/*.cpp \
+KEY := $(shell cat pyproject.toml constraints.txt deploy/locks/*.txt Makefile setup.py services/tandem/*.c kernels/tandem_kernels/native/*.cpp \
 	kernels/tandem_kernels/native/*.h | cksum | cut -d' ' -f1)
 RUNTIME := .venv/installed-runtime-$(KEY)
 DEV := .venv/installed-dev-$(KEY)
@@ -18,7 +18,7 @@ DEV := .venv/installed-dev-$(KEY)
 PURE_TESTS := tests/unit
 
 # What is in the lock has to have one of its hashes. torch is not in it: its build is the user's choice.
-INSTALL = $(PIP) install --require-hashes --no-deps -r locks/$(1).txt \
+INSTALL = $(PIP) install --require-hashes --no-deps -r deploy/locks/$(1).txt \
 	&& $(PIP) install -c constraints.txt $(2) \
 	&& $(PIP) install --no-deps --no-build-isolation -e .
 # Programs with a virtual environment of their own: name of the package, of the program.
@@ -81,8 +81,8 @@ options: $(DEV) ## write the options' page and the chart's options from the sett
 	@$(BIN)/python docs/reference/generate.py
 
 .PHONY: lock
-lock: $(DEV) ## write the hashes of what constraints.txt names into locks/
-	@$(call TOOL,uv,uv) && PATH="$$PWD/$(TOOLS):$$PATH" $(BIN)/python locks/generate.py
+lock: $(DEV) ## write the hashes of what constraints.txt names into deploy/locks/
+	@$(call TOOL,uv,uv) && PATH="$$PWD/$(TOOLS):$$PATH" $(BIN)/python deploy/locks/generate.py
 
 .PHONY: sbom
 sbom: $(DEV) ## write sbom.json: what is installed here, as CycloneDX
@@ -91,7 +91,7 @@ sbom: $(DEV) ## write sbom.json: what is installed here, as CycloneDX
 
 .PHONY: audit
 audit: $(DEV) ## look up known vulnerabilities of the locked packages (asks a service on the network)
-	@$(call TOOL,pip-audit,pip-audit) && $(TOOLS)/pip-audit --no-deps --disable-pip -r locks/dev.txt
+	@$(call TOOL,pip-audit,pip-audit) && $(TOOLS)/pip-audit --no-deps --disable-pip -r deploy/locks/dev.txt
 
 .PHONY: proto-check
 proto-check: $(DEV)

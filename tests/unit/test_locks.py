@@ -1,4 +1,4 @@
-"""The files in locks/ agree with constraints.txt, and each of their packages has hashes."""
+"""The files in deploy/locks/ agree with constraints.txt, and each of their packages has hashes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def constraints() -> dict[str, str]:
 
 def locked(name: str) -> dict[str, str]:
     """Versions by package; the whole file has to be of entries with hashes."""
-    text = (ROOT / "locks" / f"{name}.txt").read_text()
+    text = (ROOT / "deploy" / "locks" / f"{name}.txt").read_text()
     entries = ENTRY.findall(text)
     assert entries
     assert ENTRY.sub("", text).splitlines() == text.splitlines()[:1]

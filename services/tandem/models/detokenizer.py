@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from tandem.models.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-_PENDING_TOKENS_MAX = 4  # a character has at most 4 bytes, so no more tokens can be unfinished
+# A character has at most 4 bytes, so no more tokens can be unfinished; before them may be the space
+# at the start of a stream, which has no text.
+_PENDING_TOKENS_MAX = 5
 
 
 class IncrementalDetokenizer:

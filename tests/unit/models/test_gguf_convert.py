@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tandem.errors import ConfigError
-from tandem.models import gguf_convert
-from tandem.models.gguf_convert import converted_folder, model_name
+from tandem.models.gguf import convert as gguf_convert
+from tandem.models.gguf.convert import converted_folder, model_name
 
 NORM = {"output_norm.weight": np.arange(64, dtype=np.float32)}
 

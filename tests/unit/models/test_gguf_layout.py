@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.models.gguf_layout import check_layout
+from tandem.models.gguf.layout import check_layout
 
 NORM = {"output_norm.weight": np.arange(64, dtype=np.float32)}
 HUGE = (1 << 63) - 1

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
-from tandem.models.gguf_convert import converted_folder
+from tandem.models.gguf.convert import converted_folder
 
 TEXT = "I'LL pay $12345.67  for\n\n the naïve 東京 ½²³ x_y;\t end 🙂 'tis  "
 

@@ -6,9 +6,9 @@ import torch
 import transformers
 
 from tandem.errors import UnsupportedModel
-from tandem.models import gguf_weights
-from tandem.models.gguf_convert import converted_folder
-from tandem.models.gguf_weights import hf_name, unpermute
+from tandem.models.gguf import weights as gguf_weights
+from tandem.models.gguf.convert import converted_folder
+from tandem.models.gguf.weights import hf_name, unpermute
 
 
 @pytest.mark.parametrize(

@@ -77,10 +77,10 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     # Slow to import, and needed the first time only.
     import gguf
 
-    from tandem.models.gguf_config import GgufMetadata, generation_config, hf_config
-    from tandem.models.gguf_layout import check_layout
-    from tandem.models.gguf_tokenizer import write_tokenizer
-    from tandem.models.gguf_weights import read_rope_freqs, write_weights
+    from tandem.models.gguf.config import GgufMetadata, generation_config, hf_config
+    from tandem.models.gguf.layout import check_layout
+    from tandem.models.gguf.tokenizer import write_tokenizer
+    from tandem.models.gguf.weights import read_rope_freqs, write_weights
 
     check_layout(gguf_file)
     with naming(gguf_file):

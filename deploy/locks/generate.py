@@ -1,6 +1,6 @@
 """Writes runtime.txt and dev.txt: the versions of constraints.txt with the hashes of their files.
 
-    .venv/bin/python locks/generate.py        # make lock; needs uv
+    .venv/bin/python deploy/locks/generate.py        # make lock; needs uv
 
 The files are for Linux and each Python that Tandem supports, on x86-64 and arm64. They leave out
 torch, whose build (for CPUs, or for one of several versions of CUDA) is the installer's choice, and
@@ -15,7 +15,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PYTHONS = "python_full_version < '3.13' and sys_platform == 'linux'"
 OF_TORCH = re.compile(r"(torch|triton|nvidia-.+|cuda-.+)==")
 # They ask for other versions than they work with, or are asked for by no package.
@@ -27,7 +27,9 @@ def main() -> None:
     for name in EXTRAS:
         kept = [entry for entry in compiled(name) if not OF_TORCH.match(entry)]
         text = "# Written by `make lock`. Without torch, whose build the installer chooses.\n"
-        (ROOT / "locks" / f"{name}.txt").write_text(text + "".join(sorted(kept, key=str.lower)))
+        (ROOT / "deploy" / "locks" / f"{name}.txt").write_text(
+            text + "".join(sorted(kept, key=str.lower))
+        )
 
 
 def compiled(name: str) -> list[str]:

@@ -21,7 +21,7 @@ from tokenizers import (
 )
 
 from tandem.errors import UnsupportedModel
-from tandem.models.gguf_config import GgufMetadata
+from tandem.models.gguf.config import GgufMetadata
 
 # Values of tokenizer.ggml.token_type.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5

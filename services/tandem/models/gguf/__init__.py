@@ -1,0 +1,1 @@
+"""Reads GGUF files: configuration, tokenizer and weights, as Hugging Face folders have them."""
