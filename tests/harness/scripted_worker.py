@@ -105,6 +105,7 @@ class ScriptedWorker(WorkerServicer):
         self.load = Load(queue_max=8, blocks_total=1000)
         self.rates = WorkerRates()
         self.pairs: dict[str, PairRate] = {}
+        self.max_model_len = 2048
         self.block_hashes: list[bytes] | None = None  # that it says it holds; None: cannot say
         self.submitted: list[pb.SubmitSequence] = []
         self.cancelled: list[str] = []
@@ -186,7 +187,7 @@ class ScriptedWorker(WorkerServicer):
                 host="here",
                 pid=1,
                 model="scripted",
-                max_model_len=2048,
+                max_model_len=self.max_model_len,
                 compatibility=self._compatibility,
                 load=self.load,
                 rates=self.rates,

@@ -20,7 +20,11 @@ FRAMINGS = {
 
 async def changing_paths(router: RunningRouter) -> list[str]:
     paths = (await router.http.get("/openapi.json")).json()["paths"]
-    return [path.format(worker_id="decode-0") for path, kinds in paths.items() if "post" in kinds]
+    return [
+        path.format(worker_id="decode-0", key_id="0")
+        for path, kinds in paths.items()
+        if "post" in kinds
+    ]
 
 
 async def slow_post(router: RunningRouter, path: str, framing: str, *, drips: bool) -> bytes:

@@ -4,7 +4,9 @@ Text to token ids and back, and chats to text by the model's own template. Knows
 requests: who may say what (roles, sizes) is the router's business.
 """
 
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,28 @@ from tandem.models.control_strings import ControlStrings
 from tandem.models.source import read_json_if_any
 
 
+@dataclass(frozen=True, slots=True)
+class RenderedText:
+    """Text that has all its special tokens already, or a piece of it."""
+
+    text: str
+    is_renamed: bool = False  # its special tokens have the names of `ControlStrings`
+
+
 class Tokenizer:
     """The tokenizer of a model. Threads may share it; encoding runs without the GIL."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` is a Hugging Face folder. Raises ConfigError when its files cannot be read."""
+    def __init__(self, folder: Path, *, nonce: str | None = None) -> None:
+        """`folder` is a Hugging Face folder. `nonce` is that of another tokenizer of the folder,
+        to share rendered chats with it. Raises ConfigError when the files cannot be read."""
         file = folder / "tokenizer.json"
         with naming(file):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             added = self._tokenizer.get_added_tokens_decoder()
-            self._control_strings = ControlStrings(self._tokenizer)
+            self._control_strings = ControlStrings(self._tokenizer, nonce or secrets.token_hex(16))
+        self._strips_spaces = any(token.lstrip or token.rstrip for token in added.values())
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._pieces: dict[int, bytes] = {}
         self.is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
@@ -83,11 +95,33 @@ class Tokenizer:
 
         Raises BadRequest when the model has no chat template, or its template refuses the chat.
         """
+        return self.encode_rendered(self.render_prompt(messages))
+
+    def render_prompt(self, messages: list[dict[str, Any]]) -> RenderedText:
+        """Returns the text that `encode_chat` encodes. Raises as `encode_chat` does."""
         if not self._control_strings.are_in(messages):
-            return self.encode(self.render_chat(messages), add_special_tokens=False)
+            return RenderedText(self.render_chat(messages))
         rendered = self.render_chat(self._control_strings.mark(messages))
         _check_unicode(rendered)
-        return self._control_strings.encode_marked(rendered)
+        return RenderedText(self._control_strings.rename(rendered), is_renamed=True)
+
+    def encode_rendered(self, rendered: RenderedText) -> list[int]:
+        """Returns the token ids of a text as `render_prompt` returns it."""
+        if rendered.is_renamed:
+            return self._control_strings.encode_renamed(rendered.text)
+        return self.encode(rendered.text, add_special_tokens=False)
+
+    def count_tokens(self, piece: RenderedText) -> int:
+        """Returns the number of tokens of a piece of a text. It has no spaces at its ends if a
+        special token beyond them might swallow them, however many they are."""
+        if self._strips_spaces:
+            piece = RenderedText(piece.text.strip(), piece.is_renamed)
+        return len(self.encode_rendered(piece))
+
+    @property
+    def nonce(self) -> str:
+        """The nonce for further tokenizers of this folder. No client may learn it."""
+        return self._control_strings.nonce
 
     def is_special(self, token_id: int) -> bool:
         """Returns whether `skip_special_tokens` leaves this token out of the text."""

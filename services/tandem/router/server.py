@@ -214,6 +214,11 @@ def _bind(config: RouterConfig) -> socket.socket:
     # asyncio sets TCP_NODELAY only where the protocol is named; without it each answer waits 40 ms.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit it. The kernel ends one whose peer acknowledges no byte, or
+    # leaves its window at zero, for so long; every byte that is taken begins the time anew.
+    sock.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(config.send_deadline_s * 1000)
+    )
     try:
         sock.bind((config.host, config.http_port))
         sock.listen(_BACKLOG)

@@ -108,10 +108,13 @@ def test_who_goes_away_costs_its_tenant_nothing() -> None:
     assert drain(queue) == ["b0", "a1", "b1"]  # type: ignore[arg-type]
 
 
-def test_an_empty_line_forgets_what_was() -> None:
+@pytest.mark.parametrize(("forgets", "order"), [(False, ["b1", "a1"]), (True, ["a1", "b1"])])
+def test_a_tenant_owes_what_it_got_until_all_is_forgotten(forgets: bool, order: list[str]) -> None:
     queue: FairQueue[str] = FairQueue()
     queue.push("a", 1000.0, "a0")
     queue.pop()
+    if forgets:
+        queue.forget()
     for item in ("a1", "b1"):
         queue.push(item[0], 1.0, item)
-    assert drain(queue) == ["a1", "b1"]  # type: ignore[arg-type]
+    assert drain(queue) == order  # type: ignore[arg-type]

@@ -54,14 +54,15 @@ class FairQueue(Generic[T]):
         item = next(iter(queue.waiting))
         self._now = queue.start
         queue.start += self._take(tenant, queue, item)
-        if not self._queues:
-            # Everybody was served: nobody is owed anything.
-            self._ends.clear()
-        else:
-            if tenant not in self._queues:
-                self._ends[tenant] = queue.start
-            self._ends = {t: end for t, end in self._ends.items() if end > self._now}
+        if tenant not in self._queues:
+            self._ends[tenant] = queue.start
+        self._ends = {t: end for t, end in self._ends.items() if end > self._now}
         return item
+
+    def forget(self) -> None:
+        """Forgets what was served. Call it when all were served: nobody is owed anything."""
+        assert not self._queues
+        self._ends.clear()
 
     def remove(self, tenant: str, item: T) -> bool:
         """Removes an item that waits no more, at no cost to its tenant; False if it is not here."""

@@ -64,6 +64,8 @@ class TenantQueues:
         if self._queue and not self._one_is_going and self._has_capacity():
             self._one_is_going = True
             self._queue.pop().set_result(None)
+            if not self._queue:
+                self._queue.forget()
 
     def _went(self) -> None:
         self._one_is_going = False

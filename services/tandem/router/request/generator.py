@@ -232,7 +232,9 @@ class Generator:
         )
         salt = cache_salt(self.config.cluster.token, request.tenant)
         compatibility = self._view.compatibility()
-        token_ids, block_hashes = await model.preparer.prepare(request.prompt, compatibility, salt)
+        token_ids, block_hashes = await model.preparer.prepare(
+            request, compatibility, salt, max_model_len=max_model_len
+        )
         seed = request.sampling.seed
         stop_token_ids = set(request.stop_token_ids)
         if not request.ignore_eos:

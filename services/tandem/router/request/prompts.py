@@ -1,36 +1,41 @@
 """Turns prompts into token ids and block hashes, off the event loop.
 
-Short prompts go to a thread (tokenizing runs without the GIL, and is over before a process had
-been asked); long ones, and the hashing of many blocks, which holds the GIL, go to a pool of
-processes that have loaded the tokenizer and nothing else. Knows no worker and no placement.
+    short prompt -------------------------------------------> a thread: tokenize, hash
+    longer prompt ------------------------------------------> a process: tokenize, hash
+    very long text --> processes: render, count by pieces --> a process: tokenize, hash
+                         `--> ContextTooLong as soon as it is certain
+
+A thread is over before a process had been asked, and tokenizing runs without the GIL. The hashing
+of many blocks holds the GIL. The processes have loaded the tokenizer and nothing else. Tenants take
+turns at both (`fair_executor.py`), each piece is a job of its own, and a client that leaves leaves
+one running job at most. Knows no worker and no placement.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import multiprocessing
 import os
 import signal
 import threading
 from array import array
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
 from tandem.block_hash import hash_blocks
 from tandem.errors import BadRequest
-from tandem.models.tokenizer import Tokenizer
-from tandem.router.request.request import Prompt, num_characters
+from tandem.models.tokenizer import RenderedText, Tokenizer
+from tandem.router.request.fair_executor import FairExecutor
+from tandem.router.request.pieces import at_least, cut, is_counted_first
+from tandem.router.request.request import ClientRequest, Conversation, Prompt, num_characters
 from tandem.store.registry import KvCompatibility
 
-log = logging.getLogger(__name__)
-
-INLINE_CHARACTERS_MAX = 8_192
-INLINE_TOKENS_MAX = 2_048
+INLINE_COST_MAX = 8_192  # of a prompt that a thread prepares
+_TOKEN_COST = 4  # of a token id, in characters
+_MESSAGE_COST = 32  # what a chat template writes around a message, in characters
+_NUM_THREADS = 2
 
 
 class PreparedPrompt(NamedTuple):
@@ -42,59 +47,94 @@ class PromptPreparer:
     """Threads and processes that prepare prompts. `close` ends them."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, num_processes: int) -> None:
-        self._folder = folder
         self._tokenizer = tokenizer
-        self._num_processes = num_processes
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
-        self._processes = self._new_processes()
+        self._threads = FairExecutor(
+            lambda: ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize"),
+            num_workers=_NUM_THREADS,
+        )
+        self._processes = FairExecutor(
+            lambda: ProcessPoolExecutor(
+                num_processes,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_start_process,
+                initargs=(folder, tokenizer.nonce),
+            ),
+            num_workers=num_processes,
+        )
 
     def warm_up(self) -> None:
         """Starts the first process now rather than with the first long prompt."""
-        self._processes.submit(os.getpid)
+        self._processes.warm_up(os.getpid)
 
     async def prepare(
-        self, prompt: Prompt, compatibility: KvCompatibility | None, cache_salt: bytes = b""
+        self,
+        request: ClientRequest,
+        compatibility: KvCompatibility | None,
+        cache_salt: bytes = b"",
+        *,
+        max_model_len: int,
     ) -> PreparedPrompt:
-        """Raises BadRequest for a chat that the model's template refuses."""
-        loop = asyncio.get_running_loop()
-        work = (prompt, compatibility, cache_salt)
-        if _is_short(prompt):
-            return await loop.run_in_executor(self._threads, _prepare, self._tokenizer, *work)
-        try:
-            ids, hashes = await loop.run_in_executor(self._processes, _prepare_there, *work)
-        except BrokenProcessPool:
-            log.exception("a tokenizer process died; starting anew")
-            self._processes.shutdown(wait=False)
-            self._processes = self._new_processes()
-            ids, hashes = await loop.run_in_executor(self._processes, _prepare_there, *work)
+        """Raises BadRequest for a chat that the model's template refuses, and ContextTooLong for a
+        long text that cannot fit."""
+        prompt, tenant, cost = request.prompt, request.tenant, _cost(request.prompt)
+        if cost <= INLINE_COST_MAX:
+            return await self._threads.run(
+                tenant, cost, _prepare, self._tokenizer, prompt, compatibility, cache_salt
+            )
+        text: Prompt | RenderedText = prompt
+        if not isinstance(prompt, tuple) and is_counted_first(cost, max_model_len):
+            text = await self._count(request, prompt, max_model_len)
+        ids, hashes = await self._processes.run(
+            tenant, cost, _prepare_there, text, compatibility, cache_salt
+        )
         return PreparedPrompt(ids.tolist(), hashes)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._processes.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+        self._processes.close()
 
-    def _new_processes(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
-            self._num_processes,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_start_process,
-            initargs=(self._folder,),
-        )
+    async def _count(
+        self, request: ClientRequest, prompt: str | Conversation, max_model_len: int
+    ) -> str | RenderedText:
+        """Returns what remains to be tokenized as a whole. Raises ContextTooLong."""
+        run, tenant = self._processes.run, request.tenant
+        if isinstance(prompt, str):
+            rendered = RenderedText(prompt)
+        else:
+            rendered = await run(tenant, _cost(prompt), _render_there, prompt)
+        num_tokens = 0
+        for num_pieces, text in enumerate(cut(rendered.text), start=1):
+            piece = replace(rendered, text=text)
+            try:
+                num_tokens += await run(tenant, len(text), _count_there, piece)
+            except BadRequest:
+                break  # The whole text tells what is wrong with it, and where.
+            if (certain := at_least(num_tokens, num_pieces)) >= max_model_len:
+                raise request.too_long(f"at least {certain}", max_model_len)
+        return prompt if isinstance(prompt, str) else rendered
 
 
-def _is_short(prompt: Prompt) -> bool:
+def _cost(prompt: Prompt) -> int:
+    """Returns the work to prepare a prompt, in characters to tokenize."""
     if isinstance(prompt, tuple):
-        return len(prompt) <= INLINE_TOKENS_MAX
-    return num_characters(prompt) <= INLINE_CHARACTERS_MAX
+        return _TOKEN_COST * len(prompt)
+    if isinstance(prompt, str):
+        return len(prompt)
+    return num_characters(prompt) + _MESSAGE_COST * len(prompt.messages)
 
 
 def _prepare(
-    tokenizer: Tokenizer, prompt: Prompt, compatibility: KvCompatibility | None, cache_salt: bytes
+    tokenizer: Tokenizer,
+    prompt: Prompt | RenderedText,
+    compatibility: KvCompatibility | None,
+    cache_salt: bytes,
 ) -> PreparedPrompt:
     if isinstance(prompt, tuple):
         token_ids = list(prompt)
     elif isinstance(prompt, str):
         token_ids = tokenizer.encode(prompt)
+    elif isinstance(prompt, RenderedText):
+        token_ids = tokenizer.encode_rendered(prompt)
     else:
         token_ids = tokenizer.encode_chat([asdict(m) for m in prompt.messages])
     if compatibility is None:
@@ -106,12 +146,12 @@ def _prepare(
 _process_tokenizer: Tokenizer | None = None
 
 
-def _start_process(folder: Path) -> None:
+def _start_process(folder: Path, nonce: str) -> None:
     global _process_tokenizer
     # Ctrl-C reaches the whole process group; the router ends this process when it is ready to.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _process_tokenizer = Tokenizer(folder)
+    _process_tokenizer = Tokenizer(folder, nonce=nonce)
 
 
 def _exit_with_parent() -> None:
@@ -122,14 +162,20 @@ def _exit_with_parent() -> None:
     os._exit(0)
 
 
+def _render_there(chat: Conversation) -> RenderedText:
+    assert _process_tokenizer is not None
+    return _process_tokenizer.render_prompt([asdict(m) for m in chat.messages])
+
+
+def _count_there(piece: RenderedText) -> int:
+    assert _process_tokenizer is not None
+    return _process_tokenizer.count_tokens(piece)
+
+
 def _prepare_there(
-    prompt: Prompt, compatibility: KvCompatibility | None, cache_salt: bytes
+    prompt: Prompt | RenderedText, compatibility: KvCompatibility | None, cache_salt: bytes
 ) -> tuple[array[int], list[bytes]]:
     """Returns token ids as an array: a list of 100,000 ints is slow to unpickle."""
     assert _process_tokenizer is not None
-    try:
-        prepared = _prepare(_process_tokenizer, prompt, compatibility, cache_salt)
-    except BadRequest as error:
-        # Its keyword arguments do not survive pickling.
-        raise BadRequest(error.message) from None
+    prepared = _prepare(_process_tokenizer, prompt, compatibility, cache_salt)
     return array("I", prepared.token_ids), prepared.block_hashes

@@ -167,11 +167,7 @@ class ClientRequest:
         if num_prompt_tokens < 1:
             raise refusal(self._prompt_name, "without any token")
         if left < 1:
-            raise ContextTooLong(
-                f"the prompt has {num_prompt_tokens} tokens; the context of {max_model_len} tokens "
-                f"allows at most {max_model_len - 1}, so that one can be made",
-                param=self._prompt_name,
-            )
+            raise self.too_long(f"{num_prompt_tokens}", max_model_len)
         if self.max_tokens is None:
             pool_left = left if pool_tokens is None else max(1, pool_tokens - num_prompt_tokens)
             return min(left, pool_left, self.default_max_tokens or left)
@@ -182,6 +178,14 @@ class ClientRequest:
                 param="max_tokens",
             )
         return self.max_tokens
+
+    def too_long(self, num_prompt_tokens: str, max_model_len: int) -> ContextTooLong:
+        """Returns the error for a prompt that leaves no room; the number may be "at least 7"."""
+        return ContextTooLong(
+            f"the prompt has {num_prompt_tokens} tokens; the context of {max_model_len} tokens "
+            f"allows at most {max_model_len - 1}, so that one can be made",
+            param=self._prompt_name,
+        )
 
     @property
     def kind(self) -> Literal["chat", "completion"]:

@@ -6,7 +6,8 @@ answer invalid UTF-8 in a string field with UNKNOWN before any code of ours ran.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import logging
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any
@@ -38,10 +39,16 @@ from tandem.rpc.failures import FailureInterceptor, abort, log_lost_peers_calmly
 from tandem.rpc.options import SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 
+log = logging.getLogger(__name__)
+
 METADATA_BYTES_MAX = 16 << 10  # of one call, by HTTP/2's count: 32 bytes more for each field
 IDLE_S = 300.0  # of a connection without calls; channels connect again by themselves
 _TRACE_KEYS = ("traceparent", "tracestate")
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+class _ClientStalled(Exception):
+    """A client takes nothing of its answer."""
 
 
 class GrpcApi:
@@ -113,9 +120,8 @@ class GrpcApi:
             },
         )
 
-    async def _generate(
-        self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def _generate(self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Streams the answer. A client that reads on after `send_deadline_s` finds CANCELLED."""
         try:
             key = await self._guard.check("user", context)
             named = _metadata(context, TENANT_HEADER)
@@ -132,9 +138,25 @@ class GrpcApi:
                     if delta.prompt_token_ids is not None and wants_placement:
                         placement = ((PLACEMENT_HEADER, delta.placement),)
                         await context.send_initial_metadata(placement)
-                    yield _response(request.request_id, delta)
+                    await self._send(context, _response(request.request_id, delta))
         except TandemError as error:
             await abort(context, error)
+        except _ClientStalled:
+            # The request is over. Only its status still waits for the client to read, or to leave.
+            late = f"the client took no message for {self._config.send_deadline_s:g} s"
+            log.info("a gRPC call was cut: %s", late)
+            await context.abort(grpc.StatusCode.CANCELLED, late)
+
+    async def _send(
+        self, context: grpc.aio.ServicerContext[Any, Any], response: pb.GenerateResponse
+    ) -> None:
+        """Waits while the client's flow-control window is full; raises _ClientStalled after
+        `send_deadline_s`."""
+        try:
+            async with asyncio.timeout(self._config.send_deadline_s):
+                await context.write(response)
+        except TimeoutError:
+            raise _ClientStalled from None
 
     async def _get_request(
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]

@@ -8,7 +8,8 @@ A connection starts in `header`, and goes through `body` even where there is non
 their way in each phase. The bytes of a header are counted before the parser sees them: it keeps
 all of them until the header is complete. A connection that is refused gets an answer (400, 408,
 431, or 503 if there are too many), unless an earlier request is still being answered: then it ends
-with that answer.
+with that answer. In each phase the kernel ends a connection whose client takes no byte of an answer
+for `send_deadline_s` (`router/server.py`).
 """
 
 import asyncio
@@ -127,6 +128,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._others.idle.pop(self, None)
         self._others.num_lingering -= self._lingers
         self._lingers = False
+        if isinstance(exc, TimeoutError):
+            late_s = self._limits.send_deadline_s
+            log.info("an HTTP client was cut: it took no byte for %g s", late_s)
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True  # uvicorn tells the latest request only
             self._answered.message_event.set()

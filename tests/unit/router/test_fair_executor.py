@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+
+import pytest
+import pytest_asyncio
+
+from tandem.router.request.fair_executor import FairExecutor
+
+
+class Jobs:
+    """Jobs on one thread, each of which ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.began: list[str] = []
+        self.fair = FairExecutor(lambda: ThreadPoolExecutor(1), num_workers=1)
+        self._may_end = threading.Semaphore(0)
+        self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def start(self, *names: str) -> list[asyncio.Task[str]]:
+        """The first letter of a name is the tenant."""
+        return [
+            asyncio.create_task(self.fair.run(name[0], 1.0, self._work, name)) for name in names
+        ]
+
+    def end(self, num: int = 1) -> None:
+        self._may_end.release(num)
+
+    async def wait_begun(self, *names: str) -> None:
+        """Waits until the last of these began; then these began, in this order."""
+        async with asyncio.timeout(10):
+            while len(self.began) < len(names):
+                self._changed.clear()
+                await self._changed.wait()
+        assert self.began == list(names)
+
+    def _work(self, name: str) -> str:
+        self.began.append(name)
+        self._loop.call_soon_threadsafe(self._changed.set)
+        assert self._may_end.acquire(timeout=10)
+        if name.endswith("!"):
+            raise ValueError(name)
+        return name
+
+
+@pytest_asyncio.fixture
+async def jobs() -> AsyncIterator[Jobs]:
+    jobs = Jobs()
+    yield jobs
+    jobs.end(100)
+    jobs.fair.close()
+
+
+async def test_tenants_take_turns(jobs: Jobs) -> None:
+    tasks = jobs.start("a0", "a1", "a2")
+    await jobs.wait_begun("a0")
+    tasks += jobs.start("b0")
+    await asyncio.sleep(0)
+    assert jobs.fair.num_waiting == 3
+    jobs.end(4)
+    assert await asyncio.gather(*tasks) == ["a0", "a1", "a2", "b0"]
+    assert jobs.began == ["a0", "b0", "a1", "a2"]
+
+
+async def test_who_leaves_takes_waiting_jobs_along(jobs: Jobs) -> None:
+    tasks = jobs.start("a0", "a1", "a2", "a3")
+    await jobs.wait_begun("a0")
+    for task in tasks[:3]:
+        task.cancel()
+    await asyncio.wait(tasks[:3])
+    assert jobs.fair.num_waiting == 1
+    assert jobs.began == ["a0"]  # it still has its worker, although nobody waits for it
+    jobs.end()
+    await jobs.wait_begun("a0", "a3")
+    jobs.end()
+    assert await tasks[3] == "a3"
+
+
+async def test_one_that_leaves_as_its_worker_comes_holds_up_nobody(jobs: Jobs) -> None:
+    tasks = jobs.start("a0", "a1", "a2")
+    await jobs.wait_begun("a0")
+    jobs.fair._num_free += 1  # a worker comes: a1 is let go, and leaves before it hears of it
+    jobs.fair._let_go()
+    tasks[1].cancel()
+    await asyncio.wait([tasks[1]])
+    jobs.fair._num_free -= 1
+    jobs.end(2)
+    assert await asyncio.gather(tasks[0], tasks[2]) == ["a0", "a2"]
+    assert "a1" not in jobs.began
+
+
+async def test_jobs_that_fail_free_their_worker(jobs: Jobs) -> None:
+    left, failed, last = jobs.start("a!", "b!", "c")
+    await jobs.wait_begun("a!")
+    left.cancel()
+    jobs.end(3)
+    results = await asyncio.gather(left, failed, last, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert isinstance(results[1], ValueError)
+    assert results[2] == "c"
+    assert jobs.fair._num_free == 1
+
+
+def die_unless(path: str) -> int:
+    """Ends the process, unless the file is there; makes it."""
+    if not os.path.exists(path):
+        open(path, "w").close()
+        os._exit(1)
+    return os.getpid()
+
+
+def die() -> None:
+    os._exit(1)
+
+
+async def test_a_dead_process_is_replaced_once(tmp_path: object) -> None:
+    made: list[ProcessPoolExecutor] = []
+
+    def make() -> ProcessPoolExecutor:
+        made.append(ProcessPoolExecutor(1))
+        return made[-1]
+
+    fair = FairExecutor(make, num_workers=1)
+    try:
+        assert await fair.run("a", 1.0, die_unless, f"{tmp_path}/file") != os.getpid()
+        assert len(made) == 2
+        with pytest.raises(BrokenExecutor):
+            await fair.run("a", 1.0, die)
+        assert len(made) == 4
+        assert await fair.run("a", 1.0, os.getpid) != os.getpid()
+        assert fair._num_free == 1
+    finally:
+        fair.close()

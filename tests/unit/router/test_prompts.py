@@ -1,0 +1,126 @@
+"""Prompts on real tokenizer processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.errors import BadRequest, ContextTooLong
+from tandem.models.source import resolve
+from tandem.models.tokenizer import RenderedText, Tokenizer
+from tandem.router.request import prompts
+from tandem.router.request.pieces import CUT_TOKENS, PIECE_CHARACTERS
+from tandem.router.request.prompts import PromptPreparer
+from tandem.router.request.request import ClientRequest, Conversation, Message, Prompt
+
+FOLDER = resolve("smollm2").path
+MAX_LEN = 8192
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def preparer(tokenizer: Tokenizer) -> Iterator[PromptPreparer]:
+    preparer = PromptPreparer(FOLDER, tokenizer, num_processes=2)
+    yield preparer
+    preparer.close()
+
+
+async def prepare(preparer: PromptPreparer, prompt: Prompt, max_model_len: int) -> list[int]:
+    request = ClientRequest(prompt)
+    return (await preparer.prepare(request, None, max_model_len=max_model_len)).token_ids
+
+
+def chat(*contents: str) -> Conversation:
+    return Conversation(tuple(Message("user", content) for content in contents))
+
+
+def ids_of(tokenizer: Tokenizer, prompt: str | Conversation) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in prompt.messages])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    word=st.sampled_from([" 1x", "hello world ", "a", "東京", " <|im_end|>", "\n\n"]),
+    num_characters=st.integers(PIECE_CHARACTERS // 4, 5 * PIECE_CHARACTERS),
+    room=st.integers(-3 * CUT_TOKENS, 3 * CUT_TOKENS),
+    as_chat=st.booleans(),
+)
+def test_a_prompt_that_fits_has_its_exact_ids(
+    preparer: PromptPreparer,
+    tokenizer: Tokenizer,
+    word: str,
+    num_characters: int,
+    room: int,
+    as_chat: bool,
+) -> None:
+    text = word * (num_characters // len(word))
+    prompt = chat("x", text) if as_chat else text
+    expected = ids_of(tokenizer, prompt)
+    max_model_len = max(64, len(expected) + room)
+    try:
+        ids = asyncio.run(prepare(preparer, prompt, max_model_len))
+    except ContextTooLong:
+        assert len(expected) >= max_model_len
+    else:
+        assert ids == expected
+
+
+@pytest.mark.parametrize("word", [" 1x", "abc", "<|im_end|>"])
+@pytest.mark.parametrize("as_chat", [False, True])
+async def test_a_text_that_cannot_fit_is_refused_after_its_first_tokens(
+    preparer: PromptPreparer,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    word: str,
+    as_chat: bool,
+) -> None:
+    run = preparer._processes.run
+    counted: list[RenderedText] = []
+
+    async def noting(tenant: str, cost: float, function: object, *arguments: object) -> object:
+        assert function is not prompts._prepare_there
+        if function is prompts._count_there:
+            counted.append(arguments[0])  # type: ignore[arg-type]
+        return await run(tenant, cost, function, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(preparer._processes, "run", noting)
+    text = word * (510_000 // len(word))
+    param = "messages" if as_chat else "prompt"
+    message = rf"the prompt has at least \d+ tokens; the context of {MAX_LEN} tokens allows at most"
+    with pytest.raises(ContextTooLong, match=message) as refused:
+        await prepare(preparer, chat(text) if as_chat else text, MAX_LEN)
+    assert refused.value.param == param
+    assert sum(map(tokenizer.count_tokens, counted[:-1])) < MAX_LEN + CUT_TOKENS * len(counted)
+
+
+async def test_a_client_that_leaves_stops_the_count(preparer: PromptPreparer) -> None:
+    text = "hello world " * 40_000
+    task = asyncio.create_task(prepare(preparer, text, 10**6 // 4))
+    while preparer._processes._num_free == 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert preparer._processes.num_waiting == 0
+    async with asyncio.timeout(60):
+        while preparer._processes._num_free < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_what_is_wrong_with_a_long_text_is_told_as_of_the_whole(
+    preparer: PromptPreparer,
+) -> None:
+    text = "hello world " * (3 * PIECE_CHARACTERS // 12)
+    with pytest.raises(BadRequest, match=f"surrogate at character {len(text)}"):
+        await prepare(preparer, text + "\ud800", 20_000)
+    with pytest.raises(BadRequest, match="surrogate"):
+        await prepare(preparer, chat(text + "\ud800<|im_end|>"), 20_000)
