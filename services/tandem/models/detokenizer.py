@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from tandem.models.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# A character has at most 4 bytes, so no more tokens can be unfinished; before them may be the space
-# at the start of a stream, which has no text.
-_PENDING_TOKENS_MAX = 5
+_PENDING_TOKENS_MAX = 4  # a character has at most 4 bytes, so no more tokens can be unfinished
 
 
 class IncrementalDetokenizer:
@@ -82,6 +80,9 @@ class _WindowText:
     def _push_one(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._window_text()
+        if len(self._window) == 1 and not text:
+            self._num_context = 1  # the space at the start of a stream, which has no text
+            return ""
         num_pending = len(self._window) - self._num_context
         unfinished = text.endswith(_REPLACEMENT) or len(text) <= len(self._context_text)
         if unfinished and num_pending < _PENDING_TOKENS_MAX:
