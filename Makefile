@@ -119,5 +119,5 @@ $(RUNTIME): | $(BIN)/python
 
 $(DEV): | $(BIN)/python
 	@echo 'installing Tandem with what its tests need (once; a minute or two)'
-	@$(call INSTALL,dev,torch triton)
+	@$(call INSTALL,dev,torch 'triton<3.10')
 	@touch $@ $(RUNTIME)

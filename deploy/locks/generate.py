@@ -43,8 +43,7 @@ def compiled(name: str) -> list[str]:
         for extra in EXTRAS[name]
         for requirement in project["optional-dependencies"][extra]
     ]
-    # torch names one version of triton, which is another for each build.
-    bounds = [f"{package}=={version}" for package, version in pins.items() if package != "triton"]
+    bounds = [f"{package}=={version}" for package, version in pins.items()]
     alone = [f"{package}=={pins[package]}" for package in ALONE[name]]
     return uv(asked, bounds) + uv(alone, [], "--no-deps")
 

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 ENTRY = re.compile(
     r"([A-Za-z0-9._-]+)==(\S+)( ; [^\\\n]+)? \\\n((?:    --hash=sha256:[0-9a-f]{64}.*\n)+)"
 )
-# torch and what only its builds bring; `make` installs the first two by constraints.txt.
-NOT_LOCKED = {"torch", "triton"}
+# Its build is the installer's choice. A build for CUDA brings the one triton that it works with.
+NOT_LOCKED = {"torch"}
 # In constraints.txt for other Pythons or other tools.
 NOT_NEEDED = {"cryptography", "orjson"}
 # For Python 3.11.0 to 3.11.2 alone, which constraints.txt was not made on.

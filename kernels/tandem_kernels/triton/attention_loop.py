@@ -24,11 +24,7 @@ def attend(
     last_keys,
     first,
     end,
-    kv,
-    block_table,
-    stride_block,
-    stride_kv,
-    scale,
+    paged,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -39,9 +35,11 @@ def attend(
 
     A row sees the keys up to its `last_keys`. Not MASKED: every row sees all of them, and they are
     whole turns. The first turn of all has to hold a key that each row sees: there, a maximum of
-    -inf would make NaN. `kv` points to the head's K in block 0; `scale` is in base 2.
+    -inf would make NaN. `paged` is (the head's K in block 0, the sequence's block table, the
+    strides of a block and from K to V, the scale in base 2).
     """
     accumulator, sums, maxima = state
+    kv, block_table, stride_block, stride_kv, scale = paged
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
     for start in range(first, end, KEYS):

@@ -71,13 +71,7 @@ def decode_attention(
     )
     if num_splits > 1:
         _weigh_splits[(num_seqs, num_heads)](
-            partials,
-            log_sums,
-            out,
-            num_splits,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            SPLITS=next_power_of_2(num_splits),
+            partials, log_sums, out, num_splits, head_dim, block_d, next_power_of_2(num_splits)
         )
     return out
 
@@ -151,22 +145,12 @@ def _attend_split(
     is_element = (rows < GROUP_SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
     places = heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(queries + seq * stride_query + places, mask=is_element, other=0.0)
+    last_keys = tl.zeros((ROWS,), tl.int32) + context_len - 1
+    head_kv = kv + kv_head.to(tl.int64) * stride_head
+    paged = (head_kv, block_tables + seq * stride_table, stride_block, stride_kv, scale)
+    state = start_state(ROWS, BLOCK_D)
     accumulator, sums, maxima = attend(
-        start_state(ROWS, BLOCK_D),
-        q,
-        tl.zeros((ROWS,), tl.int32) + context_len - 1,
-        first,
-        end,
-        kv + kv_head.to(tl.int64) * stride_head,
-        block_tables + seq * stride_table,
-        stride_block,
-        stride_kv,
-        scale,
-        HEAD_DIM=HEAD_DIM,
-        BLOCK_D=BLOCK_D,
-        BLOCK_SIZE=BLOCK_SIZE,
-        KEYS=KEYS,
-        MASKED=True,
+        state, q, last_keys, first, end, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, MASKED=True
     )
     is_empty = sums == 0.0  # nothing is in this range
     sums = tl.where(is_empty, 1.0, sums)

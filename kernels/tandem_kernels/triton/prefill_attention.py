@@ -119,14 +119,9 @@ def _attend_chunks(
 ):
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
-    seq = _sequence_of(program, query_starts, num_seqs, GROUP_SIZE, ROWS)
-    start = tl.load(query_starts + seq)
-    num_queries = tl.load(query_starts + seq + 1) - start
-    num_tiles = tl.cdiv(num_queries * GROUP_SIZE, ROWS)
-    tile = program - (start * GROUP_SIZE // ROWS + seq)
-    if tile >= num_tiles:
+    seq, start, num_queries, first_row = _tile_of(program, query_starts, num_seqs, GROUP_SIZE, ROWS)
+    if first_row < 0:
         return
-    first_row = (num_tiles - 1 - tile) * ROWS  # the longest contexts begin first
     context_len = tl.load(context_lens + seq)
 
     rows = first_row + tl.arange(0, ROWS)
@@ -147,44 +142,32 @@ def _attend_chunks(
     end = prefix_len + last_query + 1
     head_kv = kv + kv_head.to(tl.int64) * stride_head
     block_table = block_tables + seq.to(tl.int64) * stride_table
+    paged = (head_kv, block_table, stride_block, stride_kv, scale)
+    state = start_state(ROWS, BLOCK_D)
     state = attend(
-        start_state(ROWS, BLOCK_D),
-        q,
-        last_keys,
-        0,
-        seen_by_all,
-        head_kv,
-        block_table,
-        stride_block,
-        stride_kv,
-        scale,
-        HEAD_DIM=HEAD_DIM,
-        BLOCK_D=BLOCK_D,
-        BLOCK_SIZE=BLOCK_SIZE,
-        KEYS=KEYS,
-        MASKED=False,
+        state, q, last_keys, 0, seen_by_all, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, False
     )
     accumulator, sums, _maxima = attend(
-        state,
-        q,
-        last_keys,
-        seen_by_all,
-        end,
-        head_kv,
-        block_table,
-        stride_block,
-        stride_kv,
-        scale,
-        HEAD_DIM=HEAD_DIM,
-        BLOCK_D=BLOCK_D,
-        BLOCK_SIZE=BLOCK_SIZE,
-        KEYS=KEYS,
-        MASKED=True,
+        state, q, last_keys, seen_by_all, end, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, True
     )
     num_heads = GROUP_SIZE * tl.num_programs(1)
     places = (tokens[:, None] * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
     result = accumulator / sums[:, None]
     tl.store(out + places, result.to(out.dtype.element_ty), mask=is_element)
+
+
+@triton.jit
+def _tile_of(program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
+    """Returns (sequence, its first query, its number of queries, the tile's first row).
+
+    A negative row says that the program has no tile.
+    """
+    seq = _sequence_of(program, query_starts, num_seqs, GROUP_SIZE, ROWS)
+    start = tl.load(query_starts + seq)
+    num_queries = tl.load(query_starts + seq + 1) - start
+    num_tiles = tl.cdiv(num_queries * GROUP_SIZE, ROWS)
+    tile = program - (start * GROUP_SIZE // ROWS + seq)
+    return seq, start, num_queries, (num_tiles - 1 - tile) * ROWS  # the longest contexts first
 
 
 @triton.jit

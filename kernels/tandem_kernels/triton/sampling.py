@@ -215,7 +215,7 @@ def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: 
     With it, how many tokens lie above it, what they weigh, and how many are on the list, on which
     all that have the key are. The target is below the count or the mass of all.
     """
-    logits, listed_ids, listed_keys, vocab, largest, temperature = row_of
+    _logits, _listed_ids, listed_keys, _vocab, largest, temperature = row_of
     measures = counts if BY_COUNT else masses
     indices = tl.arange(0, _LEVELS)
     level = tl.sum((measures <= target).to(tl.int32), 0)
@@ -225,17 +225,7 @@ def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: 
     above = tl.sum(tl.where(indices == level - 1, counts, 0), 0)
     mass_above = tl.sum(tl.where(indices == level - 1, masses, 0), 0)
 
-    num_listed = 0
-    tl.debug_barrier()  # nobody reads the list before any more
-    for start in range(0, vocab, TILE):
-        ids = start + tl.arange(0, TILE)
-        keys = _key(tl.load(logits + ids, mask=ids < vocab, other=float("-inf")))
-        is_listed = (ids < vocab) & (keys >= low) & (keys < high)
-        places = num_listed + tl.cumsum(is_listed.to(tl.int32), 0) - 1
-        tl.store(listed_ids + places, ids, mask=is_listed)
-        tl.store(listed_keys + places, keys, mask=is_listed)
-        num_listed += tl.sum(is_listed.to(tl.int32), 0)
-    tl.debug_barrier()  # all of it is there to read
+    num_listed = _list_keys(row_of, low, high, TILE)
 
     # Two bits a turn, from the top: of four keys the largest that still has enough above it.
     found = tl.zeros((), tl.int64)  # the key + 2^31
@@ -270,6 +260,24 @@ def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: 
         weights = _weight_of_listed(keys, largest, temperature)
         mass_above += tl.sum(tl.where(is_above, weights, 0), 0)
     return key, above, mass_above, num_listed
+
+
+@triton.jit
+def _list_keys(row_of, low, high, TILE: tl.constexpr):
+    """Lists the tokens with keys from `low` to before `high`, and returns how many there are."""
+    logits, listed_ids, listed_keys, vocab, _largest, _temperature = row_of
+    num_listed = 0
+    tl.debug_barrier()  # nobody reads the list before any more
+    for start in range(0, vocab, TILE):
+        ids = start + tl.arange(0, TILE)
+        keys = _key(tl.load(logits + ids, mask=ids < vocab, other=float("-inf")))
+        is_listed = (ids < vocab) & (keys >= low) & (keys < high)
+        places = num_listed + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+        tl.store(listed_ids + places, ids, mask=is_listed)
+        tl.store(listed_keys + places, keys, mask=is_listed)
+        num_listed += tl.sum(is_listed.to(tl.int32), 0)
+    tl.debug_barrier()  # all of it is there to read
+    return num_listed
 
 
 @triton.jit
