@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -89,6 +90,7 @@ class ProcessSeries:
     began_s: float
     rss_mib: Series = field(default_factory=Series)
     pss_mib: Series = field(default_factory=Series)
+    own_mib: Series = field(default_factory=Series)
     descriptors: Series = field(default_factory=Series)
     threads: Series = field(default_factory=Series)
     is_gone: bool = False
@@ -100,16 +102,27 @@ class ProcessSeries:
             "ended": self.is_gone,
             "rss_mib": self.rss_mib.summary(flat_share=FLAT_SHARE, flat=FLAT_MIB),
             "pss_mib": self.pss_mib.summary(flat_share=FLAT_SHARE, flat=FLAT_MIB),
+            "own_mib": self.own_mib.summary(flat_share=FLAT_SHARE, flat=FLAT_MIB),
             "descriptors": self.descriptors.summary(flat_share=0.0, flat=FLAT_COUNT),
             "threads": self.threads.summary(flat_share=0.0, flat=FLAT_COUNT),
         }
 
     @property
     def grows(self) -> list[str]:
-        """Returns the names of the figures that grow. Shared memory counts by the processes that
-        share it (PSS)."""
+        """Returns the names of the figures that grow.
+
+        Memory is what the process has of its own. PSS would also grow when another program ends
+        that had the same libraries open.
+        """
         found = self.summary()
-        return [n for n in ("pss_mib", "descriptors", "threads") if found[n]["grows"]]
+        return [n for n in ("own_mib", "descriptors", "threads") if found[n]["grows"]]
+
+
+def own_memory_mib(pid: int) -> float:
+    """Anonymous and shared memory of a process (PSS), without the pages of mapped files."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    kib = {name: int(value) for name, value, *_ in (line.split() for line in lines)}
+    return (kib["Pss_Anon:"] + kib["Pss_Shmem:"]) / 1024
 
 
 class ClusterProcesses:
@@ -142,6 +155,7 @@ class ClusterProcesses:
             series = self._series_of(process, at_s)
             series.rss_mib.add(at_s, memory.rss / MIB)
             series.pss_mib.add(at_s, memory.pss / MIB)
+            series.own_mib.add(at_s, own_memory_mib(process.pid))
             series.descriptors.add(at_s, process.num_fds())
             series.threads.add(at_s, process.num_threads())
 

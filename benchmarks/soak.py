@@ -8,7 +8,7 @@ over gRPC: a turn begins a chat or goes on with one (at most 6 turns, so its pre
 pulled), and one client in ten leaves in the middle. Before it counts, what is bounded is filled:
 the KV pools, and the router's log of requests.
 
-Every 5 s: memory (RSS, PSS), descriptors and threads of each process of the cluster; index lag,
+Every 5 s: memory (RSS, PSS, its own), descriptors and threads of each process of the cluster; index lag,
 leases, pulls, sequences and quarantine of each worker; Redis' own memory; the size of the logs. At
 the end the slope an hour over the last two thirds, by least squares with its standard error
 (neighbours that are alike count for less), and for each PASS, or FAIL where it grows for certain,
@@ -272,7 +272,7 @@ class Soak:
             "samples": {
                 name: {
                     "at_s": [round(t, 1) for t in s.pss_mib.at_s],
-                    "pss_mib": [round(v, 2) for v in s.pss_mib.values],
+                    "own_mib": [round(v, 2) for v in s.own_mib.values],
                     "descriptors": s.descriptors.values,
                 }
                 for name, s in sorted(processes.items())
@@ -340,14 +340,14 @@ def end(launcher: subprocess.Popen[bytes]) -> None:
 def print_table(result: dict[str, Any]) -> None:
     print(f"{result['state']}: {result['minutes']:.1f} min at {result['load']:.0%} of")
     print(f"{result['capacity_per_s']:.2f} turns/s; turns: {result['turns']}")
-    print("| process | RSS, PSS at the end (MiB) | PSS an hour (MiB) | descriptors | an hour | |")
+    print("| process | PSS, own at the end (MiB) | own an hour (MiB) | descriptors | an hour | |")
     print("|---|---|---|---|---|---|")
     for name, found in result["processes"].items():
-        rss, pss, fds = found["rss_mib"], found["pss_mib"], found["descriptors"]
+        pss, own, fds = found["pss_mib"], found["own_mib"], found["descriptors"]
         verdict = "FAIL" if any(g.startswith(f"{name} ") for g in result["growing"]) else "PASS"
         print(
-            f"| {name}{' (ended)' if found['ended'] else ''} | {rss['last']:.1f}, {pss['last']:.1f}"
-            f" | {pss['per_hour']:+.2f} ± {pss['error']:.2f} | {fds['last']:.0f}"
+            f"| {name}{' (ended)' if found['ended'] else ''} | {pss['last']:.1f}, {own['last']:.1f}"
+            f" | {own['per_hour']:+.2f} ± {own['error']:.2f} | {fds['last']:.0f}"
             f" | {fds['per_hour']:+.1f} ± {fds['error']:.1f} | {verdict} |"
         )
     print("| of the workers | at most | at the end | an hour |")
