@@ -10,10 +10,10 @@ the KV pools, and the router's log of requests.
 
 Every 5 s: memory (RSS, PSS, its own), descriptors and threads of each process of the cluster; index
 lag, leases, pulls, sequences and quarantine of each worker; Redis' own memory; the size of the
-logs. At the end the slope an hour over the last two thirds, by least squares with its standard error
-(neighbours that are alike count for less), and for each PASS, or FAIL where it grows for certain,
-by more than 5% and 1 MiB an hour (3 for what is counted). What is held when the load is over must
-go to zero within 30 s.
+logs. At the end the slope an hour over the last two thirds, by least squares with its standard
+error (neighbours that are alike count for less), and for each PASS, or FAIL where it grows for
+certain, by more than 5% and 1 MiB an hour (3 for what is counted). What is held when the load is
+over must go to zero within 30 s.
 
 Writes benchmarks/results/soak.json, each minute and also when it is interrupted; exit status 1 when
 something grows. A run of a few minutes shows that it works, not that nothing grows.

@@ -66,10 +66,7 @@ ModelName = Annotated[
 ]
 
 ModelRevision = Annotated[
-    Text,
-    Parameter(
-        help="Commit, tag or branch of a hub model; only a commit never changes.", group=PROCESS
-    ),
+    Text, Parameter(help="Commit (never changes), tag or branch of a hub model.", group=PROCESS)
 ]
 
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"

@@ -29,6 +29,7 @@
       Incompatible          500  FAILED_PRECONDITION  two parts that may not work together
       ConfigError           500  FAILED_PRECONDITION  wrong settings, found at start
         UnsupportedModel    500  FAILED_PRECONDITION
+      OperateError          500  INTERNAL             an operator's command failed; never sent
       InternalError         500  INTERNAL             a bug of ours
 
 `code` is stable: it is what travels between processes and in the `code` field of an HTTP error.
@@ -153,6 +154,9 @@ class ConfigError(TandemError, code="config_error", grpc="FAILED_PRECONDITION"):
 
 
 class UnsupportedModel(ConfigError, code="unsupported_model"): ...
+
+
+class OperateError(TandemError, code="operate_error"): ...
 
 
 class InternalError(TandemError, code="internal_error"): ...

@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from tandem.cluster.operate import OperateError, ask, console
+from tandem.cluster.operate import ask, console
+from tandem.errors import OperateError
 from tandem.security.keys import KeyRecord, Role, create
 
 _PATH = "/v1/keys"

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tandem.errors import TandemError
+from tandem.errors import OperateError
 
 API_KEY_VARIABLE = "TANDEM_API_KEY"
 
@@ -25,10 +25,6 @@ _END_MARGIN_S = 15.0  # from a worker's deadline until its process is gone, and 
 _PIPE_COLUMNS = 200
 _SAMPLE_DEADLINE_S = 60.0
 _ALL_DEADLINE_S = 900.0
-
-
-class OperateError(TandemError, code="operate_error"):
-    """The message says what was wrong and, where it helps, what to do."""
 
 
 def show_status(url: str) -> None:

@@ -7,12 +7,12 @@ import socket
 import pytest
 
 from tandem.cluster.operate import (
-    OperateError,
     differences,
     memory_warnings,
     parse_sizes,
     show_status,
 )
+from tandem.errors import OperateError
 
 
 def pool(wanted: int, running: int, ready: int, num_agents: int | None = None) -> dict[str, object]:
