@@ -69,7 +69,8 @@ def main(
     """Measure the model's steps: compiled kernels beside torch."""
     wanted = modes.split(",") if modes else _fast_modes()
     if unknown := set(wanted) - MODES.keys():
-        sys.exit(f"no such mode: {', '.join(sorted(unknown))}")
+        print(f"no such mode: {', '.join(sorted(unknown))}", file=sys.stderr)
+        sys.exit(2)
     console = Console()
     idle = idle_percent(2.0)
     try:

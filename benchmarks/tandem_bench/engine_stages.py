@@ -67,7 +67,8 @@ def main(
 ) -> None:
     """Take a step apart: each stage of the compiled decoder beside what this machine can."""
     if mode not in MODES or not mode.startswith("native"):
-        sys.exit(f"no such mode: {mode}")
+        print(f"no such mode: {mode}", file=sys.stderr)
+        sys.exit(2)
     console = Console()
     results: dict[str, Any] = {"idle_percent_before": round(idle_percent(2.0), 1), "mode": mode}
     try:

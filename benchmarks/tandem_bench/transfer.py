@@ -48,7 +48,8 @@ def main(
             raise ValueError(f"no such model: {', '.join(sorted(unknown))}")
         plans = [plan(model, rows, pool_bytes) for model in models.split(",")]
     except ValueError as error:
-        sys.exit(str(error))
+        print(str(error), file=sys.stderr)
+        sys.exit(2)
     console = Console(width=None if Console().is_terminal else 130)
     try:
         results = asyncio.run(measure(plans, repeats=repeats, idle_s=idle, console=console))
