@@ -317,8 +317,8 @@ async def test_records_are_taken_from_routers_only(routers: Routers) -> None:
     forged = keys.create("acme", "operator", now=0.0)
     body = msgspec.json.encode([forged.record])
     async with httpx.AsyncClient(base_url=one) as http:
-        for signature in ("", "0" * 64):
-            headers = {"x-tandem-signature": signature, "content-type": "application/json"}
+        for signature in (b"", b"0" * 64, b"\xe9" * 64):
+            headers = {b"x-tandem-signature": signature, b"content-type": b"application/json"}
             answer = await http.post("/v1/keys/records", content=body, headers=headers)
             assert answer.status_code == 401
     assert await is_refused(one, forged.text)

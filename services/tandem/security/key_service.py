@@ -126,7 +126,7 @@ class KeyService:
     def take(self, body: bytes, signature: str) -> None:
         """Takes records from another router. Raises Unauthenticated, or KeysUnknown if they are
         unreadable."""
-        if not hmac.compare_digest(self._sign(body), signature):
+        if not hmac.compare_digest(self._sign(body).encode(), signature.encode()):
             raise Unauthenticated("the signature is not of a router of this cluster")
         try:
             records = msgspec.json.decode(body, type=list[KeyRecord])
