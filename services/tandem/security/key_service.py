@@ -85,7 +85,8 @@ class KeyService:
             changes = await self._store.num_changes()
             if changes != self._changes or now - self._read_at > REREAD_S:
                 await self._reconcile(now)
-                self._changes, self._read_at = await self._store.num_changes(), now
+                # The number from before: what changed while it read is read in the next second.
+                self._changes, self._read_at = changes, now
         except UNREACHABLE as error:
             if not self._is_away:
                 log.warning("API keys cannot be read from Redis, known ones stay: %r", error)

@@ -15,14 +15,18 @@ from tandem.store.script import Script
 
 log = logging.getLogger(__name__)
 
-# KEYS: 1 the hash of records, 2 the number of changes. ARGV: 1 key id, 2 version, 3 record.
-# Writes the record unless that of the key has this version or a higher one.
+# KEYS: 1 the hash of records, 2 the number of changes. ARGV: 1 key id, 2 version, 3 record, 4 whether
+# it is a tombstone (1 or 0). Writes the record unless that of the key has a higher version, or this
+# one; a tombstone also takes the place of a live record of its version.
 # Returns 1 if it was written, else 0.
 _PUT = """
 local old = redis.call('HGET', KEYS[1], ARGV[1])
 if old then
   local read, record = pcall(cjson.decode, old)
-  if read and tonumber(record.version) and record.version >= tonumber(ARGV[2]) then return 0 end
+  local version = read and tonumber(record.version) or 0
+  local is_buried = read and (tonumber(record.revoked_at) or 0) > 0
+  if version > tonumber(ARGV[2]) then return 0 end
+  if version == tonumber(ARGV[2]) and (ARGV[4] == '0' or is_buried) then return 0 end
 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 redis.call('INCR', KEYS[2])
@@ -49,10 +53,12 @@ class KeyStore:
         return [r for r in map(_decode, found.values()) if r is not None]
 
     async def put(self, record: KeyRecord) -> bool:
-        """Writes a record; returns False if Redis has one of this version or a higher one."""
+        """Writes a record; returns False if Redis has a newer one, or this one."""
         keys = [self._records, self._changes]
         text = msgspec.json.encode(record)
-        return bool(await self._put(self._redis, keys, record.key_id, record.version, text))
+        is_tombstone = int(bool(record.revoked_at))
+        args = (record.key_id, record.version, text, is_tombstone)
+        return bool(await self._put(self._redis, keys, *args))
 
     async def forget(self, key_ids: Iterable[str]) -> None:
         await self._redis.hdel(self._records, *key_ids)
