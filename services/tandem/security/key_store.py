@@ -15,10 +15,10 @@ from tandem.store.script import Script
 
 log = logging.getLogger(__name__)
 
-# KEYS: 1 the hash of records, 2 the number of changes. ARGV: 1 key id, 2 version, 3 record, 4 whether
-# it is a tombstone (1 or 0). Writes the record unless that of the key has a higher version, or this
-# one; a tombstone also takes the place of a live record of its version.
-# Returns 1 if it was written, else 0.
+# KEYS: 1 the hash of records, 2 the number of changes.
+# ARGV: 1 key id, 2 version, 3 record, 4 whether it is a tombstone (1 or 0).
+# Writes the record unless that of the key has a higher version, or this one; a tombstone also takes
+# the place of a live record of its version. Returns 1 if it was written, else 0.
 _PUT = """
 local old = redis.call('HGET', KEYS[1], ARGV[1])
 if old then
