@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.config import AutoscaleConfig
+from tandem.config.autoscale import AutoscaleConfig
 from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
 from tandem.router.admission.predict import TtftLimit
 from tandem.router.placement.choose import choose

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.small_mix import BLOCK, make_mix, replay, send
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
 from tandem.router.admission.predict import TtftLimit
 from tandem.simulator.output.report import summarize

@@ -12,7 +12,7 @@ from hypothesis import settings
 from redis.asyncio import Redis
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tandem.store.client import connect
 
 if not torch.cuda.is_available():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.config import EngineConfig
+from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.types import Mode, NewTokens, SamplingParams, SequenceSpec, StepReport
 from tests.toy_runner import ToyRunner

@@ -19,7 +19,7 @@ def main(model: str, dtype: str, threads: str, weights: str = "auto") -> None:
     answers = redirect()
     import torch
 
-    from tandem.config import EngineConfig
+    from tandem.config.engine import EngineConfig
     from tandem.engine.cache.pool_memory import populate
     from tandem.engine.engine import Engine
     from tandem.engine.executor.runner import ModelRunner

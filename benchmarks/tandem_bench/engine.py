@@ -29,7 +29,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from tandem.config import EngineConfig
+from tandem.config.engine import EngineConfig
 from tandem.errors import TandemError
 
 MODES: Mapping[str, dict[str, str]] = {

@@ -27,7 +27,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from tandem.config import EngineConfig
+from tandem.config.engine import EngineConfig
 from tandem.engine.cache.pool_memory import own_pages
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch

@@ -14,7 +14,10 @@ from typing import Any
 from cyclopts import Argument, Group
 
 from tandem.cluster.launch.options import LaunchOptions
-from tandem.config import MEASUREMENT, PROCESS, ClusterConfig, RouterOptions, WorkerOptions
+from tandem.config.cluster import ClusterConfig
+from tandem.config.groups import MEASUREMENT, PROCESS
+from tandem.config.router import RouterOptions
+from tandem.config.worker import WorkerOptions
 from tandem.options import bounds, choices, make_app, to_text
 from tandem.simulator.options import SimulateOptions
 
@@ -28,7 +31,7 @@ PROGRAMS = {
     "tandem simulate": SimulateOptions,
 }
 _INTRODUCTION = """
-`make options` writes this page from the settings in `services/tandem/config.py`. Durations are in
+`make options` writes this page from the settings in `services/tandem/config/`. Durations are in
 seconds. The chart has the options of routers as `router.options` and those of workers as
 `worker.options`, in camel case: `--kv-memory` is `kvMemory`. It has no options of the groups
 Process, and Tests and measurements.

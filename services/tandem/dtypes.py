@@ -1,6 +1,6 @@
 """The dtype that a model is computed in, chosen without a tensor library."""
 
-from tandem.config import EngineOptions
+from tandem.config.engine import EngineOptions
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's two, arm64's one

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tandem.config import EngineOptions
+from tandem.config.engine import EngineOptions
 from tandem.dtypes import DTYPE_BYTES, compute_dtype, cpu_has_bfloat16
 from tandem.models.source import ModelFolder
 

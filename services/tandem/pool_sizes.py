@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from tandem.config import Pool
+from tandem.config.cluster import Pool
 from tandem.errors import BadRequest
 
 POOLS: tuple[Pool, ...] = get_args(Pool)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem import config
+from tandem.config import router
 from tests.harness.chart import (
     EXAMPLES,
     NAMESPACE,
@@ -188,7 +188,7 @@ def test_a_model_comes_from_where_it_is_said_to() -> None:
 def test_only_a_router_that_scales_has_a_token_and_only_its_container(
     values: dict[str, Any],
 ) -> None:
-    """The token is that of the scaler's account, at the path that tandem/config.py names.
+    """The token is that of the scaler's account, at the path that tandem/config/router.py names.
     Kubernetes' own automount stays off, because init containers would get the token too."""
     objects = render(values)
     with_token = set()
@@ -201,7 +201,7 @@ def test_only_a_router_that_scales_has_a_token_and_only_its_container(
         assert volume
         with_token.add((component, made["name"]))
         assert mounts == [
-            {"name": volume["name"], "mountPath": config.SERVICE_ACCOUNT, "readOnly": True}
+            {"name": volume["name"], "mountPath": router.SERVICE_ACCOUNT, "readOnly": True}
         ]
         assert (
             pod["serviceAccountName"]

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 from helm_python import HelmError
 
-from tandem import config
+from tandem.config import cluster, engine, transfer
 from tandem.options import to_text
 from tests.harness.chart import (
     EXAMPLES,
@@ -70,15 +70,15 @@ def test_choices_are_the_programs() -> None:
     assert schema
     properties = schema["$defs"]["options"]["properties"]
     for name, allowed in (
-        ("device", config.Device),
-        ("dtype", config.Dtype),
-        ("kvDtype", config.Dtype),
-        ("numerics", config.Numerics),
-        ("kernels", config.Kernels),
-        ("weights", config.WeightFormat),
-        ("transport", config.Transport),
-        ("prefillAt", config.PrefillAt),
-        ("verifyBlocks", config.VerifyBlocks),
+        ("device", engine.Device),
+        ("dtype", engine.Dtype),
+        ("kvDtype", engine.Dtype),
+        ("numerics", engine.Numerics),
+        ("kernels", engine.Kernels),
+        ("weights", engine.WeightFormat),
+        ("transport", transfer.Transport),
+        ("prefillAt", transfer.PrefillAt),
+        ("verifyBlocks", transfer.VerifyBlocks),
     ):
         assert properties[name]["enum"] == list(get_args(allowed)), name
 
@@ -87,9 +87,9 @@ def test_environment_has_what_every_process_needs() -> None:
     for component in ("router", "prefill", "decode"):
         names = {e["name"] for e in container(render(), component)["env"]}
         needed = {
-            config.CLUSTER_ID_VARIABLE,
-            config.REDIS_URL_VARIABLE,
-            config.TOKEN_VARIABLE,
+            cluster.CLUSTER_ID_VARIABLE,
+            cluster.REDIS_URL_VARIABLE,
+            cluster.TOKEN_VARIABLE,
         }
         assert needed <= names
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tandem.store.registry import Registry, WorkerRecord
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import complete_all, golden, metric

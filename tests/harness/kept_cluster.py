@@ -26,7 +26,7 @@ from tandem.cluster.operate import differences
 from tandem.cluster.pools import PoolCommand
 from tandem.cluster.processes import guardian
 from tandem.cluster.ray.head_process import HeadProcess
-from tandem.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
+from tandem.config.cluster import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
 from tandem.models.source import resolve
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.tandem.v1 import worker_pb2 as pb

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.config import RouterOptions, WorkerOptions
+from tandem.config.router import RouterOptions
+from tandem.config.worker import WorkerOptions
 from tandem.options import arguments, parse, to_text
 
 SETTINGS = {"worker": WorkerOptions, "router": RouterOptions}

@@ -18,7 +18,10 @@ import grpc
 import grpc.aio
 
 from tandem.block_hash import HASH_VERSION
-from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.engine import EngineConfig
+from tandem.config.transfer import TransferConfig
+from tandem.config.worker import WorkerConfig
 from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
 from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb

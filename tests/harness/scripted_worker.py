@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from redis.asyncio import Redis
 
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
 from tandem.rpc.auth import TokenInterceptor

@@ -19,7 +19,10 @@ from typing import Any
 import zmq
 
 from tandem.block_hash import HASH_VERSION
-from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.engine import EngineConfig
+from tandem.config.transfer import TransferConfig
+from tandem.config.worker import WorkerConfig
 from tandem.engine.cache.pool_bytes import pool_bytes
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.registry import KvCompatibility

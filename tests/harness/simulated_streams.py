@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.config import TransferConfig
+from tandem.config.transfer import TransferConfig
 from tandem.errors import WorkerLost
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.transport import GrpcTransport

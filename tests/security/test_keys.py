@@ -20,7 +20,8 @@ import pytest
 import pytest_asyncio
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config import ClusterConfig, RouterConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.router import RouterConfig
 from tandem.models.source import resolve
 from tandem.router.admission.tenants import cache_salt
 from tandem.router.server import Router

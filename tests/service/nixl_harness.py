@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.config import TransferConfig
+from tandem.config.transfer import TransferConfig
 from tandem.engine.cache.layout import BlockLayout
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool

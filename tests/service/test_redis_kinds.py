@@ -11,7 +11,7 @@ import pytest
 from redis.exceptions import RedisError
 
 from tandem.cluster.ray.scale_channel import ScaleChannel
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex

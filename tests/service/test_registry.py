@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tandem.errors import Incompatible
 from tandem.perf_model.rates import PairRate
 from tandem.store.registry import KvCompatibility, Load, Registry, WorkerRecord

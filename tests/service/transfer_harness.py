@@ -12,7 +12,10 @@ import grpc.aio
 import msgspec
 import numpy as np
 
-from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.engine import EngineConfig
+from tandem.config.transfer import TransferConfig
+from tandem.config.worker import WorkerConfig
 from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
 from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb

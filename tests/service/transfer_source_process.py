@@ -22,7 +22,7 @@ from typing import Any
 import grpc.aio
 import msgspec
 
-from tandem.config import TransferConfig
+from tandem.config.transfer import TransferConfig
 from tandem.rpc.auth import TokenInterceptor
 from tandem.rpc.block_bytes import EncodedByHandler
 from tandem.rpc.options import SERVER_OPTIONS

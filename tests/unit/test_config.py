@@ -7,17 +7,16 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from tandem.config import (
+from tandem.config.cluster import (
     CLUSTER_ID_VARIABLE,
     REDIS_URL_VARIABLE,
     TOKEN_VARIABLE,
     ClusterConfig,
-    EngineConfig,
-    RouterConfig,
-    TransferConfig,
-    WorkerConfig,
-    parse_scale_objects,
 )
+from tandem.config.engine import EngineConfig
+from tandem.config.router import RouterConfig, parse_scale_objects
+from tandem.config.transfer import TransferConfig
+from tandem.config.worker import WorkerConfig
 from tandem.errors import ConfigError
 
 CLUSTER = ClusterConfig(cluster_id="c", redis_url="redis://:hush@localhost", token="hush")

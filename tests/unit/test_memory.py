@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.config import EngineConfig
+from tandem.config.engine import EngineConfig
 from tandem.engine.cache.layout import BlockLayout
 from tandem.memory import Memory, Need, read_memory, why_too_much, worker_need
 from tandem.models.source import BUILT_IN, ModelFolder, resolve

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from tandem.cluster.launch.options import LaunchOptions
-from tandem.config import (
-    AutoscaleConfig,
-    EngineConfig,
-    RouterOptions,
-    TransferConfig,
-    WorkerOptions,
-)
+from tandem.config.autoscale import AutoscaleConfig
+from tandem.config.engine import EngineConfig
+from tandem.config.router import RouterOptions
+from tandem.config.transfer import TransferConfig
+from tandem.config.worker import WorkerOptions
 from tandem.errors import ConfigError
 from tandem.options import Options, arguments, extended, parse, read, to_argv
 

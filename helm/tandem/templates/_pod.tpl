@@ -57,7 +57,7 @@ timeoutSeconds: 5
 failureThreshold: 3
 {{- end -}}
 
-{{/* The variables that services/tandem/config.py reads, for routers and workers. */}}
+{{/* The variables that services/tandem/config/cluster.py names, for routers and workers. */}}
 {{- define "tandem.env" -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}

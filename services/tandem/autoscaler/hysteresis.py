@@ -12,7 +12,7 @@ Only a pool of size 0 that somebody waits for is woken at once, whatever was bef
 from collections import deque
 from typing import NamedTuple
 
-from tandem.config import AutoscaleConfig
+from tandem.config.autoscale import AutoscaleConfig
 
 
 class Step(NamedTuple):

@@ -26,7 +26,7 @@ import msgspec
 from tandem.autoscaler.demand import Demand, Observation, PoolSeen, quantile
 from tandem.autoscaler.forecast import Forecast, forecast
 from tandem.autoscaler.hysteresis import Stabilizer
-from tandem.config import AutoscaleConfig
+from tandem.config.autoscale import AutoscaleConfig
 from tandem.perf_model.rates import DecodeRate
 
 Role = Literal["prefill", "decode"]

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem.config import Pool
+from tandem.config.cluster import Pool
 from tandem.pool_sizes import POOLS
 
 MemberState = Literal["pending", "running", "restarting", "draining", "gone"]

@@ -14,7 +14,7 @@ from itertools import count
 import torch
 
 from tandem.block_hash import chain_root
-from tandem.config import EngineConfig
+from tandem.config.engine import EngineConfig
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import check_own, check_trusted, give_back, store_blocks
 from tandem.engine.cache.layout import num_blocks_of

@@ -7,7 +7,8 @@ def main() -> int:
     """Exit status 2 for wrong settings, 1 for a taken port or a model that cannot be loaded; one
     line says why."""
     # Tokenizer processes import this module again: all that is heavy is imported inside.
-    from tandem.config import ClusterConfig, RouterConfig, RouterOptions
+    from tandem.config.cluster import ClusterConfig
+    from tandem.config.router import RouterConfig, RouterOptions
     from tandem.errors import TandemError
     from tandem.observability.logs import configure_logging
     from tandem.options import extended, read

@@ -13,7 +13,7 @@ import socket
 from functools import partial
 from typing import Any
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import ConfigError, TandemError
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError, KeyNotFound, KeysUnknown, NotNow, Unauthenticated
 from tandem.security import keys
 from tandem.security.key_ring import KeyRing

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from tandem.autoscaler.demand import Observation
 from tandem.autoscaler.policy import Autoscaler, Decision
-from tandem.config import AutoscaleConfig
+from tandem.config.autoscale import AutoscaleConfig
 from tandem.router.placement.choose import choose
 from tandem.router.scaling.pool_observation import likely_decode, see_pool
 from tandem.simulator.scenario import Scenario

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tandem.config import AutoscaleConfig
+from tandem.config.autoscale import AutoscaleConfig
 from tandem.errors import ConfigError
 from tandem.options import read
 from tandem.simulator.autoscaled import run_autoscaled

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from tandem.config import AutoscaleConfig
+from tandem.config.autoscale import AutoscaleConfig
 from tandem.options import Count, NotNegative, Options, Positive, Seconds, Switch, Text
 from tandem.perf_model.rates import WorkerRates
 from tandem.router.admission.predict import TtftLimit

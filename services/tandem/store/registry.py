@@ -27,7 +27,7 @@ from typing import Literal
 import msgspec
 
 from tandem.block_hash import chain_root
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tandem.errors import Incompatible
 from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.store.client import Client

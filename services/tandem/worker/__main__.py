@@ -5,7 +5,8 @@ import logging
 import signal
 import uuid
 
-from tandem.config import ClusterConfig, WorkerConfig, WorkerOptions
+from tandem.config.cluster import ClusterConfig
+from tandem.config.worker import WorkerConfig, WorkerOptions
 from tandem.errors import ConfigError, Incompatible, TandemError
 from tandem.observability.logs import configure_logging
 from tandem.options import extended, read

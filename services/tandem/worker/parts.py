@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.config import WorkerConfig
+from tandem.config.worker import WorkerConfig
 from tandem.observability.traces import NO_TRACING, Tracing
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.metrics.worker import WorkerMetrics

@@ -13,7 +13,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config import ClusterConfig, RouterConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.router import RouterConfig
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.server import Router

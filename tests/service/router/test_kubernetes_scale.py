@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from tandem.autoscaler.demand import DemandMeter
-from tandem.config import AutoscaleConfig
+from tandem.config.autoscale import AutoscaleConfig
 from tandem.errors import DeadlineExceeded, NotNow, ScaleAway, ScaleRefused, TandemError
 from tandem.router.scaling import kubernetes as kubernetes_scale
 from tandem.router.scaling.autoscale import AutoscaleLoop

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config import ClusterConfig, RouterConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.router import RouterConfig
 from tandem.models.source import resolve
 from tandem.perf_model.rates import PrefillRate, WorkerRates
 from tandem.router.server import Router

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tests.harness.cluster import free_port, wait_for
 
 pytestmark = pytest.mark.service

@@ -7,7 +7,8 @@ import sys
 
 import msgspec
 
-from tandem.config import EngineConfig, TransferConfig
+from tandem.config.engine import EngineConfig
+from tandem.config.transfer import TransferConfig
 from tandem.worker.engine_process.messages import EngineSettings
 
 # Starts an engine process, hands it its settings, and is gone before that one has read them.

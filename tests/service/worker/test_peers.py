@@ -15,7 +15,10 @@ import grpc.aio
 import msgspec
 import pytest
 
-from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.engine import EngineConfig
+from tandem.config.transfer import TransferConfig
+from tandem.config.worker import WorkerConfig
 from tandem.errors import Incompatible, WorkerLost
 from tandem.rpc.options import SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb

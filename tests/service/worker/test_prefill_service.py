@@ -12,7 +12,7 @@ import grpc.aio
 import msgspec
 import pytest
 
-from tandem.config import TransferConfig
+from tandem.config.transfer import TransferConfig
 from tandem.engine.types import (
     Failed,
     FinalBlocks,

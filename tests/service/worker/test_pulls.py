@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tandem.config import TransferConfig
+from tandem.config.transfer import TransferConfig
 from tandem.errors import LeaseLost
 from tandem.rpc.auth import TokenInterceptor, token_metadata
 from tandem.rpc.block_bytes import EncodedByHandler, encode

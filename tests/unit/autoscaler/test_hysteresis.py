@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.autoscaler.hysteresis import Stabilizer
-from tandem.config import AutoscaleConfig
+from tandem.config.autoscale import AutoscaleConfig
 
 CONFIG = AutoscaleConfig()
 WISHES = st.lists(st.integers(1, 8), min_size=2, max_size=400)

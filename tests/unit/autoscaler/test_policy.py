@@ -16,7 +16,7 @@ from tandem.autoscaler.demand import (
     quantile,
 )
 from tandem.autoscaler.policy import Autoscaler, Decision, decode_tokens_per_s
-from tandem.config import AutoscaleConfig
+from tandem.config.autoscale import AutoscaleConfig
 from tandem.perf_model.rates import DecodeRate
 
 CONFIG = AutoscaleConfig(load_quantile=0.9, utilization=0.8, cold_start_s=90, interval_s=10)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.launch.options import LaunchOptions, make_spec
-from tandem.config import Pool
+from tandem.config.cluster import Pool
 from tandem.errors import ConfigError
 from tandem.options import parse
 from tests.harness.programs import parse_router, parse_worker

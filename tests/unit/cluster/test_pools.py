@@ -11,7 +11,7 @@ from tandem.cluster.pools import (
     describe,
     plan,
 )
-from tandem.config import Pool
+from tandem.config.cluster import Pool
 
 WANTED: dict[Pool, int] = {"router": 1, "prefill": 1, "decode": 1}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config import EngineConfig
+from tandem.config.engine import EngineConfig
 from tandem.dtypes import DTYPE_BYTES
 from tandem.engine.cache.layout import BlockLayout, num_blocks_of
 from tandem.memory import worker_need

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config import EngineConfig
+from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.types import (
     EngineLoad,

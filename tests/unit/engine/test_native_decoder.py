@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config import EngineConfig
+from tandem.config.engine import EngineConfig
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights import Linear

@@ -5,7 +5,8 @@ from random import Random
 
 from redis.asyncio import Redis
 
-from tandem.config import ClusterConfig, RouterConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.router import RouterConfig
 from tandem.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
 from tandem.router.admission.calibration import Promise
 from tandem.router.admission.controller import AdmissionController

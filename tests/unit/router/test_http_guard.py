@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from tandem.config import ClusterConfig, RouterConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.router import RouterConfig
 from tandem.router.api.http.guard import RequestGuard
 from tandem.security.access import Access, is_loopback
 from tandem.security.key_ring import KeyRing

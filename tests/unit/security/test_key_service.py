@@ -7,7 +7,7 @@ import time
 import pytest
 from redis.asyncio import Redis
 
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tandem.security import keys
 from tandem.security.key_ring import KeyRing
 from tandem.security.key_service import KeyService

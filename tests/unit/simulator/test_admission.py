@@ -9,7 +9,8 @@ from random import Random
 import pytest
 from redis.asyncio import Redis
 
-from tandem.config import ClusterConfig, RouterConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import Overloaded
 from tandem.router.admission.calibration import Promise
 from tandem.router.admission.controller import AdmissionController

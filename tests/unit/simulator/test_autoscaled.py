@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tandem.config import AutoscaleConfig
+from tandem.config.autoscale import AutoscaleConfig
 from tandem.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
 from tandem.router.admission.predict import TtftLimit
 from tandem.router.placement.choose import choose

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tandem.config import TransferConfig
+from tandem.config.transfer import TransferConfig
 from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import Incompatible, InternalError
 from tandem.transfer.nixl import agent, messages, thread

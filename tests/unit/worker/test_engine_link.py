@@ -6,7 +6,10 @@ import asyncio
 
 import pytest
 
-from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.engine import EngineConfig
+from tandem.config.transfer import TransferConfig
+from tandem.config.worker import WorkerConfig
 from tandem.errors import ConfigError, WorkerLost
 from tandem.worker import __main__ as worker_main
 from tandem.worker.engine_process.link import EngineLink

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.engine import EngineConfig
+from tandem.config.transfer import TransferConfig
+from tandem.config.worker import WorkerConfig
 from tandem.store.registry import Load
 from tandem.worker.engine_process.watch import TURN_S, EngineWatch
 

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config import ClusterConfig, EngineConfig, TransferConfig, WorkerConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.engine import EngineConfig
+from tandem.config.transfer import TransferConfig
+from tandem.config.worker import WorkerConfig
 from tandem.engine.types import StepReport
 from tandem.perf_model.rates import DEFAULT_PREFILL, PrefillRate, WorkerRates, default_pair
 from tandem.worker.peers.rates import HANG_FLOOR_S, Rates, hang_timeout_s

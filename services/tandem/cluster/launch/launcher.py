@@ -30,7 +30,7 @@ from tandem.cluster.processes import guardian, process
 from tandem.cluster.processes.end_watch import EndWatch
 from tandem.cluster.processes.signals import Interrupted, stop_signals
 from tandem.cluster.ray.head_process import HeadProcess
-from tandem.config import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
+from tandem.config.cluster import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
 from tandem.errors import ConfigError
 from tandem.memory import read_memory, why_too_much, worker_need
 from tandem.models.source import BUILT_IN, ModelFolder, built_in_file, resolve

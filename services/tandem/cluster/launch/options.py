@@ -9,16 +9,12 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from tandem.cluster.pools import ClusterSpec, PoolCommand
-from tandem.config import (
-    AdmissionOptions,
-    AutoscaleConfig,
-    AutoscaleMode,
-    EngineOptions,
-    ModelName,
-    ModelRevision,
-    Pool,
-    TransferConfig,
-)
+from tandem.config.autoscale import AutoscaleConfig, AutoscaleMode
+from tandem.config.cluster import Pool
+from tandem.config.engine import EngineOptions
+from tandem.config.groups import ModelName, ModelRevision
+from tandem.config.router import AdmissionOptions
+from tandem.config.transfer import TransferConfig
 from tandem.errors import ConfigError
 from tandem.options import Bounds, Count, Options, PositiveOrNone, Text, to_argv
 from tandem.security.access import is_loopback

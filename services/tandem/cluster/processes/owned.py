@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.cluster.pools import Member
-from tandem.config import Pool
+from tandem.config.cluster import Pool
 
 _FILE = "controller.json"
 

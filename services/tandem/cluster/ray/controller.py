@@ -22,7 +22,7 @@ from tandem.cluster.processes import owned
 from tandem.cluster.processes.owned import Owned
 from tandem.cluster.ray.agent import CONTROLLER_NAME, Agent
 from tandem.cluster.ray.scale_channel import ScaleChannel
-from tandem.config import REDIS_URL_VARIABLE
+from tandem.config.cluster import REDIS_URL_VARIABLE
 from tandem.observability.logs import configure_logging
 from tandem.pool_sizes import check_sizes
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from tandem.config import Pool
+from tandem.config.cluster import Pool
 from tandem.errors import BadRequest
 from tandem.pool_sizes import check_sizes
 from tandem.store.client import REPLY_TIMEOUT_S, UNREACHABLE, SyncClient, connect_blocking

@@ -9,7 +9,7 @@ transfer code can use it.
 
 from dataclasses import dataclass
 
-from tandem.config import EngineConfig
+from tandem.config.engine import EngineConfig
 from tandem.dtypes import DTYPE_BYTES
 from tandem.errors import ConfigError
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tandem.config import EngineConfig
+from tandem.config.engine import EngineConfig
 from tandem.dtypes import compute_dtype, cpu_has_bfloat16
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.cache.pool_memory import own_pages, size_shared

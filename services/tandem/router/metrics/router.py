@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from tandem.autoscaler.demand import DemandMeter
-from tandem.config import Role
+from tandem.config.cluster import Role
 from tandem.observability.metrics import (
     E2E_S,
     ITL_S,

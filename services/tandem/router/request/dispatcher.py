@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import NeverFits, NoWorkers, QueueFull, TandemError, WorkerLost
 from tandem.router.admission.controller import AdmissionController
 from tandem.router.metrics.router import Metrics

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import DeadlineExceeded, InternalError, NoWorkers, QueueFull, TandemError
 from tandem.models.source import ModelFolder
 from tandem.models.tokenizer import Tokenizer

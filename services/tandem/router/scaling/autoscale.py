@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from tandem.autoscaler.demand import Demand, DemandMeter, Observation
 from tandem.autoscaler.policy import Autoscaler, Decision
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import TandemError
 from tandem.observability.metrics import gauges
 from tandem.router.scaling.pool_observation import likely_decode, see_pool

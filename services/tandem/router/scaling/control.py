@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest, NotNow, WorkerLost, WorkerNotFound
 from tandem.pool_sizes import check_sizes
 from tandem.router.scaling.changes import logged_change, shown_sizes

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import NotNow, TandemError
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.workers.cluster_view import ClusterView

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Literal
 
 from tandem.autoscaler.policy import Decision
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Shares
 from tandem.router.workers.client import WorkerClient

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 
-from tandem.config import TransferConfig
+from tandem.config.transfer import TransferConfig
 from tandem.errors import LeaseLost
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.block_bytes import FETCH_BLOCKS, PROBE, decode

@@ -7,7 +7,7 @@ itself has sent to a candidate since is counted in.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from tandem.config import WorkerConfig
+from tandem.config.worker import WorkerConfig
 from tandem.perf_model.predict import Holder, believed, beside_decode, likely_rates
 from tandem.perf_model.rates import PairRate, WorkerRates, default_pair
 from tandem.rpc.tandem.v1 import worker_pb2 as pb

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
-from tandem.config import WorkerConfig
+from tandem.config.worker import WorkerConfig
 from tandem.engine.cache.pool_memory import create_shared, map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
 from tandem.transfer.grpc.reservations import PoolView, Reservations

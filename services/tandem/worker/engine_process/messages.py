@@ -8,7 +8,8 @@ as pulls settle: a long step does not delay a Release.
 
 import msgspec
 
-from tandem.config import EngineConfig, TransferConfig
+from tandem.config.engine import EngineConfig
+from tandem.config.transfer import TransferConfig
 from tandem.engine.types import FinalBlocks, SequenceSpec, StepReport
 from tandem.transfer.nixl import messages as transfer
 

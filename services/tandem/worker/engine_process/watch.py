@@ -9,7 +9,7 @@ Knows no request; the worker says whether anybody waits.
 import asyncio
 from collections.abc import Callable
 
-from tandem.config import WorkerConfig
+from tandem.config.worker import WorkerConfig
 from tandem.store.registry import Load
 from tandem.worker.engine_process.link import EngineLink
 

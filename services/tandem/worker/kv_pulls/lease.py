@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.config import WorkerConfig
+from tandem.config.worker import WorkerConfig
 from tandem.engine.types import SequenceSpec
 from tandem.errors import LeaseLost, WorkerLost
 from tandem.rpc.tandem.v1 import worker_pb2 as pb

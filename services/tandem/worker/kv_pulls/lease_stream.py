@@ -15,7 +15,8 @@ from typing import Any
 
 import grpc.aio
 
-from tandem.config import TransferConfig, WorkerConfig
+from tandem.config.transfer import TransferConfig
+from tandem.config.worker import WorkerConfig
 from tandem.errors import LeaseLost, TandemError
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.channels import foreign_cancellation_raises

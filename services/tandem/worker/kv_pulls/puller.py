@@ -15,7 +15,7 @@ counts is lease.py's.
 import logging
 from collections.abc import Callable, Sequence
 
-from tandem.config import TransferConfig
+from tandem.config.transfer import TransferConfig
 from tandem.errors import BlockMismatch
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.protocol import BlockPull

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tandem.engine.types import StepReport
 from tandem.prefix_index.publisher import Publisher
 from tandem.prefix_index.redis import RedisIndex

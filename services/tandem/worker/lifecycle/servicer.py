@@ -10,7 +10,7 @@ import grpc
 import msgspec
 from msgspec.structs import asdict
 
-from tandem.config import Role
+from tandem.config.cluster import Role
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import grpc.aio
 
-from tandem.config import WorkerConfig
+from tandem.config.worker import WorkerConfig
 from tandem.engine.types import Reserved, StepReport
 from tandem.errors import TandemError, from_code
 from tandem.rpc.auth import token_metadata

@@ -20,7 +20,7 @@ import grpc.aio
 from msgspec.structs import asdict
 
 from tandem.block_hash import HASH_VERSION
-from tandem.config import WorkerConfig
+from tandem.config.worker import WorkerConfig
 from tandem.errors import ConfigError, WorkerLost
 from tandem.memory import read_memory
 from tandem.observability.traces import make_tracing

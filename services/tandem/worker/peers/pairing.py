@@ -11,7 +11,7 @@ import logging
 import grpc.aio
 from msgspec.structs import asdict
 
-from tandem.config import WorkerConfig
+from tandem.config.worker import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.options import CHANNEL_OPTIONS

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tandem.config import WorkerConfig
+from tandem.config.worker import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
 from tandem.rpc.channels import foreign_cancellation_raises
 from tandem.store.registry import WorkerRecord

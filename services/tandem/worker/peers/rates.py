@@ -8,7 +8,7 @@ waits, and nothing reads a clock.
 from collections import Counter
 from collections.abc import Iterable
 
-from tandem.config import WorkerConfig
+from tandem.config.worker import WorkerConfig
 from tandem.engine.types import StepReport
 from tandem.perf_model.meters import PairMeter
 from tandem.perf_model.predict import queue_seconds

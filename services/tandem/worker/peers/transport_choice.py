@@ -7,7 +7,7 @@ auto                  NIXL, if its reads work and are not slower than gRPC; else
 
 from dataclasses import dataclass
 
-from tandem.config import Transport
+from tandem.config.transfer import Transport
 from tandem.perf_model.rates import PairRate
 from tandem.transfer.nixl.reach import Reach
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tandem.config import TransferConfig
+from tandem.config.transfer import TransferConfig
 from tandem.observability.traces import NO_SPAN, RequestSpan
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import msgspec
 
 from tandem.block_hash import hash_blocks
-from tandem.config import WorkerConfig
+from tandem.config.worker import WorkerConfig
 from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import TandemError
 from tandem.observability.logs import about

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.router.api.grpc.access import CallGuard, caller
 from tandem.router.scaling.control import ClusterControl
 from tandem.router.workers.cluster_view import ClusterView

@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest, ConfigError, TandemError
 from tandem.router.admission.tenants import TENANT_HEADER, tenant_of, visible_tenant
 from tandem.router.api.grpc.access import CallGuard

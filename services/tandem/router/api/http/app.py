@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import ModelNotFound, NoWorkers
 from tandem.router.admission.tenants import TENANT_HEADER, tenant_of, visible_tenant
 from tandem.router.api.http.body import read_json_object

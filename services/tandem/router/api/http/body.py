@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate
 
 # A too large body is read to its end and dropped, up to here: a client that still writes when the

@@ -10,7 +10,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest
 from tandem.perf_model.predict import queue_seconds
 from tandem.perf_model.rates import WorkerRates

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import ForeignPage, NotJson, TandemError, Unauthenticated
 from tandem.router.api.http.errors import error_response
 from tandem.security.access import Access, FailureThrottle, Need, is_loopback

@@ -7,7 +7,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest
 from tandem.router.admission.tenants import TENANT_CHARACTERS_MAX
 from tandem.router.api.http.body import read_body, read_json_object

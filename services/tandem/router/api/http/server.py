@@ -30,7 +30,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from tandem.config import RouterConfig
+from tandem.config.router import RouterConfig
 from tandem.router.api.http.errors import plain_error
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,43 @@
+"""Settings that every process of one cluster shares. Its secrets come from the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from tandem.errors import ConfigError
+from tandem.options import arguments
+
+Role = Literal["prefill", "decode"]
+Pool = Literal["router", "prefill", "decode"]
+REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
+TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
+CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Settings that every process of one cluster shares."""
+
+    cluster_id: Annotated[str, Parameter(env_var=CLUSTER_ID_VARIABLE)]
+    """Name of the cluster, which its keys in Redis and its processes have."""
+    redis_url: Annotated[str, Parameter(env_var=REDIS_URL_VARIABLE)] = field(repr=False)
+    """URL of Redis, with its password."""
+    token: Annotated[str, Parameter(env_var=TOKEN_VARIABLE)] = field(repr=False)
+    """Token with which calls between the cluster's processes authenticate."""
+    record_ttl_s: float = 5.0  # a worker whose record is older is dead
+    record_interval_s: float = 1.0
+
+    @classmethod
+    def from_environment(cls) -> ClusterConfig:
+        """Raises ConfigError naming the variable that is missing."""
+        values: dict[str, Any] = {}
+        for argument in arguments(cls):
+            for variable in argument.parameter.env_var or ():
+                if not os.environ.get(variable):
+                    raise ConfigError(f"the environment variable {variable} is not set")
+                values[argument.keys[0]] = os.environ[variable]
+        return cls(**values)

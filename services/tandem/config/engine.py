@@ -1,0 +1,70 @@
+"""Settings of an engine: how its model is computed, its KV pool and its scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from tandem.config.groups import ENGINE, ModelName, ModelRevision
+from tandem.errors import ConfigError
+from tandem.options import Options, Positive, PositiveOrNone, Seconds
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float32"]
+Numerics = Literal["fast", "invariant"]
+Kernels = Literal["auto", "native", "torch", "triton"]
+WeightFormat = Literal["auto", "int8"]
+
+
+@Parameter(name="*", group=ENGINE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions(Options):
+    """The options of an engine: how its model is computed, its KV pool and its scheduler."""
+
+    device: Device = "auto"
+    """Device that computes the model. auto: CUDA where there is a GPU."""
+    dtype: Dtype = "auto"
+    """Data type of the computation. auto: bfloat16 where the hardware has it, else float32."""
+    kv_dtype: Dtype = "auto"
+    """Data type of the KV pool. auto: that of the computation."""
+    numerics: Numerics = "fast"
+    """invariant: float32, and a sequence's tokens depend on no other sequence."""
+    kernels: Kernels = "auto"
+    """Kernels: native (C++ on CPUs), triton (CUDA) or torch. auto: the fastest ones that fit."""
+    weights: WeightFormat = "auto"
+    """Format of the weights. auto: the data type of the computation; int8: native kernels only."""
+    block_size: Positive = 16
+    """Number of tokens in a KV block."""
+    kv_bytes_max: Annotated[Positive, Parameter(name="--kv-memory")] = 1 << 30
+    """Memory of a worker's KV pool, in bytes."""
+    num_blocks: PositiveOrNone = None
+    """Number of blocks in the KV pool, instead of --kv-memory. 0: by memory."""
+    max_model_len: PositiveOrNone = None
+    """Largest number of tokens in a sequence. 0: what the model was trained for."""
+    max_num_seqs: Positive = 64
+    """Largest number of sequences in one step."""
+    max_tokens_per_step: PositiveOrNone = None
+    """Largest number of tokens in one step. 0: 512, on CUDA by the card."""
+    itl_target_s: Seconds = 0.1
+    """Seconds to each next token, to which chunks of prompts in the same step are cut. 0: off."""
+    itl_limit_s: Seconds = 0.0
+    """Seconds to each next token; a sequence that would make them longer waits. 0: off."""
+    queue_max: Positive = 256
+    """Largest number of waiting sequences; a worker refuses further ones."""
+    num_threads: Annotated[Positive, Parameter(name="--threads")] = 1
+    """Number of threads of a worker's engine."""
+
+    def check_together(self) -> None:
+        if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
+            raise ConfigError("numerics=invariant computes in float32; use dtype auto or float32")
+
+
+@Parameter(name="*", group=ENGINE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(EngineOptions):
+    """The settings of one engine: a model, its KV pool and its scheduler."""
+
+    model: ModelName
+    model_revision: ModelRevision = ""
