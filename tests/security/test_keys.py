@@ -38,7 +38,6 @@ pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 TOKEN = "a-token-for-tests"
 BODY = {"prompt": "x", "max_tokens": 1}
-REFUSED_WITHIN_S = 2.0
 
 
 @dataclass
@@ -154,7 +153,7 @@ async def is_accepted(url: str, key: str) -> bool:
 
 
 async def refused_soon(url: str, key: str) -> None:
-    await until(partial(is_refused, url, key), REFUSED_WITHIN_S)
+    await until(partial(is_refused, url, key), 2.0)
 
 
 async def test_from_open_to_closed(routers: Routers, caplog: pytest.LogCaptureFixture) -> None:

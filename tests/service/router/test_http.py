@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
+import socket
+import struct
 import time
 
 import pytest
 
+from tandem.router.api.http.server import BoundedProtocol
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_worker import Say, ScriptedWorker, refusing, saying, silent, update
 from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter, eventually
@@ -352,3 +356,21 @@ async def test_worker_errors_keep_their_status(router: RunningRouter) -> None:
     answer = await router.http.post("/v1/completions", json={"prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "kv_capacity_exceeded")
     assert len(router.submitted) == 1, "a pool that is no larger need not be asked"
+
+
+async def test_a_connection_that_its_client_resets_is_freed(router: RunningRouter) -> None:
+    """Not only when it would have been idle for too long, which is after 75 s."""
+
+    def num_connections() -> int:
+        return sum(type(found) is BoundedProtocol for found in gc.get_objects())
+
+    gc.collect()
+    num_before = num_connections()
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.router.http_port)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    await reader.readuntil(b'{"status":"ok"}')
+    assert num_connections() == num_before + 1
+    now = struct.pack("ii", 1, 0)  # close() sends a reset
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
+    writer.transport.abort()
+    await eventually(lambda: gc.collect() >= 0 and num_connections() == num_before)

@@ -125,6 +125,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timer(None)
+        # uvicorn leaves this timer where the client reset the connection, and with it the whole
+        # connection and its last request in memory until it fires.
+        self._unset_keepalive_if_required()
         self._others.idle.pop(self, None)
         self._others.num_lingering -= self._lingers
         self._lingers = False
