@@ -18,6 +18,7 @@
       NotJson               415  INVALID_ARGUMENT     the call needs Content-Type: application/json
       QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
         Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
+      TooManyRequests       429  RESOURCE_EXHAUSTED   of one address, that have no answer yet
       NoWorkers             503  UNAVAILABLE          a pool is empty
       KeysUnknown           503  UNAVAILABLE          the router has not read the API keys
       ScaleAway             503  UNAVAILABLE          who owns the pools' sizes is away
@@ -119,6 +120,11 @@ class QueueFull(TandemError, code="queue_full", http=429, grpc="RESOURCE_EXHAUST
 
 
 class Overloaded(QueueFull, code="overloaded"): ...
+
+
+class TooManyRequests(
+    TandemError, code="too_many_requests", http=429, grpc="RESOURCE_EXHAUSTED"
+): ...
 
 
 class NoWorkers(TandemError, code="no_workers", http=503, grpc="UNAVAILABLE"): ...

@@ -9,6 +9,7 @@ from typing import Annotated, get_args
 
 from cyclopts import Parameter
 
+from tandem.config.addresses import AddressConfig
 from tandem.config.autoscale import AutoscaleConfig
 from tandem.config.cluster import ClusterConfig, Pool
 from tandem.config.groups import HTTP, REQUESTS, ModelName, ModelRevision, Own
@@ -115,11 +116,22 @@ class RouterOptions(AdmissionOptions):
     """Largest number of open connections."""
     allowed_hosts: Annotated[tuple[str, ...], _Http, by_comma("NAME,...", _parse_hosts)] = ()
     """Further names in `Host` that a router on a loopback address accepts, such as a proxy's."""
+    addresses: AddressConfig = field(default_factory=AddressConfig)
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     body_bytes_max: Constant[Positive] = 4 << 20
     hold_requests_max: Constant[Positive] = 256  # while a pool is empty; as many for tenants' turns
     request_deadline_s: Constant[float] = 600.0
     service_account: Constant[str] = SERVICE_ACCOUNT  # the folder with its token
+
+    @property
+    def connections_per_address_max(self) -> int:
+        """Returns the bound of one address; half of all connections unless it was set."""
+        return self.addresses.connections_per_address or max(1, self.connections_max // 2)
+
+    @property
+    def requests_per_address_max(self) -> int:
+        """Returns the bound of one address, in the same way."""
+        return self.addresses.requests_per_address or max(1, self.connections_max // 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ from tandem.router.request.prompts import PromptPreparer
 from tandem.router.scaling.autoscale import AutoscaleGauges, AutoscaleLoop
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.security.access import Access, is_loopback
+from tandem.security.clients import Clients
 from tandem.security.key_ring import KeyRing
 from tandem.security.key_service import KeyService
 from tandem.store.client import REPLY_TIMEOUT_S, UNREACHABLE, Client, connect
@@ -65,6 +66,9 @@ class Router:
             ring,
             is_loopback=is_loopback(config.host),
             allows_anonymous=config.allow_anonymous,
+            clients=Clients(
+                config.addresses.trusted_proxies, requests_max=config.requests_per_address_max
+            ),
         )
         self._keys = KeyService(
             self._redis, config.cluster, ring, router_id=config.router_id, file=config.keys_file
@@ -113,7 +117,7 @@ class Router:
             self._access,
             self._keys,
         )
-        http = HttpServer(app, self._config)
+        http = HttpServer(app, self._config, self._access.clients)
         host = self._config.host
         log.info("listening: HTTP %s:%d, gRPC %s:%d", host, self.http_port, host, self.grpc_port)
         self.listening.set()

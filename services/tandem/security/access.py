@@ -11,6 +11,7 @@ from collections import OrderedDict
 from typing import Literal
 
 from tandem.errors import ConfigError, Forbidden, Unauthenticated
+from tandem.security.clients import Clients
 from tandem.security.key_ring import KeyRing
 from tandem.security.keys import KeyRecord, Role
 
@@ -27,7 +28,16 @@ _SCHEME = "bearer"
 class Access:
     """The rules of one router: its keys, and what is open without any."""
 
-    def __init__(self, ring: KeyRing, *, is_loopback: bool, allows_anonymous: bool = False) -> None:
+    def __init__(
+        self,
+        ring: KeyRing,
+        *,
+        is_loopback: bool,
+        allows_anonymous: bool = False,
+        clients: Clients | None = None,
+    ) -> None:
+        self.clients = clients or Clients()
+        self.throttle = FailureThrottle()
         self._ring = ring
         self._is_loopback = is_loopback
         self._is_open = is_loopback or allows_anonymous

@@ -13,10 +13,10 @@ from tandem.router.api.http.server import _affordable_connections
     ("soft", "hard", "raised_to", "num"),
     [
         (20_000, 20_000, None, 4096),
-        (1024, 524_288, 4352, 4096),
-        (1024, resource.RLIM_INFINITY, 4352, 4096),
+        (1024, 524_288, 8448, 4096),
+        (1024, resource.RLIM_INFINITY, 8448, 4096),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, 4096),
-        (1024, 1024, 1024, 768),
+        (1024, 1024, 1024, 384),
     ],
 )
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed(
@@ -32,4 +32,4 @@ def test_the_limit_of_open_files_is_raised_as_far_as_allowed(
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: was_set.append(limits))
     assert _affordable_connections(4096) == num
     assert was_set == ([] if raised_to is None else [(raised_to, hard)])
-    assert ("raise `ulimit -n` to 4352" in caplog.text) == (num < 4096)
+    assert ("raise `ulimit -n` to 8448" in caplog.text) == (num < 4096)

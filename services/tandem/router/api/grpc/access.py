@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import Any
@@ -11,7 +12,7 @@ from urllib.parse import unquote
 import grpc.aio
 
 from tandem.errors import TandemError, Unauthenticated
-from tandem.security.access import Access, FailureThrottle, Need
+from tandem.security.access import Access, Need
 from tandem.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
@@ -21,8 +22,8 @@ class CallGuard:
     """The guard of one gRPC server; each method asks it first."""
 
     def __init__(self, access: Access) -> None:
+        self.clients = access.clients
         self._access = access
-        self._throttle = FailureThrottle()
 
     async def check(
         self, need: Need, context: grpc.aio.ServicerContext[Any, Any]
@@ -37,9 +38,21 @@ class CallGuard:
             who = caller(context)
             log.warning("refused a call of %s: %s", who, error.message)
             if isinstance(error, Unauthenticated):
-                address = who.rpartition(":")[0]
-                await asyncio.sleep(self._throttle.fail(address, time.monotonic()))
+                late_s = self._access.throttle.fail(self._address(context), time.monotonic())
+                await asyncio.sleep(late_s)
             raise
+
+    def place(
+        self, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Counts the call among the unanswered ones of its client. Raises TooManyRequests."""
+        return self.clients.request(self._address(context))
+
+    def _address(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        sent = context.invocation_metadata() or ()
+        forwarded = [str(value) for name, value in sent if name == "x-forwarded-for"]
+        peer = unquote(context.peer()).partition(":")[2].rpartition(":")[0]
+        return self.clients.address(peer, forwarded)
 
 
 def caller(context: grpc.aio.ServicerContext[Any, Any]) -> str:

@@ -25,6 +25,7 @@ from tandem.router.admission.tenants import TENANT_HEADER, tenant_of, visible_te
 from tandem.router.api.grpc.access import CallGuard
 from tandem.router.api.grpc.cluster import SERVICE as CLUSTER_SERVICE
 from tandem.router.api.grpc.cluster import GrpcCluster
+from tandem.router.api.grpc.connections import ConnectionShares
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.generator import Delta, Generator
 from tandem.router.request.request import (
@@ -43,6 +44,9 @@ log = logging.getLogger(__name__)
 
 METADATA_BYTES_MAX = 16 << 10  # of one call, by HTTP/2's count: 32 bytes more for each field
 IDLE_S = 300.0  # of a connection without calls; channels connect again by themselves
+STREAMS_MAX = 1024  # calls at once of one connection; a client lets further ones wait
+PING_STRIKES_MAX = 2  # pings too soon, after which a connection is closed
+AGE_S = 1800.0  # of a connection; then it takes no new call, and its channel connects again
 _TRACE_KEYS = ("traceparent", "tracestate")
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -73,8 +77,15 @@ class GrpcApi:
                 ("grpc.server_handshake_timeout_ms", round(config.header_deadline_s * 1000)),
                 ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
                 ("grpc.max_allowed_incoming_connections", config.connections_max),
+                ("grpc.max_concurrent_streams", STREAMS_MAX),
+                ("grpc.http2.max_ping_strikes", PING_STRIKES_MAX),
+                # A stream whose client stalls stays until its connection ends, if nothing else.
+                ("grpc.max_connection_age_ms", round(AGE_S * 1000)),
+                ("grpc.max_connection_age_grace_ms", round(config.request_deadline_s * 1000)),
             ],
         )
+        self._shares = ConnectionShares(config.connections_per_address_max, guard.clients)
+        self._watching: asyncio.Task[None] | None = None
         self._health = HealthServicer()
         self._server.add_generic_rpc_handlers((self._handlers(), cluster.handlers()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -92,6 +103,7 @@ class GrpcApi:
             ) from error
         await self.set_ready(ready=False)
         await self._server.start()
+        self._watching = asyncio.create_task(self._shares.run(port))
         return port
 
     async def set_ready(self, *, ready: bool) -> None:
@@ -101,6 +113,8 @@ class GrpcApi:
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits for live ones, then cancels them."""
+        if self._watching is not None:
+            self._watching.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -123,22 +137,8 @@ class GrpcApi:
     async def _generate(self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Streams the answer. A client that reads on after `send_deadline_s` finds CANCELLED."""
         try:
-            key = await self._guard.check("user", context)
-            named = _metadata(context, TENANT_HEADER)
-            tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
-            request = replace(parse_request(body), tenant=tenant)
-            wants_placement = any(map(asks, _metadata(context, PLACEMENT_HEADER)))
-            wants_timing = any(map(asks, _metadata(context, TIMING_HEADER)))
-            trace = {n: v for n in _TRACE_KEYS for v in _metadata(context, n)}
-            async with aclosing(self._generator.generate(request, trace)) as deltas:
-                async for delta in deltas:
-                    if wants_timing and delta.finish_reason and delta.timeline is not None:
-                        timing = delta.timeline.server_timing()
-                        context.set_trailing_metadata((("server-timing", timing),))
-                    if delta.prompt_token_ids is not None and wants_placement:
-                        placement = ((PLACEMENT_HEADER, delta.placement),)
-                        await context.send_initial_metadata(placement)
-                    await self._send(context, _response(request.request_id, delta))
+            with self._guard.place(context):
+                await self._answer(body, context)
         except TandemError as error:
             await abort(context, error)
         except _ClientStalled:
@@ -146,6 +146,24 @@ class GrpcApi:
             late = f"the client took no message for {self._config.send_deadline_s:g} s"
             log.info("a gRPC call was cut: %s", late)
             await context.abort(grpc.StatusCode.CANCELLED, late)
+
+    async def _answer(self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        key = await self._guard.check("user", context)
+        named = _metadata(context, TENANT_HEADER)
+        tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
+        request = replace(parse_request(body), tenant=tenant)
+        wants_placement = any(map(asks, _metadata(context, PLACEMENT_HEADER)))
+        wants_timing = any(map(asks, _metadata(context, TIMING_HEADER)))
+        trace = {n: v for n in _TRACE_KEYS for v in _metadata(context, n)}
+        async with aclosing(self._generator.generate(request, trace)) as deltas:
+            async for delta in deltas:
+                if wants_timing and delta.finish_reason and delta.timeline is not None:
+                    timing = delta.timeline.server_timing()
+                    context.set_trailing_metadata((("server-timing", timing),))
+                if delta.prompt_token_ids is not None and wants_placement:
+                    placement = ((PLACEMENT_HEADER, delta.placement),)
+                    await context.send_initial_metadata(placement)
+                await self._send(context, _response(request.request_id, delta))
 
     async def _send(
         self, context: grpc.aio.ServicerContext[Any, Any], response: pb.GenerateResponse

@@ -14,6 +14,7 @@ Type      where the call has one, has to be the address that the call went to.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.config.router import RouterConfig
 from tandem.errors import ForeignPage, NotJson, TandemError, Unauthenticated
 from tandem.router.api.http.errors import error_response
-from tandem.security.access import Access, FailureThrottle, Need, is_loopback
+from tandem.security.access import Access, Need, is_loopback
 from tandem.security.key_service import RECORDS_PATH
 
 log = logging.getLogger(__name__)
@@ -38,28 +39,36 @@ _TEXT_MAX = 100  # characters of what a client sent, in messages and logs
 
 
 class RequestGuard:
-    """ASGI middleware. Answers 403 or 415 itself, and logs each refusal."""
+    """ASGI middleware. Answers a refused call itself, and logs each refusal. Counts the requests of
+    each client's address while they are unanswered."""
 
     def __init__(self, app: ASGIApp, config: RouterConfig, access: Access) -> None:
         self._app = app
         self._access = access
-        self._throttle = FailureThrottle()
         self._names = {"localhost", config.host.lower(), *config.allowed_hosts}
         self._on_loopback = is_loopback(config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            if scope["type"] == "http":
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        address = self._address(scope)
+        with contextlib.ExitStack() as place:
+            try:
+                if need(scope["path"]) != "nothing":  # probes are answered in any case
+                    place.enter_context(self._access.clients.request(address))
                 self._check(scope)
-        except TandemError as error:
-            asked = f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
-            log.warning("refused %r of %s: %s", asked, caller(scope), error.message)
-            if isinstance(error, Unauthenticated):
-                address = (scope["client"] or ("unknown",))[0]
-                await asyncio.sleep(self._throttle.fail(address, time.monotonic()))
-            await error_response(error)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+            except TandemError as error:
+                asked = f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
+                log.warning("refused %r of %s: %s", asked, caller(scope), error.message)
+                if isinstance(error, Unauthenticated):
+                    await asyncio.sleep(self._access.throttle.fail(address, time.monotonic()))
+                await error_response(error)(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+
+    def _address(self, scope: Scope) -> str:
+        peer = (scope["client"] or ("unknown",))[0]
+        return self._access.clients.address(peer, Headers(scope=scope).getlist("x-forwarded-for"))
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)

@@ -18,6 +18,7 @@ import enum
 import functools
 import logging
 import resource
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,23 +32,27 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from tandem.config.router import RouterConfig
+from tandem.router.api.http.connections import Connections
 from tandem.router.api.http.errors import plain_error
+from tandem.security.clients import Clients
 
 log = logging.getLogger(__name__)
 
 _PIPELINED_MAX = 16  # requests that were sent before the answer to an earlier one
 _LINGER_S = 1.0  # that a client has to read why it is refused, before its unread bytes reset it
 _LINGERING_MAX = 64  # connections at once; beyond it they are closed without delay
+_ACCEPTED_AT_ONCE = 4  # connections between two turns of those that are open
+_ACCEPT_PAUSE_S = 1.0  # while the system has no file for a new connection
 _OTHER_FILES = 256  # descriptors for everything but HTTP connections
-_FULL_INTERVAL_S = 60.0  # between two lines in the log that say that the server is full
 
 
 class HttpServer(uvicorn.Server):
     """A uvicorn server without its signal handlers, and without its ten wake-ups a second."""
 
-    def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
-        connections = _Connections(_affordable_connections(config.connections_max))
-        protocol: Any = functools.partial(BoundedProtocol, limits=config, others=connections)
+    def __init__(self, app: ASGIApp, config: RouterConfig, clients: Clients) -> None:
+        num_max = _affordable_connections(config.connections_max)
+        self._connections = Connections(num_max, config.connections_per_address_max, clients)
+        protocol: Any = functools.partial(BoundedProtocol, limits=config, others=self._connections)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -63,6 +68,14 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._stopping = asyncio.Event()
+        self._accepted: set[asyncio.Task[Any]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            # In the place of asyncio's own callback. That one takes a whole backlog at a time, and
+            # makes a connection of each before it can be refused: both hold up other clients.
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def begin_stop(self) -> None:
         self.should_exit = True
@@ -70,6 +83,45 @@ class HttpServer(uvicorn.Server):
 
     async def main_loop(self) -> None:
         await self._stopping.wait()
+
+    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                sock, peer = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.error("no HTTP connection can be accepted for now: %s", error)
+                loop.remove_reader(listener)
+                loop.call_later(_ACCEPT_PAUSE_S, self._accept_again, listener)
+                return
+            crowded = self._connections.num_lingering >= _LINGERING_MAX
+            if crowded and not self._connections.has_place(peer[0], loop.time()):
+                _turn_away(sock)
+                continue
+            sock.setblocking(False)
+            made = loop.connect_accepted_socket(self._protocol, sock, ssl=self.config.ssl)
+            task = loop.create_task(made)
+            self._accepted.add(task)
+            task.add_done_callback(self._on_accepted)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _on_accepted(self, task: asyncio.Task[Any]) -> None:
+        self._accepted.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.info("an HTTP connection could not be made: %r", error)
+
+    def _protocol(self) -> asyncio.Protocol:
+        made: Any = self.config.http_protocol_class
+        state = self.lifespan.state
+        protocol: asyncio.Protocol = made(
+            config=self.config, server_state=self.server_state, app_state=state
+        )
+        return protocol
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -82,25 +134,10 @@ class _Phase(enum.Enum):
     BODY = enum.auto()
 
 
-class _Connections:
-    """State that the connections of one server share."""
-
-    def __init__(self, num_max: int) -> None:
-        self.num_max = num_max
-        self.num_lingering = 0
-        self.idle: dict[BoundedProtocol, None] = {}  # the longest idle first
-        self._full_told_at = -_FULL_INTERVAL_S
-
-    def tell_full(self, now: float) -> None:
-        if now - self._full_told_at >= _FULL_INTERVAL_S:
-            self._full_told_at = now
-            log.warning("HTTP connections are refused: %d are open", self.num_max)
-
-
 class BoundedProtocol(HttpToolsProtocol):
     """One HTTP connection, within bounds on its headers, bodies and idle time."""
 
-    def __init__(self, *, limits: RouterConfig, others: _Connections, **more: Any) -> None:
+    def __init__(self, *, limits: RouterConfig, others: Connections, **more: Any) -> None:
         super().__init__(**more)
         self.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]
         self._limits = limits
@@ -117,9 +154,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._others.num_max and not self._close_an_idle_one():
-            self._others.tell_full(self.loop.time())
-            self._refuse(503, "too_many_connections", "the router has too many connections")
+        peer = self.client[0] if self.client else ""
+        if reason := self._others.enter(self, peer, self.loop.time()):
+            self._refuse(503, "too_many_connections", reason)
         else:
             self._watch()
 
@@ -128,7 +165,7 @@ class BoundedProtocol(HttpToolsProtocol):
         # uvicorn leaves this timer where the client reset the connection, and with it the whole
         # connection and its last request in memory until it fires.
         self._unset_keepalive_if_required()
-        self._others.idle.pop(self, None)
+        self._others.leave(self)
         self._others.num_lingering -= self._lingers
         self._lingers = False
         if isinstance(exc, TimeoutError):
@@ -142,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        self._others.idle.pop(self, None)
+        self._others.work(self)
         if self._phase is _Phase.IDLE:
             self._enter(_Phase.HEADER)
         while data and not (self._is_refused or self.transport.is_closing()):
@@ -155,6 +192,12 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(431, "header_too_large", message)
         if not self._is_refused:
             self._watch()
+            if self._phase is _Phase.HEADER and self._is_unasked():
+                self._others.wait(self, self.loop.time())
+
+    def give_way(self) -> None:
+        self.connections.discard(self)
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         if self._phase is _Phase.IDLE:
@@ -193,7 +236,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._phase is _Phase.IDLE and not (self.pipeline or self.transport.is_closing()):
-            self._others.idle[self] = None
+            self._others.rest(self)
 
     def send_400_response(self, msg: str) -> None:
         """Refuses the connection; uvicorn calls this for every error of the parser."""
@@ -240,41 +283,52 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
             cycle.disconnected = True  # its body cannot come any more
             cycle.message_event.set()
-        body = msgspec.json.encode(plain_error(status, message, code))
-        head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
-        if status == 503:
-            head += b"retry-after: 1\r\n"
-        self.transport.write(STATUS_LINE[status] + head + b"connection: close\r\n\r\n" + body)
+        self.transport.write(_refusal(status, code, message))
         if self._others.num_lingering >= _LINGERING_MAX:
             self.transport.close()
             return
-        self.connections.discard(self)  # its place is free
+        self.connections.discard(self)
+        self._others.leave(self)
         self._others.num_lingering += 1
         self._lingers = True
         self.flow.pause_reading()
         self.transport.write_eof()
         self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
-    def _close_an_idle_one(self) -> bool:
-        for other in self._others.idle:
-            del self._others.idle[other]
-            self.connections.discard(other)
-            other.transport.close()
-            return True
-        return False
+    def _is_unasked(self) -> bool:
+        """Returns whether no request of the connection waits for its answer."""
+        return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
+
+
+def _refusal(status: int, code: str, message: str) -> bytes:
+    body = msgspec.json.encode(plain_error(status, message, code))
+    head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+    if status == 503:
+        head += b"retry-after: 1\r\n"
+    return STATUS_LINE[status] + head + b"connection: close\r\n\r\n" + body
+
+
+_TURNED_AWAY = _refusal(503, "too_many_connections", "there are too many connections")
+
+
+def _turn_away(sock: socket.socket) -> None:
+    """Refuses a connection as cheaply as possible; unread bytes may reset it before its answer."""
+    with contextlib.suppress(OSError), sock:
+        sock.setblocking(False)
+        sock.send(_TURNED_AWAY)
 
 
 def _affordable_connections(num_wanted: int) -> int:
     """Raises the limit of open files as far as needed and allowed; returns how many fit in."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     infinite = resource.RLIM_INFINITY
-    needed = num_wanted + _OTHER_FILES
+    needed = 2 * num_wanted + _OTHER_FILES  # gRPC has as many connections
     if soft != infinite and soft < needed:
         soft = needed if hard == infinite else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == infinite or soft >= needed:
         return num_wanted
-    num = max(1, soft - _OTHER_FILES)
+    num = max(1, (soft - _OTHER_FILES) // 2)
     log.warning(
         "connections-max is %d, but only %d open files are allowed: at most %d connections are "
         "taken; raise `ulimit -n` to %d",
