@@ -5,6 +5,7 @@ grpc      from `FetchBlocks` until all bytes are in the consumer's pool, for n b
           producer's copy out of its pool, gRPC with Tandem's options, the consumer's copy
           into its pool, the answer to `release`. Not included: opening the lease (`lease_s` has
           it all). The pool is in memory that I/O and engine process both map, as a worker's is.
+grpc_tls  the same, over connections with mutual TLS
 grpc_raw  a stream of one message again and again, counted and dropped; no engine, no pool
 grpc_raw_memory  the same of different messages, each ready: they come from memory, as blocks do
 
@@ -19,17 +20,21 @@ import itertools
 import os
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import numpy as np
 import psutil
 
+from tandem.cluster.launch.certificates import Authority
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import InternalError
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.options import CHANNEL_OPTIONS
+from tandem.rpc.peer_calls import PeerCalls
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tandem.transfer.grpc.transport import GrpcTransport
@@ -79,12 +84,15 @@ class GrpcBench:
         self._lease_s: list[float] = []
 
     async def start(self) -> None:
+        self._tls = tempfile.TemporaryDirectory()
+        Authority("bench").write(Path(self._tls.name), "worker")
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "tandem_bench.grpc_producer",
             self._plan.model,
             str(self._plan.layout.num_blocks),
+            self._tls.name,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -95,13 +103,9 @@ class GrpcBench:
         line = await asyncio.wait_for(self._process.stdout.readline(), _DEADLINE_S)
         if not line:
             raise InternalError("the gRPC producer did not come up")
-        address = f"127.0.0.1:{int(line)}"
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        stub = WorkerStub(self._channel)  # type: ignore[no-untyped-call]
-        transfer = self._config.transfer
-        self._transport = _TimedTransport("source", address, self._link, transfer, TOKEN)
-        transports = {"grpc": self._transport}
-        self._peer = Peer("source", "1", stub, self._channel, transports, "grpc")
+        address, by_tls = (f"127.0.0.1:{int(port)}" for port in line.split())
+        self._clear = self._pair(address, PeerCalls("bench", TOKEN))
+        self._encrypted = self._pair(by_tls, PeerCalls("bench", TOKEN, self._tls.name))
         self._raw_channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._raw = self._raw_channel.unary_stream(
             f"/{RAW_SERVICE}/{RAW_METHOD}", request_serializer=None, response_deserializer=None
@@ -112,7 +116,10 @@ class GrpcBench:
         num_bytes = num_blocks * self._plan.layout.block_bytes
 
         async def ours() -> float:
-            return await self._lease(num_blocks, check=False)
+            return await self._lease(self._clear, num_blocks, check=False)
+
+        async def ours_by_tls() -> float:
+            return await self._lease(self._encrypted, num_blocks, check=False)
 
         async def raw() -> float:
             return await self._read_raw(num_bytes, 1)
@@ -120,10 +127,16 @@ class GrpcBench:
         async def raw_memory() -> float:
             return await self._read_raw(num_bytes, -(-num_bytes // RAW_MESSAGE_BYTES))
 
-        await self._lease(num_blocks, check=True)
+        await self._lease(self._encrypted, num_blocks, check=True)
+        await self._lease(self._clear, num_blocks, check=True)
         self._lease_s.clear()
         figures = await in_turn(
-            {"grpc_raw": raw, "grpc": ours, "grpc_raw_memory": raw_memory},
+            {
+                "grpc_raw": raw,
+                "grpc": ours,
+                "grpc_tls": ours_by_tls,
+                "grpc_raw_memory": raw_memory,
+            },
             samples=num_samples(repeats, num_blocks),
             num_bytes=num_bytes,
             pids=self._pids(),
@@ -132,8 +145,8 @@ class GrpcBench:
         return figures
 
     async def close(self) -> None:
-        self._transport.close()
-        await self._channel.close(None)
+        for peer in (self._clear, self._encrypted):
+            peer.close()
         await self._raw_channel.close(None)
         await self._link.stop()
         assert self._process.stdin is not None
@@ -143,8 +156,15 @@ class GrpcBench:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+        self._tls.cleanup()
 
-    async def _lease(self, num_blocks: int, *, check: bool) -> float:
+    def _pair(self, address: str, calls: PeerCalls) -> Peer:
+        channel = calls.open(address)
+        stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
+        transport = _TimedTransport("source", address, self._link, self._config.transfer, calls)
+        return Peer("source", "1", stub, channel, {"grpc": transport}, "grpc")
+
+    async def _lease(self, peer: Peer, num_blocks: int, *, check: bool) -> float:
         layout = self._plan.layout
         spec = SequenceSpec(
             sequence_id=f"sequence-{next(self._names)}",
@@ -154,9 +174,7 @@ class GrpcBench:
             sampling=SamplingParams(),
             max_tokens=1,
         )
-        lease = ConsumerLease(
-            self._peer, puller=self._puller, rates=self._rates, config=self._config
-        )
+        lease = ConsumerLease(peer, puller=self._puller, rates=self._rates, config=self._config)
         self._link.send(Add(spec))
         started = time.perf_counter()
         await lease.run(
@@ -170,8 +188,11 @@ class GrpcBench:
         if check:
             await self._check(spec.sequence_id, min(num_blocks, _CHECKED_BLOCKS_MAX))
         self._link.send(Remove(spec.sequence_id))
-        self._lease_s.append(ended - started)
-        return ended - self._transport.fetch_started
+        transport = peer.in_use
+        assert isinstance(transport, _TimedTransport)
+        if peer is self._clear:
+            self._lease_s.append(ended - started)
+        return ended - transport.fetch_started
 
     async def _read_raw(self, num_bytes: int, num_different: int) -> float:
         started = time.perf_counter()

@@ -1,7 +1,8 @@
 """The producer worker of the gRPC bench: the real PrefillService, and a raw stream beside it.
 
-`python -m tandem_bench.grpc_producer MODEL NUM_BLOCKS` prints the port it listens on, and lives
-until its standard input closes. No registry, no router: the bench's process is the consumer.
+`python -m tandem_bench.grpc_producer MODEL NUM_BLOCKS [TLS_DIR]` prints the ports it listens on (in
+clear text, and with mutual TLS if there is a folder) and lives until its standard input closes. No
+registry, no router: the bench's process is the consumer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import grpc.aio
 
 from tandem.rpc.auth import TokenInterceptor
 from tandem.rpc.block_bytes import EncodedByHandler
+from tandem.rpc.certificates import CertificateFiles
 from tandem.rpc.options import SERVER_OPTIONS
+from tandem.rpc.peer_calls import add_port
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.worker.engine_process.messages import Event, Report
@@ -68,7 +71,7 @@ async def raw_stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
         rest -= message_bytes
 
 
-async def run(model: str, num_blocks: int) -> None:
+async def run(model: str, num_blocks: int, tls_dir: str) -> None:
     config = worker_config("source", model, num_blocks)
 
     def on_event(event: Event) -> None:
@@ -88,9 +91,12 @@ async def run(model: str, num_blocks: int) -> None:
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(RAW_SERVICE, {RAW_METHOD: handler}),)
     )
-    port = server.add_insecure_port("127.0.0.1:0")
+    ports = [
+        add_port(server, "127.0.0.1:0", files)
+        for files in ((None, CertificateFiles.in_folder(tls_dir)) if tls_dir else (None,))
+    ]
     await server.start()
-    print(port, flush=True)
+    print(*ports, flush=True)
     try:
         await asyncio.to_thread(sys.stdin.read)
     finally:
@@ -99,4 +105,4 @@ async def run(model: str, num_blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(run(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(run(sys.argv[1], int(sys.argv[2]), "".join(sys.argv[3:4])))

@@ -22,6 +22,7 @@ from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tests.harness.certificates import worker_channel
 from tests.harness.network import Place
 
 START_DEADLINE_S = 120.0
@@ -65,13 +66,15 @@ class WorkerProcess:
     process: subprocess.Popen[bytes]
     log: Path
     token: str
+    cluster_id: str = ""
+    router_tls: Path | None = None  # a router's certificate, where calls are encrypted
     address: str = ""
     channel: grpc.Channel | None = None
 
     def stub(self) -> WorkerStub:
         if self.channel is None:
             assert self.address, f"{self.worker_id} was not seen ready"
-            self.channel = grpc.insecure_channel(self.address)
+            self.channel = worker_channel(self.address, self.cluster_id, self.router_tls)
         return WorkerStub(self.channel)
 
     def state(self) -> pb.GetStateResponse:
@@ -108,6 +111,7 @@ class LocalCluster:
     # Tests hold what the prefix tree brings: a hiccup of the machine must not go without it.
     router_options: Sequence[str] = ("--lookup-deadline", "0.5")
     environment: dict[str, str] = field(default_factory=dict)  # of all its processes
+    tls_dir: Path | None = None  # folders `router` and `worker` with certificates
     cluster_id: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:8]}")
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
     workers: dict[str, WorkerProcess] = field(default_factory=dict)
@@ -147,8 +151,15 @@ class LocalCluster:
             command = [*at.prefix, *command, "--host", at.address]
             environment = {**at.environment, **(environment or {})}
         command += ["--model", self.model, "--worker-id", worker_id, *self.options, *more]
+        command += self._tls("worker")
         worker = WorkerProcess(
-            worker_id, role, self._spawn(command, log, environment), log, self.token
+            worker_id,
+            role,
+            self._spawn(command, log, environment),
+            log,
+            self.token,
+            self.cluster_id,
+            self.tls_dir and self.tls_dir / "router",
         )
         self.workers[worker_id] = worker
         return worker
@@ -183,7 +194,7 @@ class LocalCluster:
     ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "tandem.router", "--model", self.model]
         command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-        command += [*self.router_options, *options]
+        command += [*self.router_options, *options, *self._tls("router")]
         return self._spawn(command, self.folder / "router.log")
 
     def wait_ready(self, *worker_ids: str) -> None:
@@ -256,6 +267,9 @@ class LocalCluster:
             except subprocess.TimeoutExpired:
                 self.router.kill()
                 self.router.wait()
+
+    def _tls(self, kind: str) -> list[str]:
+        return ["--tls-dir", str(self.tls_dir / kind)] if self.tls_dir else []
 
     def _spawn(
         self, command: list[str], log: Path, more: dict[str, str] | None = None

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import msgspec
 import psutil
 
+from tandem.cluster.launch.certificates import write_certificates
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.cluster.launch.options import LaunchOptions, make_spec
+from tandem.cluster.launch.options import LaunchOptions, certificate_folder, make_spec
 from tandem.cluster.operate import differences
 from tandem.cluster.pools import PoolCommand
 from tandem.cluster.processes import guardian
@@ -31,6 +31,7 @@ from tandem.models.source import resolve
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tests.harness.certificates import worker_channel
 from tests.harness.cluster import free_port, wait_for
 
 START_DEADLINE_S = 300.0
@@ -46,10 +47,12 @@ class KeptWorker:
     pid: int
     address: str
     token: str
+    cluster_id: str
+    tls_dir: Path
 
     def state(self) -> pb.GetStateResponse:
         """Its gauges; runs check_integrity() in the engine."""
-        with grpc.insecure_channel(self.address) as channel:
+        with worker_channel(self.address, self.cluster_id, self.tls_dir) as channel:
             metadata = token_metadata(self.token)
             return WorkerStub(channel).GetState(pb.GetStateRequest(), timeout=30, metadata=metadata)
 
@@ -69,6 +72,8 @@ class KeptCluster:
         self._redis = EmbeddedRedis(run_folder / "redis")
         self._redis.start()
         self.cluster_id = f"test-{uuid.uuid4().hex[:12]}"
+        write_certificates(run_folder, self.cluster_id)
+        self._tls_dir = certificate_folder(run_folder, "router")
         wanted = LaunchOptions(
             num_prefill=prefill,
             num_decode=decode,
@@ -145,7 +150,15 @@ class KeptCluster:
     def workers(self) -> dict[str, KeptWorker]:
         """The ready workers, by id."""
         return {
-            worker_id: KeptWorker(worker_id, r["role"], r["pid"], r["address"], self.token)
+            worker_id: KeptWorker(
+                worker_id,
+                r["role"],
+                r["pid"],
+                r["address"],
+                self.token,
+                self.cluster_id,
+                self._tls_dir,
+            )
             for worker_id, r in self.records().items()
             if r["state"] == "ready" and (r["connected"] or r["role"] == "prefill")
         }

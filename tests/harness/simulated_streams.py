@@ -17,6 +17,7 @@ import grpc.aio
 
 from tandem.config.transfer import TransferConfig
 from tandem.errors import WorkerLost
+from tandem.rpc.peer_calls import PeerCalls
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.transport import GrpcTransport
 from tandem.transfer.nixl.transport import NixlTransport
@@ -247,7 +248,8 @@ class PeersOf:
             return self._fetches[-1]
 
         by_nixl = NixlTransport(producer.peer_id, consumer.link)
-        by_grpc = GrpcTransport(worker_id, address, consumer.link, TransferConfig(), "token")
+        calls = PeerCalls("c", "token")
+        by_grpc = GrpcTransport(worker_id, address, consumer.link, TransferConfig(), calls)
         by_grpc.fetch = fetch  # type: ignore[method-assign]
         in_use: Transport = by_grpc if worker_id in self._by_grpc else by_nixl
         return SimpleNamespace(

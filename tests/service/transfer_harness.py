@@ -18,6 +18,7 @@ from tandem.config.transfer import TransferConfig
 from tandem.config.worker import WorkerConfig
 from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
 from tandem.rpc.options import CHANNEL_OPTIONS
+from tandem.rpc.peer_calls import PeerCalls
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tandem.transfer.grpc.transport import GrpcTransport
@@ -122,7 +123,11 @@ class Consumer:
                 transport = NixlTransport(f"{producer.worker_id}-e", self.link)
             else:
                 transport = GrpcTransport(
-                    producer.worker_id, producer.address, self.link, self.config.transfer, TOKEN
+                    producer.worker_id,
+                    producer.address,
+                    self.link,
+                    self.config.transfer,
+                    PeerCalls("c", TOKEN),
                 )
             stub = WorkerStub(channel)
             name = transport.name

@@ -13,6 +13,7 @@ from tandem.config.addresses import AddressConfig
 from tandem.config.autoscale import AutoscaleConfig
 from tandem.config.cluster import ClusterConfig, Pool
 from tandem.config.groups import HTTP, REQUESTS, ModelName, ModelRevision, Own
+from tandem.config.tls import PublicTls, TlsDir
 from tandem.errors import ConfigError
 from tandem.options import (
     Constant,
@@ -85,6 +86,8 @@ class RouterOptions(AdmissionOptions):
     """Port of the gRPC API."""
     router_id: Annotated[str, Own] = "router-0"
     """Name of the router."""
+    tls_dir: TlsDir = ""
+    tls: PublicTls = field(default_factory=PublicTls)
     # Pool -> RESOURCE/NAME, in this pod's namespace: whose scale is the pool's size on Kubernetes.
     scale_objects: Annotated[
         Mapping[str, str],

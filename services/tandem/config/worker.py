@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from tandem.config.cluster import ClusterConfig, Role
 from tandem.config.engine import EngineConfig
 from tandem.config.groups import LIFECYCLE, Own
+from tandem.config.tls import TlsDir
 from tandem.config.transfer import TransferConfig
 from tandem.options import (
     Constant,
@@ -47,6 +48,7 @@ class WorkerOptions(Options):
     """Port of gRPC. 0: chosen by the system."""
     metrics_port: Annotated[Port, Own] = 0
     """Port of metrics and probes. 0: chosen by the system."""
+    tls_dir: TlsDir = ""
     start_deadline_s: Annotated[Seconds, Own] = 1800.0
     """Seconds for the model's download, conversion and loading."""
     cores: Annotated[tuple[int, ...], Own, by_comma("N,...", _parse_cores)] = ()

@@ -55,7 +55,7 @@ class Router:
         self._stopping = asyncio.Event()
         self._redis: Client = connect(config.cluster.redis_url)
         self._metrics = Metrics()
-        self.view = ClusterView(config.cluster, self._redis)
+        self.view = ClusterView(config.cluster, self._redis, config.tls_dir)
         self._metrics.registry.register(WorkerGauges(self.view))
         self._index = RedisIndex(self._redis, config.cluster.cluster_id)
         index_metrics = IndexMetrics(self._metrics.registry)

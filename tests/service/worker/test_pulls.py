@@ -22,6 +22,7 @@ from tandem.errors import LeaseLost
 from tandem.rpc.auth import TokenInterceptor, token_metadata
 from tandem.rpc.block_bytes import EncodedByHandler, encode
 from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
+from tandem.rpc.peer_calls import PeerCalls
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
@@ -127,7 +128,8 @@ async def a_pair(**settings: Any) -> AsyncIterator[Pair]:
     memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK)
     link = SimpleNamespace(pool=MappedPool(memory, BLOCK), reservations=Reservations())
     transports = {
-        token: GrpcTransport("p0", address, link, config, token) for token in (TOKEN, "other")
+        token: GrpcTransport("p0", address, link, config, PeerCalls("c", token))
+        for token in (TOKEN, "other")
     }
     peer = Peer("p0", "e", WorkerStub(channel), channel, transports, TOKEN)
     try:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from tandem.cluster.launch.built_in_model import download_built_in
+from tandem.cluster.launch.certificates import write_certificates
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.launch.options import LaunchOptions, make_spec
 from tandem.cluster.launch.readiness import Readiness
@@ -105,6 +106,8 @@ class _Launch:
             run_folder=self._run_folder,
             model=model.path,
         )
+        if not self._options.no_cluster_tls:
+            write_certificates(self._run_folder, self._cluster_id)
         members, _ = plan(spec, spec.wanted, [])
         redis_url = self._environment[REDIS_URL_VARIABLE]
         readiness = Readiness(self._options, self._cluster_id, redis_url, self._screen)

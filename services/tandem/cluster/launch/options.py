@@ -14,9 +14,10 @@ from tandem.config.cluster import Pool
 from tandem.config.engine import EngineOptions
 from tandem.config.groups import ModelName, ModelRevision
 from tandem.config.router import AdmissionOptions
+from tandem.config.tls import Kind, PublicTls
 from tandem.config.transfer import TransferConfig
 from tandem.errors import ConfigError
-from tandem.options import Bounds, Count, Options, PositiveOrNone, Text, to_argv
+from tandem.options import Bounds, Count, Options, PositiveOrNone, Switch, Text, to_argv
 from tandem.security.access import is_loopback
 
 LOCAL_COLD_START_S = 15.0  # of a worker whose model is on this machine
@@ -45,11 +46,14 @@ class LaunchOptions(Options):
     """Port of the gRPC API."""
     redis_url: Annotated[Text, Parameter(name="--redis")] = ""
     """URL of a Redis to use. Default: one of its own."""
+    no_cluster_tls: Switch = False
+    """Calls between routers and workers go in clear text, to measure what encryption costs."""
     parent_pid: Annotated[PositiveOrNone, Parameter(name="--die-with-parent", metavar="PID")] = None
     """Process whose end stops the cluster, too. 0: none."""
     autoscale: AutoscaleMode = "off"
     autoscale_max: Count = 4
     """Largest number of workers in either pool that the autoscaler asks for."""
+    tls: PublicTls = field(default_factory=PublicTls)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -78,7 +82,8 @@ class LaunchOptions(Options):
 
     @property
     def http_url(self) -> str:
-        return f"http://{_reachable(self.host)}:{self.http_port}"
+        scheme = "https" if self.tls.tls_cert else "http"
+        return f"{scheme}://{_reachable(self.host)}:{self.http_port}"
 
     @property
     def grpc_address(self) -> str:
@@ -93,13 +98,18 @@ def make_spec(
         cluster_id=cluster_id,
         run_folder=str(run_folder),
         pools={
-            "router": _router(options, model),
-            "prefill": _worker("prefill", options, model),
-            "decode": _worker("decode", options, model),
+            "router": _router(options, model, run_folder),
+            "prefill": _worker("prefill", options, model, run_folder),
+            "decode": _worker("decode", options, model, run_folder),
         },
         wanted={"router": 1, "prefill": options.num_prefill, "decode": options.num_decode},
         cores=sorted(os.sched_getaffinity(0)),
     )
+
+
+def certificate_folder(run_folder: Path, kind: Kind) -> Path:
+    """Returns the folder with the certificate of this machine's processes of one kind."""
+    return run_folder / "tls" / kind
 
 
 def _reachable(host: str) -> str:
@@ -109,17 +119,25 @@ def _reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _router(options: LaunchOptions, model: Path) -> PoolCommand:
+def _tls(options: LaunchOptions, run_folder: Path, kind: Kind) -> list[str]:
+    if options.no_cluster_tls:
+        return []
+    return ["--tls-dir", str(certificate_folder(run_folder, kind))]
+
+
+def _router(options: LaunchOptions, model: Path, run_folder: Path) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.router", "--model", str(model)]
     command += ["--router-id", "{id}", "--host", options.host]
     command += ["--http-port", "{http_port}", "--grpc-port", "{grpc_port}"]
+    command += [*_tls(options, run_folder, "router"), *to_argv(options.tls)]
     command += [*to_argv(options.admission), *to_argv(options.autoscaler)]
     ports = {"http_port": options.http_port, "grpc_port": options.grpc_port}
     return PoolCommand(command, ports=ports)
 
 
-def _worker(role: Pool, options: LaunchOptions, model: Path) -> PoolCommand:
+def _worker(role: Pool, options: LaunchOptions, model: Path, run_folder: Path) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.worker", "--role", role, "--worker-id", "{id}"]
     command += ["--model", str(model), "--cores", "{core}"]
+    command += _tls(options, run_folder, "worker")
     command += [*to_argv(options.transfer), *to_argv(options.engine)]
     return PoolCommand(command, pinned=True)

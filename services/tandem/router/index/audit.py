@@ -17,8 +17,6 @@ from tandem.router.index.metrics import IndexMetrics
 from tandem.router.index.trust import IndexTrust
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tandem.store.client import UNREACHABLE
@@ -108,14 +106,14 @@ class IndexAudit:
         """Counts what was found, and raises the alarm when entries differ."""
         worker_id = worker.record.worker_id
         address = worker.record.address
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        async with self._view.calls.open(address) as channel:
             stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
 
             async def held(first: int, end: int) -> set[bytes]:
                 reply = await stub.ListBlocks(
                     pb.ListBlocksRequest(first_bucket=first, end_bucket=end),
                     timeout=_ANSWER_DEADLINE_S,
-                    metadata=token_metadata(self._view.cluster.token),
+                    metadata=self._view.calls.metadata,
                 )
                 return split_entries(reply.hashes)
 

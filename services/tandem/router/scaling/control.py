@@ -15,8 +15,6 @@ from tandem.pool_sizes import check_sizes
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tandem.store.registry import WorkerRecord
@@ -40,7 +38,6 @@ class ClusterControl:
     """Changes of a cluster. Raises errors of errors.py. `who` asks, for the log of changes."""
 
     def __init__(self, config: RouterConfig, view: ClusterView) -> None:
-        self._cluster = config.cluster
         self._view = view
         self._sizes = SizeOwner(config, view)
 
@@ -94,12 +91,13 @@ class ClusterControl:
             await self._call(record, "Drain", pb.DrainRequest(deadline_s=deadline_s))
 
     async def _call(self, record: WorkerRecord, method: str, request: Any) -> Any:
-        async with grpc.aio.insecure_channel(record.address, options=CHANNEL_OPTIONS) as channel:
+        async with self._view.calls.open(record.address) as channel:
             stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
-            metadata = token_metadata(self._cluster.token)
             call = getattr(stub, method)
             try:
-                return await call(request, timeout=CALL_DEADLINE_S, metadata=metadata)
+                return await call(
+                    request, timeout=CALL_DEADLINE_S, metadata=self._view.calls.metadata
+                )
             except grpc.aio.AioRpcError as error:
                 message = f"{record.worker_id} did not do it ({method}): {error.details()}"
                 if error.code() == grpc.StatusCode.FAILED_PRECONDITION:

@@ -21,8 +21,7 @@ import grpc.aio
 from tandem.backoff import Backoff, doubling_at_random
 from tandem.errors import WorkerLeft, WorkerLost
 from tandem.router.workers.attempt import Attempt
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.options import CHANNEL_OPTIONS
+from tandem.rpc.peer_calls import PeerCalls
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1 import worker_pb2_grpc as pb_grpc
 from tandem.store.registry import Load
@@ -43,7 +42,7 @@ class WorkerClient:
         self,
         worker_id: str,
         address: str,
-        token: str,
+        calls: PeerCalls,
         *,
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
@@ -59,7 +58,7 @@ class WorkerClient:
         # told while submissions are on their way: the worker says how many it had seen.
         self._unreported: deque[int] = deque()
         self._num_reported = 0
-        self._token = token
+        self._calls = calls
         self._on_change = on_change
         self._on_load = on_load
         self._attempts: dict[str, Attempt] = {}
@@ -110,8 +109,7 @@ class WorkerClient:
         backoff = Backoff(doubling_at_random(BACKOFF_MIN_S, BACKOFF_MAX_S))
         while True:
             try:
-                connection = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-                async with connection as channel:
+                async with self._calls.open(self.address) as channel:
                     await asyncio.wait_for(channel.channel_ready(), CONNECT_DEADLINE_S)
                     backoff.reset()
                     await self._serve(pb_grpc.WorkerStub(channel))  # type: ignore[no-untyped-call]
@@ -131,7 +129,7 @@ class WorkerClient:
             await asyncio.sleep(backoff.next_s())
 
     async def _serve(self, stub: pb_grpc.WorkerStub) -> None:
-        call = stub.Decode(metadata=token_metadata(self._token))
+        call = stub.Decode(metadata=self._calls.metadata)
         self._commands.clear()
         writer = asyncio.create_task(self._write(call))
         self.is_up = True

@@ -24,6 +24,7 @@ from tandem.router.placement.shares import Shares
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.pools import read_pools
+from tandem.rpc.peer_calls import PeerCalls
 from tandem.store.client import UNREACHABLE, Client
 from tandem.store.registry import KvCompatibility, Registry, WorkerRecord
 
@@ -38,10 +39,12 @@ class ClusterView:
 
     cluster: ClusterConfig
     redis: Client
+    tls_dir: str = ""
     model_fingerprint: str = ""  # empty until the model is loaded: then nothing is compatible
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
     pools_json: bytes | None = None  # as the pool controller wrote it
     decisions: list[Decision] = field(default_factory=list)  # of the autoscaler, the last ones
+    calls: PeerCalls = field(init=False)
     _listeners: list[Callable[[], None]] = field(default_factory=list)
     _workers: dict[str, KnownWorker] = field(default_factory=dict)
     _roster: Roster = field(default_factory=Roster)
@@ -53,6 +56,9 @@ class ClusterView:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _data_set: bytes = b""
     _trusted_from: float = 0.0  # monotonic seconds: until then Redis may not know all workers yet
+
+    def __post_init__(self) -> None:
+        self.calls = PeerCalls(self.cluster.cluster_id, self.cluster.token, self.tls_dir)
 
     async def run(self) -> None:
         """Polls until cancelled; then closes every stream."""
@@ -231,7 +237,7 @@ class ClusterView:
             known.client = WorkerClient(
                 worker_id,
                 record.address,
-                self.cluster.token,
+                self.calls,
                 on_change=self.tell_change,
                 on_load=partial(self._note_load, worker_id),
             )

@@ -13,10 +13,9 @@ import grpc.aio
 
 from tandem.config.transfer import TransferConfig
 from tandem.errors import LeaseLost
-from tandem.rpc.auth import token_metadata
 from tandem.rpc.block_bytes import FETCH_BLOCKS, PROBE, decode
 from tandem.rpc.channels import close_soon, foreign_cancellation_raises
-from tandem.rpc.options import CHANNEL_OPTIONS
+from tandem.rpc.peer_calls import PeerCalls
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.reservations import PoolOwner, Reservation
 from tandem.transfer.protocol import PROBE_BYTES, BlockPull
@@ -36,13 +35,18 @@ class GrpcTransport:
     name = "grpc"
 
     def __init__(
-        self, worker_id: str, address: str, owner: PoolOwner, config: TransferConfig, token: str
+        self,
+        worker_id: str,
+        address: str,
+        owner: PoolOwner,
+        config: TransferConfig,
+        calls: PeerCalls,
     ) -> None:
         self._worker_id = worker_id
         self._address = address
         self._owner = owner
         self._config = config
-        self._metadata = token_metadata(token)
+        self._calls = calls
         self._channels: dict[int, grpc.aio.Channel] = {}
 
     async def connect(self, offer: pb.ConnectResponse) -> list[tuple[int, float]]:
@@ -134,12 +138,12 @@ class GrpcTransport:
     def _call(self, stream: int, method: str, request: Any, deadline_s: float) -> Any:
         channel = self._channels.get(stream)
         if channel is None:
-            channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+            channel = self._calls.open(self._address)
             self._channels[stream] = channel
         call = channel.unary_stream(
             method, request_serializer=type(request).SerializeToString, response_deserializer=None
         )
-        return call(request, timeout=deadline_s, metadata=self._metadata)
+        return call(request, timeout=deadline_s, metadata=self._calls.metadata)
 
 
 def _describe(error: BaseException) -> str:

@@ -24,10 +24,12 @@ from tandem.config.worker import WorkerConfig
 from tandem.errors import ConfigError, WorkerLost
 from tandem.memory import read_memory
 from tandem.observability.traces import make_tracing
-from tandem.rpc.auth import TokenInterceptor
+from tandem.rpc.auth import KindInterceptor, TokenInterceptor
 from tandem.rpc.block_bytes import EncodedByHandler
+from tandem.rpc.certificates import CertificateFiles
 from tandem.rpc.failures import FailureInterceptor, log_lost_peers_calmly
 from tandem.rpc.options import SERVER_OPTIONS
+from tandem.rpc.peer_calls import add_port
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from tandem.store.registry import KvCompatibility, Load, State, WorkerRecord
@@ -238,9 +240,11 @@ class Worker:
     def _listen(self) -> grpc.aio.Server:
         """A server that has its port, and serves once it is started."""
         log_lost_peers_calmly()
+        cluster, tls_dir = self.config.cluster, self.config.tls_dir
         server = grpc.aio.server(
             interceptors=[
-                TokenInterceptor(self.config.cluster.token),
+                TokenInterceptor(cluster.token),
+                *([KindInterceptor(cluster.cluster_id)] if tls_dir else []),
                 FailureInterceptor(),
                 EncodedByHandler(),
             ],
@@ -249,7 +253,9 @@ class Worker:
         add_WorkerServicer_to_server(Servicer(self), server)  # type: ignore[no-untyped-call]
         wanted = f"{self.config.host}:{self.config.port}"
         try:
-            port = server.add_insecure_port(wanted)
+            port = add_port(
+                server, wanted, CertificateFiles.in_folder(tls_dir) if tls_dir else None
+            )
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {wanted}: {error}") from error
         self._address = f"{self.config.host}:{port}"

@@ -13,8 +13,7 @@ from msgspec.structs import asdict
 
 from tandem.config.worker import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.options import CHANNEL_OPTIONS
+from tandem.rpc.peer_calls import PeerCalls
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tandem.store.registry import KvCompatibility
@@ -47,16 +46,16 @@ class Pairing:
         self._link = link
         self._rates = rates
         self._compatibility = compatibility
+        self._calls = PeerCalls(config.cluster.cluster_id, config.cluster.token, config.tls_dir)
         self._host = host_identity(config.transfer.nixl_tcp)
 
     async def make(self, worker_id: str, epoch: str, address: str) -> Peer:
         """Raises TandemError when no transport reaches it."""
-        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        channel = self._calls.open(address)
         stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
-        transfer, token = self._config.transfer, self._config.cluster.token
         transports: tuple[Transport, ...] = (
             NixlTransport(peer_id(worker_id, epoch), self._link),
-            GrpcTransport(worker_id, address, self._link, transfer, token),
+            GrpcTransport(worker_id, address, self._link, self._config.transfer, self._calls),
         )
         peer = Peer(worker_id, epoch, stub, channel, {each.name: each for each in transports})
         try:
@@ -136,7 +135,7 @@ class Pairing:
             response: pb.ConnectResponse = await peer.stub.Connect(
                 request,
                 timeout=self._config.transfer.connect_deadline_s,
-                metadata=token_metadata(self._config.cluster.token),
+                metadata=self._calls.metadata,
                 wait_for_ready=False,
             )
         except grpc.aio.AioRpcError as error:

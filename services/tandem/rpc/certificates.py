@@ -1,0 +1,74 @@
+"""A certificate, its key and the roots that are trusted, read again when their files change.
+
+The files are looked at when a connection is made: no task watches them. Files that do not fit each
+other, such as a new certificate beside the old key, leave the last good ones in use.
+"""
+
+import logging
+import os
+import ssl
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """PEM texts that were on the disk together."""
+
+    chain: bytes
+    key: bytes = field(repr=False)
+    roots: bytes | None = None
+
+
+class CertificateFiles:
+    """The files of one certificate. Safe for threads."""
+
+    def __init__(self, chain: Path, key: Path, roots: Path | None = None) -> None:
+        """Raises ConfigError if the files cannot be used."""
+        self._paths = [chain, key] if roots is None else [chain, key, roots]
+        self._lock = threading.Lock()
+        try:
+            self._stamp = self._look()
+            self._certificate = self._read()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the certificate {chain} cannot be used: {error}") from None
+
+    @classmethod
+    def in_folder(cls, folder: str) -> "CertificateFiles":
+        """The files of a folder, under the names that cert-manager gives them."""
+        path = Path(folder)
+        return cls(path / "tls.crt", path / "tls.key", path / "ca.crt")
+
+    def current(self) -> Certificate:
+        """Returns the same object until the files change."""
+        with self._lock:
+            try:
+                stamp = self._look()
+                if stamp == self._stamp:
+                    return self._certificate
+                read = self._read()
+                if self._look() != stamp:  # they change right now: the next caller looks again
+                    return self._certificate
+                self._certificate = read
+                log.info("the certificate %s was read again", self._paths[0])
+            except (OSError, ValueError) as error:
+                log.warning("the certificate %s stays in use: %s", self._paths[0], error)
+            self._stamp = stamp
+            return self._certificate
+
+    def _look(self) -> list[tuple[int, int, int]]:
+        return [(s.st_ino, s.st_mtime_ns, s.st_size) for s in map(os.stat, self._paths)]
+
+    def _read(self) -> Certificate:
+        """Raises OSError (ssl.SSLError is one) or ValueError if the files do not fit each other."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self._paths[0], self._paths[1])
+        texts = [path.read_bytes() for path in self._paths]
+        if len(texts) > 2:
+            context.load_verify_locations(cadata=texts[2].decode())
+        return Certificate(*texts)

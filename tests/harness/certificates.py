@@ -1,0 +1,19 @@
+"""Channels of tests to workers, with a router's certificate where calls are encrypted."""
+
+from pathlib import Path
+
+import grpc
+
+from tandem.config.tls import certificate_name
+
+
+def worker_channel(address: str, cluster_id: str, tls_dir: Path | None) -> grpc.Channel:
+    """Opens a blocking channel; the folder is None where calls go in clear text."""
+    if tls_dir is None:
+        return grpc.insecure_channel(address)
+    roots, key, chain = ((tls_dir / name).read_bytes() for name in ("ca.crt", "tls.key", "tls.crt"))
+    return grpc.secure_channel(
+        address,
+        grpc.ssl_channel_credentials(roots, key, chain),
+        options=[("grpc.ssl_target_name_override", certificate_name("worker", cluster_id))],
+    )
