@@ -14,7 +14,7 @@ ENTRY = re.compile(
 # Its build is the installer's choice. A build for CUDA brings the one triton that it works with.
 NOT_LOCKED = {"torch"}
 # In constraints.txt for other Pythons or other tools.
-NOT_NEEDED = {"cryptography", "orjson"}
+NOT_NEEDED = {"orjson"}
 # For Python 3.11.0 to 3.11.2 alone, which constraints.txt was not made on.
 NOT_CONSTRAINED = {"async-timeout"}
 

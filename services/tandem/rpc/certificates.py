@@ -17,10 +17,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """PEM texts that were on the disk together."""
+    """PEM texts that were on the disk together, and a server's context of them."""
 
     chain: bytes
     key: bytes = field(repr=False)
+    context: ssl.SSLContext
     roots: bytes | None = None
 
 
@@ -71,7 +72,7 @@ class CertificateFiles:
         texts = [path.read_bytes() for path in self._paths]
         if len(texts) > 2:
             context.load_verify_locations(cadata=texts[2].decode())
-        return Certificate(*texts)
+        return Certificate(texts[0], texts[1], context, *texts[2:])
 
 
 def _identity(path: Path) -> tuple[int, ...]:
