@@ -3,7 +3,8 @@
     accepted --handshake within `header_deadline_s`--> HTTP protocol
        `-> closed: too late, no TLS (such as plain HTTP), or no place
 
-A connection takes a place from its first packet on. Each handshake takes the certificate of that moment.
+A connection takes a place from its first packet on. Each handshake takes the certificate of that
+moment.
 """
 
 import asyncio
