@@ -11,6 +11,7 @@ import logging
 import signal
 import socket
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tandem.config.router import RouterConfig
@@ -34,6 +35,7 @@ from tandem.router.request.generator import Generator, LoadedModel
 from tandem.router.request.prompts import PromptPreparer
 from tandem.router.scaling.autoscale import AutoscaleGauges, AutoscaleLoop
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.rpc.certificates import CertificateFiles
 from tandem.security.access import Access, is_loopback
 from tandem.security.clients import Clients
 from tandem.security.key_ring import KeyRing
@@ -54,6 +56,10 @@ class Router:
         self._config = config
         self._stopping = asyncio.Event()
         self._redis: Client = connect(config.cluster.redis_url)
+        tls = config.tls
+        self._tls = (
+            CertificateFiles(Path(tls.tls_cert), Path(tls.tls_key)) if tls.tls_cert else None
+        )
         self._metrics = Metrics()
         self.view = ClusterView(config.cluster, self._redis, config.tls_dir)
         self._metrics.registry.register(WorkerGauges(self.view))
@@ -71,7 +77,12 @@ class Router:
             ),
         )
         self._keys = KeyService(
-            self._redis, config.cluster, ring, router_id=config.router_id, file=config.keys_file
+            self._redis,
+            config.cluster,
+            ring,
+            router_id=config.router_id,
+            file=config.keys_file,
+            tls=self._tls,
         )
         dispatcher = Dispatcher(
             config,
@@ -91,7 +102,7 @@ class Router:
         self._metrics.registry.register(AutoscaleGauges(self.view))
         guard = CallGuard(self._access)
         cluster = GrpcCluster(config, self.view, guard)
-        self._grpc = GrpcApi(config, self.generator, cluster, guard)
+        self._grpc = GrpcApi(config, self.generator, cluster, guard, self._tls)
         self.http_port = 0
         self.grpc_port = 0
         self.listening = asyncio.Event()
@@ -104,7 +115,8 @@ class Router:
         """Serves until `stop`. Raises ConfigError for a taken port or a model that cannot load."""
         sock = _bind(self._config)
         self.http_port = sock.getsockname()[1]
-        own_url = f"http://{_own_host(self._config)}:{self.http_port}"
+        scheme = "http" if self._tls is None else "https"
+        own_url = f"{scheme}://{_own_host(self._config)}:{self.http_port}"
         await self._keys.refresh(own_url)
         self._access.check_start()
         self.grpc_port = await self._grpc.start()
@@ -117,7 +129,7 @@ class Router:
             self._access,
             self._keys,
         )
-        http = HttpServer(app, self._config, self._access.clients)
+        http = HttpServer(app, self._config, self._access.clients, self._tls)
         host = self._config.host
         log.info("listening: HTTP %s:%d, gRPC %s:%d", host, self.http_port, host, self.grpc_port)
         self.listening.set()

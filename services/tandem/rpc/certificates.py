@@ -5,7 +5,6 @@ other, such as a new certificate beside the old key, leave the last good ones in
 """
 
 import logging
-import os
 import ssl
 import threading
 from dataclasses import dataclass, field
@@ -18,10 +17,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """PEM texts that were on the disk together."""
+    """PEM texts that were on the disk together, and a server's context of them."""
 
     chain: bytes
     key: bytes = field(repr=False)
+    context: ssl.SSLContext
     roots: bytes | None = None
 
 
@@ -47,10 +47,10 @@ class CertificateFiles:
     def current(self) -> Certificate:
         """Returns the same object until the files change."""
         with self._lock:
+            stamp = self._look()
+            if stamp == self._stamp:
+                return self._certificate
             try:
-                stamp = self._look()
-                if stamp == self._stamp:
-                    return self._certificate
                 read = self._read()
                 if self._look() != stamp:  # they change right now: the next caller looks again
                     return self._certificate
@@ -61,8 +61,9 @@ class CertificateFiles:
             self._stamp = stamp
             return self._certificate
 
-    def _look(self) -> list[tuple[int, int, int]]:
-        return [(s.st_ino, s.st_mtime_ns, s.st_size) for s in map(os.stat, self._paths)]
+    def _look(self) -> list[tuple[int, ...]]:
+        """Identifies what the files hold now."""
+        return [_identity(path) for path in self._paths]
 
     def _read(self) -> Certificate:
         """Raises OSError (ssl.SSLError is one) or ValueError if the files do not fit each other."""
@@ -71,4 +72,12 @@ class CertificateFiles:
         texts = [path.read_bytes() for path in self._paths]
         if len(texts) > 2:
             context.load_verify_locations(cadata=texts[2].decode())
-        return Certificate(*texts)
+        return Certificate(texts[0], texts[1], context, *texts[2:])
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import ssl
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ import msgspec
 
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError, KeyNotFound, KeysUnknown, NotNow, Unauthenticated
+from tandem.rpc.certificates import CertificateFiles
 from tandem.security import keys
 from tandem.security.key_ring import KeyRing
 from tandem.security.key_store import KeyStore
@@ -50,8 +52,17 @@ class KeyService:
     """The keys of one router; `run` keeps them true."""
 
     def __init__(
-        self, redis: Client, cluster: ClusterConfig, ring: KeyRing, *, router_id: str, file: str
+        self,
+        redis: Client,
+        cluster: ClusterConfig,
+        ring: KeyRing,
+        *,
+        router_id: str,
+        file: str,
+        tls: CertificateFiles | None = None,
     ) -> None:
+        """`tls` is the certificate that all routers have, if they speak TLS."""
+        self._tls = tls
         self.ring = ring
         self._token = cluster.token.encode()
         self._store = KeyStore(redis, cluster.cluster_id)
@@ -162,11 +173,23 @@ class KeyService:
         body = msgspec.json.encode([record])
         headers = {SIGNATURE_HEADER: self._sign(body), "content-type": "application/json"}
         try:
-            async with httpx.AsyncClient(timeout=CALL_DEADLINE_S, trust_env=False) as client:
+            async with httpx.AsyncClient(
+                timeout=CALL_DEADLINE_S, trust_env=False, verify=self._verify()
+            ) as client:
                 reply = await client.post(url + RECORDS_PATH, content=body, headers=headers)
         except httpx.HTTPError as error:
             return f"{url} does not answer: {error!r}"
         return "" if reply.is_success else f"{url} answers {reply.status_code}: {reply.text[:200]}"
+
+    def _verify(self) -> ssl.SSLContext | bool:
+        """Trusts this router's own certificate: its name is not the address of another router."""
+        if self._tls is None:
+            return True
+        own, end, _ = self._tls.current().chain.decode().partition("-----END CERTIFICATE-----")
+        context = ssl.create_default_context(cadata=own + end + "\n")
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.check_hostname = False
+        return context
 
     async def _reconcile(self, now: float) -> None:
         """Takes what Redis has, and writes there what the ring has and Redis has not."""

@@ -39,10 +39,13 @@ class Authority:
             encipher_only=False,
             decipher_only=False,
         )
+        # Two authorities of one name, as during a rotation, are told apart by the identifiers.
+        self._key_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
         self._certificate = (
             _builder(self._name, self._name, self._key.public_key())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(usage, critical=True)
+            .add_extension(self._key_id, critical=False)
             .sign(self._key, hashes.SHA256())
         )
 
@@ -55,12 +58,14 @@ class Authority:
         own). Nobody else can read the folder."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = certificate_name(kind, self._cluster_id)
+        signer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._key_id)
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
             _builder(_name(kind), self._name, key.public_key())
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(signer, critical=False)
             .sign(self._key, hashes.SHA256())
         )
         private = key.private_bytes(

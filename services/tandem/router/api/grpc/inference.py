@@ -36,8 +36,10 @@ from tandem.router.request.request import (
     Sampling,
     refusal,
 )
+from tandem.rpc.certificates import CertificateFiles
 from tandem.rpc.failures import FailureInterceptor, abort, log_lost_peers_calmly
 from tandem.rpc.options import SERVER_OPTIONS
+from tandem.rpc.peer_calls import add_port
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -59,8 +61,15 @@ class GrpcApi:
     """The gRPC server: `start` binds, `set_ready` sets what health reports, `stop` drains."""
 
     def __init__(
-        self, config: RouterConfig, generator: Generator, cluster: GrpcCluster, guard: CallGuard
+        self,
+        config: RouterConfig,
+        generator: Generator,
+        cluster: GrpcCluster,
+        guard: CallGuard,
+        files: CertificateFiles | None = None,
     ) -> None:
+        """With `files` the port speaks TLS."""
+        self._files = files
         self._config = config
         self._guard = guard
         self._generator = generator
@@ -95,7 +104,7 @@ class GrpcApi:
     async def start(self) -> int:
         """Binds and returns the port. Raises ConfigError if it is taken."""
         try:
-            port: int = self._server.add_insecure_port(self._address)
+            port = add_port(self._server, self._address, self._files)
         except RuntimeError as error:
             raise ConfigError(
                 f"gRPC port {self._address} cannot be bound (is it in use?); choose another with "

@@ -34,6 +34,8 @@ from uvicorn.protocols.http.httptools_impl import (
 from tandem.config.router import RouterConfig
 from tandem.router.api.http.connections import Connections
 from tandem.router.api.http.errors import plain_error
+from tandem.router.api.http.tls import TlsHandshake
+from tandem.rpc.certificates import CertificateFiles
 from tandem.security.clients import Clients
 
 log = logging.getLogger(__name__)
@@ -49,10 +51,25 @@ _OTHER_FILES = 256  # descriptors for everything but HTTP connections
 class HttpServer(uvicorn.Server):
     """A uvicorn server without its signal handlers, and without its ten wake-ups a second."""
 
-    def __init__(self, app: ASGIApp, config: RouterConfig, clients: Clients) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: RouterConfig,
+        clients: Clients,
+        files: CertificateFiles | None = None,
+    ) -> None:
+        """With `files` the port speaks TLS."""
         num_max = _affordable_connections(config.connections_max)
         self._connections = Connections(num_max, config.connections_per_address_max, clients)
         protocol: Any = functools.partial(BoundedProtocol, limits=config, others=self._connections)
+        if files is not None:
+            protocol = functools.partial(
+                TlsHandshake,
+                protocol=protocol,
+                files=files,
+                deadline_s=config.header_deadline_s,
+                others=self._connections,
+            )
         super().__init__(
             uvicorn.Config(
                 app,
@@ -292,7 +309,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._others.num_lingering += 1
         self._lingers = True
         self.flow.pause_reading()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half-closed connection
+            self.transport.write_eof()
         self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
     def _is_unasked(self) -> bool:
