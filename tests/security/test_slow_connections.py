@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 NUM_SLOW = 1000
 ROUTER = {"connections_max": NUM_SLOW // 2}
-KINDS_TRIED = ("partial-header", "dripping-header", "partial-body", "keep-alive", "grpc-idle")
+KINDS_TRIED = ("partial-header", "keep-alive", "grpc-idle")
 SECONDS = 1.2
 # The long form, benchmarks/slow_connections.py, asks for 1.5 times. A second on a machine whose
 # cores others use, too, has pauses of its own.
