@@ -7,7 +7,7 @@ A router with its default bounds, and a scripted worker that answers at once. 20
 of slow client: the good ones alone, then beside 10,000 connections from 127.0.0.2, then alone
 again. The slow clients are a process of their own and open what was closed again. Prints the
 good ones' p50 and p99, the p99 relative to the mean of its quiet neighbours, and the
-failures. Writes benchmarks/results/slow_connections.json.
+failures. Writes the rows of these kinds to benchmarks/results/slow_connections.json.
 """
 
 from __future__ import annotations
@@ -54,13 +54,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     rows = asyncio.run(measure(arguments))
-    summary = {
-        "number": arguments.number,
-        "seconds": arguments.seconds,
-        "reopened_a_second": arguments.reopen,
-        "kinds": rows,
-    }
-    arguments.json.write_text(json.dumps(summary, indent=1) + "\n")
+    kinds = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {}
+    for row in rows:
+        row |= {"number": arguments.number, "seconds": arguments.seconds}
+        kinds[row.pop("kind")] = row | {"reopened_a_second": arguments.reopen}
+    arguments.json.write_text(json.dumps(kinds, indent=1) + "\n")
 
 
 async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
     python benchmarks/tenants.py [--pairs 100] [--tokens 512]
 
-A cluster of one prefill and one decode worker, one core each, and a router that trusts the tenant
-header. For each pair, one prompt each, in turn (which comes first alternates):
+A cluster of `tandem up` with one prefill and one decode worker, and an API key of each tenant. For
+each pair, one prompt each, in turn (which comes first alternates):
 
     known   tenant A asks a prompt, then B the same one: B's time is taken
     fresh   tenant A asks another prompt, then B one that nobody asked: B's time is taken
@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,7 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tests.harness.cluster import LocalCluster
+from tests.harness.cluster import START_DEADLINE_S, free_port, wait_for
 
 RESULTS = Path(__file__).parent / "results" / "tenants.json"
 KINDS = ("known", "fresh", "own")
@@ -51,54 +52,74 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     rng = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as folder, EmbeddedRedis() as redis:
-        cluster = LocalCluster(redis, Path(folder))
-        cluster.options = ("--num-blocks", "4000")
-        cores = sorted(os.sched_getaffinity(0))
-        try:
-            cluster.start_router()
-            for number, role in enumerate(("prefill", "decode")):
-                core = str(cores[number % len(cores)])
-                cluster.start_worker(f"{role}-0", role, "--cores", core)
-            cluster.wait_ready()
-            with (
-                cluster.another_router("--trust-tenant-header") as url,
-                httpx.Client(base_url=url, timeout=120) as client,
-            ):
-                rounds = arguments.pairs + arguments.warm_up
-                samples = [
-                    measure_pair(client, rng, number, arguments.tokens)
-                    for number in track(range(rounds), description="pairs")
-                ][arguments.warm_up :]
-        finally:
-            cluster.close()
+    with started_cluster() as url, httpx.Client(base_url=url, timeout=120) as client:
+        keys = {tenant: create_key(url, tenant) for tenant in ("tenant-a", "tenant-b")}
+        rounds = arguments.pairs + arguments.warm_up
+        samples = [
+            measure_pair(client, keys, rng, number, arguments.tokens)
+            for number in track(range(rounds), description="pairs")
+        ][arguments.warm_up :]
     summary = {"tokens": arguments.tokens, **summarize(samples, rng)}
     arguments.json.write_text(json.dumps({**summary, "pairs": samples}, indent=1) + "\n")
     print_summary(summary)
 
 
+@contextmanager
+def started_cluster() -> Iterator[str]:
+    """Runs `tandem up`; yields the router's URL once it is ready."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "tandem.cli", "up", "--prefill", "1", "--decode", "1"]
+    command += ["--port", str(port), "--grpc-port", str(free_port()), "--num-blocks", "4000"]
+    with tempfile.TemporaryFile() as screen:
+        cluster = subprocess.Popen([*command, "--threads", "1"], stdout=screen, stderr=screen)
+
+        def ready() -> bool:
+            if cluster.poll() is not None:
+                screen.seek(0)
+                raise RuntimeError(screen.read().decode())
+            try:
+                return httpx.get(f"{url}/ready", timeout=5).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        try:
+            wait_for(ready, deadline_s=START_DEADLINE_S, what="readiness of the cluster")
+            yield url
+        finally:
+            cluster.terminate()
+            cluster.wait(60)
+
+
+def create_key(url: str, tenant: str) -> str:
+    """Creates a key of a tenant, as an operator does."""
+    command = [sys.executable, "-m", "tandem.cli", "keys", "create", "--tenant", tenant]
+    done = subprocess.run([*command, "--url", url], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def measure_pair(
-    client: httpx.Client, rng: np.random.Generator, number: int, num_tokens: int
+    client: httpx.Client, keys: dict[str, str], rng: np.random.Generator, number: int, size: int
 ) -> dict[str, dict[str, float]]:
     """Time to first token (ms) and cached tokens of each kind."""
     kinds = KINDS[number % 3 :] + KINDS[: number % 3]
-    return {kind: measure(client, rng, kind, num_tokens) for kind in kinds}
+    return {kind: measure(client, keys, rng, kind, size) for kind in kinds}
 
 
 def measure(
-    client: httpx.Client, rng: np.random.Generator, kind: str, num_tokens: int
+    client: httpx.Client, keys: dict[str, str], rng: np.random.Generator, kind: str, size: int
 ) -> dict[str, float]:
-    first, other = rng.integers(100, VOCABULARY, (2, num_tokens)).tolist()
-    ask(client, first, "tenant-a")
+    first, other = rng.integers(100, VOCABULARY, (2, size)).tolist()
+    ask(client, first, keys["tenant-a"])
     ttft_ms, cached = ask(
         client,
         other if kind == "fresh" else first,
-        "tenant-a" if kind == "own" else "tenant-b",
+        keys["tenant-a" if kind == "own" else "tenant-b"],
     )
     return {"ttft_ms": ttft_ms, "cached_tokens": cached}
 
 
-def ask(client: httpx.Client, prompt: list[int], tenant: str) -> tuple[float, int]:
+def ask(client: httpx.Client, prompt: list[int], key: str) -> tuple[float, int]:
     """Milliseconds to the first token, and cached tokens of the prompt."""
     body = {
         "prompt": prompt,
@@ -109,7 +130,7 @@ def ask(client: httpx.Client, prompt: list[int], tenant: str) -> tuple[float, in
         "stream_options": {"include_usage": True},
     }
     started, first_s, cached = time.perf_counter(), 0.0, -1
-    headers = {"x-tandem-tenant": tenant}
+    headers = {"authorization": f"Bearer {key}"}
     with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
         answer.raise_for_status()
         for line in answer.iter_lines():

@@ -1,4 +1,5 @@
 import json
+import time
 from datetime import datetime
 
 import pytest
@@ -110,3 +111,37 @@ def test_transformers_renders_the_same(tmp_path):
         messages, chat_template=source, tokenize=False, add_generation_prompt=True
     )
     assert render(source, messages, bos_token="<s>", eos_token="</s>") == expected
+
+
+HOSTILE = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "hides the clock": "{% set check_clock = 1 %}{% for a in range(99999) %}"
+    "{% for b in range(99999) if 0 %}{% endfor %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "recursive loop": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "power": "{{ 10 ** 10000000 }}",
+    "repeated text": "{{ 'a' * 10 ** 11 }}",
+    "repeated list": "{{ ([0] * 10 ** 6 * 10 ** 6)|length }}",
+    "repeated squares": "{% set n = namespace(x=3) %}{% for a in range(99999) %}"
+    "{% set n.x = n.x * n.x %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_a_template_that_works_for_ever_is_refused(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.models.chat_template.RENDER_S_MAX", 0.1)
+    template = ChatTemplate(source, {})
+    started = time.monotonic()
+    with pytest.raises(BadRequest, match="chat template refuses"):
+        template.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
+    assert time.monotonic() - started < 2.0
+
+
+def test_products_of_templates_that_people_write_are_computed() -> None:
+    source = "{{ '=' * 20 }}{{ 2 ** 10 }}{{ 3 * 0.5 }}{{ [1, 2] * 2 }}{{ 2 ** 0.5 > 1 }}"
+    text = ChatTemplate(source, {}).render([], add_generation_prompt=False)
+    assert text == "=" * 20 + "10241.5[1, 2, 1, 2]True"
