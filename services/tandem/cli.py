@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,7 @@ app = App(
 )
 bench = App(name="bench", help="Measure what this machine makes of Tandem.")
 index = App(name="index", help="Look after the prefix tree.")
-keys = App(name="keys", help="Create, list, rotate and revoke API keys.")
+keys = App(name="keys", help="Create, list, update, rotate and revoke API keys.")
 app.command(bench)
 app.command(index)
 app.command(keys)
@@ -33,6 +34,32 @@ app.command(keys)
 _Url = Annotated[str, Parameter(help="Address of a router.")]
 _Key = Annotated[str, Parameter(help="The key's id, as `tandem keys list` shows it.")]
 _Worker = Annotated[str, Parameter(help="The worker's id, as `tandem status` shows it.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyLimits:
+    """The limits of a key that a command line names."""
+
+    requests_per_minute: int | None = None
+    """Requests a minute of the key's tenant, at all routers together. 0: no limit."""
+    tokens_per_minute: int | None = None
+    """Prompt and completion tokens a minute of the tenant. 0: no limit."""
+    max_concurrent: int | None = None
+    """Requests of the tenant at once. 0: no limit."""
+    max_prompt_tokens: int | None = None
+    """Largest prompt, in tokens. 0: what the context allows."""
+    max_completion_tokens: int | None = None
+    """Largest completion, in tokens. 0: what the context allows."""
+    weight: int | None = None
+    """Share of the work while tenants take turns, 1 to 10000. Default: 100."""
+
+    def given(self) -> dict[str, int]:
+        """Returns the limits that were named."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+_Limits = Annotated[KeyLimits, Parameter(name="*")]
+_NO_LIMITS = KeyLimits()
 
 
 @app.command
@@ -104,6 +131,24 @@ def verify(
     return 0 if verify_index(url, everything=everything) else 1
 
 
+@app.command
+def usage(
+    *,
+    window: Annotated[
+        Literal["day", "minute"], Parameter(help="Whether to count by day or by minute (UTC).")
+    ] = "day",
+    last: Annotated[int, Parameter(help="Number of days or minutes.")] = 7,
+    tenant: Annotated[
+        str | None, Parameter(help="One tenant. Default: all, or that of a user's key.")
+    ] = None,
+    url: _Url = "http://127.0.0.1:8000",
+) -> None:
+    """Show the requests and tokens of each tenant."""
+    from tandem.cluster.keys import show_usage
+
+    show_usage(url, window, last, tenant)
+
+
 @keys.command
 def create(
     *,
@@ -115,15 +160,16 @@ def create(
     file: Annotated[
         Path | None, Parameter(help="File of records to add it to, for --keys-file, not a router.")
     ] = None,
+    limits: _Limits = _NO_LIMITS,
     url: _Url = "http://127.0.0.1:8000",
 ) -> None:
     """Create a key and print it: its secret is shown only now."""
     from tandem.cluster.keys import add_key, create_key
 
     if file is None:
-        create_key(url, tenant, role, expires)
+        create_key(url, tenant, role, expires, limits.given())
     else:
-        add_key(file, tenant, role, expires)
+        add_key(file, tenant, role, expires, limits.given())
 
 
 @keys.command(name="list")
@@ -132,6 +178,16 @@ def list_(*, url: _Url = "http://127.0.0.1:8000") -> None:
     from tandem.cluster.keys import list_keys
 
     list_keys(url)
+
+
+@keys.command
+def update(
+    key_id: _Key, /, *, limits: _Limits = _NO_LIMITS, url: _Url = "http://127.0.0.1:8000"
+) -> None:
+    """Change limits of a key; those that are not named stay."""
+    from tandem.cluster.keys import update_key
+
+    update_key(url, key_id, limits.given())
 
 
 @keys.command

@@ -4,6 +4,7 @@
       BadRequest            400  INVALID_ARGUMENT     client's input; says what is allowed
         ContextTooLong      400  INVALID_ARGUMENT
         NeverFits           400  INVALID_ARGUMENT     larger than the whole KV pool
+        OverKeyLimit        400  INVALID_ARGUMENT     larger than the API key allows
       Unauthenticated       401  UNAUTHENTICATED      no key, or none that works
       Forbidden             403  PERMISSION_DENIED    the key's role does not allow the call
       ScaleRefused          403  PERMISSION_DENIED    by who owns the pools' sizes
@@ -19,8 +20,10 @@
       QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
         Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
       TooManyRequests       429  RESOURCE_EXHAUSTED   of one address, that have no answer yet
+      RateLimited           429  RESOURCE_EXHAUSTED   a limit of its API key is reached
       NoWorkers             503  UNAVAILABLE          a pool is empty
       KeysUnknown           503  UNAVAILABLE          the router has not read the API keys
+      UsageUnknown          503  UNAVAILABLE          the usage cannot be read while Redis is away
       ScaleAway             503  UNAVAILABLE          who owns the pools' sizes is away
       WorkerLost            503  UNAVAILABLE          the worker died, hung or was cut off
         WorkerLeft          503  UNAVAILABLE          it ended in order, as it had said
@@ -40,17 +43,23 @@ Codes of gRPC are given by name, so that this module stands on nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 _BY_CODE: dict[str, type[TandemError]] = {}
 
 
 class TandemError(Exception):
-    """Root of the tree. `param` names the request's field at fault, where there is one."""
+    """Root of the tree. `param` names the request's field at fault, where there is one.
+
+    `headers` go with the answer: HTTP's headers, or gRPC's trailing metadata.
+    """
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
     grpc_code: ClassVar[str] = "INTERNAL"
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def __init_subclass__(cls, *, code: str, http: int = 0, grpc: str = "") -> None:
         """HTTP's status and gRPC's code are the parent's where none is given."""
@@ -78,6 +87,9 @@ class ContextTooLong(BadRequest, code="context_length_exceeded"): ...
 
 
 class NeverFits(BadRequest, code="kv_capacity_exceeded"): ...
+
+
+class OverKeyLimit(BadRequest, code="key_limit_exceeded"): ...
 
 
 class Unauthenticated(TandemError, code="invalid_api_key", http=401, grpc="UNAUTHENTICATED"): ...
@@ -127,10 +139,19 @@ class TooManyRequests(
 ): ...
 
 
+class RateLimited(TandemError, code="rate_limit_exceeded", http=429, grpc="RESOURCE_EXHAUSTED"):
+    """A limit is reached. `kind` says which: requests, tokens or concurrent."""
+
+    kind: str = "requests"
+
+
 class NoWorkers(TandemError, code="no_workers", http=503, grpc="UNAVAILABLE"): ...
 
 
 class KeysUnknown(TandemError, code="keys_unknown", http=503, grpc="UNAVAILABLE"): ...
+
+
+class UsageUnknown(TandemError, code="usage_unknown", http=503, grpc="UNAVAILABLE"): ...
 
 
 class ScaleAway(TandemError, code="scale_away", http=503, grpc="UNAVAILABLE"): ...

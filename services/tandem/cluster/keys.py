@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from urllib.parse import urlencode
 
 import msgspec
 from rich.table import Table
@@ -9,21 +10,28 @@ from rich.table import Table
 from tandem.cluster.operate import ask, console
 from tandem.errors import OperateError
 from tandem.security.keys import KeyRecord, Role, create
+from tandem.security.limits import NO_LIMITS, changed
 
 _PATH = "/v1/keys"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def create_key(url: str, tenant: str, role: str, expires: str) -> None:
+def create_key(url: str, tenant: str, role: str, expires: str, limits: dict[str, int]) -> None:
     """Prints a new key. Raises OperateError."""
-    body = {"tenant": tenant, "role": role, "expires_in_s": parse_duration(expires)}
+    body = {
+        "tenant": tenant,
+        "role": role,
+        "expires_in_s": parse_duration(expires),
+        "limits": limits,
+    }
     print(ask(url, "POST", body, path=_PATH)["key"])
 
 
-def add_key(file: Path, tenant: str, role: Role, expires: str) -> None:
+def add_key(file: Path, tenant: str, role: Role, expires: str, limits: dict[str, int]) -> None:
     """Prints a new key whose record is added to a file of records. Raises OperateError."""
     lifetime_s, now = parse_duration(expires), time.time()
-    key = create(tenant, role, now=now, expires_at=now + lifetime_s if lifetime_s else 0.0)
+    expires_at = now + lifetime_s if lifetime_s else 0.0
+    key = create(tenant, role, now=now, expires_at=expires_at, limits=changed(NO_LIMITS, limits))
     try:
         found = (
             msgspec.json.decode(file.read_bytes(), type=list[KeyRecord]) if file.exists() else []
@@ -36,11 +44,34 @@ def add_key(file: Path, tenant: str, role: Role, expires: str) -> None:
 
 def list_keys(url: str) -> None:
     """Prints all keys, without their secrets. Raises OperateError."""
-    columns = ("key", "tenant", "role", "state", "created", "expires")
+    columns = ("key", "tenant", "role", "state", "created", "expires", "limits")
     table = Table(*columns, box=None, pad_edge=False)
     for key in ask(url, "GET", path=_PATH)["keys"]:
         words = [key[name] for name in ("key_id", "tenant", "role", "state")]
-        table.add_row(*words, _day(key["created_at"]), _day(key["expires_at"]))
+        limits = " ".join(f"{name}={value}" for name, value in key["limits"].items())
+        table.add_row(*words, _day(key["created_at"]), _day(key["expires_at"]), limits)
+    console().print(table)
+
+
+def update_key(url: str, key_id: str, limits: dict[str, int]) -> None:
+    """Changes limits of a key, and prints those that it has then. Raises OperateError."""
+    if not limits:
+        raise OperateError("name a limit to change, such as --requests-per-minute 60")
+    key = ask(url, "POST", {"limits": limits}, path=f"{_PATH}/{key_id}/update")
+    for name, value in key["limits"].items():
+        print(f"{name}: {value}")
+    if not key["limits"]:
+        print("no limits")
+
+
+def show_usage(url: str, window: str, last: int, tenant: str | None) -> None:
+    """Prints what tenants used. Raises OperateError."""
+    query = {"window": window, "last": last} | ({} if tenant is None else {"tenant": tenant})
+    rows = ask(url, "GET", path=f"/v1/usage?{urlencode(query)}")["data"]
+    counts = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+    table = Table(window, "tenant", *counts, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(_day(row["start"]), row["tenant"], *(str(row[name]) for name in counts))
     console().print(table)
 
 

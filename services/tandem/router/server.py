@@ -29,6 +29,8 @@ from tandem.router.api.http.server import HttpServer
 from tandem.router.index.audit import IndexAudit
 from tandem.router.index.metrics import IndexMetrics, counted_match
 from tandem.router.index.trust import IndexTrust
+from tandem.router.limits.meter import make_meter
+from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.metrics.router import Metrics, WorkerGauges
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.generator import Generator, LoadedModel
@@ -95,7 +97,17 @@ class Router:
         tree = TreeInspector(self._redis, self._index)
         self._audit = IndexAudit(self.view, tree, trust, index_metrics)
         self._tracing = make_tracing("tandem-router", config.router_id)
-        self.generator = Generator(config, self.view, dispatcher, self._metrics, self._tracing)
+        self._tenants = make_meter(
+            self._redis,
+            config.cluster,
+            config.router_id,
+            TenantMetrics(self._metrics.registry),
+            num_routers=lambda: self._keys.num_routers,
+            is_limited=ring.is_limited,
+        )
+        self.generator = Generator(
+            config, self.view, dispatcher, self._metrics, self._tenants, self._tracing
+        )
         self.autoscale = AutoscaleLoop(
             config, self.view, self._metrics.demand, num_held=lambda: dispatcher.num_pending
         )
@@ -139,6 +151,8 @@ class Router:
             asyncio.create_task(self._load_and_watch(), name="model"),
             asyncio.create_task(self._audit.run(), name="index-audit"),
             asyncio.create_task(self._keys.run(own_url), name="api-keys"),
+            asyncio.create_task(self._tenants.limiter.run(), name="limits"),
+            asyncio.create_task(self._tenants.usage.run(), name="usage"),
             asyncio.create_task(self._stopping.wait(), name="stop"),
         }
         if self._config.autoscale.mode != "off":

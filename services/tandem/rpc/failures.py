@@ -12,7 +12,7 @@ from tandem.errors import BadRequest, DeadlineExceeded, TandemError
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
     """Ends the call with the error's code and message; trailers say when to come again."""
-    trailers: tuple[tuple[str, str], ...] = (("tandem-code", error.code),)
+    trailers: tuple[tuple[str, str], ...] = (("tandem-code", error.code), *error.headers.items())
     if error.retry_after_s is not None:
         after_s = error.retry_after_whole_s
         # The second is what gRPC's own retry policies heed (gRFC A6).

@@ -20,6 +20,7 @@ class KeyRing:
         self._records: dict[str, KeyRecord] = {}
         self._age_max_s = age_max_s
         self.synced_at: float | None = None
+        self._limited: frozenset[str] = frozenset()
 
     @property
     def records(self) -> Mapping[str, KeyRecord]:
@@ -37,7 +38,12 @@ class KeyRing:
                 behind.append(known)
         for key_id in [k for k, r in self._records.items() if r.is_forgettable(now)]:
             del self._records[key_id]
+        self._limited = frozenset(r.tenant for r in self._records.values() if r.is_counted)
         return behind
+
+    def is_limited(self, tenant: str) -> bool:
+        """Returns whether any key of the tenant has limits that need its counts."""
+        return tenant in self._limited
 
     def authenticate(self, bearer: str, *, now: float) -> KeyRecord:
         """Returns the record of a key. Raises Unauthenticated, KeysUnknown."""

@@ -17,6 +17,7 @@ import ssl
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -28,6 +29,7 @@ from tandem.security import keys
 from tandem.security.key_ring import KeyRing
 from tandem.security.key_store import KeyStore
 from tandem.security.keys import KeyRecord, NewKey, Role
+from tandem.security.limits import NO_LIMITS, Limits, changed
 from tandem.store.client import UNREACHABLE, Client
 from tandem.store.router_registry import RouterRegistry
 
@@ -106,9 +108,11 @@ class KeyService:
             self._is_away = False
             self.ring.synced_at = now
 
-    async def create(self, tenant: str, role: Role, *, expires_at: float = 0.0) -> NewKey:
+    async def create(
+        self, tenant: str, role: Role, *, expires_at: float = 0.0, limits: Limits = NO_LIMITS
+    ) -> NewKey:
         """Raises KeysUnknown while Redis is away: a key must be known to all routers."""
-        key = keys.create(tenant, role, now=time.time(), expires_at=expires_at)
+        key = keys.create(tenant, role, now=time.time(), expires_at=expires_at, limits=limits)
         await self._write(key.record)
         return key
 
@@ -120,6 +124,15 @@ class KeyService:
         key = keys.rotate(record, now=time.time(), grace_s=grace_s)
         await self._write(key.record)
         return key
+
+    async def update(self, key_id: str, changes: dict[str, Any]) -> KeyRecord:
+        """Changes some limits of a key. Raises what `rotate` raises, and BadRequest."""
+        record = self._find(key_id)
+        if record.revoked_at:
+            raise NotNow(f"the key {key_id} is revoked; create another one")
+        updated = keys.update(record, changed(record.limits, changes))
+        await self._write(updated)
+        return updated
 
     async def revoke(self, key_id: str) -> Revocation:
         """Revokes a key here, in Redis and at each known router. Raises KeyNotFound."""
@@ -145,6 +158,11 @@ class KeyService:
         except msgspec.DecodeError as error:
             raise KeysUnknown(f"the records are of another version of Tandem: {error}") from None
         self.ring.merge(records, now=time.time())
+
+    @property
+    def num_routers(self) -> int:
+        """Number of routers that are known, this one included."""
+        return max(1, len(self._routers))
 
     @property
     def _others(self) -> dict[str, str]:
@@ -227,6 +245,7 @@ def listed(records: Sequence[KeyRecord], now: float) -> list[dict[str, object]]:
     """The keys as an operator sees them: without digests."""
     shown = ("key_id", "tenant", "role", "version", "created_at", "expires_at", "revoked_at")
     return [
-        {name: getattr(r, name) for name in shown} | {"state": r.state(now)}
+        {name: getattr(r, name) for name in shown}
+        | {"state": r.state(now), "limits": msgspec.to_builtins(r.limits)}
         for r in sorted(records, key=lambda r: (r.tenant, r.created_at))
     ]

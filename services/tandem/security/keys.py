@@ -4,6 +4,7 @@ A key is `tandem-ID-SECRET`. Its record holds only a SHA-256 of the secret, whic
 bits: no slower hash would make it harder to guess.
 
     created (version 1) --rotate--> version n+1, the old secret works until `previous_until`
+                        --update--> version n+1, with other limits
                         --revoke--> version n+1, a tombstone: the key never works again
 
 The higher version wins wherever two records of a key meet, so an old record that comes back (from a
@@ -19,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from tandem.errors import Unauthenticated
+from tandem.security.limits import NO_LIMITS, Limits
 
 Role = Literal["user", "operator", "metrics"]
 
@@ -41,6 +43,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     previous_digest: str = ""  # of the secret before the last rotation
     previous_until: float = 0.0
     revoked_at: float = 0.0
+    limits: Limits = NO_LIMITS
 
     def supersedes(self, other: "KeyRecord | None") -> bool:
         """Returns whether this record wins over another of the same key.
@@ -59,6 +62,11 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return bool(self.expires_at) and now >= self.expires_at + TOMBSTONE_S
 
     @property
+    def is_counted(self) -> bool:
+        """True if the key's limits need the counts of its tenant."""
+        return self.limits.are_counted and not self.revoked_at
+
+    @property
     def _order(self) -> tuple[int, float, str]:
         return (self.version, self.revoked_at, self.digest)
 
@@ -70,7 +78,9 @@ class NewKey(msgspec.Struct, frozen=True):
     record: KeyRecord
 
 
-def create(tenant: str, role: Role, *, now: float, expires_at: float = 0.0) -> NewKey:
+def create(
+    tenant: str, role: Role, *, now: float, expires_at: float = 0.0, limits: Limits = NO_LIMITS
+) -> NewKey:
     key_id, secret = secrets.token_hex(_ID_BYTES), _new_secret()
     record = KeyRecord(
         key_id=key_id,
@@ -80,6 +90,7 @@ def create(tenant: str, role: Role, *, now: float, expires_at: float = 0.0) -> N
         digest=_digest(secret),
         created_at=now,
         expires_at=expires_at,
+        limits=limits,
     )
     return NewKey(_text(key_id, secret), record)
 
@@ -95,6 +106,11 @@ def rotate(record: KeyRecord, *, now: float, grace_s: float) -> NewKey:
         previous_until=now + grace_s if grace_s else 0.0,
     )
     return NewKey(_text(record.key_id, secret), rotated)
+
+
+def update(record: KeyRecord, limits: Limits) -> KeyRecord:
+    """The record of a key with other limits. Its secrets stay as they are."""
+    return msgspec.structs.replace(record, version=record.version + 1, limits=limits)
 
 
 def revoke(record: KeyRecord, *, now: float) -> KeyRecord:

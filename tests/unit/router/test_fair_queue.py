@@ -118,3 +118,25 @@ def test_a_tenant_owes_what_it_got_until_all_is_forgotten(forgets: bool, order: 
     for item in ("a1", "b1"):
         queue.push(item[0], 1.0, item)
     assert drain(queue) == order  # type: ignore[arg-type]
+
+
+@given(costs, st.integers(1, 8))
+def test_work_is_shared_by_weight(cost: float, weight: int) -> None:
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    for number in range(90):
+        queue.push("heavy", cost, ("heavy", number), weight=weight)
+        queue.push("light", cost, ("light", number))
+    served = Counter(queue.pop()[0] for _ in range(9 * (weight + 1)))
+    assert abs(served["heavy"] - weight * served["light"]) <= weight + 1
+
+
+def test_a_light_tenant_does_not_starve_behind_a_heavy_one() -> None:
+    """Each turn of the heavy one moves its start, however little, and the light one's stays."""
+    queue: FairQueue[object] = FairQueue()
+    queue.push("heavy", 1.0, 0, weight=10_000)
+    queue.pop()
+    queue.push("light", 1.0, "light", weight=1)
+    for number in range(1, 20):
+        queue.push("heavy", 1.0, number, weight=10_000)
+    assert queue.cost_ahead("light") == pytest.approx(20.0)
+    assert "light" in [queue.pop() for _ in range(2)]

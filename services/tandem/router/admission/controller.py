@@ -80,7 +80,7 @@ class AdmissionController:
 
     @asynccontextmanager
     async def turn(
-        self, tenant: str, *, tokens_missing: int, completion_max: int
+        self, tenant: str, *, tokens_missing: int, completion_max: int, weight: float
     ) -> AsyncIterator[None]:
         """Waits for the tenant's turn, if tenants take turns; the body submits the request."""
         if not self._have_tenants():
@@ -89,7 +89,7 @@ class AdmissionController:
         with ExitStack() as pending:
             pending.enter_context(self._metrics.requests_pending.track_inprogress())
             cost = work_s(self._view.snapshots(), tokens_missing, completion_max)
-            async with self._tenant_queues.turn(tenant, cost):
+            async with self._tenant_queues.turn(tenant, cost, weight=weight):
                 pending.close()
                 yield
 

@@ -3,9 +3,11 @@
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Each tenant's first request has a
 start: where the one before it ended, in work of that tenant, or where the queue is now if none
 waited. The lowest start goes next, and it is where the queue is now; among equals who came first.
+A request of weight 2 takes half the span of one of weight 1, so its tenant gets twice the work.
 
-While two tenants wait, what was served of them differs by at most one request of each; one that
-comes new waits for at most one request of each other; a tenant alone is served in order.
+While two tenants wait, what was served of them, over their weights, differs by at most one request
+of each. One that comes new waits for at most one request of each other, and nobody starves: its
+start stays where it is, and theirs grow. A tenant alone is served in order.
 """
 
 from dataclasses import dataclass, field
@@ -18,11 +20,20 @@ T = TypeVar("T")
 class _TenantQueue(Generic[T]):
     start: float  # of its first request
     cost: float = 0.0  # of all that wait
-    waiting: dict[T, tuple[int, float]] = field(default_factory=dict)  # number and cost, in order
+    span: float = 0.0  # of all that wait: each one's cost over its weight
+    # Number, cost and span, in order.
+    waiting: dict[T, tuple[int, float, float]] = field(default_factory=dict)
+
+    def cost_until(self, start: float) -> float:
+        """Returns the cost of what starts before that, as if it could be cut anywhere."""
+        if start <= self.start:
+            return 0.0
+        return self.cost * (start - self.start) / max(self.span, start - self.start)
 
 
 class FairQueue(Generic[T]):
-    """Fair queue over tenants. Items are compared by equality; costs are positive, in any unit."""
+    """Fair queue over tenants. Items are compared by equality; costs and weights are positive, in
+    any unit."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _TenantQueue[T]] = {}
@@ -34,15 +45,16 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self._size
 
-    def push(self, tenant: str, cost: float, item: T) -> None:
-        assert cost > 0, cost
+    def push(self, tenant: str, cost: float, item: T, *, weight: float = 1.0) -> None:
+        assert min(cost, weight) > 0, (cost, weight)
         queue = self._queues.get(tenant)
         if queue is None:
             start = max(self._now, self._ends.pop(tenant, 0.0))
             queue = self._queues[tenant] = _TenantQueue(start)
         self._number += 1
-        queue.waiting[item] = (self._number, cost)
+        queue.waiting[item] = (self._number, cost, cost / weight)
         queue.cost += cost
+        queue.span += cost / weight
         self._size += 1
 
     def pop(self) -> T:
@@ -76,25 +88,23 @@ class FairQueue(Generic[T]):
 
     def cost_ahead(self, tenant: str) -> float:
         """Returns the cost that is served before a new request of this tenant, except for the last
-        request of each other tenant."""
+        request of each other tenant. All requests of one tenant count as of the same weight."""
         own = self._queues.get(tenant)
-        start = own.start + own.cost if own else max(self._now, self._ends.get(tenant, 0.0))
-        others = (
-            min(queue.cost, max(0.0, start - queue.start))
-            for name, queue in self._queues.items()
-            if name != tenant
-        )
+        start = own.start + own.span if own else max(self._now, self._ends.get(tenant, 0.0))
+        others = (q.cost_until(start) for name, q in self._queues.items() if name != tenant)
         return (own.cost if own else 0.0) + sum(others)
 
     def _turn(self, tenant: str) -> tuple[float, int]:
         queue = self._queues[tenant]
-        number, _ = next(iter(queue.waiting.values()))
+        number, _, _ = next(iter(queue.waiting.values()))
         return queue.start, number
 
     def _take(self, tenant: str, queue: _TenantQueue[T], item: T) -> float:
-        _, cost = queue.waiting.pop(item)
+        """Takes an item out of its queue, and returns its span."""
+        _, cost, span = queue.waiting.pop(item)
         queue.cost -= cost
+        queue.span -= span
         self._size -= 1
         if not queue.waiting:
             del self._queues[tenant]
-        return cost
+        return span

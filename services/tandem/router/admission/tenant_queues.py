@@ -35,7 +35,7 @@ class TenantQueues:
         return self._queue.cost_ahead(tenant)
 
     @asynccontextmanager
-    async def turn(self, tenant: str, cost: float) -> AsyncIterator[None]:
+    async def turn(self, tenant: str, cost: float, *, weight: float = 1.0) -> AsyncIterator[None]:
         """Waits for the tenant's turn; the body submits the request without delay.
 
         Raises QueueFull when too many wait already.
@@ -46,7 +46,7 @@ class TenantQueues:
                 retry_after_s=_RETRY_AFTER_S,
             )
         going = asyncio.get_running_loop().create_future()
-        self._queue.push(tenant, cost, going)
+        self._queue.push(tenant, cost, going, weight=weight)
         self.let_go()
         try:
             # Shielded: one whose client goes is let go of like any other until it has heard of it.

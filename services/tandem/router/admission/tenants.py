@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from tandem.block_hash import tenant_salt
 from tandem.errors import BadRequest
 from tandem.security.keys import KeyRecord
+from tandem.security.limits import NO_LIMITS, Limits
 
 TENANT_HEADER = "x-tandem-tenant"
 TENANT_CHARACTERS_MAX = 128
@@ -37,6 +38,11 @@ def read_tenant(values: Sequence[str], *, trusted: bool) -> str:
 def tenant_of(key: KeyRecord | None, named: Sequence[str], *, trusted: bool) -> str:
     """Returns a request's tenant: that of a trusted header, else the key's, else none."""
     return read_tenant(named, trusted=trusted) or (key.tenant if key else "")
+
+
+def limits_of(key: KeyRecord | None) -> Limits:
+    """Returns the limits of a request: its key's, whoever is its tenant."""
+    return key.limits if key else NO_LIMITS
 
 
 def visible_tenant(key: KeyRecord | None) -> str | None:

@@ -298,6 +298,7 @@ class Dispatcher:
             job.request.client.tenant,
             tokens_missing=max(0, work.num_tokens - depth),
             completion_max=job.request.max_tokens,
+            weight=job.request.client.limits.weight,
         )
 
     def _admit(self, job: Job, work: Work, placement: Placement) -> None:

@@ -12,8 +12,8 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
 
 from tandem.config.router import RouterConfig
 from tandem.errors import DeadlineExceeded, InternalError, NoWorkers, QueueFull, TandemError
@@ -21,10 +21,12 @@ from tandem.models.source import ModelFolder
 from tandem.models.tokenizer import Tokenizer
 from tandem.observability.traces import NO_TRACING, Attributes, Tracing
 from tandem.router.admission.tenants import cache_salt
+from tandem.router.limits.limiter import Reservation
+from tandem.router.limits.meter import TenantMeter
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.dispatcher import Dispatcher
-from tandem.router.request.job import Job, PreparedRequest, Progress
+from tandem.router.request.job import Job, JobState, PreparedRequest, Progress
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
 from tandem.router.request.prompts import PromptPreparer
 from tandem.router.request.request import ClientRequest
@@ -60,6 +62,7 @@ class Delta:
     prompt_token_ids: list[int] | None = None
     placement: str = ""  # why it was placed where it was
     timeline: Timeline | None = None  # where its time went until now
+    limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class Generator:
         view: ClusterView,
         dispatcher: Dispatcher,
         metrics: Metrics,
+        tenants: TenantMeter,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self.model: LoadedModel | None = None
@@ -87,6 +91,7 @@ class Generator:
         self._view = view
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self.tenants = tenants
         self._tracing = tracing
         self.requests = RequestLog()
         self._num_running = 0
@@ -179,12 +184,33 @@ class Generator:
             raise NoWorkers("the model is not loaded yet", retry_after_s=1.0)
         deadline = asyncio.get_running_loop().time() + self.config.request_deadline_s
         timeline = record.timeline
-        with timeline.stage("tokenize"):
-            job = await self._prepare(request, model, timeline)
-            if together is not None:
-                await together.wait()
-        record.job = job
-        text = TextStream(model.tokenizer, request.stop)
+        async with AsyncExitStack() as held:
+            with timeline.stage("tokenize"):
+                job = await self._prepare(request, model, timeline)
+                tokens = len(job.request.token_ids) + job.request.max_tokens
+                reservation = await held.enter_async_context(
+                    self.tenants.reserved(request.tenant, request.limits, tokens)
+                )
+                if together is not None:
+                    await together.wait()
+            record.job = job
+            held.callback(self._settle, job, record, reservation)
+            text = TextStream(model.tokenizer, request.stop)
+            deltas = self._follow(job, record, text, deadline, reservation)
+            await held.enter_async_context(aclosing(deltas))
+            async for delta in deltas:
+                yield delta
+
+    async def _follow(
+        self,
+        job: Job,
+        record: RequestRecord,
+        text: TextStream,
+        deadline: float,
+        reservation: Reservation,
+    ) -> AsyncGenerator[Delta, None]:
+        """Yields the deltas of a job that is admitted by its tenant's limits."""
+        timeline = record.timeline
         steps = self._dispatcher.run(job)
         num_sent = 0
         async with aclosing(steps):
@@ -213,15 +239,30 @@ class Generator:
                     prompt_token_ids=prompt_token_ids if is_first else None,
                     placement=job.routing.routed.reason if job.routing.routed else "",
                     timeline=timeline,
+                    limit_headers=reservation.headers,
                 )
                 self._metrics.generation_tokens.inc(num_tokens)
                 if piece.finish_reason:
-                    # Before the last delta, so that the worker is free however slow the client is.
+                    # Before the last delta, so that the worker is free however slow the client is,
+                    # and a client that asks again at once finds its tenant's limits as they are.
                     await steps.aclose()
+                    self._settle(job, record, reservation)
                     self._metrics.demand.ended(len(job.progress.output_token_ids))
                 yield delta
                 if piece.finish_reason:
                     return
+
+    def _settle(self, job: Job, record: RequestRecord, reservation: Reservation) -> None:
+        """Counts what a request took of its tenant's limits; nothing if it was refused."""
+        was_left = job.state is JobState.CANCELLED and job.routing.num_submissions > 0
+        if job.progress.output_token_ids or job.state is JobState.ENDED or was_left:
+            self.tenants.settle(
+                reservation,
+                job.request.client.tenant,
+                prompt=len(job.request.token_ids),
+                cached=job.progress.cached_tokens,
+                completion=record.num_sent,
+            )
 
     async def _prepare(self, request: ClientRequest, model: LoadedModel, timeline: Timeline) -> Job:
         max_model_len = self.max_model_len

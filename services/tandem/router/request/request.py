@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.errors import BadRequest, ContextTooLong, ModelNotFound
+from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
+from tandem.security.limits import NO_LIMITS, Limits
 
 STOP_STRINGS_MAX = 4
 STOP_CHARACTERS_MAX = 1024
@@ -120,6 +121,7 @@ class ClientRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     tenant: str = ""  # empty: of nobody's own
+    limits: Limits = NO_LIMITS  # of its API key
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -159,7 +161,8 @@ class ClientRequest:
     def completion_limit(
         self, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int | None = None
     ) -> int:
-        """Returns the completion's limit. Raises ContextTooLong if it and the prompt do not fit.
+        """Returns the completion's limit. Raises ContextTooLong if it and the prompt do not fit,
+        and OverKeyLimit if the API key allows less.
 
         A limit that the client did not name also leaves room in a KV pool of `pool_tokens`.
         """
@@ -168,16 +171,50 @@ class ClientRequest:
             raise refusal(self._prompt_name, "without any token")
         if left < 1:
             raise self.too_long(f"{num_prompt_tokens}", max_model_len)
+        allowed = self._allowed_by_key(num_prompt_tokens)
         if self.max_tokens is None:
             pool_left = left if pool_tokens is None else max(1, pool_tokens - num_prompt_tokens)
-            return min(left, pool_left, self.default_max_tokens or left)
+            return min(left, pool_left, allowed or left, self.default_max_tokens or left)
         if self.max_tokens > left:
             raise ContextTooLong(
                 f"max_tokens is {self.max_tokens}; it must be at most {left}: the context has "
                 f"{max_model_len} tokens and the prompt takes {num_prompt_tokens}",
                 param="max_tokens",
             )
+        if allowed is not None and self.max_tokens > allowed:
+            raise OverKeyLimit(
+                f"max_tokens is {self.max_tokens}; it must be at most {allowed}: "
+                f"{self._key_limits(num_prompt_tokens)}",
+                param="max_tokens",
+            )
         return self.max_tokens
+
+    def _allowed_by_key(self, num_prompt_tokens: int) -> int | None:
+        """Returns the largest completion that the API key allows; None without such a limit."""
+        limits = self.limits
+        prompt_max = limits.max_prompt_tokens or math.inf
+        if limits.tokens_per_minute:
+            prompt_max = min(prompt_max, limits.tokens_per_minute - 1)
+        if num_prompt_tokens > prompt_max:
+            raise OverKeyLimit(
+                f"the prompt has {num_prompt_tokens} tokens; it must have at most {prompt_max}: "
+                f"{self._key_limits(num_prompt_tokens)}",
+                param=self._prompt_name,
+            )
+        allowed = limits.max_completion_tokens or math.inf
+        if limits.tokens_per_minute:
+            allowed = min(allowed, limits.tokens_per_minute - num_prompt_tokens)
+        return None if allowed == math.inf else int(allowed)
+
+    def _key_limits(self, num_prompt_tokens: int) -> str:
+        limits = self.limits
+        named = (
+            (limits.max_prompt_tokens, "max_prompt_tokens"),
+            (limits.max_completion_tokens, "max_completion_tokens"),
+            (limits.tokens_per_minute, "tokens_per_minute"),
+        )
+        shown = " and ".join(f"{name} {limit}" for limit, name in named if limit)
+        return f"the API key has {shown}, and the prompt takes {num_prompt_tokens}"
 
     def too_long(self, num_prompt_tokens: str, max_model_len: int) -> ContextTooLong:
         """Returns the error for a prompt that leaves no room; the number may be "at least 7"."""

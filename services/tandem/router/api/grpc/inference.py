@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,11 +22,12 @@ from grpc_reflection.v1alpha import reflection
 
 from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest, ConfigError, TandemError
-from tandem.router.admission.tenants import TENANT_HEADER, tenant_of, visible_tenant
+from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of, visible_tenant
 from tandem.router.api.grpc.access import CallGuard
 from tandem.router.api.grpc.cluster import SERVICE as CLUSTER_SERVICE
 from tandem.router.api.grpc.cluster import GrpcCluster
 from tandem.router.api.grpc.connections import ConnectionShares
+from tandem.router.limits.usage import UsageQuery
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.generator import Delta, Generator
 from tandem.router.request.request import (
@@ -137,6 +139,9 @@ class GrpcApi:
                 "GetRequest": grpc.unary_unary_rpc_method_handler(
                     self._get_request, response_serializer=pb.RequestRecord.SerializeToString
                 ),
+                "GetUsage": grpc.unary_unary_rpc_method_handler(
+                    self._get_usage, response_serializer=pb.GetUsageResponse.SerializeToString
+                ),
                 "ListModels": grpc.unary_unary_rpc_method_handler(
                     self._list_models, response_serializer=pb.ListModelsResponse.SerializeToString
                 ),
@@ -160,15 +165,17 @@ class GrpcApi:
         key = await self._guard.check("user", context)
         named = _metadata(context, TENANT_HEADER)
         tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
-        request = replace(parse_request(body), tenant=tenant)
+        request = replace(parse_request(body), tenant=tenant, limits=limits_of(key))
         wants_placement = any(map(asks, _metadata(context, PLACEMENT_HEADER)))
         wants_timing = any(map(asks, _metadata(context, TIMING_HEADER)))
         trace = {n: v for n in _TRACE_KEYS for v in _metadata(context, n)}
         async with aclosing(self._generator.generate(request, trace)) as deltas:
             async for delta in deltas:
+                trailers = dict(delta.limit_headers)
                 if wants_timing and delta.finish_reason and delta.timeline is not None:
-                    timing = delta.timeline.server_timing()
-                    context.set_trailing_metadata((("server-timing", timing),))
+                    trailers["server-timing"] = delta.timeline.server_timing()
+                if trailers and delta.finish_reason:
+                    context.set_trailing_metadata(tuple(trailers.items()))
                 if delta.prompt_token_ids is not None and wants_placement:
                     placement = ((PLACEMENT_HEADER, delta.placement),)
                     await context.send_initial_metadata(placement)
@@ -193,6 +200,16 @@ class GrpcApi:
         found = self._generator.requests.find(asked.request_id, visible_tenant(key)).as_dict()
         request_id, _ = found.pop("id"), found.pop("object")
         return pb.RequestRecord(request_id=request_id, **found)
+
+    async def _get_usage(
+        self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GetUsageResponse:
+        key = await self._guard.check("user", context)
+        asked = _parse(pb.GetUsageRequest(), body)
+        tenant = asked.tenant if asked.HasField("tenant") else None
+        query = UsageQuery.of(asked.window or "day", asked.num_windows or 1, tenant, key)
+        rows = await self._generator.tenants.usage.read(query, now=time.time())
+        return pb.GetUsageResponse(usage=[pb.TenantUsage(**asdict(row)) for row in rows])
 
     async def _list_models(
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]

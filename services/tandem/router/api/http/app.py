@@ -19,13 +19,14 @@ from starlette.responses import Response
 
 from tandem.config.router import RouterConfig
 from tandem.errors import ModelNotFound, NoWorkers
-from tandem.router.admission.tenants import TENANT_HEADER, tenant_of, visible_tenant
+from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of, visible_tenant
 from tandem.router.api.http.body import read_json_object
 from tandem.router.api.http.cluster import add_cluster_routes
 from tandem.router.api.http.errors import JsonResponse, error_response, install_handlers
 from tandem.router.api.http.guard import RequestGuard
 from tandem.router.api.http.keys import add_key_routes
 from tandem.router.api.http.stream import EventStream, collect, first_delta, until_disconnect
+from tandem.router.api.http.usage import add_usage_route
 from tandem.router.api.openai.choices import generate_choices
 from tandem.router.api.openai.openapi import ErrorReply, add_schemas, generation_route
 from tandem.router.api.openai.replies import Replies
@@ -70,6 +71,7 @@ def make_app(
     app.add_middleware(RequestGuard, config=config, access=access)
     _add_generation(app, config, generator)
     _add_models(app, generator)
+    add_usage_route(app, generator.tenants.usage)
     _add_operations(app, generator, metrics)
     add_cluster_routes(app, config, generator, view, audit)
     add_key_routes(app, config, keys)
@@ -85,13 +87,14 @@ def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) ->
         replies = Replies(parsed, generator.served_name)
         named = headers.getlist(TENANT_HEADER)
         tenant = tenant_of(request.state.key, named, trusted=config.trust_tenant_header)
-        asked = [replace(r, tenant=tenant) for r in parsed.requests]
+        limits = limits_of(request.state.key)
+        asked = [replace(r, tenant=tenant, limits=limits) for r in parsed.requests]
         trace = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
         deltas = generate_choices(generator, asked, trace)
         asks_timing = asks(headers.get(TIMING_HEADER))
 
         def answer_headers(last: Delta) -> dict[str, str]:
-            own = {"x-request-id": request_id}
+            own = {"x-request-id": request_id, **last.limit_headers}
             if asks(headers.get(PLACEMENT_HEADER)):
                 own[PLACEMENT_HEADER] = last.placement
             if last.timeline is not None and asks_timing:

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from tandem.errors import InternalError, TandemError
+from tandem.errors import InternalError, RateLimited, TandemError
 
 _TYPES = {
     401: "authentication_error",
@@ -35,13 +35,15 @@ class JsonResponse(Response):
 
 def error_body(error: TandemError) -> dict[str, Any]:
     body = plain_error(error.http_status, error.message, error.code, error.param)
+    if isinstance(error, RateLimited):  # OpenAI's own words for its limits
+        body["error"]["type"] = "tokens" if error.kind == "tokens" else "requests"
     if error.retry_after_s is not None:
         body["error"]["retry_after_s"] = error.retry_after_whole_s
     return body
 
 
 def error_response(error: TandemError) -> Response:
-    headers = {}
+    headers = dict(error.headers)
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_whole_s)
     if error.http_status == 401:

@@ -16,6 +16,7 @@ from tandem.router.api.http.guard import caller
 from tandem.router.scaling.changes import logged_change
 from tandem.security.key_service import RECORDS_PATH, SIGNATURE_HEADER, KeyService, listed
 from tandem.security.keys import NewKey, Role
+from tandem.security.limits import NO_LIMITS, changed
 
 _Tenant = Annotated[
     str, msgspec.Meta(pattern="^[ -~]*$", min_length=1, max_length=TENANT_CHARACTERS_MAX)
@@ -27,10 +28,15 @@ class _Create(msgspec.Struct, forbid_unknown_fields=True):
     tenant: _Tenant
     role: Role = "user"
     expires_in_s: _Seconds = 0.0  # 0: never
+    limits: dict[str, Any] = {}
 
 
 class _Rotate(msgspec.Struct, forbid_unknown_fields=True):
     grace_s: _Seconds = 3600.0  # that the old secret still works
+
+
+class _Update(msgspec.Struct, forbid_unknown_fields=True):
+    limits: dict[str, Any]  # those that change, by name
 
 
 def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService) -> None:
@@ -45,7 +51,8 @@ def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService) -> None
         with logged_change(caller(request.scope), f"key of {asked.tenant}") as change:
             change.before = "none"
             expires_at = time.time() + asked.expires_in_s if asked.expires_in_s else 0.0
-            key = await keys.create(asked.tenant, asked.role, expires_at=expires_at)
+            limits = changed(NO_LIMITS, asked.limits)
+            key = await keys.create(asked.tenant, asked.role, expires_at=expires_at, limits=limits)
             change.after = f"{asked.role} {key.record.key_id}"
         return _told(key)
 
@@ -58,6 +65,15 @@ def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService) -> None
             change.before = f"version {key.record.version - 1}"
             change.after = f"version {key.record.version}"
         return _told(key)
+
+    @app.post("/v1/keys/{key_id}/update")
+    async def update(key_id: str, request: Request) -> Response:
+        """Changes some limits of a key; its secret stays."""
+        asked = _read(_Update, await read_json_object(request, config))
+        with logged_change(caller(request.scope), f"limits of key {key_id}") as change:
+            record = await keys.update(key_id, asked.limits)
+            change.after = f"version {record.version}, {asked.limits}"
+        return JsonResponse(listed([record], time.time())[0])
 
     @app.post("/v1/keys/{key_id}/revoke")
     async def revoke(key_id: str, request: Request) -> Response:

@@ -141,6 +141,38 @@ class RequestRecord(_message.Message):
     workers_lost: int
     def __init__(self, request_id: _Optional[str] = ..., kind: _Optional[str] = ..., created: _Optional[float] = ..., outcome: _Optional[str] = ..., error: _Optional[str] = ..., placement: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., moves: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., stages_ms: _Optional[_Mapping[str, float]] = ..., trace_id: _Optional[str] = ..., workers_lost: _Optional[int] = ...) -> None: ...
 
+class GetUsageRequest(_message.Message):
+    __slots__ = ("window", "num_windows", "tenant")
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    NUM_WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    window: str
+    num_windows: int
+    tenant: str
+    def __init__(self, window: _Optional[str] = ..., num_windows: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class TenantUsage(_message.Message):
+    __slots__ = ("tenant", "start", "requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    start: int
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., start: _Optional[int] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+
+class GetUsageResponse(_message.Message):
+    __slots__ = ("usage",)
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    usage: _containers.RepeatedCompositeFieldContainer[TenantUsage]
+    def __init__(self, usage: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ...) -> None: ...
+
 class ListModelsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

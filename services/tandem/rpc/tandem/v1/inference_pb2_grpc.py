@@ -44,6 +44,11 @@ class InferenceStub(object):
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
                 response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.RequestRecord.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/tandem.v1.Inference/GetUsage',
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/tandem.v1.Inference/ListModels',
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -69,6 +74,13 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """What tenants used: one's own, or with an operator's key all tenants'.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """The models this cluster serves.
         """
@@ -88,6 +100,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetRequest,
                     request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetRequestRequest.FromString,
                     response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.RequestRecord.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetUsageRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetUsageResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -149,6 +166,33 @@ class Inference(object):
             '/tandem.v1.Inference/GetRequest',
             tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
             tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.RequestRecord.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/GetUsage',
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetUsageRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

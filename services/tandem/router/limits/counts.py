@@ -1,0 +1,137 @@
+"""The counts of a cluster's tenants in Redis: one hash for each tenant that has limits.
+
+    {tandem:CLUSTER}:limits:TENANT     process -> [milliseconds, running, [bucket, requests,
+                                       tokens, ...]], in MessagePack; the hash expires
+
+Each router writes its own part, whole, and never anybody else's. So nothing has to be repaired
+after an outage: the next write of each router says all. What a killed router ran ends to count
+after LEASE_MS without a write, what it had admitted after a minute, as if it lived.
+
+`limits` (PyPI) was looked at: its sliding log keeps an entry for each token, its counter is two
+weighted windows, one call takes one limit, and nothing can be given back.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from tandem.router.limits.window import BUCKET_MS, NUM_BUCKETS, WINDOW_MS, Kind, Window, window_of
+from tandem.security.limits import Limits
+from tandem.store.client import Client
+from tandem.store.script import Script
+
+LEASE_MS = 5000
+
+# KEYS: 1 the tenant's hash. ARGV: 1 the router's process, 2 [running, window] of the router, and
+# for each request that asks: requests a minute, tokens a minute, requests at once (0: no limit),
+# and its tokens.
+# Decides on each request in turn, adds those that are admitted to the router's part and writes it.
+# A part that is old or cannot be read is removed.
+# Returns {milliseconds of Redis' clock, 1 if the router's part was there, running at the others,
+# window of the others, and for each request 0 or the limit that refuses it: 1 requests, 2 tokens,
+# 3 concurrent}.
+_COUNT = f"""
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local bucket = math.floor(now / {BUCKET_MS})
+local others, elsewhere, known, requests, tokens = {{}}, 0, 0, 0, 0
+local function sum(window, into)
+  for i = 1, #window, 3 do
+    if window[i] > bucket - {NUM_BUCKETS} then
+      requests, tokens = requests + window[i + 1], tokens + window[i + 2]
+      if into then for j = i, i + 2 do into[#into + 1] = window[j] end end
+    end
+  end
+end
+local parts = redis.call('HGETALL', KEYS[1])
+for i = 1, #parts, 2 do
+  if parts[i] == ARGV[1] then
+    known = 1
+  else
+    local is_read = pcall(function()
+      local at, running, window = unpack(cmsgpack.unpack(parts[i + 1]))
+      if now - at > {WINDOW_MS} then error() end
+      sum(window, others)
+      if now - at <= {LEASE_MS} then elsewhere = elsewhere + running end
+    end)
+    if not is_read then redis.call('HDEL', KEYS[1], parts[i]) end
+  end
+end
+local own, window = unpack(cmsgpack.unpack(ARGV[2]))
+sum(window)
+local answers, admitted, admitted_tokens = {{}}, 0, 0
+for i = 3, #ARGV, 4 do
+  local rpm, tpm = tonumber(ARGV[i]), tonumber(ARGV[i + 1])
+  local most, cost = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
+  local answer = 0
+  if rpm > 0 and requests + 1 > rpm then answer = 1
+  elseif tpm > 0 and tokens + cost > tpm then answer = 2
+  elseif most > 0 and elsewhere + own + 1 > most then answer = 3 end
+  if answer == 0 then
+    requests, tokens, own = requests + 1, tokens + cost, own + 1
+    admitted, admitted_tokens = admitted + 1, admitted_tokens + cost
+  end
+  answers[#answers + 1] = answer
+end
+if admitted > 0 then
+  for _, n in ipairs({{bucket, admitted, admitted_tokens}}) do window[#window + 1] = n end
+end
+redis.call('HSET', KEYS[1], ARGV[1], cmsgpack.pack({{now, own, window}}))
+redis.call('PEXPIRE', KEYS[1], {WINDOW_MS})
+return {{now, known, elsewhere, cmsgpack.pack(others), unpack(answers)}}
+"""
+
+
+_KINDS: Sequence[Kind | None] = (None, "requests", "tokens", "concurrent")
+
+
+class Reply(NamedTuple):
+    """Redis' answer to one call."""
+
+    now_ms: int
+    was_known: bool  # the router's part was there
+    others: Window  # what the other routers admitted
+    others_running: int
+    refused_by: list[Kind | None]  # for each request that asked; None: it is admitted
+
+
+class Asked(NamedTuple):
+    """A request that asks to be admitted: its key's limits, and its tokens at most."""
+
+    limits: Limits
+    tokens: int
+
+
+class TenantCounts:
+    """The counts of one cluster's tenants. Errors of redis-py pass through."""
+
+    def __init__(self, redis: Client, cluster_id: str, router_id: str) -> None:
+        self._redis = redis
+        # A router that starts again must not take the place of what it admitted before.
+        self._prefix = f"{{tandem:{cluster_id}}}:limits"
+        self._process = f"{router_id}/{secrets.token_hex(4)}"
+        self._count = Script(_COUNT)
+
+    async def count(
+        self, tenant: str, running: int, window: Window, asked: Sequence[Asked]
+    ) -> Reply:
+        """Writes this router's part, and decides on the requests that ask; one round trip."""
+        numbers = [
+            n
+            for limits, tokens in asked
+            for n in (
+                limits.requests_per_minute,
+                limits.tokens_per_minute,
+                limits.max_concurrent,
+                tokens,
+            )
+        ]
+        part = msgspec.msgpack.encode([running, window.flat()])
+        key = f"{self._prefix}:{tenant}"
+        now_ms, known, elsewhere, others, *answers = await self._count(
+            self._redis, [key], self._process, part, *numbers
+        )
+        found = window_of(msgspec.msgpack.decode(others, type=list[int]))
+        return Reply(now_ms, bool(known), found, elsewhere, [_KINDS[a] for a in answers])

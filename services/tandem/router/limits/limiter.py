@@ -1,0 +1,304 @@
+"""Admits requests within their tenants' limits, over all routers of the cluster.
+
+A request is counted when it is admitted, with the most tokens that it may take (its prompt and its
+`max_tokens`), and what it did not take is given back when it ends. The router decides so:
+
+    shared --Redis does not answer, or was emptied--> alone --Redis answers--> returning --> shared
+                                                        `<--Redis does not answer--'
+
+    shared     Redis decides, in one round trip; requests that come meanwhile go together in the
+               next one, so that a tenant's calls never overtake each other
+    alone      this router keeps the share of each tenant's limits that it had of its traffic when
+               Redis was last heard; of a tenant that it did not have, one part in as many as there
+               are routers
+    returning  as alone, for RETURN_S: until the other routers have written their parts, too
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from tandem.errors import RateLimited
+from tandem.router.limits.counts import Asked, Reply, TenantCounts
+from tandem.router.limits.metrics import TenantMetrics
+from tandem.router.limits.status import Standing, limit_headers, refusal
+from tandem.router.limits.window import (
+    Kind,
+    Share,
+    Window,
+    bucket_of,
+    exceeded,
+    share_of,
+)
+from tandem.security.limits import Limits
+from tandem.store.client import UNREACHABLE
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 0.25  # of a call to Redis; after one that is late nobody waits for Redis again
+TICK_S = 0.5
+WRITE_S = 2.0  # between two calls for a tenant at most; counts.LEASE_MS is longer
+RETURN_S = 2.0
+_AT_ONCE_MAX = 256  # requests in one call
+_CALLS_AT_ONCE_MAX = 8  # each has a connection of its own
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A reservation is what one request holds of its tenant's limits until it is settled."""
+
+    tenant: "_Tenant | None"  # None: nothing is counted
+    bucket: int
+    tokens: int
+    headers: dict[str, str] = field(default_factory=dict)
+    is_settled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Ask:
+    asked: Asked
+    answer: asyncio.Future[Reservation]
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """One tenant at this router. Its calls to Redis are one task's, one after the other."""
+
+    name: str
+    window: Window = field(default_factory=Window)  # what this router admitted
+    others: Window = field(default_factory=Window)  # what the others did, when last heard
+    others_running: int = 0
+    running: int = 0
+    share: Share | None = None
+    asks: list[_Ask] = field(default_factory=list)
+    is_dirty: bool = False  # Redis has to be told
+    was_written: bool = False
+    written_at: float = 0.0
+    calls: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """True when nobody uses it anywhere: it may be forgotten, and its share with it."""
+        counts = self.window.buckets or self.others.buckets
+        return not (counts or self.running or self.asks or self.calls)
+
+    def forget_old(self, now_ms: float) -> None:
+        self.window.forget(now_ms)
+        self.others.forget(now_ms)
+
+    def standing(self, limits: Limits, now_ms: float) -> Standing:
+        """Returns where the tenant stands, over all routers."""
+        both = self.window.joined(self.others)
+        return Standing(limits, both, self.running + self.others_running, now_ms)
+
+
+class Limiter:
+    """The limits at one router. `run` keeps Redis told of what runs here."""
+
+    def __init__(
+        self, counts: TenantCounts, metrics: TenantMetrics, *, num_routers: Callable[[], int]
+    ) -> None:
+        self._counts = counts
+        self._metrics = metrics
+        self._num_routers = num_routers
+        self._tenants: dict[str, _Tenant] = {}
+        self._clock_ahead_ms = (time.time() - time.monotonic()) * 1000  # Redis' before ours
+        self._is_away = False
+        self._returning_until = 0.0
+        self._turns = asyncio.Semaphore(_CALLS_AT_ONCE_MAX)
+
+    @asynccontextmanager
+    async def reserved(
+        self, tenant: str, limits: Limits, tokens: int, *, is_counted: bool
+    ) -> AsyncIterator[Reservation]:
+        """Reserves `tokens` for the request of the body. Raises RateLimited.
+
+        What the body does not settle is given back. `is_counted` says whether another key of the
+        tenant has limits, which a request of a key without any counts for, too.
+        """
+        try:
+            reservation = await self._reserve(tenant, limits, tokens, is_counted=is_counted)
+        except RateLimited as error:
+            self._metrics.refused(tenant, error.kind)
+            raise
+        try:
+            yield reservation
+        finally:
+            self.settle(reservation, None)
+
+    def settle(self, reservation: Reservation, tokens: int | None) -> None:
+        """Ends a reservation, once: the request took so many tokens; None if it was not served."""
+        if reservation.is_settled:
+            return
+        reservation.is_settled = True
+        if (tenant := reservation.tenant) is not None:
+            tenant.running -= 1
+            tenant.window.add(
+                reservation.bucket,
+                0 if tokens is not None else -1,
+                (tokens or 0) - reservation.tokens,
+            )
+            self._write_soon(tenant)
+
+    async def run(self) -> None:
+        """Keeps Redis told of what runs here, and asks whether it is back, until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._tick()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        for tenant in list(self._tenants.values()):
+            tenant.forget_old(self._now_ms())
+            if self._is_away:
+                self._call_soon(tenant)
+                return  # one call is enough to learn whether Redis is back
+            if now - tenant.written_at > (TICK_S if self._is_alone else WRITE_S):
+                self._write_soon(tenant)
+            if tenant.is_idle and not self._is_alone:
+                del self._tenants[tenant.name]
+        if not self._tenants:
+            self._is_away = False  # the next request asks Redis itself
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._is_away or time.monotonic() < self._returning_until
+
+    def _now_ms(self) -> float:
+        return time.monotonic() * 1000 + self._clock_ahead_ms
+
+    async def _reserve(
+        self, name: str, limits: Limits, tokens: int, *, is_counted: bool
+    ) -> Reservation:
+        asked = Asked(limits, tokens)
+        if not limits.are_counted and not is_counted:
+            return Reservation(None, 0, tokens)
+        tenant = self._tenants.setdefault(name, _Tenant(name))
+        if not limits.are_counted:
+            reservation = self._take(tenant, asked)
+            self._write_soon(tenant)
+            return reservation
+        if self._is_alone:
+            return self._decide_alone(tenant, asked)
+        ask = _Ask(asked, asyncio.get_running_loop().create_future())
+        tenant.asks.append(ask)
+        self._call_soon(tenant)
+        try:
+            return await ask.answer
+        except asyncio.CancelledError:
+            # The answer may have come just before: then nobody else knows of the reservation.
+            if ask.answer.done() and not ask.answer.cancelled() and not ask.answer.exception():
+                self.settle(ask.answer.result(), None)
+            raise
+
+    def _write_soon(self, tenant: _Tenant) -> None:
+        tenant.is_dirty = True
+        if not self._is_away:
+            self._call_soon(tenant)
+
+    def _call_soon(self, tenant: _Tenant) -> None:
+        if tenant.calls is None:
+            tenant.calls = asyncio.create_task(self._call(tenant), name="limits")
+
+    async def _call(self, tenant: _Tenant) -> None:
+        """Calls Redis until nobody asks and nothing is to be told, or Redis is lost."""
+        try:
+            is_first = True  # also where there is nothing to tell: to learn whether it answers
+            while tenant.asks or tenant.is_dirty or is_first:
+                is_first = False
+                asks = [ask for ask in tenant.asks if not ask.answer.done()]
+                asks, tenant.asks = asks[:_AT_ONCE_MAX], asks[_AT_ONCE_MAX:]
+                tenant.is_dirty = False
+                reply = await self._ask_redis(tenant, [ask.asked for ask in asks])
+                if reply is None:
+                    tenant.is_dirty = True
+                    asks, tenant.asks = asks + tenant.asks, []
+                    self._answer_alone(tenant, asks)
+                    return
+                self._answer(tenant, asks, reply)
+        finally:
+            tenant.calls = None
+
+    async def _ask_redis(self, tenant: _Tenant, asked: list[Asked]) -> Reply | None:
+        """Returns None if Redis is lost."""
+        try:
+            async with self._turns, asyncio.timeout(DEADLINE_S):
+                tenant.forget_old(self._now_ms())
+                reply = await self._counts.count(tenant.name, tenant.running, tenant.window, asked)
+        except UNREACHABLE as error:
+            if not self._is_away:
+                log.warning("Redis is lost, each router keeps its share of limits: %r", error)
+            self._is_away = True
+            return None
+        now = time.monotonic()
+        self._clock_ahead_ms = reply.now_ms - now * 1000
+        was_emptied = tenant.was_written and not reply.was_known
+        if self._is_away or (was_emptied and not self._is_alone):
+            log.warning("Redis is back or was emptied: limits are shared again in %g s", RETURN_S)
+            self._is_away, self._returning_until = False, now + RETURN_S
+        tenant.was_written, tenant.written_at = True, now
+        return reply
+
+    def _answer(self, tenant: _Tenant, asks: list[_Ask], reply: Reply) -> None:
+        if self._is_alone:
+            tenant.is_dirty |= bool(asks)  # Redis has decided on them, and counts differently
+            self._answer_alone(tenant, asks)
+            return
+        tenant.others, tenant.others_running = reply.others, reply.others_running
+        for ask, kind in zip(asks, reply.refused_by, strict=True):
+            if kind is None:
+                self._give(ask, self._take(tenant, ask.asked))
+            elif not ask.answer.done():
+                ask.answer.set_exception(self._refusal(tenant, kind, ask.asked))
+        tenant.share = share_of(tenant.window.use(), reply.others.use())
+
+    def _answer_alone(self, tenant: _Tenant, asks: list[_Ask]) -> None:
+        for ask in asks:
+            if ask.answer.done():
+                continue
+            try:
+                self._give(ask, self._decide_alone(tenant, ask.asked))
+            except RateLimited as error:
+                ask.answer.set_exception(error)
+
+    def _give(self, ask: _Ask, reservation: Reservation) -> None:
+        if ask.answer.done():  # its client left while Redis decided
+            self.settle(reservation, None)
+        else:
+            ask.answer.set_result(reservation)
+
+    def _decide_alone(self, tenant: _Tenant, asked: Asked) -> Reservation:
+        """Decides by this router's own counts. Raises RateLimited."""
+        tenant.forget_old(self._now_ms())
+        share = self._share(tenant)
+        use = tenant.window.use(tenant.running)
+        if kind := exceeded(asked.limits, use, asked.tokens, share):
+            raise self._refusal(tenant, kind, asked)
+        reservation = self._take(tenant, asked)
+        self._write_soon(tenant)
+        return reservation
+
+    def _take(self, tenant: _Tenant, asked: Asked) -> Reservation:
+        """Counts a request that is admitted."""
+        now_ms = self._now_ms()
+        reservation = Reservation(tenant, bucket_of(now_ms), asked.tokens)
+        tenant.window.add(reservation.bucket, 1, asked.tokens)
+        tenant.running += 1
+        reservation.headers = limit_headers(self._standing(tenant, asked.limits))
+        return reservation
+
+    def _refusal(self, tenant: _Tenant, kind: Kind, asked: Asked) -> RateLimited:
+        return refusal(kind, self._standing(tenant, asked.limits), asked.tokens)
+
+    def _standing(self, tenant: _Tenant, limits: Limits) -> Standing:
+        if self._is_alone:
+            share, now_ms = self._share(tenant), self._now_ms()
+            return Standing(limits, tenant.window, tenant.running, now_ms, share)
+        return tenant.standing(limits, self._now_ms())
+
+    def _share(self, tenant: _Tenant) -> Share:
+        one = 1 / self._num_routers()
+        return tenant.share or Share(one, one)

@@ -1,0 +1,59 @@
+"""Follows what requests take of their tenants' limits, and what tenants have used."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from tandem.config.cluster import ClusterConfig
+from tandem.router.limits.counts import TenantCounts
+from tandem.router.limits.limiter import Limiter, Reservation
+from tandem.router.limits.metrics import TenantMetrics
+from tandem.router.limits.usage import UsageMeter
+from tandem.router.limits.usage_store import UsageStore
+from tandem.security.limits import Limits
+from tandem.store.client import Client
+
+
+class TenantMeter:
+    """The limits and the usage of tenants at one router; run `limiter` and `usage` beside it."""
+
+    def __init__(
+        self, limiter: Limiter, usage: UsageMeter, *, is_limited: Callable[[str], bool]
+    ) -> None:
+        """`is_limited` says whether any key of a tenant has limits."""
+        self.limiter = limiter
+        self.usage = usage
+        self._is_limited = is_limited
+
+    def reserved(
+        self, tenant: str, limits: Limits, tokens: int
+    ) -> AbstractAsyncContextManager[Reservation]:
+        """Reserves a request and its tokens at most for the body. Raises RateLimited.
+
+        What the body does not settle is given back: the request was not served.
+        """
+        is_counted = self._is_limited(tenant)
+        return self.limiter.reserved(tenant, limits, tokens, is_counted=is_counted)
+
+    def settle(
+        self, reservation: Reservation, tenant: str, *, prompt: int, cached: int, completion: int
+    ) -> None:
+        """Counts what a request took, once; what it had reserved beyond that is given back."""
+        if reservation.is_settled:
+            return
+        self.limiter.settle(reservation, prompt + completion)
+        self.usage.add(tenant, prompt=prompt, cached=cached, completion=completion)
+
+
+def make_meter(
+    redis: Client,
+    cluster: ClusterConfig,
+    router_id: str,
+    metrics: TenantMetrics,
+    *,
+    num_routers: Callable[[], int],
+    is_limited: Callable[[str], bool],
+) -> TenantMeter:
+    counts = TenantCounts(redis, cluster.cluster_id, router_id)
+    limiter = Limiter(counts, metrics, num_routers=num_routers)
+    usage = UsageMeter(UsageStore(redis, cluster.cluster_id, router_id), metrics)
+    return TenantMeter(limiter, usage, is_limited=is_limited)

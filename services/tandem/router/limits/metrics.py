@@ -1,0 +1,46 @@
+"""Metrics by tenant. Labels are bounded: the first tenants by name, all further ones as "other"."""
+
+from prometheus_client import CollectorRegistry
+
+from tandem.observability.metrics import MetricSet, counter
+
+TENANTS_MAX = 100
+OTHER = "other"
+
+
+class TenantMetrics(MetricSet):
+    """Counters of what tenants use, and of what their limits refused."""
+
+    requests = counter("tandem_tenant_requests", "Requests that were served", "tenant")
+    tokens = counter(
+        "tandem_tenant_tokens",
+        "Tokens of these requests: prompt, cached (part of prompt), completion",
+        "tenant",
+        "kind",
+    )
+    refusals = counter(
+        "tandem_tenant_limit_refusals",
+        "Requests refused by a limit: requests, tokens or concurrent",
+        "tenant",
+        "limit",
+    )
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self._named: set[str] = set()
+
+    def served(self, tenant: str, prompt: int, cached: int, completion: int) -> None:
+        label = self._label(tenant)
+        self.requests.labels(tenant=label).inc()
+        for kind, count in (("prompt", prompt), ("cached", cached), ("completion", completion)):
+            self.tokens.labels(tenant=label, kind=kind).inc(count)
+
+    def refused(self, tenant: str, limit: str) -> None:
+        self.refusals.labels(tenant=self._label(tenant), limit=limit).inc()
+
+    def _label(self, tenant: str) -> str:
+        if tenant not in self._named:
+            if len(self._named) >= TENANTS_MAX:
+                return OTHER
+            self._named.add(tenant)
+        return tenant

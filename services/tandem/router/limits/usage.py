@@ -1,0 +1,119 @@
+"""Counts what tenants used, by minute and by day, and brings it to Redis in batches.
+
+    add --> pending rows --each second--> one batch in flight --Redis has it--> gone
+                                             `--no answer--> the same batch again, same number
+
+A batch keeps its number until Redis confirms it, and Redis takes each number once: a batch whose
+answer was lost is not counted twice. While Redis is away rows stay here. Rows are few: one for each
+tenant and day, and one for each tenant and minute of the last hours.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tandem.errors import BadRequest, Forbidden, UsageUnknown
+from tandem.router.limits.metrics import OTHER, TenantMetrics
+from tandem.router.limits.usage_store import COLUMNS, WINDOWS, Row, UsageRow, UsageStore, Window
+from tandem.security.keys import KeyRecord
+from tandem.store.client import UNREACHABLE
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
+ROWS_MAX = 20_000  # pending; beyond it new tenants are counted together, as "other"
+
+
+class UsageQuery(NamedTuple):
+    """A question about usage that its asker may ask."""
+
+    window: Window
+    num_windows: int
+    tenant: str | None  # None: of all tenants
+
+    @classmethod
+    def of(
+        cls, window: str, num_windows: int, tenant: str | None, key: KeyRecord | None
+    ) -> "UsageQuery":
+        """Raises BadRequest and Forbidden. A user's key sees only its own tenant."""
+        kind = next((known for known in WINDOWS if known == window), None)
+        if kind is None:
+            raise BadRequest(f"window must be {' or '.join(WINDOWS)}", param="window")
+        most = WINDOWS[kind].kept_s // WINDOWS[kind].seconds
+        if not 1 <= num_windows <= most:
+            raise BadRequest(f"last must be from 1 to {most} for {window}s", param="last")
+        if key is not None and key.role == "user":
+            if tenant not in (None, key.tenant):
+                raise Forbidden("the usage of another tenant needs an operator's key")
+            tenant = key.tenant
+        return cls(kind, num_windows, tenant)
+
+
+class UsageMeter:
+    """The usage at one router; `run` brings it to Redis."""
+
+    def __init__(self, store: UsageStore, metrics: TenantMetrics) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._pending: dict[Row, list[int]] = {}
+        self._batch: Mapping[Row, Sequence[int]] = {}
+        self._number = 1  # of the batch
+        self._flushing = asyncio.Lock()
+        self._is_away = False
+
+    def add(self, tenant: str, *, prompt: int, cached: int, completion: int) -> None:
+        """Counts one request that was served."""
+        self._metrics.served(tenant, prompt, cached, completion)
+        now = time.time()
+        for name, window in WINDOWS.items():
+            row = Row(name, int(now // window.seconds) * window.seconds, tenant)
+            if row not in self._pending and len(self._pending) >= ROWS_MAX:
+                row = row._replace(tenant=OTHER)
+            counts = self._pending.setdefault(row, [0] * len(COLUMNS))
+            for column, count in enumerate((1, prompt, cached, completion)):
+                counts[column] += count
+
+    async def run(self) -> None:
+        """Flushes each second; once more when it is cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(FLUSH_S)
+                await self.flush()
+        finally:
+            await self.flush()
+
+    async def flush(self) -> bool:
+        """Brings all pending rows to Redis. Returns whether it has them."""
+        async with self._flushing:
+            while self._batch or self._pending:
+                if not self._batch:
+                    self._batch, self._pending = self._pending, {}
+                try:
+                    await self._store.add(self._number, self._batch)
+                except UNREACHABLE as error:
+                    if not self._is_away:
+                        log.warning("usage stays in this router while Redis is away: %r", error)
+                    self._is_away = True
+                    self._drop_old_minutes()
+                    return False
+                self._batch, self._number, self._is_away = {}, self._number + 1, False
+        return True
+
+    async def read(self, query: UsageQuery, *, now: float) -> list[UsageRow]:
+        """Returns what was asked for, up to `now`, oldest first. Raises UsageUnknown."""
+        try:
+            await self.flush()
+            return await self._store.read(query.window, query.num_windows, query.tenant, now=now)
+        except UNREACHABLE as error:
+            raise UsageUnknown(
+                f"usage is in Redis, which does not answer: {error!r}; try again",
+                retry_after_s=FLUSH_S,
+            ) from error
+
+    def _drop_old_minutes(self) -> None:
+        """Redis would forget them, too."""
+        kept_from = time.time() - WINDOWS["minute"].kept_s
+        for row in [r for r in self._pending if r.window == "minute" and r.start < kept_from]:
+            del self._pending[row]
