@@ -38,18 +38,20 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
-    port, grpc_port = _free_port(), _free_port()
+    names = ("port", "grpc-port", "admin-port", "admin-grpc-port")
+    ports = {name: _free_port() for name in names}
+    options = [word for name, port in ports.items() for word in (f"--{name}", str(port))]
     began = time.perf_counter()
-    launcher = subprocess.Popen(
-        [BINARIES / "tandem", "up", "--port", str(port), "--grpc-port", str(grpc_port)],
-        stdout=subprocess.DEVNULL,
-    )
+    launcher = subprocess.Popen([BINARIES / "tandem", "up", *options], stdout=subprocess.DEVNULL)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+        with (
+            httpx.Client(base_url=f"http://127.0.0.1:{ports['port']}", timeout=120) as client,
+            httpx.Client(base_url=f"http://127.0.0.1:{ports['admin-port']}") as admin,
+        ):
             result: dict[str, Any] = {"start": _measure_start(client, began)}
             _complete(client, [7] * 600, max_tokens=4)  # joins the pair and warms both engines
             result["idle_cpu_percent"] = _measure_idle(launcher.pid)
-            result["repeated_prompt"] = _measure_repeats(client, repeats)
+            result["repeated_prompt"] = _measure_repeats(client, admin, repeats)
     finally:
         launcher.send_signal(signal.SIGINT)
         launcher.wait(30)
@@ -88,16 +90,16 @@ def _measure_idle(launcher_pid: int) -> dict[str, float]:
     return {kind: round(percent, 2) for kind, percent in sorted(used.items())}
 
 
-def _measure_repeats(client: httpx.Client, repeats: int) -> dict[str, Any]:
+def _measure_repeats(client: httpx.Client, admin: httpx.Client, repeats: int) -> dict[str, Any]:
     first, again, moved_first, moved_again, cached = [], [], [], [], []
     for n in range(repeats):
         prompt = [(token * 31 + n * 7919) % 40_000 + 100 for token in range(PROMPT_TOKENS)]
-        start = _bytes_pulled(client)
+        start = _bytes_pulled(admin)
         first.append(_time_to_first_token(client, prompt))
-        middle = _bytes_pulled(client)
+        middle = _bytes_pulled(admin)
         again.append(_time_to_first_token(client, prompt))
         moved_first.append(middle - start)
-        moved_again.append(_bytes_pulled(client) - middle)
+        moved_again.append(_bytes_pulled(admin) - middle)
         usage = _complete(client, prompt, max_tokens=1)["usage"]
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
     return {
@@ -129,9 +131,9 @@ def _complete(client: httpx.Client, prompt: list[int], *, max_tokens: int) -> di
     return dict(response.json())
 
 
-def _bytes_pulled(client: httpx.Client) -> float:
+def _bytes_pulled(admin: httpx.Client) -> float:
     total = 0.0
-    for worker in client.get("/v1/cluster").json()["workers"]:
+    for worker in admin.get("/v1/cluster").json()["workers"]:
         text = httpx.get(f"http://{worker['metrics_address']}/metrics").text
         for line in text.splitlines():
             if line.startswith("tandem_kv_bytes_pulled_total{"):

@@ -83,6 +83,7 @@ class Soak:
         limits = httpx.Limits(max_connections=4 * OPEN_MAX)
         address = f"127.0.0.1:{self._arguments.grpc_port}"
         url = f"http://127.0.0.1:{self._arguments.port}"
+        self._admin_url = f"http://127.0.0.1:{self._arguments.admin_port}"
         async with (
             httpx.AsyncClient(base_url=url, timeout=REQUEST_DEADLINE_S, limits=limits) as http,
             grpc.aio.insecure_channel(address) as channel,
@@ -120,7 +121,7 @@ class Soak:
                 await asyncio.sleep(0.1)
 
     async def _cluster(self, http: httpx.AsyncClient) -> dict[str, Any]:
-        return dict((await http.get("/v1/cluster")).json())
+        return dict((await http.get(f"{self._admin_url}/v1/cluster")).json())
 
     def _find(self, state: dict[str, Any]) -> None:
         """The cluster's processes, and by the environment of one its Redis and its logs."""
@@ -291,8 +292,9 @@ class Soak:
 def main() -> None:
     arguments = parse()
     arguments.port, arguments.grpc_port = free_port(), free_port()
+    arguments.admin_port, arguments.admin_grpc_port = free_port(), free_port()
     command = [BINARIES / "tandem", "up", "--die-with-parent", str(os.getpid())]
-    for name in ("port", "grpc_port", "prefill", "decode"):
+    for name in ("port", "grpc_port", "admin_port", "admin_grpc_port", "prefill", "decode"):
         command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     command += ["--num-blocks", str(NUM_BLOCKS)]
     launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)

@@ -41,6 +41,12 @@ install() {
 # What must be so in a cluster; each line is a thing that the tests cannot see.
 check() {
   need kubectl helm
+  operator=$(key operator)
+  say "an upgrade keeps the generated keys"
+  helm upgrade "$release" "$root/helm/tandem" --kube-context "kind-$cluster" \
+    --namespace "$namespace" --reuse-values --wait --timeout 5m
+  test "$(key operator)" = "$operator" || fail "the keys are others"
+
   say "a completion (helm test)"
   helm test "$release" --kube-context "kind-$cluster" --namespace "$namespace" --logs
 
@@ -60,9 +66,9 @@ check() {
   k wait --for=delete "pod/$release-decode-1" --timeout=90s
 
   say "the same by tandem scale: a router patches the scale with its own token"
-  k exec "deployment/$release-router" -- tandem scale decode=2 --deadline 600
+  k exec "deployment/$release-router" -- env "TANDEM_API_KEY=$operator" tandem scale decode=2 --deadline 600
   test "$(k get statefulset "$release-decode" -o jsonpath='{.spec.replicas}')" = 2 || fail "patch"
-  k exec "deployment/$release-router" -- tandem scale decode=1 --deadline 120
+  k exec "deployment/$release-router" -- env "TANDEM_API_KEY=$operator" tandem scale decode=1 --deadline 120
 
   say "a hung engine is found, and its container started again"
   before=$(restarts)
@@ -87,6 +93,19 @@ except OSError as error:
 else:
     raise SystemExit('port 7000 of a worker is open to a stranger')"
 
+  say "the admin port is closed to others, and to strangers without a key"
+  ip=$(k get pod --selector app.kubernetes.io/component=router \
+    -o jsonpath='{.items[0].status.podIP}')
+  k run stranger --image="$image" --restart=Never --rm --attach --quiet --command -- python -c "
+import socket
+try:
+    socket.create_connection(('$ip', 8002), 5)
+except OSError as error:
+    print('closed:', error)
+else:
+    raise SystemExit('the admin port is open to a stranger')"
+  ! k exec "deployment/$release-router" -- tandem status || fail "it needs no key"
+
   say "the scaler may scale the pools, and nothing else"
   account="system:serviceaccount:$namespace:$release-scaler"
   k auth can-i patch "statefulsets/$release-decode" --subresource=scale --as="$account"
@@ -99,6 +118,7 @@ else:
   trap 'kill "$forward" 2>/dev/null || true' EXIT
   sleep 3
   curl -sS --no-buffer http://127.0.0.1:18000/v1/completions -H 'Content-Type: application/json' \
+    -H "Authorization: Bearer $(key user)" \
     -d '{"prompt": "Once upon a time", "max_tokens": 200, "stream": true}' >/tmp/tandem-stream &
   stream=$!
   sleep 1
@@ -106,6 +126,10 @@ else:
   wait "$stream" || fail "the stream broke"
   grep -q 'data: \[DONE\]' /tmp/tandem-stream || fail "the stream was cut off"
   say "all is well"
+}
+
+key() {
+  k get secret "$release-api-keys" -o jsonpath="{.data.$1}" | base64 -d
 }
 
 restarts() {

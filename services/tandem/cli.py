@@ -31,7 +31,8 @@ app.command(bench)
 app.command(index)
 app.command(keys)
 
-_Url = Annotated[str, Parameter(help="Address of a router.")]
+_Url = Annotated[str, Parameter(help="Admin address of a router.", env_var="TANDEM_ADMIN_URL")]
+_ADMIN_URL = "http://127.0.0.1:8002"
 _Key = Annotated[str, Parameter(help="The key's id, as `tandem keys list` shows it.")]
 _Worker = Annotated[str, Parameter(help="The worker's id, as `tandem status` shows it.")]
 
@@ -63,7 +64,7 @@ _NO_LIMITS = KeyLimits()
 
 
 @app.command
-def status(*, url: _Url = "http://127.0.0.1:8000") -> None:
+def status(*, url: _Url = _ADMIN_URL) -> None:
     """Show pools, workers, load, KV use and transports."""
     from tandem.cluster.operate import show_status
 
@@ -75,7 +76,7 @@ def scale(
     size: Annotated[str, Parameter(name="POOL=SIZE", help="A pool and its number of workers.")],
     /,
     *sizes: Annotated[str, Parameter(show=False)],
-    url: _Url = "http://127.0.0.1:8000",
+    url: _Url = _ADMIN_URL,
     deadline: Annotated[float, Parameter(help="Seconds to wait for the sizes.")] = 60.0,
 ) -> None:
     """Set pool sizes, such as prefill=2 decode=1, and wait until they are reached."""
@@ -92,7 +93,7 @@ def set_role(
     role: Annotated[
         str, Parameter(help="prefill or decode. Default: the other one.", show_default=False)
     ] = "",
-    url: _Url = "http://127.0.0.1:8000",
+    url: _Url = _ADMIN_URL,
 ) -> None:
     """Move a running worker to the other pool, or back, without a restart."""
     from tandem.cluster import operate
@@ -105,7 +106,7 @@ def drain(
     worker: _Worker,
     /,
     *,
-    url: _Url = "http://127.0.0.1:8000",
+    url: _Url = _ADMIN_URL,
     deadline: Annotated[float, Parameter(help="Seconds for the requests it holds.")] = 30.0,
 ) -> None:
     """Have a worker leave in order: its requests move or end there, then its process ends.
@@ -117,10 +118,22 @@ def drain(
     drain_worker(url, worker, deadline_s=deadline)
 
 
+@app.command
+def audit(
+    *,
+    limit: Annotated[int, Parameter(help="Largest number of entries, at most 1000.")] = 50,
+    url: _Url = _ADMIN_URL,
+) -> None:
+    """Show the last changes and refused calls at all routers, the newest last."""
+    from tandem.cluster.operate import show_audit
+
+    show_audit(url, limit)
+
+
 @index.command
 def verify(
     *,
-    url: _Url = "http://127.0.0.1:8000",
+    url: _Url = _ADMIN_URL,
     everything: Annotated[
         bool, Parameter(name="--all", help="Check every entry, not a sample of each worker's.")
     ] = False,
@@ -141,7 +154,7 @@ def usage(
     tenant: Annotated[
         str | None, Parameter(help="One tenant. Default: all, or that of a user's key.")
     ] = None,
-    url: _Url = "http://127.0.0.1:8000",
+    url: Annotated[str, Parameter(help="Public address of a router.")] = "http://127.0.0.1:8000",
 ) -> None:
     """Show the requests and tokens of each tenant."""
     from tandem.cluster.keys import show_usage
@@ -161,7 +174,7 @@ def create(
         Path | None, Parameter(help="File of records to add it to, for --keys-file, not a router.")
     ] = None,
     limits: _Limits = _NO_LIMITS,
-    url: _Url = "http://127.0.0.1:8000",
+    url: _Url = _ADMIN_URL,
 ) -> None:
     """Create a key and print it: its secret is shown only now."""
     from tandem.cluster.keys import add_key, create_key
@@ -173,7 +186,7 @@ def create(
 
 
 @keys.command(name="list")
-def list_(*, url: _Url = "http://127.0.0.1:8000") -> None:
+def list_(*, url: _Url = _ADMIN_URL) -> None:
     """Show all keys, without their secrets."""
     from tandem.cluster.keys import list_keys
 
@@ -181,9 +194,7 @@ def list_(*, url: _Url = "http://127.0.0.1:8000") -> None:
 
 
 @keys.command
-def update(
-    key_id: _Key, /, *, limits: _Limits = _NO_LIMITS, url: _Url = "http://127.0.0.1:8000"
-) -> None:
+def update(key_id: _Key, /, *, limits: _Limits = _NO_LIMITS, url: _Url = _ADMIN_URL) -> None:
     """Change limits of a key; those that are not named stay."""
     from tandem.cluster.keys import update_key
 
@@ -196,7 +207,7 @@ def rotate(
     /,
     *,
     grace: Annotated[str, Parameter(help="Time that the old secret still works.")] = "1h",
-    url: _Url = "http://127.0.0.1:8000",
+    url: _Url = _ADMIN_URL,
 ) -> None:
     """Give a key a new secret and print it."""
     from tandem.cluster.keys import rotate_key
@@ -205,7 +216,7 @@ def rotate(
 
 
 @keys.command
-def revoke(key_id: _Key, /, *, url: _Url = "http://127.0.0.1:8000") -> int:
+def revoke(key_id: _Key, /, *, url: _Url = _ADMIN_URL) -> int:
     """Revoke a key for good; exit status 1 names who did not confirm it."""
     from tandem.cluster.keys import revoke_key
 

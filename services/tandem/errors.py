@@ -9,6 +9,7 @@
       Forbidden             403  PERMISSION_DENIED    the key's role does not allow the call
       ScaleRefused          403  PERMISSION_DENIED    by who owns the pools' sizes
       ForeignPage           403  PERMISSION_DENIED    a browser sent the call for a foreign web page
+      NotPublic             404  NOT_FOUND            the call belongs to the admin port
       ModelNotFound         404  NOT_FOUND
       KeyNotFound           404  NOT_FOUND
       WorkerNotFound        404  NOT_FOUND
@@ -102,6 +103,9 @@ class ScaleRefused(TandemError, code="scale_refused", http=403, grpc="PERMISSION
 
 
 class ForeignPage(TandemError, code="foreign_page", http=403, grpc="PERMISSION_DENIED"): ...
+
+
+class NotPublic(TandemError, code="not_public", http=404, grpc="NOT_FOUND"): ...
 
 
 class KeyNotFound(TandemError, code="key_not_found", http=404, grpc="NOT_FOUND"): ...

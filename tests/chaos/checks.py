@@ -94,7 +94,7 @@ def errors_logged(cluster: AnyCluster) -> list[str]:
 
 def router_outcomes(cluster: AnyCluster) -> Counter[str]:
     """Requests by the one outcome that the router counted for each."""
-    text = httpx.get(f"{cluster.url}/metrics", timeout=10).text
+    text = httpx.get(f"{cluster.admin_url}/metrics", timeout=10).text
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -225,7 +225,7 @@ async def flip(cluster: Served, worker_id: str, role: str) -> bool:
     """Returns whether the worker is in that pool now. The last decode worker is refused, and a
     worker that is away cannot be asked."""
     path = f"/v1/cluster/workers/{worker_id}/role"
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=cluster.admin_url, timeout=20) as client:
         reply = await client.post(path, json={"role": role})
     assert reply.status_code in (200, 404, 409, 503), reply.text
     return reply.status_code == 200

@@ -155,5 +155,5 @@ class Orders(_Striker):
             await flip(self._cluster, worker.worker_id, back)
 
     async def _post(self, path: str, body: dict[str, object]) -> httpx.Response:
-        async with httpx.AsyncClient(base_url=self._cluster.url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=self._cluster.admin_url, timeout=20) as client:
             return await client.post(path, json=body)

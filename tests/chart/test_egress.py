@@ -74,6 +74,7 @@ def test_routers_reach_workers_redis_dns_and_the_api_server_alone() -> None:
     objects = render(with_egress())
     assert all(reached(objects, "router", pool) == {"grpc"} for pool in POOLS)
     assert reached(objects, "router", "redis") == {"redis"}
+    assert reached(objects, "router", "router") == {"http", "admin"}
     assert reached(objects, "router", "ray-head") == set()
     assert blocks(objects, "router") == [("*", 53), ("*", 53), ("10.0.0.1/32", "*")]
 

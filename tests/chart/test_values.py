@@ -37,6 +37,9 @@ CHART_SETS = {
             "http-port",
             "grpc-port",
             "router-id",
+            "admin-host",
+            "admin-port",
+            "admin-grpc-port",
             "allow-anonymous",
             "keys-file",
         ),
@@ -105,10 +108,12 @@ def test_rendered_command_lines_are_the_programs(values: dict[str, Any]) -> None
         ports = {p["name"]: p["containerPort"] for p in made["ports"]}
         assert (given.port, given.metrics_port) == (ports["grpc"], ports["metrics"])
     router = container(objects, "router")
-    command = command_line(router, {"POD_NAME": "router-0"})
+    command = command_line(router, {"POD_NAME": "router-0", "POD_IP": "10.0.0.8"})
     given = parse_router(command)
     ports = {p["name"]: p["containerPort"] for p in router["ports"]}
     assert (given.http_port, given.grpc_port) == (ports["http"], ports["grpc"])
+    assert given.admin.host == "10.0.0.8"
+    assert (given.admin.port, given.admin.grpc_port) == (ports["admin"], ports["admin-grpc"])
 
 
 def test_a_pools_values_win_over_those_of_both() -> None:

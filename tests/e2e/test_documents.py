@@ -39,16 +39,23 @@ class Documented:
     http_port: int
     grpc_port: int
 
+    admin_port: int
+    admin_grpc_port: int
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.admin_port}"
 
     def is_whole(self) -> bool:
         """Returns whether the router is ready and every pool has its wanted size."""
         try:
             if httpx.get(f"{self.url}/ready", timeout=5).status_code != 200:
                 return False
-            pools = httpx.get(f"{self.url}/v1/cluster", timeout=5).json()["pools"]
+            pools = httpx.get(f"{self.admin_url}/v1/cluster", timeout=5).json()["pools"]
         except (httpx.TransportError, json.JSONDecodeError):
             return False
         sizes = {name: pool["wanted"] for name, pool in pools.items() if "wanted" in pool}
@@ -57,12 +64,13 @@ class Documented:
     def substitute(self, command: Command) -> str:
         text = command.text.replace(".venv/bin/", "")
         text = text.replace("127.0.0.1:8000", f"127.0.0.1:{self.http_port}")
+        text = text.replace("127.0.0.1:8002", f"127.0.0.1:{self.admin_port}")
         for trace, small in TRACES.items():
             text = text.replace(trace, str(ROOT / "tests" / "data" / small))
         if command.words[0] == "curl":
             return text.replace("curl ", "curl -sS --fail-with-body ", 1)
         if command.needs_cluster:
-            return f"{text} --url {self.url}"
+            return f"{text} --url {self.admin_url}"
         return text.replace("--day 50000", "--day 500")
 
 
@@ -70,8 +78,9 @@ class Documented:
 def documented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documented]:
     """Starts the cluster of `make up` by its recipe, without its installation, on free ports."""
     assert STARTS.words == ["make", "up"]
-    cluster = Documented(free_port(), free_port())
+    cluster = Documented(*(free_port() for _ in range(4)))
     options = f"--port {cluster.http_port} --grpc-port {cluster.grpc_port} --kv-memory 67108864"
+    options += f" --admin-port {cluster.admin_port} --admin-grpc-port {cluster.admin_grpc_port}"
     told = subprocess.run(
         ["make", "--no-print-directory", "--dry-run", "up", f"ARGS={options}"],
         cwd=ROOT,

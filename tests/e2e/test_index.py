@@ -89,7 +89,7 @@ async def hits_are_back(cluster: LocalCluster) -> None:
 
 
 def router_metric(cluster: LocalCluster, name: str, **labels: str) -> float:
-    text = httpx.get(f"{cluster.url}/metrics", timeout=10).text
+    text = httpx.get(f"{cluster.admin_url}/metrics", timeout=10).text
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)
@@ -100,13 +100,13 @@ def router_metric(cluster: LocalCluster, name: str, **labels: str) -> float:
 
 def verify(cluster: LocalCluster) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tandem.cli", "index", "verify", "--all"]
-    command += ["--url", cluster.url]
+    command += ["--url", cluster.admin_url]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def is_right(cluster: LocalCluster) -> bool:
     """Returns whether the tree has exactly the blocks that the workers hold."""
-    url = f"{cluster.url}/v1/cluster/index/verify"
+    url = f"{cluster.admin_url}/v1/cluster/index/verify"
     workers = httpx.post(url, json={"all": True}, timeout=60).json()["workers"]
     return all(worker["ok"] for worker in workers.values())
 

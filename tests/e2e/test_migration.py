@@ -137,7 +137,7 @@ async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
                 nonlocal left, stays
                 left, stays = by_streams(cluster)
                 leaving = cluster.workers[left]
-                drain_worker(cluster.url, left, deadline_s=60)  # as `tandem drain` does
+                drain_worker(cluster.admin_url, left, deadline_s=60)  # as `tandem drain` does
                 assert leaving.process.wait(30) == 0
                 cluster.start_worker(left, "decode")
 

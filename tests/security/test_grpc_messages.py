@@ -43,8 +43,14 @@ NO_UTF8 = {
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def channel(router: RunningRouter) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.grpc_port}") as channel:
+async def channel(
+    router: RunningRouter, request: pytest.FixtureRequest
+) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to the admin port, or to the public one for a test of an inference method."""
+    parameters = getattr(request.node, "callspec", None)
+    is_public = "Inference" in (parameters.params.get("method", "") if parameters else "")
+    port = router.router.grpc_port if is_public else router.router.admin.grpc_port
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield channel
 
 

@@ -28,13 +28,13 @@ async def test_the_document_of_the_api_is_served(router: RunningRouter) -> None:
 
 
 async def test_the_page_refers_to_nothing_but_its_own_origin(router: RunningRouter) -> None:
-    page = (await router.http.get("/")).text
+    page = (await router.admin.get("/")).text
     assert REFERENCE.findall(page) == []
-    assert re.findall(r"""fetch\(["'](.*?)["']\)""", page) == ["v1/cluster"]
+    assert re.findall(r"""fetch\(["'](.*?)["']""", page) == ["v1/cluster"]
 
 
 async def test_a_browser_runs_the_pages_own_script_and_nothing_else(router: RunningRouter) -> None:
-    answer = await router.http.get("/")
+    answer = await router.admin.get("/")
     sources = answer.headers["content-security-policy"].split("; ")
     policy = dict(source.split(" ", 1) for source in sources)
     for directive, tag in (("script-src", "script"), ("style-src", "style")):

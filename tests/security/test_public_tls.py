@@ -28,7 +28,7 @@ from tandem.rpc.tandem.v1.inference_pb2 import ListModelsRequest
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tandem.security import keys
 from tandem.store.client import connect_blocking
-from tests.service.router.conftest import eventually
+from tests.service.router.conftest import ANY_ADMIN_PORTS, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
@@ -63,6 +63,7 @@ def settings(cluster: ClusterConfig, folder: Path, name: str) -> RouterConfig:
         model="smollm2",
         router_id=name,
         http_port=0,
+        admin=ANY_ADMIN_PORTS,
         grpc_port=0,
         drain_deadline_s=1.0,
         header_deadline_s=HANDSHAKE_S,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 
+import httpx
 import pytest
 
 from tests.service.router.conftest import RunningRouter
@@ -19,8 +20,8 @@ FRAMINGS = {
 }
 
 
-async def changing_paths(router: RunningRouter) -> list[str]:
-    paths = (await router.http.get("/openapi.json")).json()["paths"]
+async def changing_paths(client: httpx.AsyncClient) -> list[str]:
+    paths = (await client.get("/openapi.json")).json()["paths"]
     return [
         path.format(worker_id="decode-0", key_id="0")
         for path, kinds in paths.items()
@@ -28,14 +29,14 @@ async def changing_paths(router: RunningRouter) -> list[str]:
     ]
 
 
-async def slow_post(router: RunningRouter, path: str, framing: str, *, drips: bool) -> bytes:
+async def slow_post(port: int, path: str, framing: str, *, drips: bool) -> bytes:
     """Returns what the router answers to a body that never ends, up to the connection's end.
 
     What the client still sends after the answer may reset the connection instead of ending it.
     """
     field, piece = FRAMINGS[framing]
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", router.router.http_port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
     async def drip() -> None:
         while True:
@@ -61,12 +62,14 @@ async def slow_post(router: RunningRouter, path: str, framing: str, *, drips: bo
 async def test_a_slow_body_is_408_on_every_route(
     router: RunningRouter, framing: str, drips: bool
 ) -> None:
-    paths = await changing_paths(router)
-    assert len(paths) >= 6
+    own = router.router
+    calls = [(own.http_port, path) for path in await changing_paths(router.http)]
+    calls += [(own.admin.http_port, path) for path in await changing_paths(router.admin)]
+    assert len(calls) >= 6
     answers = await asyncio.gather(
-        *(slow_post(router, path, framing, drips=drips) for path in paths)
+        *(slow_post(port, path, framing, drips=drips) for port, path in calls)
     )
-    for path, answer in zip(paths, answers, strict=True):
+    for (_, path), answer in zip(calls, answers, strict=True):
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 "), path
         assert b"connection: close" in head, path

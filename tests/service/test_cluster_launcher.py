@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import psutil
 import pytest
 
 from tandem.cluster.processes import guardian
+from tests.harness.cluster import free_port
 
 pytestmark = pytest.mark.service
 
@@ -43,16 +43,17 @@ def eventually(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
     return found
 
 
-def free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
+PORTS = ("--port", "--grpc-port", "--admin-port", "--admin-grpc-port")
 
 
-def command(http_port: int, grpc_port: int, *options: str) -> list[str]:
-    ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
-    return [sys.executable, "-m", "tandem.cli", "up", *ports, "--kv-memory", "67108864", *options]
+def free_ports() -> dict[str, int]:
+    """A free port for each of the options."""
+    return {option: free_port() for option in PORTS}
+
+
+def command(ports: dict[str, int], *options: str) -> list[str]:
+    words = [word for option, port in ports.items() for word in (option, str(port))]
+    return [sys.executable, "-m", "tandem.cli", "up", *words, "--kv-memory", "67108864", *options]
 
 
 @dataclass(slots=True)
@@ -62,20 +63,26 @@ class Up:
     parent: subprocess.Popen[bytes]
     launcher_pid: int
     screen: Path
-    http_port: int
-    grpc_port: int
+    ports: dict[str, int]
     cluster_id: str = field(default="")
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports['--port']}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.ports['--admin-port']}"
+
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{self.http_port}{path}", timeout=10
-        ) as reply:
+        url = self.admin_url if path.startswith("/v1/cluster") else self.url
+        with urllib.request.urlopen(url + path, timeout=10) as reply:
             return json.load(reply)
 
     def complete(self) -> str:
         body = {"model": self.get("/v1/models")["data"][0]["id"], "prompt": "The sky is"}
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.http_port}/v1/completions",
+            f"{self.url}/v1/completions",
             json.dumps({**body, "max_tokens": 4, "temperature": 0}).encode(),
             {"Content-Type": "application/json"},
         )
@@ -97,10 +104,10 @@ class Up:
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     screen = tmp_path_factory.mktemp("up") / "screen"
-    http_port, grpc_port = free_ports()
+    ports = free_ports()
     with screen.open("wb") as out:
         parent = subprocess.Popen(
-            [sys.executable, "-c", PARENT, *command(http_port, grpc_port)],
+            [sys.executable, "-c", PARENT, *command(ports)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -108,7 +115,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
             start_new_session=True,
         )
     assert parent.stdout is not None
-    made = Up(parent, int(parent.stdout.readline()), screen, http_port, grpc_port)
+    made = Up(parent, int(parent.stdout.readline()), screen, ports)
     try:
         eventually(lambda: "Ctrl-C stops" in _screen(made), START_DEADLINE_S)
         made.cluster_id = made.get("/v1/cluster")["cluster_id"]
@@ -136,11 +143,11 @@ def _runs(pid: int) -> bool:
 
 def test_the_screen_has_what_a_person_needs(up: Up) -> None:
     text = up.screen.read_text()
-    assert f"http://127.0.0.1:{up.http_port}" in text
-    assert f"127.0.0.1:{up.grpc_port}" in text
+    for port in up.ports.values():
+        assert f"127.0.0.1:{port}" in text
     for worker in ("router-0", "prefill-0", "decode-0"):
         assert re.search(rf"^{worker} +(router|prefill|decode) +\S+ +(any|\d+)", text, re.M)
-    assert f"curl http://127.0.0.1:{up.http_port}/v1/chat/completions" in text
+    assert f"curl {up.url}/v1/chat/completions" in text
     assert "where the start went" in text
     assert up.complete()
 
@@ -163,7 +170,7 @@ def test_every_port_is_on_loopback(up: Up) -> None:
         for c in psutil.Process(pid).net_connections(kind="tcp")
         if c.status == psutil.CONN_LISTEN
     }
-    assert up.http_port in {port for _, _, port in listeners}
+    assert set(up.ports.values()) <= {port for _, _, port in listeners}
     assert {address for _, address, _ in listeners} <= {"127.0.0.1", "::1"}, listeners
 
 
@@ -200,7 +207,7 @@ def test_more_memory_than_there_is_is_refused_before_workers_start(
     options: list[str], at_fault: str
 ) -> None:
     done = subprocess.run(
-        command(*free_ports(), *options, "--device", "cpu"),
+        command(free_ports(), *options, "--device", "cpu"),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -215,23 +222,20 @@ def test_more_memory_than_there_is_is_refused_before_workers_start(
 
 
 def test_a_second_one_on_a_taken_port_says_which_and_what_to_do(up: Up) -> None:
-    free, _ = free_ports()
-    for ports, option in (((up.http_port, free), "--port"), ((free, up.grpc_port), "--grpc-port")):
+    for option, taken in up.ports.items():
+        ports = {**free_ports(), option: taken}
         done = subprocess.run(
-            command(*ports), cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+            command(ports), cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
         )
         assert done.returncode == 1
-        taken = up.http_port if option == "--port" else up.grpc_port
         assert f"port {taken} of 127.0.0.1 cannot be had" in done.stderr
         assert done.stderr.rstrip().endswith(f"with {option}")
 
 
 def test_scale_and_status_talk_to_it(up: Up) -> None:
-    url = f"http://127.0.0.1:{up.http_port}"
-
     def tandem(*arguments: str) -> str:
         return subprocess.run(
-            [sys.executable, "-m", "tandem.cli", *arguments, "--url", url],
+            [sys.executable, "-m", "tandem.cli", *arguments, "--url", up.admin_url],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -284,7 +288,7 @@ def test_nothing_is_left_when_the_launcher_ends_in_the_middle_of_its_start(
     screen = tmp_path / "screen"
     with screen.open("wb") as out:
         launcher = subprocess.Popen(
-            command(*free_ports()),
+            command(free_ports()),
             cwd=ROOT,
             stdout=out,
             stderr=out,

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 
 from tandem.cluster.processes import guardian
 from tests.harness import wheel as harness
+from tests.harness.cluster import free_port
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 
@@ -121,15 +121,14 @@ class Started:
     process: subprocess.Popen[bytes]
     screen: Path
     port: int
+    admin_port: int
 
 
 def up(python: Path, folder: Path, cache: Path, **environment: str) -> Started:
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        port, grpc_port = one.getsockname()[1], other.getsockname()[1]
+    port, grpc_port, admin_port, admin_grpc_port = (free_port() for _ in range(4))
     folder.mkdir()
     command = [python.parent / "tandem", "up", "--port", str(port), "--grpc-port", str(grpc_port)]
+    command += ["--admin-port", str(admin_port), "--admin-grpc-port", str(admin_grpc_port)]
     screen = folder.with_suffix(".screen")
     with screen.open("wb") as out:
         process = subprocess.Popen(
@@ -140,7 +139,7 @@ def up(python: Path, folder: Path, cache: Path, **environment: str) -> Started:
             env={**harness.clean_environment(), "TANDEM_CACHE_DIR": str(cache), **environment},
             start_new_session=True,
         )
-    return Started(process, screen, port)
+    return Started(process, screen, port, admin_port)
 
 
 def readme_request() -> tuple[str, str]:
@@ -166,7 +165,8 @@ def test_it_downloads_its_model_and_answers_the_readmes_curl(
             assert time.monotonic() < give_up_at, started.screen.read_text()
             time.sleep(0.1)
         url = f"http://127.0.0.1:{started.port}"
-        cluster_id = httpx.get(f"{url}/v1/cluster", timeout=30).json()["cluster_id"]
+        admin_url = f"http://127.0.0.1:{started.admin_port}"
+        cluster_id = httpx.get(f"{admin_url}/v1/cluster", timeout=30).json()["cluster_id"]
         path, body = readme_request()
         headers = {"content-type": "application/json"}
         answer = httpx.post(url + path, content=body, headers=headers, timeout=120).json()

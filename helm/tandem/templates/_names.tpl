@@ -95,3 +95,26 @@ labels:
 {{- define "tandem.secretName" -}}
 {{- .existing | default (printf "%s-%s" (include "tandem.fullname" .root) .name) -}}
 {{- end -}}
+
+{{/* Whether the chart makes API keys. */}}
+{{- define "tandem.makesKeys" -}}
+{{- if not (or .Values.apiKeys.existingSecret .Values.apiKeys.allowAnonymous) -}}true{{- end -}}
+{{- end -}}
+
+{{/* The Secret with the records of keys that routers read; empty if there is none. */}}
+{{- define "tandem.keyRecords" -}}
+{{- if include "tandem.makesKeys" . -}}
+{{- printf "%s-key-records" (include "tandem.fullname" .) -}}
+{{- else -}}
+{{- .Values.apiKeys.existingSecret -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The Secret with the texts of keys that this release itself sends; empty if there is none. */}}
+{{- define "tandem.keyTexts" -}}
+{{- if include "tandem.makesKeys" . -}}
+{{- printf "%s-api-keys" (include "tandem.fullname" .) -}}
+{{- else -}}
+{{- .Values.apiKeys.textsSecret -}}
+{{- end -}}
+{{- end -}}

@@ -1,4 +1,4 @@
-"""`tandem status`, `scale`, `set-role`, `drain` and `index`: an operator's calls to a router."""
+"""`tandem status`, `scale`, `set-role`, `drain`, `audit` and `index`: an operator's calls."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tandem.errors import OperateError
@@ -89,6 +90,23 @@ def verify_index(url: str, *, everything: bool) -> bool:
     return all(worker["ok"] for worker in workers.values())
 
 
+def show_audit(url: str, limit: int) -> None:
+    """Prints the last changes and refused calls, the newest last. Raises OperateError."""
+    columns = ("time (UTC)", "router", "caller", "key", "what", "before", "after", "outcome")
+    table = Table(*columns, box=None, pad_edge=False)
+    for entry in reversed(ask(url, "GET", path=f"/v1/cluster/audit?limit={limit}")["entries"]):
+        caller = entry["caller"]
+        key = f"{caller['key_id']} of {caller['tenant']}" if caller["key_id"] else "-"
+        why = f": {entry['why']}" if entry.get("why") else ""
+        table.add_row(
+            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry["at"])),
+            *(escape(text) for text in (entry["router_id"], caller["address"], key)),
+            *(escape(entry.get(name) or "-") for name in ("what", "before", "after")),
+            escape(entry["outcome"] + why),
+        )
+    console().print(table)
+
+
 def console() -> Console:
     """Makes a console whose tables are not broken where they go to a file or a pipe."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
@@ -161,7 +179,7 @@ def ask(
         reason = getattr(error, "reason", error)
         raise OperateError(
             f"no router answers at {url} ({reason}); start a cluster with `tandem up`, or name "
-            "another address with --url"
+            "another router's admin address with --url"
         ) from error
 
 

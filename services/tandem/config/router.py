@@ -10,6 +10,7 @@ from typing import Annotated, get_args
 from cyclopts import Parameter
 
 from tandem.config.addresses import AddressConfig
+from tandem.config.admin import AdminOptions
 from tandem.config.autoscale import AutoscaleConfig
 from tandem.config.cluster import ClusterConfig, Pool
 from tandem.config.groups import HTTP, REQUESTS, ModelName, ModelRevision, Own
@@ -120,6 +121,7 @@ class RouterOptions(AdmissionOptions):
     allowed_hosts: Annotated[tuple[str, ...], _Http, by_comma("NAME,...", _parse_hosts)] = ()
     """Further names in `Host` that a router on a loopback address accepts, such as a proxy's."""
     addresses: AddressConfig = field(default_factory=AddressConfig)
+    admin: AdminOptions = field(default_factory=AdminOptions)
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     body_bytes_max: Constant[Positive] = 4 << 20
     hold_requests_max: Constant[Positive] = 256  # while a pool is empty; as many for tenants' turns

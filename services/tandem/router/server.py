@@ -10,22 +10,29 @@ import contextlib
 import logging
 import signal
 import socket
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
+
 from tandem.config.router import RouterConfig
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import TandemError
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.observability.traces import make_tracing
 from tandem.prefix_index.audit import TreeInspector
 from tandem.prefix_index.redis import RedisIndex
+from tandem.router.api.admin.app import make_admin_app
+from tandem.router.api.admin.listener import AdminListener
 from tandem.router.api.grpc.access import CallGuard
 from tandem.router.api.grpc.cluster import GrpcCluster
+from tandem.router.api.grpc.inference import SERVICE as INFERENCE_SERVICE
 from tandem.router.api.grpc.inference import GrpcApi
+from tandem.router.api.grpc.server import Address, GrpcServer
 from tandem.router.api.http.app import make_app
-from tandem.router.api.http.server import HttpServer
+from tandem.router.api.http.server import HttpServer, bind
 from tandem.router.index.audit import IndexAudit
 from tandem.router.index.metrics import IndexMetrics, counted_match
 from tandem.router.index.trust import IndexTrust
@@ -36,9 +43,11 @@ from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.generator import Generator, LoadedModel
 from tandem.router.request.prompts import PromptPreparer
 from tandem.router.scaling.autoscale import AutoscaleGauges, AutoscaleLoop
+from tandem.router.scaling.control import ClusterControl
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.rpc.certificates import CertificateFiles
 from tandem.security.access import Access, is_loopback
+from tandem.security.audit_trail import AuditTrail
 from tandem.security.clients import Clients
 from tandem.security.key_ring import KeyRing
 from tandem.security.key_service import KeyService
@@ -48,7 +57,6 @@ from tandem.store.url import parse
 log = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 1.0
-_BACKLOG = 2048
 
 
 class Router:
@@ -70,14 +78,19 @@ class Router:
         match = partial(counted_match, self._index, index_metrics)
         trust = IndexTrust(self.view, self._index, index_metrics)
         ring = KeyRing(age_max_s=config.keys_max_age_s)
-        self._access = Access(
-            ring,
-            is_loopback=is_loopback(config.host),
-            allows_anonymous=config.allow_anonymous,
-            clients=Clients(
-                config.addresses.trusted_proxies, requests_max=config.requests_per_address_max
-            ),
+        self._access, self._admin_access = (
+            Access(
+                ring,
+                is_loopback=is_loopback(host),
+                allows_anonymous=config.allow_anonymous,
+                clients=Clients(
+                    config.addresses.trusted_proxies, requests_max=config.requests_per_address_max
+                ),
+            )
+            for host in (config.host, config.admin.host)
         )
+        cluster_id = config.cluster.cluster_id
+        self._trail = AuditTrail(self._redis, cluster_id, router_id=config.router_id)
         self._keys = KeyService(
             self._redis,
             config.cluster,
@@ -109,12 +122,26 @@ class Router:
             config, self.view, dispatcher, self._metrics, self._tenants, self._tracing
         )
         self.autoscale = AutoscaleLoop(
-            config, self.view, self._metrics.demand, num_held=lambda: dispatcher.num_pending
+            config,
+            self.view,
+            self._metrics.demand,
+            self._trail,
+            num_held=lambda: dispatcher.num_pending,
         )
         self._metrics.registry.register(AutoscaleGauges(self.view))
-        guard = CallGuard(self._access)
-        cluster = GrpcCluster(config, self.view, guard)
-        self._grpc = GrpcApi(config, self.generator, cluster, guard, self._tls)
+        inference = GrpcApi(config, self.generator, CallGuard(self._access, self._trail))
+        self._grpc = GrpcServer(
+            config,
+            {INFERENCE_SERVICE: inference.handlers()},
+            Address(config.host, config.grpc_port, "--grpc-port"),
+            self._access.clients,
+            self._tls,
+        )
+        self._control = ClusterControl(config, self.view, self._trail)
+        cluster = GrpcCluster(self._control, CallGuard(self._admin_access, self._trail))
+        self.admin = AdminListener(
+            config, cluster.handlers(), self._admin_access.clients, self._tls
+        )
         self.http_port = 0
         self.grpc_port = 0
         self.listening = asyncio.Event()
@@ -125,28 +152,32 @@ class Router:
 
     async def run(self) -> None:
         """Serves until `stop`. Raises ConfigError for a taken port or a model that cannot load."""
-        sock = _bind(self._config)
-        self.http_port = sock.getsockname()[1]
-        scheme = "http" if self._tls is None else "https"
-        own_url = f"{scheme}://{_own_host(self._config)}:{self.http_port}"
-        await self._keys.refresh(own_url)
-        self._access.check_start()
-        self.grpc_port = await self._grpc.start()
-        app = make_app(
-            self._config,
-            self.generator,
-            self.view,
-            self._metrics,
-            self._audit,
-            self._access,
-            self._keys,
+        config = self._config
+        sock = bind(
+            config.host,
+            config.http_port,
+            port_option="--http-port",
+            send_deadline_s=config.send_deadline_s,
         )
-        http = HttpServer(app, self._config, self._access.clients, self._tls)
-        host = self._config.host
-        log.info("listening: HTTP %s:%d, gRPC %s:%d", host, self.http_port, host, self.grpc_port)
+        self.http_port = sock.getsockname()[1]
+        # All are bound before one is started: a router that cannot start has served nothing.
+        self.grpc_port = self._grpc.bind()
+        self.admin.bind()
+        scheme = "http" if self._tls is None else "https"
+        own_url = f"{scheme}://{_own_host(config)}:{self.http_port}"
+        await self._keys.refresh(own_url)
+        for access in (self._access, self._admin_access):
+            access.check_start()
+        await self._grpc.start()
+        app, admin_app = self._make_apps()
+        http = HttpServer(app, config, self._access.clients, self._tls)
+        admin = await self.admin.start(admin_app)
+        self._log_listening()
         self.listening.set()
         work: set[asyncio.Task[Any]] = {
             asyncio.create_task(http.serve(sockets=[sock]), name="http"),
+            admin,
+            asyncio.create_task(self._trail.run(), name="audit-trail"),
             asyncio.create_task(self.view.run(), name="cluster-view"),
             asyncio.create_task(self._load_and_watch(), name="model"),
             asyncio.create_task(self._audit.run(), name="index-audit"),
@@ -164,6 +195,30 @@ class Router:
         finally:
             await self._drain(http, work)
 
+    def _make_apps(self) -> tuple[FastAPI, FastAPI]:
+        """Makes the public HTTP API and the operators'."""
+        # Messages name the port that the system chose.
+        own = replace(self._config.admin, port=self.admin.http_port)
+        config = replace(self._config, admin=own)
+        public = make_app(config, self.generator, self._access, self._keys, self._trail)
+        admin = make_admin_app(
+            config,
+            self.generator,
+            self._control,
+            self._metrics,
+            self._audit,
+            self._admin_access,
+            self._keys,
+            self._trail,
+        )
+        return public, admin
+
+    def _log_listening(self) -> None:
+        host, admin_host = self._config.host, self._config.admin.host
+        log.info("listening: HTTP %s:%d, gRPC %s:%d", host, self.http_port, host, self.grpc_port)
+        ports = (admin_host, self.admin.http_port, admin_host, self.admin.grpc_port)
+        log.info("listening for operators: HTTP %s:%d, gRPC %s:%d", *ports)
+
     async def _drain(self, http: HttpServer, work: set[asyncio.Task[Any]]) -> None:
         deadline_s = self._config.drain_deadline_s
         log.info("draining: at most %g s", deadline_s)
@@ -171,6 +226,7 @@ class Router:
         http.begin_stop()
         named = {task.get_name(): task for task in work}
         await asyncio.gather(self._grpc.stop(deadline_s), named.pop("http"), return_exceptions=True)
+        await self.admin.stop(named.pop("admin-http"))
         for task in named.values():
             task.cancel()
         await asyncio.wait(named.values())
@@ -192,7 +248,8 @@ class Router:
         while True:
             reason = self.generator.not_ready_reason()
             if reason != said:
-                await self._grpc.set_ready(ready=not reason)
+                for server in (self._grpc, self.admin.grpc):
+                    await server.set_ready(ready=not reason)
                 (log.warning if reason else log.info)("%s", reason or "ready")
                 said = reason
             with contextlib.suppress(TimeoutError):
@@ -237,28 +294,6 @@ def _own_host(config: RouterConfig) -> str:
             probe.connect(address)  # sends nothing; it only chooses the route
             host = probe.getsockname()[0]
     return f"[{host}]" if ":" in host else host
-
-
-def _bind(config: RouterConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only where the protocol is named; without it each answer waits 40 ms.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit it. The kernel ends one whose peer acknowledges no byte, or
-    # leaves its window at zero, for so long; every byte that is taken begins the time anew.
-    sock.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(config.send_deadline_s * 1000)
-    )
-    try:
-        sock.bind((config.host, config.http_port))
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"HTTP port {config.host}:{config.http_port} cannot be bound ({error.strerror}); "
-            "choose another with --http-port"
-        ) from error
-    return sock
 
 
 def _load(config: RouterConfig) -> LoadedModel:

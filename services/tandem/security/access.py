@@ -1,8 +1,9 @@
 """Decides whose call it is and whether it may be made, for HTTP and gRPC alike. Pure.
 
 A cluster without any key is open where its router listens on loopback, or was told so. As soon as
-there is a key (a revoked one counts), every call of a client needs one. An operator's call needs
-none on loopback: whoever may log in to that machine may operate the cluster.
+there is a key (a revoked one counts), every call of a client needs one. Operators' calls and
+metrics need none where the admin listener is on loopback: whoever may log in to that machine may
+operate the cluster. Each listener of a router has an `Access` of its own.
 """
 
 import functools
@@ -13,7 +14,7 @@ from typing import Literal
 from tandem.errors import ConfigError, Forbidden, Unauthenticated
 from tandem.security.clients import Clients
 from tandem.security.key_ring import KeyRing
-from tandem.security.keys import KeyRecord, Role
+from tandem.security.keys import KeyRecord, Role, parse_key
 
 Need = Literal["nothing", "user", "metrics", "operator"]
 
@@ -26,7 +27,7 @@ _SCHEME = "bearer"
 
 
 class Access:
-    """The rules of one router: its keys, and what is open without any."""
+    """The rules of one listener: its router's keys, and what is open without any."""
 
     def __init__(
         self,
@@ -48,7 +49,8 @@ class Access:
         `authorization` has the values of that header. Raises Unauthenticated, Forbidden and
         KeysUnknown.
         """
-        if need == "nothing" or (need == "operator" and self._is_loopback and not authorization):
+        is_admin = need in ("operator", "metrics")
+        if need == "nothing" or (is_admin and self._is_loopback and not authorization):
             return None
         self._ring.check_fresh(now)
         if not self._ring.records and self._is_open:
@@ -59,6 +61,14 @@ class Access:
             raise Forbidden(f"the API key's role is {record.role}; this call needs {allowed}")
         return record
 
+    def claimed(self, authorization: list[str]) -> KeyRecord | None:
+        """Returns the record that a refused call's key names, whatever its secret; for the log."""
+        try:
+            key_id, _ = parse_key(_bearer(authorization))
+        except Unauthenticated:
+            return None
+        return self._ring.records.get(key_id)
+
     def check_start(self) -> None:
         """Raises ConfigError if the router would serve strangers and nobody has said that it may.
 
@@ -66,9 +76,9 @@ class Access:
         """
         if self._ring.synced_at is not None and not self._ring.records and not self._is_open:
             raise ConfigError(
-                "there is no API key and the host is no loopback address: anyone who reaches the "
-                "router could use it. Create a key (`tandem keys create`) or name --keys-file; or "
-                "say --allow-anonymous"
+                "there is no API key, and --host or --admin-host is no loopback address: anyone "
+                "who reaches it could use the router. Create a key (`tandem keys create`) or "
+                "name --keys-file; or say --allow-anonymous"
             )
 
 

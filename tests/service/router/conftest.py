@@ -13,6 +13,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.config.admin import AdminOptions
 from tandem.config.cluster import ClusterConfig
 from tandem.config.router import RouterConfig
 from tandem.models.source import resolve
@@ -23,6 +24,7 @@ from tests.harness.scripted_worker import ScriptedWorker, silent
 
 MODEL = "smollm2"
 BODY_BYTES_MAX = 1 << 20
+ANY_ADMIN_PORTS = AdminOptions(port=0, grpc_port=0)
 
 
 async def eventually(probe: Callable[[], bool], *, deadline_s: float = 10.0) -> None:
@@ -38,6 +40,7 @@ class RunningRouter:
     workers: list[ScriptedWorker]
     tokenizer: Tokenizer
     http: httpx.AsyncClient
+    admin: httpx.AsyncClient  # the operators' port
     openai: AsyncOpenAI
 
     def script(self, script: object) -> None:
@@ -88,6 +91,7 @@ async def running(
             served_model_name="tiny",
             http_port=0,
             grpc_port=0,
+            admin=ANY_ADMIN_PORTS,
             body_bytes_max=BODY_BYTES_MAX,
             hold_deadline_s=5.0,
             lookup_deadline_s=5.0,
@@ -99,9 +103,12 @@ async def running(
     url = f"http://127.0.0.1:{router.http_port}"
     async with (
         httpx.AsyncClient(base_url=url, timeout=20) as http,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{router.admin.http_port}", timeout=20
+        ) as admin,
         AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as openai,
     ):
-        started = RunningRouter(router, workers, Tokenizer(folder.path), http, openai)
+        started = RunningRouter(router, workers, Tokenizer(folder.path), http, admin, openai)
         await eventually(lambda: all(_is_up(router, w) for w in workers))
         await eventually(lambda: not router.generator.not_ready_reason())
         yield started

@@ -45,11 +45,11 @@ async def test_it_asks_the_owner_of_the_sizes(owned: RunningRouter) -> None:
 
 
 async def test_a_decision_is_told_and_exported(owned: RunningRouter) -> None:
-    state = (await owned.http.get("/v1/cluster")).json()["autoscale"]
+    state = (await owned.admin.get("/v1/cluster")).json()["autoscale"]
     assert state["mode"] == "on"
     assert [d["pool"] for d in state["decisions"]] == ["prefill", "decode"]
     assert state["decisions"][0]["why"].startswith("prefill 0 -> 2 for its bounds")
-    metrics = (await owned.http.get("/metrics")).text
+    metrics = (await owned.admin.get("/metrics")).text
     assert 'tandem_desired_workers{role="prefill"} 2.0' in metrics
     assert 'tandem_desired_workers{role="decode"} 2.0' in metrics
 
@@ -98,7 +98,7 @@ async def test_one_of_several_routers_decides_for_the_demand_of_all(owned: Runni
     config = replace(owned.router._config, router_id="router-1")
     view = owned.router.view
     meter = type(owned.router._metrics.demand)()
-    second = AutoscaleLoop(config, view, meter, num_held=lambda: 0)
+    second = AutoscaleLoop(config, view, meter, owned.router._trail, num_held=lambda: 0)
     await second._turn()  # it is seen, and does not decide
     assert second._policy is None
     before = first._total

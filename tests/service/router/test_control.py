@@ -24,7 +24,7 @@ BODY = {"prompt": "one two three", "max_tokens": 3}
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def stub(router: RunningRouter) -> AsyncIterator[ClusterStub]:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.grpc_port}") as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.admin.grpc_port}") as channel:
         yield ClusterStub(channel)
     for worker in router.workers:
         worker.role, worker.state = "decode", "ready"
@@ -37,11 +37,11 @@ def path(worker_id: str) -> str:
 
 
 async def pools(router: RunningRouter) -> dict[str, dict[str, int]]:
-    return (await router.http.get("/v1/cluster")).json()["pools"]  # type: ignore[no-any-return]
+    return (await router.admin.get("/v1/cluster")).json()["pools"]  # type: ignore[no-any-return]
 
 
 async def test_a_worker_flips_and_comes_back(router: RunningRouter, stub: ClusterStub) -> None:
-    reply = await router.http.post(path("decode-1"), json={})
+    reply = await router.admin.post(path("decode-1"), json={})
     assert reply.status_code == 200, reply.text
     flipped = reply.json()
     assert (flipped["worker_id"], flipped["role"], flipped["took_s"]) == (
@@ -87,7 +87,7 @@ async def test_what_runs_on_a_worker_that_flips_goes_on(
 
 async def test_the_last_decode_worker_stays(router: RunningRouter, stub: ClusterStub) -> None:
     await stub.SetWorkerRole(pb.SetWorkerRoleRequest(worker_id="decode-0"))
-    reply = await router.http.post(path("decode-1"), json={"role": "prefill"})
+    reply = await router.admin.post(path("decode-1"), json={"role": "prefill"})
 
     assert reply.status_code == 409
     assert "decode-1 is the only decode worker" in reply.json()["error"]["message"]
@@ -105,7 +105,7 @@ async def test_the_last_decode_worker_stays(router: RunningRouter, stub: Cluster
 async def test_what_cannot_be_is_refused_and_says_why(
     router: RunningRouter, worker_id: str, body: dict[str, object], status: int, named: str
 ) -> None:
-    reply = await router.http.post(path(worker_id), json=body)
+    reply = await router.admin.post(path(worker_id), json=body)
 
     assert reply.status_code == status
     assert named in reply.json()["error"]["message"]

@@ -24,9 +24,9 @@ DRAIN = "/v1/cluster/workers/{}/drain"
 async def test_a_worker_is_told_to_leave(router: RunningRouter) -> None:
     worker = router.workers[0]
     for body in ({}, {"deadline_s": 12.5}):
-        answer = await router.http.post(DRAIN.format("decode-0"), json=body)
+        answer = await router.admin.post(DRAIN.format("decode-0"), json=body)
         assert (answer.status_code, answer.json()) == (202, {"draining": "decode-0"})
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.grpc_port}") as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.admin.grpc_port}") as channel:
         request = cluster_pb2.DrainWorkerRequest(worker_id="decode-0", deadline_s=3)
         await ClusterStub(channel).DrainWorker(request, timeout=5)
         request.worker_id = "nobody"
@@ -49,7 +49,7 @@ async def test_a_worker_is_told_to_leave(router: RunningRouter) -> None:
 async def test_what_cannot_be_asked(
     router: RunningRouter, worker_id: str, body: dict[str, object], status: int, code: str
 ) -> None:
-    answer = await router.http.post(DRAIN.format(worker_id), json=body)
+    answer = await router.admin.post(DRAIN.format(worker_id), json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 

@@ -294,7 +294,7 @@ async def test_a_running_a_refused_and_an_unknown_request(router: RunningRouter)
 
 
 async def _placements(router: RunningRouter) -> float:
-    page = (await router.http.get("/metrics")).text
+    page = (await router.admin.get("/metrics")).text
     (value,) = re.findall(r'^tandem_placements_total{reason="load"} (.*)$', page, re.MULTILINE)
     return float(value)
 

@@ -54,7 +54,7 @@ async def asked_sizes(router: RunningRouter) -> list[dict[str, int]]:
 async def to_zero(router: RunningRouter, **headers: str) -> int:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     body = b'{"decode": 0, "prefill": 0}'
-    return (await router.http.post("/v1/cluster", content=body, headers=named)).status_code
+    return (await router.admin.post("/v1/cluster", content=body, headers=named)).status_code
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ async def to_zero(router: RunningRouter, **headers: str) -> int:
     ["http://evil.example", "null", "https://127.0.0.1:{port}", "http://127.0.0.1:1", "http://"],
 )
 async def test_another_origin_changes_nothing(owned: RunningRouter, origin: str) -> None:
-    origin = origin.format(port=owned.router.http_port)
+    origin = origin.format(port=owned.router.admin.http_port)
     assert await to_zero(owned, origin=origin, content_type=JSON) == 403
     assert await asked_sizes(owned) == []
 
@@ -80,7 +80,7 @@ async def test_what_is_not_json_changes_nothing(owned: RunningRouter, content_ty
 async def test_a_refusal_has_the_form_of_openai_and_a_line_in_the_log(
     owned: RunningRouter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answer = await owned.http.post("/v1/cluster", content=b"{}")
+    answer = await owned.admin.post("/v1/cluster", content=b"{}")
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "content_type_not_json")
     assert "Content-Type: application/json" in error["message"]
@@ -88,21 +88,26 @@ async def test_a_refusal_has_the_form_of_openai_and_a_line_in_the_log(
 
 
 async def test_no_route_that_changes_something_is_forgotten(router: RunningRouter) -> None:
-    paths = (await router.http.get("/openapi.json")).json()["paths"]
-    changing = {
-        (method, path) for path, methods in paths.items() for method in methods if method != "get"
-    }
-    guarded = {(method, path) for method, path in changing if path not in COMPLETIONS}
-    assert len(guarded) >= 4
-    for method, path in guarded:
-        answer = await router.http.request(method, path, content=b"{}")
-        assert answer.status_code == 415, path
+    num_guarded = 0
+    for client in (router.http, router.admin):
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        changing = {
+            (method, path)
+            for path, methods in paths.items()
+            for method in methods
+            if method != "get" and path not in COMPLETIONS
+        }
+        num_guarded += len(changing)
+        for method, path in changing:
+            answer = await client.request(method, path, content=b"{}")
+            assert answer.status_code == 415, path
+    assert num_guarded >= 4
 
 
 async def test_the_routers_own_page_and_json_clients_are_taken(owned: RunningRouter) -> None:
-    port = owned.router.http_port
-    assert 'fetch("v1/cluster")' in (await owned.http.get("/")).text
-    assert (await owned.http.get("/v1/cluster")).status_code == 200
+    port = owned.router.admin.http_port
+    assert 'fetch("v1/cluster", ' in (await owned.admin.get("/")).text
+    assert (await owned.admin.get("/v1/cluster")).status_code == 200
     assert await to_zero(owned, content_type="Application/JSON; charset=utf-8") == 202
     assert await to_zero(owned, content_type=JSON, origin=f"http://127.0.0.1:{port}") == 202
     behind = {"origin": "https://localhost", "host": "localhost:443"}
@@ -119,9 +124,10 @@ async def test_the_routers_own_page_and_json_clients_are_taken(owned: RunningRou
 async def test_a_foreign_host_is_refused_on_loopback(
     router: RunningRouter, host: str, path: str
 ) -> None:
-    answer = await router.http.get(path, headers={"host": host})
-    assert answer.status_code == 403
-    assert answer.json()["error"]["code"] == "foreign_page"
+    for client in (router.http, router.admin):
+        answer = await client.get(path, headers={"host": host})
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "foreign_page"
 
 
 async def test_a_foreign_host_gets_no_completion(router: RunningRouter) -> None:
@@ -137,7 +143,7 @@ async def test_a_foreign_host_gets_no_completion(router: RunningRouter) -> None:
 async def test_a_name_of_loopback_is_taken(router: RunningRouter, host: str) -> None:
     router.script(saying([5], finish_reason="length"))
     for path in ("/", "/v1/cluster", "/health"):
-        assert (await router.http.get(path, headers={"host": host})).status_code == 200
+        assert (await router.admin.get(path, headers={"host": host})).status_code == 200
     answer = await router.http.post("/v1/completions", json={"prompt": "x"}, headers={"host": host})
     assert answer.status_code == 200
 
@@ -155,10 +161,10 @@ async def test_each_change_has_one_line(
     assert await to_zero(owned, content_type=JSON) == 202
     headers = {"x-forwarded-for": "192.0.2.7"}
     flip = "/v1/cluster/workers/decode-1/role"
-    assert (await owned.http.post(flip, json={}, headers=headers)).status_code == 200
+    assert (await owned.admin.post(flip, json={}, headers=headers)).status_code == 200
     drain = "/v1/cluster/workers/decode-0/drain"
-    assert (await owned.http.post(drain, json={})).status_code == 202
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{owned.router.grpc_port}") as channel:
+    assert (await owned.admin.post(drain, json={})).status_code == 202
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{owned.router.admin.grpc_port}") as channel:
         await ClusterStub(channel).ScalePools(pb.ScalePoolsRequest(sizes={"prefill": 3}))
     assert changes(caplog) == [
         "change by PEER over HTTP: sizes, before decode=1 prefill=1, after decode=0 prefill=0",
@@ -171,8 +177,8 @@ async def test_each_change_has_one_line(
 async def test_a_change_that_is_refused_has_one_line_and_no_second_by_its_client(
     owned: RunningRouter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await owned.http.post("/v1/cluster", json={"decode": "\nchange by me"})
-    await owned.http.post("/v1/cluster/workers/a%0Ab/role", json={})
+    await owned.admin.post("/v1/cluster", json={"decode": "\nchange by me"})
+    await owned.admin.post("/v1/cluster/workers/a%0Ab/role", json={})
     assert changes(caplog) == [
         "change by PEER over HTTP: sizes, before unknown, after decode=\\nchange by me: refused: "
         "decode must be an integer from 0 to 64: the size wanted",

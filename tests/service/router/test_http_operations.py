@@ -15,12 +15,12 @@ async def test_operations(router: RunningRouter) -> None:
     assert (await router.http.get("/health")).status_code == 200
     assert (await router.http.get("/ready")).status_code == 200
     assert [m.id async for m in router.openai.models.list()] == ["tiny"]
-    state = (await router.http.get("/v1/cluster")).json()
+    state = (await router.admin.get("/v1/cluster")).json()
     assert [w["worker_id"] for w in state["workers"]] == ["decode-0", "decode-1"]
     assert state["pools"]["decode"]["ready"] == 2
-    page = await router.http.get("/")
+    page = await router.admin.get("/")
     assert "<title>Tandem</title>" in page.text
-    metrics = (await router.http.get("/metrics")).text
+    metrics = (await router.admin.get("/metrics")).text
     for name in ("tandem_time_to_first_token_seconds_bucket", "tandem_prompt_tokens_total"):
         assert name in metrics
     answer = await router.http.get("/v1/completions")
@@ -30,17 +30,17 @@ async def test_operations(router: RunningRouter) -> None:
 async def test_scaling_is_asked_through_redis(router: RunningRouter) -> None:
     view = router.router.view
     key = f"{{tandem:{view.cluster.cluster_id}}}"
-    answer = await router.http.post("/v1/cluster", json={"decode": 1})
+    answer = await router.admin.post("/v1/cluster", json={"decode": 1})
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "not_now")
     assert "kubectl scale statefulset" in answer.json()["error"]["message"]  # who owns them
     assert not await view.redis.exists(f"{key}:scale")
     await view.redis.set(f"{key}:pools", json.dumps({"decode": {"wanted": 5, "running": 2}}))
-    answer = await router.http.post("/v1/cluster", json={"prefill": 2, "decode": 1})
+    answer = await router.admin.post("/v1/cluster", json={"prefill": 2, "decode": 1})
     assert answer.status_code == 202
     assert json.loads(await view.redis.rpop(f"{key}:scale")) == {"prefill": 2, "decode": 1}
     await eventually(lambda: view.pools_json is not None)
-    state = (await router.http.get("/v1/cluster")).json()
+    state = (await router.admin.get("/v1/cluster")).json()
     counts = dict.fromkeys(("running", "registered", "ready", "serving"), 2)
     assert state["pools"]["decode"] == {"wanted": 5, **counts}
     for body in ({}, {"decode": -1}, {"decode": True}, {"gpu": 1}):
-        assert (await router.http.post("/v1/cluster", json=body)).status_code == 400
+        assert (await router.admin.post("/v1/cluster", json=body)).status_code == 400

@@ -181,7 +181,7 @@ async def test_the_tree_is_compared_with_what_a_worker_says(
     router.workers[0].block_hashes = blocks[:20]
     router.workers[1].block_hashes = blocks[3:24]
 
-    answer = await router.http.post("/v1/cluster/index/verify", json={"all": True})
+    answer = await router.admin.post("/v1/cluster/index/verify", json={"all": True})
     same = {"in_tree": True, "error": ""}
     assert answer.json()["workers"] == {
         "decode-0": {"checked": 20, "missing": 0, "stale": 0, "ok": True, **same},
@@ -193,20 +193,20 @@ async def test_the_tree_is_compared_with_what_a_worker_says(
         return await index.match(blocks) == {"decode-0": 20}
 
     await soon(forgotten)
-    sample = await router.http.post("/v1/cluster/index/verify", json={})
+    sample = await router.admin.post("/v1/cluster/index/verify", json={})
     assert sample.json()["workers"]["decode-0"]["ok"]
     assert not sample.json()["workers"]["decode-1"]["in_tree"]
-    refused = await router.http.post("/v1/cluster/index/verify", json={"all": 1})
+    refused = await router.admin.post("/v1/cluster/index/verify", json={"all": 1})
     assert refused.status_code == 400
     assert '{"all": true}' in refused.json()["error"]["message"]
     both = await asyncio.gather(
-        *(router.http.post("/v1/cluster/index/verify", json={"all": True}) for _ in range(2))
+        *(router.admin.post("/v1/cluster/index/verify", json={"all": True}) for _ in range(2))
     )
     assert sorted(answer.status_code for answer in both) == [200, 429]
 
 
 async def test_a_worker_that_cannot_be_asked_is_named(router: RunningRouter) -> None:
     router.workers[0].block_hashes = None  # an older worker has no such call
-    answer = await router.http.post("/v1/cluster/index/verify", json={})
+    answer = await router.admin.post("/v1/cluster/index/verify", json={})
     assert "UNIMPLEMENTED" in answer.json()["workers"]["decode-0"]["error"]
     assert pb.ListBlocksRequest.DESCRIPTOR.name == "ListBlocksRequest"

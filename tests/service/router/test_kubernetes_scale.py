@@ -261,14 +261,14 @@ async def test_over_http_and_grpc(
     router: RunningRouter, cluster: ApiServer, pod: Callable[[ApiServer], KubernetesScale]
 ) -> None:
     pod(cluster)
-    answer = await router.http.post("/v1/cluster", json={"decode": 3})
+    answer = await router.admin.post("/v1/cluster", json={"decode": 3})
     assert (answer.status_code, answer.json()) == (202, {"wanted": {"decode": 3}})
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.grpc_port}") as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.admin.grpc_port}") as channel:
         stub = ClusterStub(channel)
         reply = await stub.ScalePools(pb.ScalePoolsRequest(sizes={"prefill": 2}))
         assert dict(reply.wanted) == {"prefill": 2}
         assert (cluster.replicas[PREFILL], cluster.replicas[DECODE]) == (2, 3)
-        answer = await router.http.post("/v1/cluster", json={"decode": -1})
+        answer = await router.admin.post("/v1/cluster", json={"decode": -1})
         assert answer.status_code == 400
         for status, http, code in (
             (403, 403, grpc.StatusCode.PERMISSION_DENIED),
@@ -276,7 +276,7 @@ async def test_over_http_and_grpc(
             (500, 503, grpc.StatusCode.UNAVAILABLE),
         ):
             cluster.answer = status
-            answer = await router.http.post("/v1/cluster", json={"decode": 1})
+            answer = await router.admin.post("/v1/cluster", json={"decode": 1})
             assert answer.status_code == http
             assert f"answers {status}" in answer.json()["error"]["message"]
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -303,7 +303,7 @@ async def test_the_command_sets_a_size_and_waits_for_it(
             "scale",
             "decode=2",
             "--url",
-            str(router.http.base_url),
+            str(router.admin.base_url),
             "--deadline",
             "20",
         ),
@@ -323,7 +323,7 @@ async def test_the_autoscaler_sets_sizes_and_sees_what_others_set(
     view = router.router.view
     autoscale = AutoscaleConfig(mode="on", prefill_min=2, prefill_max=2, interval_s=10.0)
     config = replace(router.router._config, autoscale=autoscale)
-    loop = AutoscaleLoop(config, view, DemandMeter(), num_held=lambda: 0)
+    loop = AutoscaleLoop(config, view, DemandMeter(), router.router._trail, num_held=lambda: 0)
     cluster.replicas |= {PREFILL: 0, DECODE: 2}
     await loop._turn()
     assert (cluster.replicas[PREFILL], cluster.replicas[DECODE]) == (2, 2)

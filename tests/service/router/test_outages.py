@@ -22,7 +22,7 @@ from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.client import connect
 from tandem.store.registry import Load
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying, update
-from tests.service.router.conftest import MODEL, eventually
+from tests.service.router.conftest import ANY_ADMIN_PORTS, MODEL, eventually
 
 pytestmark = pytest.mark.service
 
@@ -61,6 +61,7 @@ async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
             served_model_name="tiny",
             http_port=0,
             grpc_port=0,
+            admin=ANY_ADMIN_PORTS,
             **{"hold_deadline_s": 1.5, "hold_requests_max": 2, **getattr(request, "param", {})},
         )
         router = Router(config)

@@ -50,9 +50,11 @@ def start(cluster_config: ClusterConfig, tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def ports(http_port: int | None = None, grpc_port: int | None = None) -> tuple[str, ...]:
-    http, grpc = http_port or free_port(), grpc_port or free_port()
-    return ("--http-port", str(http), "--grpc-port", str(grpc))
+def ports(**taken: int) -> tuple[str, ...]:
+    """Free ports; `taken` has others, such as `admin_port`."""
+    found = {"http_port": free_port(), "grpc_port": free_port(), "admin_port": 0, **taken}
+    found.setdefault("admin_grpc_port", 0)
+    return tuple(x for k, v in found.items() for x in (f"--{k.replace('_', '-')}", str(v)))
 
 
 def answers(port: str) -> bool:
@@ -122,13 +124,13 @@ def test_a_wrong_option_is_status_2(start: Start) -> None:
     assert len(errors.splitlines()) == 1
 
 
-@pytest.mark.parametrize("which", ["http", "grpc"])
+@pytest.mark.parametrize("which", ["http", "grpc", "admin", "admin-grpc"])
 def test_a_taken_port_is_named(start: Start, which: str) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        process = start(*ports(**{f"{which}_port": port}))
+        process = start(*ports(**{f"{which.replace('-', '_')}_port": port}))
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
     assert f"127.0.0.1:{port}" in errors

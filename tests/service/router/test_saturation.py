@@ -73,7 +73,7 @@ async def test_status_shows_what_workers_measured(
     router: RunningRouter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await tell_load(router, 77)
-    await asyncio.to_thread(show_status, f"http://127.0.0.1:{router.router.http_port}")
+    await asyncio.to_thread(show_status, str(router.admin.base_url))
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("decode-")]
     assert len(rows) == 2
     assert all("1000 tok/s, 10+1n ms" in row for row in rows)

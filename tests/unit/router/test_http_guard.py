@@ -5,20 +5,26 @@ from __future__ import annotations
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from tandem.config.admin import AdminOptions
 from tandem.config.cluster import ClusterConfig
 from tandem.config.router import RouterConfig
-from tandem.router.api.http.guard import RequestGuard
+from tandem.router.api.http.guard import AdminGuard, PublicGuard, RequestGuard
 from tandem.security.access import Access, is_loopback
+from tandem.security.audit_trail import AuditTrail
 from tandem.security.key_ring import KeyRing
+from tandem.store.client import connect
 
 
-async def status(bound: str, reached: str, host: str, path: str, allowed: str = "") -> int:
+async def status(
+    guard: type[RequestGuard], bound: str, reached: str, host: str, path: str, allowed: str = ""
+) -> int:
     """`bound`: the router's own host; `reached`: the address that the connection came in over."""
     config = RouterConfig(
         cluster=ClusterConfig("c", "redis://localhost", "token"),
         model="m",
         served_model_name="m",
         host=bound,
+        admin=AdminOptions(host=bound),
         allowed_hosts=(allowed,),
     )
     sent: list[Message] = []
@@ -43,24 +49,29 @@ async def status(bound: str, reached: str, host: str, path: str, allowed: str = 
     ring = KeyRing()
     ring.synced_at = 0.0
     access = Access(ring, is_loopback=is_loopback(bound), allows_anonymous=True)
-    await RequestGuard(app, config, access)(scope, receive, send)
+    trail = AuditTrail(connect("redis://localhost"), "c", router_id="r")
+    await guard(app, config, access, trail)(scope, receive, send)
     return int(sent[0]["status"])
 
 
 @pytest.mark.parametrize(
-    ("bound", "reached", "host", "path", "expected"),
+    ("guard", "bound", "reached", "host", "path", "expected"),
     [
-        ("0.0.0.0", "10.1.2.3", "tandem.prod.svc:8000", "/v1/cluster", 200),  # in a cluster
-        ("0.0.0.0", "10.1.2.3", "10.1.2.3:8000", "/ready", 200),  # a probe
-        ("0.0.0.0", "127.0.0.1", "localhost:9000", "/v1/cluster", 200),  # kubectl port-forward
-        ("0.0.0.0", "127.0.0.1", "tandem.prod.svc", "/v1/completions", 200),  # a sidecar
-        ("0.0.0.0", "127.0.0.1", "evil.example", "/v1/cluster/workers", 403),
-        ("::", "::ffff:127.0.0.1", "evil.example", "/", 403),
-        ("localhost", "127.0.0.1", "evil.example", "/health", 403),
-        ("::1", "::1", "evil.example", "/health", 403),
-        ("::1", "::1", "[::1]:8000", "/v1/cluster", 200),
-        ("127.0.0.1", "127.0.0.1", "proxy.example", "/v1/cluster", 200),  # an allowed name
+        (AdminGuard, "0.0.0.0", "10.1.2.3", "tandem.prod.svc:8002", "/v1/cluster", 200),  # a pod
+        (PublicGuard, "0.0.0.0", "10.1.2.3", "10.1.2.3:8000", "/ready", 200),  # a probe
+        (AdminGuard, "0.0.0.0", "127.0.0.1", "localhost:9000", "/v1/cluster", 200),  # a forward
+        (PublicGuard, "0.0.0.0", "127.0.0.1", "tandem.svc", "/v1/completions", 200),  # a sidecar
+        (AdminGuard, "0.0.0.0", "127.0.0.1", "evil.example", "/v1/cluster/workers", 403),
+        (AdminGuard, "::", "::ffff:127.0.0.1", "evil.example", "/", 403),
+        (PublicGuard, "localhost", "127.0.0.1", "evil.example", "/health", 403),
+        (PublicGuard, "::1", "::1", "evil.example", "/health", 403),
+        (AdminGuard, "::1", "::1", "[::1]:8002", "/v1/cluster", 200),
+        (AdminGuard, "127.0.0.1", "127.0.0.1", "proxy.example", "/v1/cluster", 200),  # allowed
+        (PublicGuard, "127.0.0.1", "127.0.0.1", "localhost", "/v1/cluster", 404),
+        (PublicGuard, "0.0.0.0", "10.1.2.3", "10.1.2.3:8000", "/", 404),
     ],
 )
-async def test_hosts(bound: str, reached: str, host: str, path: str, expected: int) -> None:
-    assert await status(bound, reached, host, path, allowed="proxy.example") == expected
+async def test_hosts(
+    guard: type[RequestGuard], bound: str, reached: str, host: str, path: str, expected: int
+) -> None:
+    assert await status(guard, bound, reached, host, path, allowed="proxy.example") == expected

@@ -45,8 +45,8 @@ _RETRY_S = 2.0  # of Redis, and of a Ray head that could not be started
 
 def up(options: LaunchOptions) -> int:
     """Runs until it is told to stop. Returns the exit status; raises ConfigError if it cannot."""
-    for option, port in (("--port", options.http_port), ("--grpc-port", options.grpc_port)):
-        _check_port(options.host, option, port)
+    for option, (host, port) in options.ports.items():
+        _check_port(host, option, port)
     _check_memory(options, None)
     screen = LaunchScreen(options)
     signals = stop_signals(parent_pid=options.parent_pid)

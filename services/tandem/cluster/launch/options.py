@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from tandem.cluster.pools import ClusterSpec, PoolCommand
+from tandem.config.admin import AdminOptions
 from tandem.config.autoscale import AutoscaleConfig, AutoscaleMode
 from tandem.config.cluster import Pool
 from tandem.config.engine import EngineOptions
@@ -53,19 +54,25 @@ class LaunchOptions(Options):
     autoscale: AutoscaleMode = "off"
     autoscale_max: Count = 4
     """Largest number of workers in either pool that the autoscaler asks for."""
+    admin: AdminOptions = field(default_factory=AdminOptions)
     tls: PublicTls = field(default_factory=PublicTls)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     transfer: TransferConfig = field(default_factory=TransferConfig)
 
     def check_together(self) -> None:
-        if self.http_port == self.grpc_port:
-            raise ConfigError(f"--port and --grpc-port are both {self.http_port}; they must differ")
+        named: dict[int, str] = {}
+        for option, (_, port) in self.ports.items():
+            if not port:
+                raise ConfigError(f"{option} is 0; from 1 to 65535 is allowed")
+            if named.setdefault(port, option) != option:
+                raise ConfigError(f"{named[port]} and {option} are both {port}; they must differ")
         # In a Redis of its own there are no keys yet; that of another may have some.
         has_keys = self.admission.keys_file or self.redis_url
-        if not (is_loopback(self.host) or has_keys or self.admission.allow_anonymous):
+        outer = [host for host in (self.host, self.admin.host) if not is_loopback(host)]
+        if outer and not (has_keys or self.admission.allow_anonymous):
             raise ConfigError(
-                f"anyone who reaches {self.host} could use the cluster, which has no API keys; "
+                f"anyone who reaches {outer[0]} could use the cluster, which has no API keys; "
                 "name --keys-file, or say --allow-anonymous"
             )
         assert self.autoscaler is not None  # raises ConfigError as a router would
@@ -81,6 +88,16 @@ class LaunchOptions(Options):
         )
 
     @property
+    def ports(self) -> dict[str, tuple[str, int]]:
+        """Returns the host and port of each listener, by the port's option."""
+        return {
+            "--port": (self.host, self.http_port),
+            "--grpc-port": (self.host, self.grpc_port),
+            "--admin-port": (self.admin.host, self.admin.port),
+            "--admin-grpc-port": (self.admin.host, self.admin.grpc_port),
+        }
+
+    @property
     def http_url(self) -> str:
         scheme = "https" if self.tls.tls_cert else "http"
         return f"{scheme}://{_reachable(self.host)}:{self.http_port}"
@@ -88,6 +105,14 @@ class LaunchOptions(Options):
     @property
     def grpc_address(self) -> str:
         return f"{_reachable(self.host)}:{self.grpc_port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://{_reachable(self.admin.host)}:{self.admin.port}"
+
+    @property
+    def admin_grpc_address(self) -> str:
+        return f"{_reachable(self.admin.host)}:{self.admin.grpc_port}"
 
 
 def make_spec(
@@ -129,9 +154,16 @@ def _router(options: LaunchOptions, model: Path, run_folder: Path) -> PoolComman
     command = [sys.executable, "-m", "tandem.router", "--model", str(model)]
     command += ["--router-id", "{id}", "--host", options.host]
     command += ["--http-port", "{http_port}", "--grpc-port", "{grpc_port}"]
+    command += ["--admin-host", options.admin.host]
+    command += ["--admin-port", "{admin_port}", "--admin-grpc-port", "{admin_grpc_port}"]
     command += [*_tls(options, run_folder, "router"), *to_argv(options.tls)]
     command += [*to_argv(options.admission), *to_argv(options.autoscaler)]
-    ports = {"http_port": options.http_port, "grpc_port": options.grpc_port}
+    ports = {
+        "http_port": options.http_port,
+        "grpc_port": options.grpc_port,
+        "admin_port": options.admin.port,
+        "admin_grpc_port": options.admin.grpc_port,
+    }
     return PoolCommand(command, ports=ports)
 
 

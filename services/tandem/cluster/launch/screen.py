@@ -38,8 +38,11 @@ class LaunchScreen:
         url = self._options.http_url
         print_(f"\n[bold green]ready[/] after {time.monotonic() - self._started:.1f} s")
         print_(f"  model  [bold]{model}[/]")
-        print_(f"  HTTP   [bold]{url}[/]  (OpenAI API under {url}/v1, live page at {url}/)")
+        print_(f"  HTTP   [bold]{url}[/]  (OpenAI API under {url}/v1)")
         print_(f"  gRPC   [bold]{self._options.grpc_address}[/]  (tandem.v1.Inference)")
+        admin, admin_grpc = self._options.admin_url, self._options.admin_grpc_address
+        print_(f"  admin  [bold]{admin}/[/]  (live page, /metrics; `tandem status`)")
+        print_(f"         [bold]{admin_grpc}[/]  (gRPC, tandem.v1.Cluster)")
         print_(f"  logs   {logs}\n")
         print_(self._workers(members, transports))
         print_()

@@ -128,6 +128,12 @@ class RequestLog:
             )
         return record
 
+    def is_of_another(self, name: str, tenant: str | None) -> bool:
+        """Returns whether the request is kept here, and is not this tenant's."""
+        request_id = _request_id(name)
+        found = self._records.get(request_id) or self._records.get(f"{request_id}-0")
+        return found is not None and tenant not in (None, found.tenant)
+
     def find_choices(self, name: str, tenant: str | None = None) -> list[RequestRecord]:
         """Returns the requests `ID-0`, `ID-1`, ... of an answer to several prompts; else none."""
         request_id = _request_id(name)

@@ -27,6 +27,7 @@ from tandem.observability.metrics import gauges
 from tandem.router.scaling.pool_observation import likely_decode, see_pool
 from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.security.audit_trail import AuditTrail, Caller
 from tandem.store.client import UNREACHABLE
 from tandem.store.script import Script
 
@@ -53,11 +54,12 @@ class AutoscaleLoop:
         config: RouterConfig,
         view: ClusterView,
         meter: DemandMeter,
+        trail: AuditTrail,
         *,
         num_held: Callable[[], int],
     ) -> None:
         """`num_held()` is how many requests this router holds because a pool is empty."""
-        self._owner = SizeOwner(config, view)
+        self._owner = SizeOwner(config, view, trail)
         self._meter = meter
         self._config = config
         self._view = view
@@ -112,7 +114,8 @@ class AutoscaleLoop:
             if d.to != d.size and d.role in owned
         }
         if changes and config.mode == "on":
-            await self._owner.set_sizes(changes, who=f"autoscaler of {self._config.router_id}")
+            who = Caller(f"autoscaler of {self._config.router_id}")
+            await self._owner.set_sizes(changes, who=who)
 
     async def _sum_demand(self) -> int:
         """Adds what each router counted since the last turn; returns how many requests all hold."""

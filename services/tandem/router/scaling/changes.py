@@ -1,9 +1,10 @@
-"""The log of changes: one line for each change of pool sizes, roles or workers that was asked for.
+"""The log of changes: one line for each change of sizes, roles, workers or keys that was asked for.
 
     change by 127.0.0.1:40312 over HTTP: sizes, before decode=1 prefill=1, after decode=2 prefill=1
     change by autoscaler of router-0: sizes, before decode=1, after decode=9: refused: ...
 
-The first line is a change that was accepted, the second one that was not.
+The first line is a change that was accepted, the second one that was not. Each is also an entry of
+the cluster's audit trail.
 """
 
 import logging
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import TandemError
+from tandem.security.audit_trail import AuditTrail, Caller
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +32,19 @@ class Change:
 
 
 @contextmanager
-def logged_change(who: str, what: str) -> Iterator[Change]:
+def logged_change(trail: AuditTrail, who: Caller, what: str) -> Iterator[Change]:
     """Logs the change when the block ends, and a refusal when it raises a TandemError."""
     change = Change()
     try:
         yield change
     except TandemError as error:
-        log.warning(_REFUSED, *_shown(who, what, change.before, change.after, error.message))
+        what, before, after, why = _shown(what, change.before, change.after, error.message)
+        log.warning(_REFUSED, *_shown(str(who)), what, before, after, why)
+        trail.add_change(who, what, before, after, error)
         raise
-    log.info(_LINE, *_shown(who, what, change.before, change.after))
+    what, before, after = _shown(what, change.before, change.after)
+    log.info(_LINE, *_shown(str(who)), what, before, after)
+    trail.add_change(who, what, before, after)
 
 
 def shown_sizes(sizes: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.security.audit_trail import AuditTrail, Caller
 from tandem.store.registry import WorkerRecord
 
 log = logging.getLogger(__name__)
@@ -37,27 +38,28 @@ class RoleSet(msgspec.Struct, frozen=True):
 class ClusterControl:
     """Changes of a cluster. Raises errors of errors.py. `who` asks, for the log of changes."""
 
-    def __init__(self, config: RouterConfig, view: ClusterView) -> None:
-        self._view = view
-        self._sizes = SizeOwner(config, view)
+    def __init__(self, config: RouterConfig, view: ClusterView, trail: AuditTrail) -> None:
+        self._trail = trail
+        self.view = view
+        self._sizes = SizeOwner(config, view, trail)
 
-    async def scale(self, wanted: dict[str, Any], *, who: str) -> dict[str, int]:
+    async def scale(self, wanted: dict[str, Any], *, who: Caller) -> dict[str, int]:
         """Forwards the request to the owner of the pools; poll the pool state for completion.
         Raises NotNow if there is no owner that a router can ask."""
         try:
             sizes = dict[str, int](check_sizes(wanted).items())
         except BadRequest:
-            with logged_change(who, "sizes") as change:
+            with logged_change(self._trail, who, "sizes") as change:
                 change.after = shown_sizes(wanted)
                 raise
         await self._sizes.set_sizes(sizes, who=who)
         return sizes
 
-    async def set_role(self, worker_id: str, role: str = "", *, who: str) -> RoleSet:
+    async def set_role(self, worker_id: str, role: str = "", *, who: Caller) -> RoleSet:
         """Moves a worker to the pool of this role, or to the other one, and waits until this
         router sees it there. The last decode worker stays: nobody could answer without it."""
         started = time.monotonic()
-        with logged_change(who, f"role of {worker_id}") as change:
+        with logged_change(self._trail, who, f"role of {worker_id}") as change:
             change.after = role or "the other"
             record = self._record(worker_id)
             change.before = record.role
@@ -66,21 +68,21 @@ class ClusterControl:
                 message = f"role is {role[:80]!r}; it must be prefill or decode"
                 raise BadRequest(message, param="role")
             leaves_decode = role == "prefill" and record.role == "decode"
-            if leaves_decode and not self._view.has_decode_worker(frozenset({record.epoch})):
+            if leaves_decode and not self.view.has_decode_worker(frozenset({record.epoch})):
                 raise NotNow(f"{worker_id} is the only decode worker: nobody would answer requests")
             reply = await self._call(record, "SetRole", pb.SetRoleRequest(role=role))
         try:
             async with asyncio.timeout(SEEN_DEADLINE_S):
                 while not self._is_seen(worker_id, role):
-                    await self._view.wait_change()
+                    await self.view.wait_change()
         except TimeoutError:
             log.warning("worker %s is in the %s pool and not seen there yet", worker_id, role)
         return RoleSet(worker_id, role, reply.took_s, time.monotonic() - started)
 
-    async def drain(self, worker_id: str, deadline_s: Any, *, who: str) -> None:
+    async def drain(self, worker_id: str, deadline_s: Any, *, who: Caller) -> None:
         """Starts a worker's drain; `deadline_s` 0 is its own. The worker does the rest: it leaves
         placement at once, routers migrate its sequences, and it ends when it is empty."""
-        with logged_change(who, f"drain of {worker_id}") as change:
+        with logged_change(self._trail, who, f"drain of {worker_id}") as change:
             change.after = "draining"
             is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
             if not is_number or not 0 <= deadline_s <= DRAIN_DEADLINE_MAX_S:
@@ -91,12 +93,12 @@ class ClusterControl:
             await self._call(record, "Drain", pb.DrainRequest(deadline_s=deadline_s))
 
     async def _call(self, record: WorkerRecord, method: str, request: Any) -> Any:
-        async with self._view.calls.open(record.address) as channel:
+        async with self.view.calls.open(record.address) as channel:
             stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
             call = getattr(stub, method)
             try:
                 return await call(
-                    request, timeout=CALL_DEADLINE_S, metadata=self._view.calls.metadata
+                    request, timeout=CALL_DEADLINE_S, metadata=self.view.calls.metadata
                 )
             except grpc.aio.AioRpcError as error:
                 message = f"{record.worker_id} did not do it ({method}): {error.details()}"
@@ -105,12 +107,12 @@ class ClusterControl:
                 raise WorkerLost(message) from error
 
     def _record(self, worker_id: str) -> WorkerRecord:
-        known = {w.record.worker_id: w.record for w in self._view.known()}
+        known = {w.record.worker_id: w.record for w in self.view.known()}
         if worker_id not in known:
             names = ", ".join(sorted(known)) or "none"
             raise WorkerNotFound(f"there is no worker {worker_id[:80]!r}; there are: {names}")
         return known[worker_id]
 
     def _is_seen(self, worker_id: str, role: str) -> bool:
-        seen = self._view.roster().by_id.get(worker_id)
+        seen = self.view.roster().by_id.get(worker_id)
         return seen is not None and seen.role == role and seen.usable

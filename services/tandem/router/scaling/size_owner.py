@@ -18,6 +18,7 @@ from tandem.errors import NotNow, TandemError
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.pools import ask_sizes, told_pools
+from tandem.security.audit_trail import AuditTrail, Caller
 
 if TYPE_CHECKING:
     from tandem.router.scaling.kubernetes import KubernetesScale
@@ -28,7 +29,8 @@ _BEFORE_DEADLINE_S = 1.0  # the log's `before` may not use up the time of who wa
 class SizeOwner:
     """The owner of the sizes as a router reaches it. Raises errors of services/tandem/errors.py."""
 
-    def __init__(self, config: RouterConfig, view: ClusterView) -> None:
+    def __init__(self, config: RouterConfig, view: ClusterView, trail: AuditTrail) -> None:
+        self._trail = trail
         self._cluster_id = config.cluster.cluster_id
         self._view = view
         self._kubernetes: KubernetesScale | None = None
@@ -45,10 +47,10 @@ class SizeOwner:
         told = told_pools(self._view.pools_json)
         return {pool: int(state["wanted"]) for pool, state in told.items() if "wanted" in state}
 
-    async def set_sizes(self, sizes: Mapping[str, int], *, who: str) -> None:
+    async def set_sizes(self, sizes: Mapping[str, int], *, who: Caller) -> None:
         """Requests the sizes and logs who did; poll the pool state for completion. Raises NotNow if
         there is no owner that a router can ask."""
-        with logged_change(who, "sizes") as change:
+        with logged_change(self._trail, who, "sizes") as change:
             change.after = shown_sizes(sizes)
             before: dict[str, int] = {}
             with suppress(TandemError, TimeoutError):

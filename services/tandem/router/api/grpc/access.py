@@ -11,8 +11,9 @@ from urllib.parse import unquote
 
 import grpc.aio
 
-from tandem.errors import TandemError, Unauthenticated
+from tandem.errors import Forbidden, RequestNotFound, TandemError, Unauthenticated
 from tandem.security.access import Access, Need
+from tandem.security.audit_trail import AuditTrail, Caller
 from tandem.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
@@ -21,26 +22,39 @@ log = logging.getLogger(__name__)
 class CallGuard:
     """The guard of one gRPC server; each method asks it first."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, trail: AuditTrail) -> None:
         self.clients = access.clients
         self._access = access
+        self._trail = trail
 
     async def check(
-        self, need: Need, context: grpc.aio.ServicerContext[Any, Any]
+        self, need: Need, context: grpc.aio.ServicerContext[Any, Any], method: str
     ) -> KeyRecord | None:
         """Returns the call's key; None if it needs none. Raises Unauthenticated, Forbidden and
-        KeysUnknown, and logs each."""
+        KeysUnknown, and logs each with the name of the `method`."""
         sent = context.invocation_metadata() or ()
         authorization = [str(value) for name, value in sent if name == "authorization"]
         try:
             return self._access.check(need, authorization, now=time.time())
         except TandemError as error:
-            who = caller(context)
-            log.warning("refused a call of %s: %s", who, error.message)
+            self.tell(context, method, self._access.claimed(authorization), error)
             if isinstance(error, Unauthenticated):
                 late_s = self._access.throttle.fail(self._address(context), time.monotonic())
                 await asyncio.sleep(late_s)
             raise
+
+    def tell(
+        self,
+        context: grpc.aio.ServicerContext[Any, Any],
+        method: str,
+        key: KeyRecord | None,
+        error: TandemError,
+    ) -> None:
+        """Logs a refused call. The audit trail has those that are about keys and tenants."""
+        who = caller(context, key)
+        log.warning("refused a call %s of %s: %s", method, who, error.message)
+        if isinstance(error, Unauthenticated | Forbidden | RequestNotFound):
+            self._trail.add_refusal(who, method, error)
 
     def place(
         self, context: grpc.aio.ServicerContext[Any, Any]
@@ -51,11 +65,15 @@ class CallGuard:
     def _address(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
         sent = context.invocation_metadata() or ()
         forwarded = [str(value) for name, value in sent if name == "x-forwarded-for"]
-        peer = unquote(context.peer()).partition(":")[2].rpartition(":")[0]
-        return self.clients.address(peer, forwarded)
+        return self.clients.address(_peer(context).rpartition(":")[0], forwarded)
 
 
-def caller(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Describes the sender of a call for logs: its address."""
+def caller(context: grpc.aio.ServicerContext[Any, Any], key: KeyRecord | None) -> Caller:
+    """Describes the sender of a call: its address and its key."""
+    address = f"{_peer(context)} over gRPC"
+    return Caller(address, key.key_id, key.tenant) if key else Caller(address)
+
+
+def _peer(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     # A peer is `ipv4:127.0.0.1:40312` or `ipv6:%5B::1%5D:40312`.
-    return f"{unquote(context.peer()).partition(':')[2]} over gRPC"
+    return unquote(context.peer()).partition(":")[2]

@@ -1,4 +1,4 @@
-"""The gRPC API `tandem.v1.Cluster` for operators. It only translates, like `api/http/cluster`."""
+"""The gRPC API `tandem.v1.Cluster` for operators. It only translates, like `api/admin/cluster`."""
 
 from __future__ import annotations
 
@@ -8,38 +8,41 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.config.router import RouterConfig
 from tandem.router.api.grpc.access import CallGuard, caller
 from tandem.router.scaling.control import ClusterControl
-from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.pools import pool_states
 from tandem.rpc.tandem.v1 import cluster_pb2 as pb
+from tandem.security.audit_trail import Caller
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Cluster"].full_name
+_Answer = Callable[[Any, Caller], Awaitable[Any]]
 
 
 class GrpcCluster:
     """Serves the cluster API; add its `handlers` to a gRPC server."""
 
-    def __init__(self, config: RouterConfig, view: ClusterView, guard: CallGuard) -> None:
-        self._view = view
+    def __init__(self, control: ClusterControl, guard: CallGuard) -> None:
+        self._view = control.view
         self._guard = guard
-        self._control = ClusterControl(config, view)
+        self._control = control
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+        methods: dict[str, tuple[_Answer, Any]] = {
+            "GetCluster": (self._get_cluster, pb.GetClusterRequest),
+            "ScalePools": (self._scale_pools, pb.ScalePoolsRequest),
+            "SetWorkerRole": (self._set_worker_role, pb.SetWorkerRoleRequest),
+            # The old name of SetWorkerRole.
+            "FlipWorker": (self._set_worker_role, pb.SetWorkerRoleRequest),
+            "DrainWorker": (self._drain_worker, pb.DrainWorkerRequest),
+        }
         return grpc.method_handlers_generic_handler(
             SERVICE,
-            {
-                "GetCluster": self._handler(self._get_cluster, pb.GetClusterRequest),
-                "ScalePools": self._handler(self._scale_pools, pb.ScalePoolsRequest),
-                "SetWorkerRole": self._handler(self._set_worker_role, pb.SetWorkerRoleRequest),
-                # The old name of SetWorkerRole.
-                "FlipWorker": self._handler(self._set_worker_role, pb.SetWorkerRoleRequest),
-                "DrainWorker": self._handler(self._drain_worker, pb.DrainWorkerRequest),
-            },
+            {name: self._handler(name, *method) for name, method in methods.items()},
         )
 
-    async def _get_cluster(self, request: pb.GetClusterRequest, who: str) -> pb.GetClusterResponse:
+    async def _get_cluster(
+        self, request: pb.GetClusterRequest, who: Caller
+    ) -> pb.GetClusterResponse:
         records = sorted(
             ((w.record, w.load) for w in self._view.known()), key=lambda r: r[0].worker_id
         )
@@ -69,11 +72,13 @@ class GrpcCluster:
             ],
         )
 
-    async def _scale_pools(self, request: pb.ScalePoolsRequest, who: str) -> pb.ScalePoolsResponse:
+    async def _scale_pools(
+        self, request: pb.ScalePoolsRequest, who: Caller
+    ) -> pb.ScalePoolsResponse:
         return pb.ScalePoolsResponse(wanted=await self._control.scale(dict(request.sizes), who=who))
 
     async def _set_worker_role(
-        self, request: pb.SetWorkerRoleRequest, who: str
+        self, request: pb.SetWorkerRoleRequest, who: Caller
     ) -> pb.SetWorkerRoleResponse:
         done = await self._control.set_role(request.worker_id, request.role, who=who)
         return pb.SetWorkerRoleResponse(
@@ -81,17 +86,17 @@ class GrpcCluster:
         )
 
     async def _drain_worker(
-        self, request: pb.DrainWorkerRequest, who: str
+        self, request: pb.DrainWorkerRequest, who: Caller
     ) -> pb.DrainWorkerResponse:
         await self._control.drain(request.worker_id, request.deadline_s, who=who)
         return pb.DrainWorkerResponse()
 
     def _handler(
-        self, answer: Callable[[Any, str], Awaitable[Any]], request_type: Any
+        self, method: str, answer: _Answer, request_type: Any
     ) -> grpc.RpcMethodHandler[Any, Any]:
         async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            await self._guard.check("operator", context)
-            return await answer(request, caller(context))
+            key = await self._guard.check("operator", context, method)
+            return await answer(request, caller(context, key))
 
         return grpc.unary_unary_rpc_method_handler(
             serve,

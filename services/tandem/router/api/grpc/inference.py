@@ -1,4 +1,4 @@
-"""The gRPC API `tandem.v1.Inference`, with health and reflection services.
+"""The gRPC API `tandem.v1.Inference`.
 
 It only translates, as `api/http` does. Requests arrive as bytes and are parsed here: gRPC would
 answer invalid UTF-8 in a string field with UNKNOWN before any code of ours ran.
@@ -16,17 +16,11 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
 
 from tandem.config.router import RouterConfig
-from tandem.errors import BadRequest, ConfigError, TandemError
+from tandem.errors import BadRequest, RequestNotFound, TandemError
 from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of, visible_tenant
 from tandem.router.api.grpc.access import CallGuard
-from tandem.router.api.grpc.cluster import SERVICE as CLUSTER_SERVICE
-from tandem.router.api.grpc.cluster import GrpcCluster
-from tandem.router.api.grpc.connections import ConnectionShares
 from tandem.router.limits.usage import UsageQuery
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.generator import Delta, Generator
@@ -38,19 +32,11 @@ from tandem.router.request.request import (
     Sampling,
     refusal,
 )
-from tandem.rpc.certificates import CertificateFiles
-from tandem.rpc.failures import FailureInterceptor, abort, log_lost_peers_calmly
-from tandem.rpc.options import SERVER_OPTIONS
-from tandem.rpc.peer_calls import add_port
+from tandem.rpc.failures import abort
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-METADATA_BYTES_MAX = 16 << 10  # of one call, by HTTP/2's count: 32 bytes more for each field
-IDLE_S = 300.0  # of a connection without calls; channels connect again by themselves
-STREAMS_MAX = 1024  # calls at once of one connection; a client lets further ones wait
-PING_STRIKES_MAX = 2  # pings too soon, after which a connection is closed
-AGE_S = 1800.0  # of a connection; then it takes no new call, and its channel connects again
 _TRACE_KEYS = ("traceparent", "tracestate")
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -60,76 +46,14 @@ class _ClientStalled(Exception):
 
 
 class GrpcApi:
-    """The gRPC server: `start` binds, `set_ready` sets what health reports, `stop` drains."""
+    """Serves the inference API; add its `handlers` to a gRPC server."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        generator: Generator,
-        cluster: GrpcCluster,
-        guard: CallGuard,
-        files: CertificateFiles | None = None,
-    ) -> None:
-        """With `files` the port speaks TLS."""
-        self._files = files
+    def __init__(self, config: RouterConfig, generator: Generator, guard: CallGuard) -> None:
         self._config = config
         self._guard = guard
         self._generator = generator
-        self._address = f"{config.host}:{config.grpc_port}"
-        log_lost_peers_calmly()
-        self._server = grpc.aio.server(
-            interceptors=[FailureInterceptor()],
-            options=[
-                *((k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"),
-                # The bounds of a connection, with HTTP's values where HTTP has the same bound.
-                ("grpc.max_receive_message_length", config.body_bytes_max),
-                ("grpc.max_metadata_size", METADATA_BYTES_MAX),
-                ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
-                ("grpc.server_handshake_timeout_ms", round(config.header_deadline_s * 1000)),
-                ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
-                ("grpc.max_allowed_incoming_connections", config.connections_max),
-                ("grpc.max_concurrent_streams", STREAMS_MAX),
-                ("grpc.http2.max_ping_strikes", PING_STRIKES_MAX),
-                # A stream whose client stalls stays until its connection ends, if nothing else.
-                ("grpc.max_connection_age_ms", round(AGE_S * 1000)),
-                ("grpc.max_connection_age_grace_ms", round(config.request_deadline_s * 1000)),
-            ],
-        )
-        self._shares = ConnectionShares(config.connections_per_address_max, guard.clients)
-        self._watching: asyncio.Task[None] | None = None
-        self._health = HealthServicer()
-        self._server.add_generic_rpc_handlers((self._handlers(), cluster.handlers()))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, CLUSTER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
 
-    async def start(self) -> int:
-        """Binds and returns the port. Raises ConfigError if it is taken."""
-        try:
-            port = add_port(self._server, self._address, self._files)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"gRPC port {self._address} cannot be bound (is it in use?); choose another with "
-                "--grpc-port"
-            ) from error
-        await self.set_ready(ready=False)
-        await self._server.start()
-        self._watching = asyncio.create_task(self._shares.run(port))
-        return port
-
-    async def set_ready(self, *, ready: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE):
-            await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
-
-    async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, waits for live ones, then cancels them."""
-        if self._watching is not None:
-            self._watching.cancel()
-        await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
-
-    def _handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
@@ -162,7 +86,7 @@ class GrpcApi:
             await context.abort(grpc.StatusCode.CANCELLED, late)
 
     async def _answer(self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        key = await self._guard.check("user", context)
+        key = await self._guard.check("user", context, "Generate")
         named = _metadata(context, TENANT_HEADER)
         tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
         request = replace(parse_request(body), tenant=tenant, limits=limits_of(key))
@@ -195,16 +119,22 @@ class GrpcApi:
     async def _get_request(
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.RequestRecord:
-        key = await self._guard.check("user", context)
+        key = await self._guard.check("user", context, "GetRequest")
         asked = _parse(pb.GetRequestRequest(), body)
-        found = self._generator.requests.find(asked.request_id, visible_tenant(key)).as_dict()
+        requests, tenant = self._generator.requests, visible_tenant(key)
+        try:
+            found = requests.find(asked.request_id, tenant).as_dict()
+        except RequestNotFound as error:
+            if requests.is_of_another(asked.request_id, tenant):
+                self._guard.tell(context, "GetRequest", key, error)
+            raise
         request_id, _ = found.pop("id"), found.pop("object")
         return pb.RequestRecord(request_id=request_id, **found)
 
     async def _get_usage(
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetUsageResponse:
-        key = await self._guard.check("user", context)
+        key = await self._guard.check("user", context, "GetUsage")
         asked = _parse(pb.GetUsageRequest(), body)
         tenant = asked.tenant if asked.HasField("tenant") else None
         query = UsageQuery.of(asked.window or "day", asked.num_windows or 1, tenant, key)
@@ -214,7 +144,7 @@ class GrpcApi:
     async def _list_models(
         self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListModelsResponse:
-        await self._guard.check("user", context)
+        await self._guard.check("user", context, "ListModels")
         _parse(pb.ListModelsRequest(), body)
         if self._generator.model is None:
             return pb.ListModelsResponse()

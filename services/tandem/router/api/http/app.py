@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's completions and chats, models, health, metrics.
+"""The public HTTP API: OpenAI's completions and chats, models, requests, health.
 
 It only translates: `request` decides what a request may be, `generator` what becomes of it.
 
@@ -14,17 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from tandem.config.router import RouterConfig
-from tandem.errors import ModelNotFound, NoWorkers
+from tandem.errors import ModelNotFound, RequestNotFound
 from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of, visible_tenant
+from tandem.router.api.admin.keys import add_record_route
 from tandem.router.api.http.body import read_json_object
-from tandem.router.api.http.cluster import add_cluster_routes
-from tandem.router.api.http.errors import JsonResponse, error_response, install_handlers
-from tandem.router.api.http.guard import RequestGuard
-from tandem.router.api.http.keys import add_key_routes
+from tandem.router.api.http.errors import JsonResponse, install_handlers
+from tandem.router.api.http.guard import PublicGuard, tell_refusal
+from tandem.router.api.http.health import add_health_routes
 from tandem.router.api.http.stream import EventStream, collect, first_delta, until_disconnect
 from tandem.router.api.http.usage import add_usage_route
 from tandem.router.api.openai.choices import generate_choices
@@ -37,12 +36,10 @@ from tandem.router.api.openai.requests import (
     parse_chat,
     parse_completion,
 )
-from tandem.router.index.audit import IndexAudit
-from tandem.router.metrics.router import Metrics
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.generator import Delta, Generator
-from tandem.router.workers.cluster_view import ClusterView
 from tandem.security.access import Access
+from tandem.security.audit_trail import AuditTrail
 from tandem.security.key_service import KeyService
 
 Parse = Callable[[dict[str, Any], str], ParsedRequest]
@@ -52,11 +49,9 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 def make_app(
     config: RouterConfig,
     generator: Generator,
-    view: ClusterView,
-    metrics: Metrics,
-    audit: IndexAudit,
     access: Access,
     keys: KeyService,
+    trail: AuditTrail,
 ) -> FastAPI:
     app = FastAPI(
         title="Tandem",
@@ -68,13 +63,13 @@ def make_app(
     )
     install_handlers(app)
     add_schemas(app)
-    app.add_middleware(RequestGuard, config=config, access=access)
+    app.add_middleware(PublicGuard, config=config, access=access, trail=trail)
     _add_generation(app, config, generator)
+    _add_requests(app, generator, trail)
     _add_models(app, generator)
     add_usage_route(app, generator.tenants.usage)
-    _add_operations(app, generator, metrics)
-    add_cluster_routes(app, config, generator, view, audit)
-    add_key_routes(app, config, keys)
+    add_health_routes(app, generator)
+    add_record_route(app, config, keys)
     return app
 
 
@@ -116,13 +111,20 @@ def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) ->
     async def chat_completions(request: Request) -> Response:
         return await serve(request, parse_chat)
 
+
+def _add_requests(app: FastAPI, generator: Generator, trail: AuditTrail) -> None:
     @app.get("/v1/requests/{request_id}")
     async def request(request_id: str, request: Request) -> Response:
-        seen_by = visible_tenant(request.state.key)
-        if choices := generator.requests.find_choices(request_id, seen_by):
+        requests, tenant = generator.requests, visible_tenant(request.state.key)
+        if choices := requests.find_choices(request_id, tenant):
             told = {"id": request_id, "object": "list", "data": [r.as_dict() for r in choices]}
             return JsonResponse(told)
-        return JsonResponse(generator.requests.find(request_id, seen_by).as_dict())
+        try:
+            return JsonResponse(requests.find(request_id, tenant).as_dict())
+        except RequestNotFound as error:
+            if requests.is_of_another(request_id, tenant):
+                tell_refusal(trail, request.scope, error)
+            raise
 
 
 def _add_models(app: FastAPI, generator: Generator) -> None:
@@ -148,27 +150,3 @@ def _add_models(app: FastAPI, generator: Generator) -> None:
                 param="model",
             )
         return JsonResponse(model_body())
-
-
-def _add_operations(app: FastAPI, generator: Generator, metrics: Metrics) -> None:
-    @app.get("/health")
-    async def health() -> Response:
-        """The process answers; see /ready for whether requests are served."""
-        return JsonResponse({"status": "ok"})
-
-    @app.get("/started")
-    async def started() -> Response:
-        """Answers 200 once the model is loaded: requests are taken and wait for decode workers."""
-        if generator.model is None:
-            return error_response(NoWorkers(generator.not_ready_reason(), retry_after_s=1.0))
-        return JsonResponse({"status": "started"})
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        if reason := generator.not_ready_reason():
-            return error_response(NoWorkers(reason, retry_after_s=1.0))
-        return JsonResponse({"status": "ready"})
-
-    @app.get("/metrics")
-    async def prometheus() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,13 +1,13 @@
-"""The guard in front of all routes: it refuses calls without a key that allows them, and calls that
-a web page made a browser send.
+"""The guards in front of all routes: they refuse calls without a key that allows them, and calls
+that a web page made a browser send. The public listener and the admin listener have one each.
 
 A browser sends a page's call with the user's reach, which includes a router on loopback. Two rules
 stop that. Completions and chats have only the first rule: they change nothing in the cluster.
 
 Host      A page can point its own name at 127.0.0.1 (DNS rebinding). A router on a loopback address
           refuses each call whose `Host` is not a loopback name, its own `host` or an allowed name.
-          A router on other addresses does so for the cluster's routes and over loopback only:
-          probes, sidecars and clients in a cluster use many names.
+          The admin listener does so for all calls over loopback, whatever its address. The public
+          one on other addresses does not: sidecars and clients in a cluster use many names.
 Origin,   A call that may change something has to come as `application/json`, which a foreign page
 Content-  cannot send without a preflight, and the router answers none with leave. An `Origin`,
 Type      where the call has one, has to be the address that the call went to.
@@ -17,7 +17,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,28 +26,50 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.config.router import RouterConfig
-from tandem.errors import ForeignPage, NotJson, TandemError, Unauthenticated
+from tandem.errors import (
+    Forbidden,
+    ForeignPage,
+    NotJson,
+    NotPublic,
+    RequestNotFound,
+    TandemError,
+    Unauthenticated,
+)
 from tandem.router.api.http.errors import error_response
 from tandem.security.access import Access, Need, is_loopback
+from tandem.security.audit_trail import AuditTrail, Caller
 from tandem.security.key_service import RECORDS_PATH
+from tandem.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
 
 # Every other route is guarded, so that a new one is guarded without a word here.
 _UNGUARDED = frozenset(("/v1/completions", "/v1/chat/completions"))
+PROBES = ("/health", "/ready", "/started")
 _PORTS = {"http": 80, "https": 443}
 _TEXT_MAX = 100  # characters of what a client sent, in messages and logs
 
 
-class RequestGuard:
+class RequestGuard(ABC):
     """ASGI middleware. Answers a refused call itself, and logs each refusal. Counts the requests of
     each client's address while they are unanswered."""
 
-    def __init__(self, app: ASGIApp, config: RouterConfig, access: Access) -> None:
+    def __init__(
+        self, app: ASGIApp, names: Iterable[str], access: Access, trail: AuditTrail
+    ) -> None:
+        """`names` are those of this listener, beside localhost."""
         self._app = app
         self._access = access
-        self._names = {"localhost", config.host.lower(), *config.allowed_hosts}
-        self._on_loopback = is_loopback(config.host)
+        self._trail = trail
+        self._names = {"localhost", *names}
+
+    @abstractmethod
+    def need(self, path: str) -> Need:
+        """Returns what a call of this path needs. Raises NotPublic if it is served elsewhere."""
+
+    @abstractmethod
+    def checks_host(self, address: str) -> bool:
+        """Returns whether calls that came in over this address of ours have to name the router."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,12 +77,12 @@ class RequestGuard:
         address = self._address(scope)
         with contextlib.ExitStack() as place:
             try:
-                if need(scope["path"]) != "nothing":  # probes are answered in any case
+                if scope["path"] not in PROBES:  # probes are answered in any case
                     place.enter_context(self._access.clients.request(address))
                 self._check(scope)
             except TandemError as error:
-                asked = f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
-                log.warning("refused %r of %s: %s", asked, caller(scope), error.message)
+                claimed = self._access.claimed(Headers(scope=scope).getlist("authorization"))
+                tell_refusal(self._trail, scope, error, claimed)
                 if isinstance(error, Unauthenticated):
                     await asyncio.sleep(self._access.throttle.fail(address, time.monotonic()))
                 await error_response(error)(scope, receive, send)
@@ -73,13 +96,13 @@ class RequestGuard:
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         path: str = scope["path"]
-        is_cluster = path == "/" or path == "/v1/cluster" or path.startswith("/v1/cluster/")
-        if (self._on_loopback or is_cluster) and is_loopback((scope["server"] or ("",))[0]):
+        if self.checks_host((scope["server"] or ("",))[0]):
             self._check_host(headers.getlist("host"))
+        needed = self.need(path)
         if scope["method"] not in ("GET", "HEAD") and path not in _UNGUARDED:
             _check_origin(headers)
             _check_json(headers)
-        key = self._access.check(need(path), headers.getlist("authorization"), now=time.time())
+        key = self._access.check(needed, headers.getlist("authorization"), now=time.time())
         scope.setdefault("state", {})["key"] = key
 
     def _check_host(self, hosts: list[str]) -> None:
@@ -92,20 +115,66 @@ class RequestGuard:
                 )
 
 
-def need(path: str) -> Need:
-    """Returns what a call of this path needs; whatever is not named here, a user's key."""
-    if path in ("/health", "/ready", "/started", RECORDS_PATH):  # records have a signature
-        return "nothing"
-    if path == "/metrics":
-        return "metrics"
-    return "operator" if path == "/" or path.startswith(("/v1/cluster", "/v1/keys")) else "user"
+class PublicGuard(RequestGuard):
+    """The guard of the public port."""
+
+    def __init__(
+        self, app: ASGIApp, config: RouterConfig, access: Access, trail: AuditTrail
+    ) -> None:
+        super().__init__(app, (config.host.lower(), *config.allowed_hosts), access, trail)
+        self._on_loopback = is_loopback(config.host)
+        self._admin = f"port {config.admin.port} of {config.admin.host}"
+
+    def need(self, path: str) -> Need:
+        """Returns what a call needs; whatever is not named here, a user's key."""
+        if path in (*PROBES, RECORDS_PATH):  # records have a signature
+            return "nothing"
+        if path in ("/", "/metrics") or path.startswith(("/v1/cluster", "/v1/keys")):
+            raise NotPublic(
+                f"{path[:_TEXT_MAX]} is served on the router's admin port only, which is "
+                f"{self._admin} (--admin-host, --admin-port)"
+            )
+        return "user"
+
+    def checks_host(self, address: str) -> bool:
+        return self._on_loopback and is_loopback(address)
 
 
-def caller(scope: Mapping[str, Any]) -> str:
-    """Describes the sender of a request for logs: its address, and whom a proxy asks for."""
+class AdminGuard(RequestGuard):
+    """The guard of the admin port."""
+
+    def __init__(
+        self, app: ASGIApp, config: RouterConfig, access: Access, trail: AuditTrail
+    ) -> None:
+        super().__init__(app, (config.admin.host.lower(), *config.allowed_hosts), access, trail)
+
+    def need(self, path: str) -> Need:
+        """Returns what a call needs; whatever is not named here, an operator's key."""
+        if path in (*PROBES, "/"):  # the page itself is the same for everybody
+            return "nothing"
+        return "metrics" if path == "/metrics" else "operator"
+
+    def checks_host(self, address: str) -> bool:
+        return is_loopback(address)
+
+
+def tell_refusal(
+    trail: AuditTrail, scope: Mapping[str, Any], error: TandemError, key: KeyRecord | None = None
+) -> None:
+    """Logs a refused call. The audit trail has those that are about keys and tenants."""
+    who, asked = caller(scope, key), f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
+    log.warning("refused %r of %s: %s", asked, who, error.message)
+    if isinstance(error, Unauthenticated | Forbidden | RequestNotFound):
+        trail.add_refusal(who, asked, error)
+
+
+def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
+    """Describes the sender of a request: its address, whom a proxy asks for, and its key."""
+    key = scope.get("state", {}).get("key") or key
     peer = ":".join(map(str, scope["client"] or ("unknown",)))
     forwarded = Headers(scope=scope).get("x-forwarded-for")  # type: ignore[arg-type]
-    return f"{peer} over HTTP" + (f" for {forwarded[:_TEXT_MAX]!r}" if forwarded else "")
+    address = f"{peer} over HTTP" + (f" for {forwarded[:_TEXT_MAX]!r}" if forwarded else "")
+    return Caller(address, key.key_id, key.tenant) if key else Caller(address)
 
 
 def _check_origin(headers: Headers) -> None:

@@ -9,7 +9,7 @@ their way in each phase. The bytes of a header are counted before the parser see
 all of them until the header is complete. A connection that is refused gets an answer (400, 408,
 431, or 503 if there are too many), unless an earlier request is still being answered: then it ends
 with that answer. In each phase the kernel ends a connection whose client takes no byte of an answer
-for `send_deadline_s` (`router/server.py`).
+for `send_deadline_s` (`bind`).
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from tandem.config.router import RouterConfig
+from tandem.errors import ConfigError
 from tandem.router.api.http.connections import Connections
 from tandem.router.api.http.errors import plain_error
 from tandem.router.api.http.tls import TlsHandshake
@@ -40,6 +41,7 @@ from tandem.security.clients import Clients
 
 log = logging.getLogger(__name__)
 
+_BACKLOG = 2048
 _PIPELINED_MAX = 16  # requests that were sent before the answer to an earlier one
 _LINGER_S = 1.0  # that a client has to read why it is refused, before its unread bytes reset it
 _LINGERING_MAX = 64  # connections at once; beyond it they are closed without delay
@@ -143,6 +145,27 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def bind(host: str, port: int, *, port_option: str, send_deadline_s: float) -> socket.socket:
+    """Returns a socket that listens. Raises ConfigError for a taken port, naming its option."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only where the protocol is named; without it each answer waits 40 ms.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit it. The kernel ends one whose peer acknowledges no byte, or
+    # leaves its window at zero, for so long; every byte that is taken begins the time anew.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(send_deadline_s * 1000))
+    try:
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"HTTP port {host}:{port} cannot be bound ({error.strerror}); choose another with "
+            f"{port_option}"
+        ) from error
+    return sock
 
 
 class _Phase(enum.Enum):

@@ -1,4 +1,7 @@
-"""API keys for operators: `/v1/keys` to create and list, and to rotate and revoke one."""
+"""API keys for operators: `/v1/keys` to create and list, and to rotate and revoke one.
+
+Routers tell each other of a changed key at `/v1/keys/records`, by a signed call.
+"""
 
 import time
 from typing import Annotated, Any
@@ -14,6 +17,7 @@ from tandem.router.api.http.body import read_body, read_json_object
 from tandem.router.api.http.errors import JsonResponse
 from tandem.router.api.http.guard import caller
 from tandem.router.scaling.changes import logged_change
+from tandem.security.audit_trail import AuditTrail
 from tandem.security.key_service import RECORDS_PATH, SIGNATURE_HEADER, KeyService, listed
 from tandem.security.keys import NewKey, Role
 from tandem.security.limits import NO_LIMITS, changed
@@ -39,7 +43,7 @@ class _Update(msgspec.Struct, forbid_unknown_fields=True):
     limits: dict[str, Any]  # those that change, by name
 
 
-def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService) -> None:
+def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService, trail: AuditTrail) -> None:
     @app.get("/v1/keys")
     async def keys_of_all_tenants() -> Response:
         return JsonResponse({"keys": listed(list(keys.ring.records.values()), time.time())})
@@ -48,7 +52,7 @@ def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService) -> None
     async def create(request: Request) -> Response:
         """Creates a key. The answer is the only place where its secret is ever shown."""
         asked = _read(_Create, await read_json_object(request, config))
-        with logged_change(caller(request.scope), f"key of {asked.tenant}") as change:
+        with logged_change(trail, caller(request.scope), f"key of {asked.tenant}") as change:
             change.before = "none"
             expires_at = time.time() + asked.expires_in_s if asked.expires_in_s else 0.0
             limits = changed(NO_LIMITS, asked.limits)
@@ -60,7 +64,7 @@ def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService) -> None
     async def rotate(key_id: str, request: Request) -> Response:
         """Gives a key a new secret. The old one works for `grace_s` seconds more."""
         asked = _read(_Rotate, await read_json_object(request, config))
-        with logged_change(caller(request.scope), f"key {key_id}") as change:
+        with logged_change(trail, caller(request.scope), f"key {key_id}") as change:
             key = await keys.rotate(key_id, grace_s=asked.grace_s)
             change.before = f"version {key.record.version - 1}"
             change.after = f"version {key.record.version}"
@@ -70,7 +74,7 @@ def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService) -> None
     async def update(key_id: str, request: Request) -> Response:
         """Changes some limits of a key; its secret stays."""
         asked = _read(_Update, await read_json_object(request, config))
-        with logged_change(caller(request.scope), f"limits of key {key_id}") as change:
+        with logged_change(trail, caller(request.scope), f"limits of key {key_id}") as change:
             record = await keys.update(key_id, asked.limits)
             change.after = f"version {record.version}, {asked.limits}"
         return JsonResponse(listed([record], time.time())[0])
@@ -79,10 +83,15 @@ def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService) -> None
     async def revoke(key_id: str, request: Request) -> Response:
         """Revokes a key for good. The answer says which routers confirmed it."""
         await read_json_object(request, config)
-        with logged_change(caller(request.scope), f"key {key_id}") as change:
+        with logged_change(trail, caller(request.scope), f"key {key_id}") as change:
             change.after = "revoked"
             done = await keys.revoke(key_id)
         return JsonResponse(done)
+
+
+def add_record_route(app: FastAPI, config: RouterConfig, keys: KeyService) -> None:
+    """Adds the call by which another router brings a changed key at once. It is on the public port:
+    routers reach each other there in each set-up, and the admin port may be on loopback."""
 
     @app.post(RECORDS_PATH, include_in_schema=False)
     async def take(request: Request) -> Response:

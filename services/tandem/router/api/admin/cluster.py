@@ -33,9 +33,12 @@ _PAGE = Path(__file__).with_name("page.html")
 
 
 def add_cluster_routes(
-    app: FastAPI, config: RouterConfig, generator: Generator, view: ClusterView, audit: IndexAudit
+    app: FastAPI,
+    config: RouterConfig,
+    generator: Generator,
+    control: ClusterControl,
+    audit: IndexAudit,
 ) -> None:
-    control = ClusterControl(config, view)
 
     async def read_allowed(request: Request, name: str) -> dict[str, Any]:
         body = await read_json_object(request, config)
@@ -45,7 +48,7 @@ def add_cluster_routes(
 
     @app.get("/v1/cluster")
     async def state() -> Response:
-        return JsonResponse(cluster_state(config, generator, view))
+        return JsonResponse(cluster_state(config, generator, control.view))
 
     @app.post("/v1/cluster", status_code=202)
     async def scale(request: Request) -> Response:

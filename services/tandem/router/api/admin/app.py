@@ -1,0 +1,57 @@
+"""The admin HTTP API: the cluster, API keys, the audit trail, metrics and the page `/`."""
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+from tandem.config.router import RouterConfig
+from tandem.errors import BadRequest
+from tandem.router.api.admin.cluster import add_cluster_routes
+from tandem.router.api.admin.keys import add_key_routes
+from tandem.router.api.http.errors import JsonResponse, install_handlers
+from tandem.router.api.http.guard import AdminGuard
+from tandem.router.api.http.health import add_health_routes
+from tandem.router.index.audit import IndexAudit
+from tandem.router.metrics.router import Metrics
+from tandem.router.request.generator import Generator
+from tandem.router.scaling.control import ClusterControl
+from tandem.security.access import Access
+from tandem.security.audit_trail import ENTRIES_MAX, AuditTrail
+from tandem.security.key_service import KeyService
+
+
+def make_admin_app(
+    config: RouterConfig,
+    generator: Generator,
+    control: ClusterControl,
+    metrics: Metrics,
+    audit: IndexAudit,
+    access: Access,
+    keys: KeyService,
+    trail: AuditTrail,
+) -> FastAPI:
+    app = FastAPI(
+        title="Tandem, for operators",
+        redirect_slashes=False,
+        docs_url=None,  # these two pages would run scripts of another site
+        redoc_url=None,
+    )
+    install_handlers(app)
+    app.add_middleware(AdminGuard, config=config, access=access, trail=trail)
+    add_health_routes(app, generator)
+    add_cluster_routes(app, config, generator, control, audit)
+    add_key_routes(app, config, keys, trail)
+
+    @app.get("/v1/cluster/audit")
+    async def entries(request: Request) -> Response:
+        """Returns the last changes and refused calls at all routers, the newest first."""
+        limit = request.query_params.get("limit", "100")
+        if not (limit.isdecimal() and 1 <= int(limit) <= ENTRIES_MAX):
+            raise BadRequest(f"limit must be a number from 1 to {ENTRIES_MAX}", param="limit")
+        return JsonResponse({"entries": await trail.read(int(limit))})
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
