@@ -38,7 +38,7 @@ from tandem.store.client import UNREACHABLE
 
 log = logging.getLogger(__name__)
 
-DEADLINE_S = 0.25  # of a call to Redis; after one that is late nobody waits for Redis again
+DEADLINE_S = 0.5  # of a call to Redis; after one that is late nobody waits for Redis again
 TICK_S = 0.5
 WRITE_S = 2.0  # between two calls for a tenant at most; counts.LEASE_MS is longer
 RETURN_S = 2.0
