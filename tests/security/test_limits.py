@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -14,6 +15,7 @@ import pytest
 from tandem.rpc.tandem.v1 import inference_pb2
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.scripted_worker import silent
+from tests.harness.tenant_load import measure
 from tests.security.test_keys import (
     Routers,
     call,
@@ -227,3 +229,15 @@ async def test_requests_at_once_over_two_routers(routers: Routers) -> None:
     await until(partial(is_accepted, urls[1], keys["acme"]))
     open_ones[0].cancel()
     await asyncio.wait(open_ones)
+
+
+@pytest.mark.slow
+async def test_nobody_exceeds_a_limit_in_any_minute(tmp_path: Path) -> None:
+    """The long form, with real minutes: `benchmarks/tenant_limits.py` prints its figures."""
+    figures = await measure(tmp_path, 60.0)
+    assert set(figures.statuses) == {200, 429}
+    assert max(figures.with_redis.values()) <= 1.02
+    assert max(figures.with_an_outage.values()) <= 1.10
+    assert min(figures.with_redis[tenant] for tenant in ("flood-1", "flood-2", "tokens")) >= 0.9
+    assert figures.half_beside >= 0.98 * figures.half_alone
+    assert figures.large_served
