@@ -82,7 +82,7 @@ async def hold(
 
 
 def use(limiter: Limiter) -> Use:
-    """What a limiter believes that all routers admitted."""
+    """Returns the use of all routers as one limiter knows it."""
     tenant = limiter._tenants["acme"]
     return tenant.window.joined(tenant.others).use(tenant.running + tenant.others_running)
 

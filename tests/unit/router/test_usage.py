@@ -1,4 +1,4 @@
-"""Who may ask for whose usage, and how many tenants the metrics name."""
+"""Tests of who may ask for whose usage, and of how many tenants the metrics name."""
 
 from __future__ import annotations
 
