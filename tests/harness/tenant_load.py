@@ -29,10 +29,10 @@ from tandem.store.client import connect
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying
 
 MINUTE_S = 60.0
-RPM = 120
+RPM = 60
 COMPLETION = 5  # tokens that every request really gets
-PROMPT, LARGE_PROMPT, LARGE_EVERY = 10, 600, 50
-TPM = 1800
+PROMPT, LARGE_PROMPT, LARGE_EVERY = 10, 300, 25
+TPM = 900
 # Tenant: the limits of its key, and how many requests a second it asks.
 TENANTS: dict[str, tuple[dict[str, int], float]] = {
     "flood-1": ({"requests_per_minute": RPM}, 5 * RPM / 60),
@@ -62,7 +62,8 @@ class TenantLoad:
 
     async def run(self, tenants: Sequence[str], seconds: float) -> None:
         """Asks at each tenant's pace for so long, at the routers in turn."""
-        async with httpx.AsyncClient(timeout=30) as http:
+        bounds = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=120, limits=bounds) as http:
             await asyncio.gather(*(self._ask(http, tenant, seconds) for tenant in tenants))
 
     async def _ask(self, http: httpx.AsyncClient, tenant: str, seconds: float) -> None:
