@@ -110,7 +110,7 @@ class Router:
         tree = TreeInspector(self._redis, self._index)
         self._audit = IndexAudit(self.view, tree, trust, index_metrics)
         self._tracing = make_tracing("tandem-router", config.router_id)
-        self._tenants = make_meter(
+        self.tenants = make_meter(
             self._redis,
             config.cluster,
             config.router_id,
@@ -119,7 +119,7 @@ class Router:
             is_limited=ring.is_limited,
         )
         self.generator = Generator(
-            config, self.view, dispatcher, self._metrics, self._tenants, self._tracing
+            config, self.view, dispatcher, self._metrics, self.tenants, self._tracing
         )
         self.autoscale = AutoscaleLoop(
             config,
@@ -182,8 +182,8 @@ class Router:
             asyncio.create_task(self._load_and_watch(), name="model"),
             asyncio.create_task(self._audit.run(), name="index-audit"),
             asyncio.create_task(self._keys.run(own_url), name="api-keys"),
-            asyncio.create_task(self._tenants.limiter.run(), name="limits"),
-            asyncio.create_task(self._tenants.usage.run(), name="usage"),
+            asyncio.create_task(self.tenants.limiter.run(), name="limits"),
+            asyncio.create_task(self.tenants.usage.run(), name="usage"),
             asyncio.create_task(self._stopping.wait(), name="stop"),
         }
         if self._config.autoscale.mode != "off":

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from tandem.observability.metrics import Declared, MetricSet
 from tandem.prefix_index.audit import TreeStats
 from tandem.router.index.metrics import IndexMetrics
+from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.metrics.router import Metrics, WorkerGauges
 from tandem.router.scaling.autoscale import AutoscaleGauges
 from tandem.store.registry import Load
@@ -49,6 +50,8 @@ def collected() -> set[str]:
     view: Any = SimpleNamespace(snapshots=list, redis_state="ok", decisions=())
     index = IndexMetrics(CollectorRegistry())
     index.stats = TreeStats(num_entries=0, num_bytes=0, num_swept=0, workers={})
+    tenants = CollectorRegistry()
+    TenantMetrics(tenants)
     worker = WorkerMetrics(worker_id="decode-0", role="decode")
     families = [
         *index_metrics({}, publisher),
@@ -57,6 +60,7 @@ def collected() -> set[str]:
         *AutoscaleGauges(view).collect(),
         *worker._gauges(Load(), {}),
         *Metrics().registry.collect(),
+        *tenants.collect(),
         *worker.collect(),
     ]
     names = {f.name + "_total" * (f.type == "counter") for f in families}

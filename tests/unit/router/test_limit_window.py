@@ -68,6 +68,12 @@ def test_what_was_used_is_free_after_a_window_and_not_before_a_minute(
             assert later.use() == Use()
 
 
+def test_a_clock_that_is_set_back_does_not_lock_a_tenant_out() -> None:
+    window = Window({1000: [5, 50], 3700: [20, 1000]})
+    window.forget(1000 * BUCKET_MS)
+    assert window.use() == Use(5, 50)
+
+
 def test_what_is_given_back_twice_or_too_late_frees_nothing() -> None:
     window = Window()
     window.add(5, 1, 100)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 
-from tandem.errors import BadRequest, ContextTooLong, ModelNotFound
+from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.router.request.request import (
     ALLOWED,
     ClientRequest,
@@ -12,6 +13,7 @@ from tandem.router.request.request import (
     Message,
     Sampling,
 )
+from tandem.security.limits import Limits
 
 BAD_SAMPLING = [
     ("temperature", -0.01),
@@ -116,3 +118,20 @@ def test_tiny_temperatures_are_raised_and_zero_stays_greedy() -> None:
     assert Sampling(temperature=1e-30).effective_temperature == 0.01
     assert Sampling(temperature=0).effective_temperature == 0
     assert Sampling(temperature=0.7).effective_temperature == 0.7
+
+
+def test_a_key_bounds_prompts_and_completions() -> None:
+    limits = Limits(max_prompt_tokens=50, max_completion_tokens=20, tokens_per_minute=60)
+    named = partial(ClientRequest, prompt="x", limits=limits)
+    assert named().completion_limit(10, 1000) == 20
+    assert named().completion_limit(45, 1000) == 15
+    assert named(default_max_tokens=16).completion_limit(10, 1000) == 16
+    assert named(max_tokens=20).completion_limit(40, 1000) == 20
+    for request, prompt, word in (
+        (named(), 51, "at most 50"),
+        (named(max_tokens=21), 10, "at most 20"),
+        (named(max_tokens=20), 41, "at most 19"),
+        (named(max_tokens=1, limits=Limits(tokens_per_minute=30)), 30, "at most 29"),
+    ):
+        with pytest.raises(OverKeyLimit, match=word):
+            request.completion_limit(prompt, 1000)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.errors import KeysUnknown, Unauthenticated
+from tandem.errors import BadRequest, KeysUnknown, Unauthenticated
 from tandem.security.key_ring import KeyRing
 from tandem.security.keys import (
     TOMBSTONE_S,
@@ -12,7 +12,9 @@ from tandem.security.keys import (
     create,
     revoke,
     rotate,
+    update,
 )
+from tandem.security.limits import NO_LIMITS, Limits, changed
 
 NOW = 1_000_000.0
 UNKNOWN = "not one of this cluster's"
@@ -136,3 +138,31 @@ def test_a_ring_that_was_cut_off_goes_on_as_long_as_it_may():
     bounded.authenticate(key.text, now=NOW + 60)
     with pytest.raises(KeysUnknown, match="61 s"):
         bounded.authenticate(key.text, now=NOW + 61)
+
+
+def test_an_update_changes_the_named_limits_and_no_secret():
+    key = create("acme", "user", now=NOW, limits=Limits(requests_per_minute=5, weight=300))
+    updated = update(key.record, changed(key.record.limits, {"tokens_per_minute": 70}))
+    assert updated.version == 2
+    assert updated.limits == Limits(requests_per_minute=5, weight=300, tokens_per_minute=70)
+    ring = ring_of(key.record, updated, key.record)
+    assert ring.authenticate(key.text, now=NOW).limits == updated.limits
+    assert ring.is_limited("acme")
+    assert not ring.is_limited("other")
+    for last in (update(updated, NO_LIMITS), revoke(updated, now=NOW)):
+        assert not ring_of(last).is_limited("acme")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"requests": 1}, "there is no limit 'requests'"),
+        ({"requests_per_minute": -1}, "not as they must be"),
+        ({"requests_per_minute": "many"}, "not as they must be"),
+        ({"weight": 0}, "not as they must be"),
+        ({"tokens_per_minute": 10**13}, "not as they must be"),
+    ],
+)
+def test_what_is_no_limit_is_refused(changes, word):
+    with pytest.raises(BadRequest, match=word):
+        changed(NO_LIMITS, changes)

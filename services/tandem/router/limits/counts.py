@@ -39,7 +39,7 @@ local bucket = math.floor(now / {BUCKET_MS})
 local others, elsewhere, known, requests, tokens = {{}}, 0, 0, 0, 0
 local function sum(window, into)
   for i = 1, #window, 3 do
-    if window[i] > bucket - {NUM_BUCKETS} then
+    if math.abs(window[i] - bucket) < {NUM_BUCKETS} then
       requests, tokens = requests + window[i + 1], tokens + window[i + 2]
       if into then for j = i, i + 2 do into[#into + 1] = window[j] end end
     end

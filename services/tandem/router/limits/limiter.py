@@ -21,6 +21,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tandem.errors import RateLimited
 from tandem.router.limits.counts import Asked, Reply, TenantCounts
 from tandem.router.limits.metrics import TenantMetrics
@@ -38,7 +40,7 @@ from tandem.store.client import UNREACHABLE
 
 log = logging.getLogger(__name__)
 
-DEADLINE_S = 0.25  # of a call to Redis; after one that is late nobody waits for Redis again
+DEADLINE_S = 0.5  # of a call to Redis; after one that is late nobody waits for Redis again
 TICK_S = 0.5
 WRITE_S = 2.0  # between two calls for a tenant at most; counts.LEASE_MS is longer
 RETURN_S = 2.0
@@ -228,7 +230,7 @@ class Limiter:
             async with self._turns, asyncio.timeout(DEADLINE_S):
                 tenant.forget_old(self._now_ms())
                 reply = await self._counts.count(tenant.name, tenant.running, tenant.window, asked)
-        except UNREACHABLE as error:
+        except (*UNREACHABLE, msgspec.DecodeError) as error:
             if not self._is_away:
                 log.warning("Redis is lost, each router keeps its share of limits: %r", error)
             self._is_away = True

@@ -56,9 +56,12 @@ class Window:
             del self.buckets[bucket]
 
     def forget(self, now_ms: float) -> None:
-        """Forgets the buckets that are no longer counted at `now_ms`."""
-        first = bucket_of(now_ms) - NUM_BUCKETS + 1
-        for bucket in [b for b in self.buckets if b < first]:
+        """Forgets the buckets that are not counted at `now_ms`.
+
+        Those far ahead are of a clock that was set back, as by a fail-over of Redis.
+        """
+        now = bucket_of(now_ms)
+        for bucket in [b for b in self.buckets if not -NUM_BUCKETS < b - now < NUM_BUCKETS]:
             del self.buckets[bucket]
 
     def use(self, running: int = 0) -> Use:

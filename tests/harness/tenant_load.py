@@ -1,0 +1,203 @@
+"""Four tenants on two routers: three ask five times their limit, one half of its own.
+
+alone    the fourth tenant alone
+shared   all four, with Redis
+away     Redis is dead
+back     Redis is back, empty
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.config.cluster import ClusterConfig
+from tandem.config.router import RouterConfig
+from tandem.models.source import resolve
+from tandem.router.server import Router
+from tandem.rpc.tandem.v1 import worker_pb2
+from tandem.store.client import connect
+from tests.harness.scripted_worker import Say, ScriptedWorker, saying
+
+MINUTE_S = 60.0
+RPM = 60
+COMPLETION = 5  # tokens that every request really gets
+PROMPT, LARGE_PROMPT, LARGE_EVERY = 10, 300, 25
+TPM = 900
+# Tenant: the limits of its key, and how many requests a second it asks.
+TENANTS: dict[str, tuple[dict[str, int], float]] = {
+    "flood-1": ({"requests_per_minute": RPM}, 5 * RPM / 60),
+    "flood-2": ({"requests_per_minute": RPM}, 5 * RPM / 60),
+    "tokens": ({"tokens_per_minute": TPM}, 5 * TPM / (PROMPT + COMPLETION) / 60),
+    "half": ({"requests_per_minute": RPM, "tokens_per_minute": 10 * TPM}, RPM / 2 / 60),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: when it came, its status, its tokens and its seconds."""
+
+    at: float
+    status: int
+    tokens: int
+    took_s: float
+
+
+@dataclass
+class TenantLoad:
+    """The load of all tenants and what came of it."""
+
+    urls: Sequence[str]
+    keys: dict[str, str]
+    answers: dict[str, list[Answer]] = field(default_factory=lambda: {t: [] for t in TENANTS})
+
+    async def run(self, tenants: Sequence[str], seconds: float) -> None:
+        """Asks at each tenant's pace for so long, at the routers in turn."""
+        bounds = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=120, limits=bounds) as http:
+            await asyncio.gather(*(self._ask(http, tenant, seconds) for tenant in tenants))
+
+    async def _ask(self, http: httpx.AsyncClient, tenant: str, seconds: float) -> None:
+        _, pace = TENANTS[tenant]
+        end, open_ones = time.monotonic() + seconds, set()
+        for number in itertools.count():
+            due = end - seconds + number / pace
+            if due >= end:
+                break
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            url = self.urls[number % len(self.urls)]
+            is_large = tenant == "tokens" and number % LARGE_EVERY == 0
+            prompt = [7] * (LARGE_PROMPT if is_large else PROMPT)
+            task = asyncio.create_task(self._one(http, tenant, url, prompt))
+            open_ones.add(task)
+            task.add_done_callback(open_ones.discard)
+        if open_ones:
+            await asyncio.wait(open_ones)
+
+    async def _one(self, http: httpx.AsyncClient, tenant: str, url: str, prompt: list[int]) -> None:
+        asked_at = time.monotonic()
+        answer = await http.post(
+            f"{url}/v1/completions",
+            json={"prompt": prompt, "max_tokens": 4 * COMPLETION, "ignore_eos": True},
+            headers={"authorization": f"Bearer {self.keys[tenant]}"},
+        )
+        now = time.monotonic()
+        tokens = answer.json()["usage"]["total_tokens"] if answer.is_success else 0
+        self.answers[tenant].append(Answer(now, answer.status_code, tokens, now - asked_at))
+
+    def most_in_a_minute(self, tenant: str, spans: Sequence[tuple[float, float]]) -> float:
+        """Returns the largest part of its limit that a tenant got in any 60 s within the spans."""
+        limits, _ = TENANTS[tenant]
+        most = 0.0
+        for name, limit in limits.items():
+            for begin, end in spans:
+                minute: deque[Answer] = deque()
+                for each in self.answers[tenant]:
+                    if each.status == 200 and begin <= each.at < end:
+                        minute.append(each)
+                        while minute[0].at <= each.at - MINUTE_S:
+                            minute.popleft()
+                        is_tokens = name == "tokens_per_minute"
+                        used = sum(a.tokens if is_tokens else 1 for a in minute)
+                        most = max(most, used / limit)
+        return most
+
+    def served(self, tenant: str, begin: float, end: float) -> float:
+        """Returns the part of a tenant's requests in a span that was served."""
+        found = [a.status for a in self.answers[tenant] if begin <= a.at < end]
+        return found.count(200) / max(1, len(found))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The result: the parts of a limit that a tenant got, and the parts that were served."""
+
+    with_redis: dict[str, float]
+    with_an_outage: dict[str, float]
+    half_alone: float
+    half_beside: float
+    statuses: list[int]
+    large_served: int
+
+
+async def measure(folder: Path, phase_s: float) -> Figures:
+    """Runs the four phases; `shared` and `back` are 1.25 times as long as the other two."""
+    async with _routers(folder) as (server, load):
+        await load.run(["half"], phase_s)
+        began = time.monotonic()
+        all_of_it = asyncio.create_task(load.run(list(TENANTS), 3.5 * phase_s))
+        await asyncio.sleep(1.25 * phase_s)
+        killed = time.monotonic()
+        server.kill()
+        await asyncio.sleep(phase_s)
+        await asyncio.to_thread(server.restart)
+        back = time.monotonic()
+        await all_of_it
+        ended = time.monotonic()
+    # From the outage on a minute has something of it, until one is over.
+    quiet = [(began, killed), (back + MINUTE_S, ended)]
+    answers = [a for each in load.answers.values() for a in each]
+    return Figures(
+        with_redis={t: load.most_in_a_minute(t, quiet) for t in TENANTS},
+        with_an_outage={t: load.most_in_a_minute(t, [(began, ended)]) for t in TENANTS},
+        half_alone=load.served("half", 0.0, began),
+        half_beside=load.served("half", began, ended),
+        statuses=sorted({a.status for a in answers}),
+        large_served=sum(a.tokens > LARGE_PROMPT for a in answers),
+    )
+
+
+@asynccontextmanager
+async def _routers(folder: Path) -> AsyncIterator[tuple[EmbeddedRedis, TenantLoad]]:
+    with EmbeddedRedis(folder) as server:
+        cluster = ClusterConfig("tenant-load", server.url, "a-token-for-tests")
+        redis = connect(server.url)
+        model = resolve("smollm2")
+        worker = await ScriptedWorker(redis, cluster, fingerprint=model.fingerprint).start()
+        numbers = itertools.count(1)
+
+        async def answer(submit: worker_pb2.SubmitSequence, say: Say) -> None:
+            await saying([1000] * COMPLETION)(submit, say)
+            worker.tell_load(next(numbers))
+
+        worker.script = answer
+        routers = [
+            Router(
+                RouterConfig(
+                    cluster=cluster, model="smollm2", router_id=name, http_port=0, grpc_port=0
+                )
+            )
+            for name in ("r1", "r2")
+        ]
+        running = [asyncio.create_task(router.run()) for router in routers]
+        for router in routers:
+            await router.listening.wait()
+        urls = [f"http://127.0.0.1:{router.http_port}" for router in routers]
+        async with httpx.AsyncClient(timeout=30) as http:
+            keys = {}
+            for tenant, (limits, _) in TENANTS.items():
+                made = await http.post(
+                    f"{urls[0]}/v1/keys", json={"tenant": tenant, "limits": limits}
+                )
+                keys[tenant] = made.raise_for_status().json()["key"]
+            for url, key in itertools.product(urls, keys.values()):
+                # The second router learns of the keys within a second.
+                headers = {"authorization": f"Bearer {key}"}
+                for path in ("/ready", "/v1/models"):
+                    while not (await http.get(url + path, headers=headers)).is_success:  # noqa: ASYNC110
+                        await asyncio.sleep(0.1)
+        yield server, TenantLoad(urls, keys)
+        for router in routers:
+            router.stop()
+        await asyncio.gather(*running)
+        await worker.stop()
+        await redis.aclose()
