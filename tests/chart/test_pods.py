@@ -105,7 +105,8 @@ def test_existing_secrets_are_used_and_none_is_made() -> None:
     objects = render(
         {
             "clusterToken": existing,
-            "redis": {"builtin": {"password": existing}},
+            "redis": {"builtin": {"password": existing, "workerPassword": existing}},
+            "tls": {"internal": {"existingSecrets": {"router": "mine", "worker": "mine"}}},
             "ray": {"token": existing},
         }
     )
@@ -116,7 +117,7 @@ def test_existing_secrets_are_used_and_none_is_made() -> None:
         for e in each.get("env", [])
         if "secretKeyRef" in e.get("valueFrom", {})
     ]
-    assert len(references) == 8  # router and two workers: two each; Redis and the head: one each
+    assert len(references) == 9  # router, two workers and Redis: two each; the head: one
     assert all(r == {"name": "mine", "key": "a-key"} for r in references)
 
 
@@ -184,6 +185,11 @@ def test_a_model_comes_from_where_it_is_said_to() -> None:
     assert "emptyDir" in volume
 
 
+def _has_token(volume: Object) -> bool:
+    sources = volume.get("projected", {}).get("sources", [])
+    return any("serviceAccountToken" in source for source in sources)
+
+
 @by_example
 def test_only_a_router_that_scales_has_a_token_and_only_its_container(
     values: dict[str, Any],
@@ -194,7 +200,7 @@ def test_only_a_router_that_scales_has_a_token_and_only_its_container(
     with_token = set()
     for component, pod, made in containers(objects):
         assert pod["automountServiceAccountToken"] is False
-        (volume,) = [v for v in pod.get("volumes", []) if "projected" in v] or [None]
+        (volume,) = [v for v in pod.get("volumes", []) if _has_token(v)] or [None]
         mounts = [m for m in made.get("volumeMounts", []) if volume and m["name"] == volume["name"]]
         if not mounts:
             continue
