@@ -1,4 +1,5 @@
-"""Writes what follows from the options: options.md here, and defaults and schema of the chart.
+"""Writes what follows from the options: options.md here, and parts of the chart (defaults, schema,
+Redis users).
 
 `make options` runs it; a test compares. `services/tandem/options.py` says how options are defined.
 """
@@ -17,9 +18,11 @@ from tandem.cluster.launch.options import LaunchOptions
 from tandem.config.cluster import ClusterConfig
 from tandem.config.groups import MEASUREMENT, PROCESS
 from tandem.config.router import RouterOptions
+from tandem.config.tls import Kind
 from tandem.config.worker import WorkerOptions
 from tandem.options import bounds, choices, make_app, to_text
 from tandem.simulator.options import SimulateOptions
+from tandem.store.roles import rules
 
 ROOT = Path(__file__).parents[2]
 PAGE = "docs/reference/options.md"
@@ -50,7 +53,9 @@ def generated() -> dict[str, str]:
         values = _spliced(values, f"  options: # {title}", _yaml(mirrored))
         lines = ",\n".join(f'"{_camel(a)}": {json.dumps(_schema(a))}' for a in mirrored).split("\n")
         schema = _spliced(schema, f'"description": "{title}', lines, below='"properties": {')
-    return {PAGE: _page(), VALUES: values, SCHEMA: schema}
+    kinds: tuple[Kind, ...] = ("router", "worker")
+    users = {f"helm/tandem/redis/{kind}.acl": rules(kind, "%CLUSTER%") + "\n" for kind in kinds}
+    return {PAGE: _page(), VALUES: values, SCHEMA: schema, **users}
 
 
 def _options(program: str) -> list[Argument]:

@@ -106,7 +106,8 @@ def test_existing_secrets_are_used_and_none_is_made() -> None:
         {
             "apiKeys": {**existing, "textsSecret": "mine"},
             "clusterToken": existing,
-            "redis": {"builtin": {"password": existing}},
+            "redis": {"builtin": {"password": existing, "workerPassword": existing}},
+            "tls": {"internal": {"existingSecrets": {"router": "mine", "worker": "mine"}}},
             "ray": {"token": existing},
         }
     )
@@ -117,10 +118,10 @@ def test_existing_secrets_are_used_and_none_is_made() -> None:
         for e in each.get("env", [])
         if "secretKeyRef" in e.get("valueFrom", {})
     ]
-    # Router and two workers: two each; Redis, the head and the test: one each.
-    assert len(references) == 9
+    # Router, two workers and Redis: two each; the head and the test: one each.
+    assert len(references) == 10
     assert {r["name"] for r in references} == {"mine"}
-    assert sorted(r["key"] for r in references) == ["a-key"] * 8 + ["user"]
+    assert sorted(r["key"] for r in references) == ["a-key"] * 9 + ["user"]
 
 
 def test_external_redis_by_url_with_its_authority() -> None:
@@ -187,6 +188,11 @@ def test_a_model_comes_from_where_it_is_said_to() -> None:
     assert "emptyDir" in volume
 
 
+def _has_token(volume: Object) -> bool:
+    sources = volume.get("projected", {}).get("sources", [])
+    return any("serviceAccountToken" in source for source in sources)
+
+
 @by_example
 def test_only_a_router_that_scales_has_a_token_and_only_its_container(
     values: dict[str, Any],
@@ -197,7 +203,7 @@ def test_only_a_router_that_scales_has_a_token_and_only_its_container(
     with_token = set()
     for component, pod, made in containers(objects):
         assert pod["automountServiceAccountToken"] is False
-        (volume,) = [v for v in pod.get("volumes", []) if "projected" in v] or [None]
+        (volume,) = [v for v in pod.get("volumes", []) if _has_token(v)] or [None]
         mounts = [m for m in made.get("volumeMounts", []) if volume and m["name"] == volume["name"]]
         if not mounts:
             continue

@@ -27,6 +27,7 @@ CHART_SETS = {
     "worker": {
         *("role", "model", "model-revision", "worker-id", "host", "port", "metrics-port"),
         "start-deadline",
+        "tls-dir",
     },
     "router": {
         *(
@@ -42,6 +43,9 @@ CHART_SETS = {
             "admin-grpc-port",
             "allow-anonymous",
             "keys-file",
+            "tls-dir",
+            "tls-cert",
+            "tls-key",
         ),
         "scale-objects",
     },

@@ -19,6 +19,7 @@ import grpc
 import httpx
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.config.cluster import REDIS_URL_VARIABLE
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
@@ -158,6 +159,7 @@ class LocalCluster:
         if at is not None:
             command = [*at.prefix, *command, "--host", at.address]
             environment = {**at.environment, **(environment or {})}
+        environment = {REDIS_URL_VARIABLE: self.redis.url_of("worker"), **(environment or {})}
         command += ["--model", self.model, "--worker-id", worker_id, *self.options, *more]
         command += self._tls("worker")
         worker = WorkerProcess(
@@ -205,7 +207,8 @@ class LocalCluster:
         command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         command += ["--admin-port", "0", "--admin-grpc-port", "0"]
         command += [*self.router_options, *options, *self._tls("router")]
-        return self._spawn(command, self.folder / "router.log")
+        own = {REDIS_URL_VARIABLE: self.redis.url_of("router")}
+        return self._spawn(command, self.folder / "router.log", own)
 
     def wait_ready(self, *worker_ids: str) -> None:
         """Waits until the router sees these workers (default: all started) ready and their pairs
@@ -289,7 +292,6 @@ class LocalCluster:
             **self.environment,
             **(more or {}),
             "TANDEM_CLUSTER_ID": self.cluster_id,
-            "TANDEM_REDIS_URL": self.redis.url,
             "TANDEM_CLUSTER_TOKEN": self.token,
             "OMP_NUM_THREADS": "1",
         }

@@ -26,6 +26,7 @@ from tests.harness.chart import NAMESPACE, RELEASE, Object, command_line, contai
 
 ROOT = Path(__file__).parents[2]
 KEYS = "/etc/tandem/keys/"
+_TLS = "/etc/tandem/tls"
 
 
 @dataclass
@@ -91,7 +92,10 @@ class LocalPods:
             made = json.loads(json.dumps(made).replace(str(fixed), str(port)))
         address = self.address(component)
         variables = self.variables(component, made)
-        command = [self._mounted(word) for word in command_line(made, variables)]
+        command = [
+            self._mounted(word).replace(_TLS, str(self._tls(component)))
+            for word in command_line(made, variables)
+        ]
         if host_option:
             command[command.index(host_option) + 1] = address
         log = self.folder / f"{component}.log"
@@ -106,6 +110,17 @@ class LocalPods:
             )
         self.pods[component] = LocalPod(component, made, address, variables, process, log)
         return self.pods[component]
+
+    def _tls(self, component: str) -> Path:
+        """Writes the Secret with the certificate of a component, as kubelet mounts it."""
+        folder = self.folder / f"tls-{component}"
+        folder.mkdir()
+        kind = "router" if component == "router" else "worker"
+        for made in self.objects:
+            if made["metadata"]["name"] == f"{RELEASE}-tandem-tls-{kind}":
+                for name, value in made["data"].items():
+                    (folder / name).write_bytes(base64.b64decode(value))
+        return folder
 
     def variables(self, component: str, made: Object) -> dict[str, str]:
         """Returns the environment of the container's processes. This machine's own adds only the

@@ -6,6 +6,7 @@ import asyncio
 import random
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 
 import grpc
 import httpx
@@ -17,6 +18,7 @@ from tandem.config.tls import Kind
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.store.client import connect_blocking
 from tests.harness.certificates import worker_channel
 from tests.harness.client import complete, metric, open_client
 from tests.harness.cluster import LocalCluster
@@ -58,20 +60,22 @@ class Rotating:
 
 
 @pytest.fixture(scope="module")
-def rotating(
-    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Rotating]:
-    """The prefill worker computes every prompt, and its blocks come by gRPC."""
+def rotating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rotating]:
+    """The prefill worker computes every prompt, and its blocks come by gRPC. Redis has a user for
+    each kind of process."""
     folder = tmp_path_factory.mktemp("cluster")
-    cluster = LocalCluster(redis_server, folder, tls_dir=folder / "tls")
-    cluster.cluster_id = f"test-{uuid.uuid4().hex[:8]}"
+    cluster_id = f"test-{uuid.uuid4().hex[:8]}"
+    redis = EmbeddedRedis(cluster_id=cluster_id)
+    cluster = LocalCluster(redis, folder, tls_dir=folder / "tls", cluster_id=cluster_id)
     cluster.options = ["--num-blocks", "400", "--transport", "grpc", "--prefill-at", "remote"]
     rotating = Rotating(cluster)
     try:
+        redis.start()
         cluster.start(prefill=1, decode=1)
         yield rotating
     finally:
         cluster.close()
+        redis.stop()
 
 
 async def test_two_rotations_under_load_fail_no_request(rotating: Rotating) -> None:
@@ -122,3 +126,9 @@ async def test_a_router_that_comes_later_takes_the_current_certificate(rotating:
         async with httpx.AsyncClient(base_url=url, timeout=30) as client:
             answer = await complete(client, list(range(1000, 1100)), max_tokens=4)
     assert len(answer.token_ids) == 4
+
+
+async def test_redis_refused_nothing_that_a_process_needs(rotating: Rotating) -> None:
+    with closing(connect_blocking(rotating.cluster.redis.url)) as redis:
+        refused = redis.execute_command("ACL", "LOG")
+    assert refused == []

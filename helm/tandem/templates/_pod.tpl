@@ -59,6 +59,8 @@ failureThreshold: 3
 
 {{/* The variables that services/tandem/config/cluster.py names, for routers and workers. */}}
 {{- define "tandem.env" -}}
+{{- $kind := .kind -}}
+{{- with .root -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - name: POD_IP
@@ -73,9 +75,9 @@ failureThreshold: 3
 {{- if .Values.redis.builtin.enabled }}
 - name: REDIS_PASSWORD
   valueFrom:
-    {{- include "tandem.redisPassword" . | nindent 4 }}
+    {{- include "tandem.redisPassword" (dict "root" . "kind" $kind) | nindent 4 }}
 - name: TANDEM_REDIS_URL
-  value: redis://:$(REDIS_PASSWORD)@{{ include "tandem.fullname" . }}-redis:6379/0
+  value: redis://{{ $kind }}:$(REDIS_PASSWORD)@{{ include "tandem.fullname" . }}-redis:6379/0
 {{- else }}
 - name: TANDEM_REDIS_URL
   valueFrom:
@@ -111,14 +113,25 @@ failureThreshold: 3
 {{- end }}
 {{- end }}
 {{- end }}
+{{- end }}
 {{- end -}}
 
+{{/* The password of the Redis user of a kind of process: root, kind. */}}
 {{- define "tandem.redisPassword" -}}
-{{- with .Values.redis.builtin.password -}}
+{{- $redis := .root.Values.redis.builtin -}}
+{{- $isRouter := eq .kind "router" -}}
+{{- with $isRouter | ternary $redis.password $redis.workerPassword -}}
 secretKeyRef:
-  name: {{ include "tandem.secretName" (dict "root" $ "existing" .existingSecret "name" "redis") }}
+  name: {{ include "tandem.secretName" (dict "root" $.root "existing" .existingSecret "name" ($isRouter | ternary "redis" "redis-worker")) }}
   key: {{ .key }}
 {{- end -}}
+{{- end -}}
+
+{{/* The rules of a Redis user, which services/tandem/store/roles.py writes: root, kind. */}}
+{{- define "tandem.redisRules" -}}
+{{- $tag := printf "tandem:%s.%s" .root.Release.Namespace (include "tandem.fullname" .root) -}}
+{{- $rules := .root.Files.Get (printf "redis/%s.acl" .kind) | trim -}}
+{{- $rules | replace "%CLUSTER%" (trimPrefix "tandem:" $tag) -}}
 {{- end -}}
 
 {{/* The memory monitor would end what Ray started, which is small, for what it did not start. */}}

@@ -27,6 +27,7 @@ terminationGracePeriodSeconds: {{ add (int64 $values.options.drainDeadline) 15 }
 {{- end }}
 volumes:
   {{- include "tandem.volumes" .root | nindent 2 }}
+  {{- include "tandem.tlsVolume" (dict "root" .root "kind" "worker") | nindent 2 }}
   - name: shm
     emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
   {{- if $values.hugePages2Mi }}
@@ -60,13 +61,14 @@ args:
   - $(POD_IP)
   - --port
   - "7000"
+  {{- include "tandem.tlsArgs" .root | nindent 2 }}
   - --metrics-port
   - "7001"
   - --start-deadline
   - {{ include "tandem.number" $values.startDeadline | quote }}
   {{- include "tandem.options" $values.options | trim | nindent 2 }}
 env:
-  {{- include "tandem.env" .root | nindent 2 }}
+  {{- include "tandem.env" (dict "root" .root "kind" "worker") | nindent 2 }}
   {{- with $values.env }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -98,6 +100,7 @@ securityContext:
     {{- end }}
 volumeMounts:
   {{- include "tandem.volumeMounts" .root | nindent 2 }}
+  {{- include "tandem.tlsMount" .root | nindent 2 }}
   - {name: shm, mountPath: /dev/shm}
   {{- if $values.hugePages2Mi }}
   - {name: hugepages, mountPath: /dev/hugepages}

@@ -14,6 +14,8 @@ from tandem.options import arguments
 Role = Literal["prefill", "decode"]
 Pool = Literal["router", "prefill", "decode"]
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
+# URLs of the kinds' own users, for who starts processes: each gets its own as REDIS_URL_VARIABLE.
+REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from cyclopts import Parameter
 
@@ -12,6 +12,7 @@ from tandem.errors import ConfigError
 from tandem.options import Options, Text
 
 Kind = Literal["router", "worker", "controller"]  # not a worker's role, which changes
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 TlsDir = Annotated[
     Text,

@@ -45,3 +45,21 @@ def test_what_a_router_would_refuse_is_refused_before_anything_is_started() -> N
         LaunchOptions(autoscale="maybe")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="autoscale-prefill-max is 0"):
         LaunchOptions(autoscale="on", autoscale_max=0)
+
+
+def test_processes_get_the_certificate_of_their_kind() -> None:
+    router = parse_router(command(LaunchOptions(), "router"))
+    assert router.tls_dir == "/run/tls/router"
+    for role in ("prefill", "decode"):
+        assert parse_worker(command(LaunchOptions(), role)).tls_dir == "/run/tls/worker"
+    clear = LaunchOptions(no_cluster_tls=True)
+    assert parse_router(command(clear, "router")).tls_dir == ""
+    assert parse_worker(command(clear, "decode")).tls_dir == ""
+
+
+def test_a_public_certificate_reaches_the_router_and_the_urls() -> None:
+    options = parse(LaunchOptions, "tandem up", ["--tls-cert", "a.crt", "--tls-key", "a.key"])
+    assert parse_router(command(options, "router")).tls == options.tls
+    assert options.http_url == "https://127.0.0.1:8000"
+    with pytest.raises(ConfigError, match="must be given together"):
+        parse(LaunchOptions, "tandem up", ["--tls-cert", "a.crt"])

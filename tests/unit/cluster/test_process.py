@@ -99,3 +99,14 @@ def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_settings_of_ray_are_not_handed_on() -> None:
     kept = process.child_environment({"RAY_JOB_ID": "1", "PATH": "/bin", "TANDEM_X": "y"})
     assert kept == {"PATH": "/bin", "TANDEM_X": "y"}
+
+
+def test_a_process_gets_the_redis_user_of_its_kind_alone() -> None:
+    given = {"TANDEM_REDIS_URL": "c", "TANDEM_REDIS_URL_OF_router": "r"}
+    given |= {"TANDEM_REDIS_URL_OF_worker": "w"}
+    assert process.child_environment(given, "router") == {"TANDEM_REDIS_URL": "r"}
+    for role in ("prefill", "decode"):
+        assert process.child_environment(given, role) == {"TANDEM_REDIS_URL": "w"}
+    assert process.child_environment({"TANDEM_REDIS_URL": "c"}, "decode") == {
+        "TANDEM_REDIS_URL": "c"
+    }

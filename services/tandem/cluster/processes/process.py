@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.cluster.processes import detach
+from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE, Pool
 from tandem.errors import ConfigError
 
 _DETACH_DEADLINE_S = 30.0
@@ -110,12 +111,19 @@ def log_path(run_folder: Path, process_id: str) -> Path:
     return run_folder / "logs" / f"{process_id}.log"
 
 
-def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment for a worker or a router: the caller's without settings of Ray.
+def child_environment(environment: Mapping[str, str], pool: Pool | None = None) -> dict[str, str]:
+    """Returns the environment for a process of a pool: the caller's without settings of Ray.
 
-    An agent would else hand on what Ray set for the agent itself.
+    An agent would else hand on what Ray set for the agent itself. The process gets the Redis user
+    of its own kind, and hears of no other. Without a pool it is one that starts processes.
     """
-    return {k: v for k, v in environment.items() if not k.startswith(("RAY_", "__RAY"))}
+    child = {k: v for k, v in environment.items() if not k.startswith(("RAY_", "__RAY"))}
+    if pool is None:
+        return child
+    kind = "router" if pool == "router" else "worker"
+    own = child.get(f"{REDIS_URL_OF_KIND}{kind}", child.get(REDIS_URL_VARIABLE, ""))
+    child = {k: v for k, v in child.items() if not k.startswith(REDIS_URL_OF_KIND)}
+    return {**child, REDIS_URL_VARIABLE: own}
 
 
 def _record_path(run_folder: Path, process_id: str) -> Path:

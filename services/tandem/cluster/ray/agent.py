@@ -94,7 +94,7 @@ class Agent:
         member_id = self._member.member_id
         try:
             self._num_starts += 1
-            environment = process.child_environment(os.environ)
+            environment = process.child_environment(os.environ, self._member.pool)
             return process.start(member_id, self._command, self._run_folder, environment)
         except (ConfigError, OSError) as error:
             log.error("%s cannot be started: %s", member_id, error)

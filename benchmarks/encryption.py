@@ -1,0 +1,130 @@
+"""Time to first token with TLS and mutual TLS, beside a cluster in clear text, in turn.
+
+    python benchmarks/encryption.py [--turns 9] [--requests 12]
+
+Two clusters of one prefill and one decode worker stand side by side. One has TLS on the public port
+and mutual TLS inside, the other has neither. Blocks go by gRPC in both. `local`: a short prompt,
+which the decode worker prefills; `pulled`: 512 tokens, which the prefill worker computes. Each
+request has its own prompt; connections are kept. Prints the medians of all requests, the difference
+and the ratio. `tandem bench transfer` compares the transfer of blocks alone (`grpc_tls`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tandem.cluster.launch.certificates import Authority
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tests.harness.cluster import LocalCluster
+
+OPTIONS = ("--num-blocks", "2000", "--transport", "grpc", "--prefill-at", "remote")
+PROMPTS = {"local": 48, "pulled": 512}  # tokens
+
+
+class EncryptedCluster(LocalCluster):
+    """A cluster whose router speaks TLS on its public ports."""
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.http_port}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--requests", type=int, default=12, help="of each turn and kind")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, EmbeddedRedis() as redis:
+        folder = Path(name)
+        clear, encrypted = make(redis, folder, LocalCluster), make(redis, folder, EncryptedCluster)
+        encrypt(encrypted)
+        clusters = {"off": clear, "on": encrypted}
+        try:
+            for cluster in clusters.values():
+                cluster.start(prefill=1, decode=1)
+            found = asyncio.run(measure(clusters, args.turns, args.requests))
+        finally:
+            for cluster in clusters.values():
+                cluster.close()
+    for kind, times in found.items():
+        off, on = (1000 * statistics.median(times[name]) for name in ("off", "on"))
+        print(f"{kind}: off {off:.2f} ms, on {on:.2f} ms, {on - off:+.2f} ms, {on / off:.3f} times")
+
+
+def make(redis: EmbeddedRedis, folder: Path, kind: type[LocalCluster]) -> LocalCluster:
+    """Makes a cluster with a folder of its own; nothing is started."""
+    own = folder / kind.__name__
+    own.mkdir()
+    cluster = kind(redis, own, cluster_id=f"bench-{uuid.uuid4().hex[:8]}")
+    cluster.options = OPTIONS
+    return cluster
+
+
+def encrypt(cluster: LocalCluster) -> None:
+    """Gives the cluster certificates, and its router one for the public ports."""
+    cluster.tls_dir = cluster.folder / "tls"
+    authority = Authority(cluster.cluster_id)
+    authority.write(cluster.tls_dir / "router", "router")
+    authority.write(cluster.tls_dir / "worker", "worker")
+    chain, key = cluster.folder / "public.crt", cluster.folder / "public.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-keyout", str(key), "-out", str(chain), "-subj", "/CN=bench"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    os.environ["SSL_CERT_FILE"] = str(chain)  # what httpx trusts
+    public = ("--tls-cert", str(chain), "--tls-key", str(key))
+    cluster.router_options = (*cluster.router_options, *public)
+
+
+async def measure(
+    clusters: dict[str, LocalCluster], turns: int, requests: int
+) -> dict[str, dict[str, list[float]]]:
+    """Returns the seconds of each request, by kind of prompt and cluster. The first turn warms."""
+    rng = random.Random(1)
+    found: dict[str, dict[str, list[float]]] = {k: {n: [] for n in clusters} for k in PROMPTS}
+    clients = {n: httpx.AsyncClient(base_url=c.url, timeout=60) for n, c in clusters.items()}
+    for turn in range(-1, turns):
+        for kind, num_tokens in PROMPTS.items():
+            for _ in range(requests):
+                for name in sorted(clients, reverse=bool(turn % 2)):
+                    prompt = [rng.randrange(1000, 20_000) for _ in range(num_tokens)]
+                    took_s = await first_token(clients[name], prompt)
+                    if turn >= 0:
+                        found[kind][name].append(took_s)
+    for client in clients.values():
+        await client.aclose()
+    return found
+
+
+async def first_token(client: httpx.AsyncClient, prompt: list[int]) -> float:
+    """Returns the seconds from the request until the first event of its answer."""
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}
+    started = time.perf_counter()
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        lines = response.aiter_lines()
+        await anext(lines)
+        took_s = time.perf_counter() - started
+        async for _ in lines:
+            pass
+    return took_s
+
+
+if __name__ == "__main__":
+    main()

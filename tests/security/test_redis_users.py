@@ -1,0 +1,88 @@
+"""A stolen Redis user of one kind of process reaches no key of another kind, on a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.config.tls import Kind
+from tandem.store.client import connect_blocking
+
+pytestmark = pytest.mark.service
+
+TAG = "{tandem:c1}"
+SECRETS = f"{TAG}:keys"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    """A server with the users of cluster c1, and a key of each kind of process."""
+    with EmbeddedRedis(cluster_id="c1") as server, closing(connect_blocking(server.url)) as redis:
+        redis.hset(SECRETS, "id", "record")
+        redis.set(f"{TAG}:pools", "{}")
+        redis.set(f"{TAG}:worker:w0", "record")
+        redis.set("{tandem:c2}:worker:w0", "record")
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"),
+    [
+        ("worker", f"HGETALL {SECRETS}"),
+        ("worker", f"HSET {SECRETS} id mine"),
+        ("worker", f"DEL {SECRETS}"),
+        ("worker", f"SET {SECRETS}:changes 1"),
+        ("worker", f"HGETALL {TAG}:routers"),
+        ("worker", f"HSET {TAG}:routers r9 http://evil.example"),
+        ("worker", f"SET {TAG}:pools x"),
+        ("worker", f"LPUSH {TAG}:scale x"),
+        ("worker", f"RENAME {SECRETS} {TAG}:worker:w1"),
+        ("worker", f"COPY {SECRETS} {TAG}:worker:w1"),
+        ("worker", "GET {tandem:c2}:worker:w0"),
+        ("worker", "SCAN 0"),
+        ("controller", f"HGETALL {SECRETS}"),
+        ("controller", f"GET {TAG}:worker:w0"),
+        ("controller", f"SET {TAG}:worker:w0 x"),
+        ("router", "GET {tandem:c2}:worker:w0"),
+        *(
+            (kind, command)
+            for kind in ("router", "worker", "controller")
+            for command in (
+                "ACL LIST",
+                "CONFIG GET *",
+                "FLUSHALL",
+                "KEYS *",
+                "SHUTDOWN",
+                "MONITOR",
+                "REPLICAOF localhost 1",
+                "CLIENT KILL TYPE normal",
+                "FUNCTION DELETE x",
+                "MODULE LIST",
+            )
+        ),
+    ],
+)
+def test_a_foreign_key_or_command_is_refused(
+    server: EmbeddedRedis, kind: Kind, command: str
+) -> None:
+    with closing(connect_blocking(server.url_of(kind))) as redis, pytest.raises(NoPermissionError):
+        redis.execute_command(*command.split())
+
+
+def test_a_script_reaches_no_further(server: EmbeddedRedis) -> None:
+    """A worker may run scripts; each of their calls has the user's own limits."""
+    script = f"return redis.call('HGETALL', '{SECRETS}')"
+    with closing(connect_blocking(server.url_of("worker"))) as redis:
+        with pytest.raises(ResponseError, match=r"(?i)permission|ACL"):
+            redis.eval(script, 0)
+        assert redis.get(f"{TAG}:worker:w0") == b"record"
+
+
+def test_a_guess_gets_nothing(server: EmbeddedRedis) -> None:
+    url = server.url_of("router").replace("router:", "router:x")
+    with closing(connect_blocking(url)) as redis, pytest.raises(AuthenticationError):
+        redis.ping()
