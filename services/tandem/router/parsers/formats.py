@@ -3,6 +3,9 @@
 Each is written from the public description of its family: model cards and chat templates.
 """
 
+# DeepSeek's tokens have full-width bars.
+# ruff: noqa: RUF001
+
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -180,6 +183,9 @@ REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "granite": ReasoningTags("Here is my thought process:", "Here is my response:"),
     "none": None,
 }
+
+# OpenAI's gpt-oss writes several messages in one answer, which no format here reads.
+HARMONY_SIGN = "<|channel|>"
 
 # The first format whose strings all stand in the chat template.
 _SIGNS_OF_TOOLS = (

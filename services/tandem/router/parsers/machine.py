@@ -111,13 +111,19 @@ class Machine:
         self.num_calls = 0
         self.is_done = False  # no more is read
 
+    @property
+    def terminals(self) -> set[str]:
+        """Returns all strings that tell the parts of an answer apart."""
+        return {terminal for state in self._states.values() for terminal in state.terminals}
+
     def push(self, text: str) -> Parts:
         """Returns the parts that this text completes."""
         self._pending += text
         return self._run(final=False)
 
-    def finish(self) -> Parts:
-        """Returns what is held at the end of the text."""
+    def finish(self, text: str = "") -> Parts:
+        """Takes the last text; returns its parts, and those of what was held until now."""
+        self._pending += text
         parts = self._run(final=True)
         self._parts = parts
         if self._is_open and self._pairs is not None:
