@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tandem.client import InferenceStub
-from tandem.client import inference_pb2 as pb
+from tandem.client import inference as pb
 from tandem.models.source import resolve
 from tests.harness.scripted_worker import saying
 from tests.service.router.conftest import RunningRouter
