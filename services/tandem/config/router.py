@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from tandem.config.addresses import AddressConfig
 from tandem.config.admin import AdminOptions
+from tandem.config.answers import AnswerConfig
 from tandem.config.autoscale import AutoscaleConfig
 from tandem.config.cluster import ClusterConfig, Pool
 from tandem.config.groups import HTTP, REQUESTS, ModelName, ModelRevision, Own
@@ -122,6 +123,7 @@ class RouterOptions(AdmissionOptions):
     """Further names in `Host` that a router on a loopback address accepts, such as a proxy's."""
     addresses: AddressConfig = field(default_factory=AddressConfig)
     admin: AdminOptions = field(default_factory=AdminOptions)
+    answers: AnswerConfig = field(default_factory=AnswerConfig)
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     body_bytes_max: Constant[Positive] = 4 << 20
     hold_requests_max: Constant[Positive] = 256  # while a pool is empty; as many for tenants' turns

@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -33,6 +34,24 @@ RENDER_S_MAX = 5.0  # a conversation takes milliseconds
 _DIGITS_MAX = 1 << 20  # of a product or power: bits of a number, elements of a text or list
 # A template that meets a shape it does not expect fails as any Python code would.
 _PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_ROLES = frozenset(("messages", "bos_token", "eos_token", "unk_token", "pad_token"))
+NO_OPTIONS: Mapping[str, Any] = {}
+# A chat with a call, to find out how a template takes arguments. Mistral's want such an id.
+_PROBE: list[dict[str, Any]] = [
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "abcdefghi",
+                "type": "function",
+                "function": {"name": "f", "arguments": {"probed": "b"}},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": "c"},
+]
 
 
 class ChatTemplate:
@@ -47,6 +66,7 @@ class ChatTemplate:
                 f"the model's chat template cannot be compiled: {first_line(error)}"
             ) from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
 
     @classmethod
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
@@ -62,21 +82,71 @@ class ChatTemplate:
                 return None
             return cls(source, _special_tokens(tokenizer_config))
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Renders a chat. Raises BadRequest with the template's words when it refuses it."""
-        _clock.begin()
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads and does not set, such as `tools` or `enable_thinking`."""
+        environment = _environment()
+        found = meta.find_undeclared_variables(environment.parse(self.source))
+        return frozenset(found - set(environment.globals) - _ROLES)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = NO_OPTIONS,
+    ) -> str:
+        """Renders a chat. Raises BadRequest with the template's words when it refuses it.
+
+        `options` are values for variables of the template. The arguments of tool calls are dicts.
+        """
+        if self._takes_argument_text:
+            messages = [_with_argument_text(message) for message in messages]
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            return self._render(messages, tools, add_generation_prompt, options)
         except (jinja2.TemplateError, MemoryError, RecursionError, *_PYTHON_ERRORS) as error:
             raise BadRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        options: Mapping[str, Any] = NO_OPTIONS,
+    ) -> str:
+        _clock.begin()
+        given = {"documents": None, **self._special_tokens, **options}
+        given |= {"messages": messages, "tools": tools}
+        return self._template.render(given, add_generation_prompt=add_generation_prompt)
+
+    @cached_property
+    def _takes_argument_text(self) -> bool:
+        """Whether arguments of tool calls must be JSON text. transformers passes dicts, which some
+        templates cannot add to text, and others print as Python does."""
+        with_text = [_with_argument_text(message) for message in _PROBE]
+        for messages, fault in ((_PROBE, "{'"), (with_text, '\\"')):
+            try:
+                rendered = self._render(messages, None, add_generation_prompt=False)
+            except (jinja2.TemplateError, MemoryError, RecursionError, *_PYTHON_ERRORS):
+                continue
+            if "probed" in rendered and fault not in rendered:
+                return messages is with_text
+        return False
+
+
+def _with_argument_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the message with the arguments of its tool calls as JSON."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        text = _tojson(function["arguments"])
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls}
 
 
 class _Generation(Extension):
@@ -175,6 +245,6 @@ def _default_of(template: str | list[dict[str, str]] | None) -> str | None:
 
 
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    roles = ("bos_token", "eos_token", "unk_token", "pad_token")
+    roles = sorted(_ROLES - {"messages"})
     tokens = {role: token for role in roles if (token := tokenizer_config.get(role)) is not None}
     return {r: t["content"] if isinstance(t, dict) else t for r, t in tokens.items()}

@@ -18,9 +18,17 @@ _PENDING_TOKENS_MAX = 4  # a character has at most 4 bytes, so no more tokens ca
 class IncrementalDetokenizer:
     """Detokenizes one stream of tokens; start another for the next one."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shown` are special tokens that are text all the same."""
         self._is_special = tokenizer.is_special
         self._skip_special_tokens = skip_special_tokens
+        self._shown = shown
         self._text: _PieceText | _WindowText = (
             _PieceText(tokenizer) if tokenizer.is_byte_level else _WindowText(tokenizer)
         )
@@ -28,7 +36,7 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """Returns the text that these tokens complete; may be empty."""
         if self._skip_special_tokens:
-            token_ids = [i for i in token_ids if not self._is_special(i)]
+            token_ids = [i for i in token_ids if i in self._shown or not self._is_special(i)]
         return self._text.push(token_ids)
 
     def flush(self) -> str:

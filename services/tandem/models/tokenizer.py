@@ -5,7 +5,7 @@ requests: who may say what (roles, sizes) is the router's business.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tokenizers import decoders
 
 from tandem.errors import BadRequest
 from tandem.models.broken_files import naming
-from tandem.models.chat_template import ChatTemplate
+from tandem.models.chat_template import NO_OPTIONS, ChatTemplate
 from tandem.models.config import read_eos_token_ids
 from tandem.models.control_strings import ControlStrings
 from tandem.models.source import read_json_if_any
@@ -46,7 +46,7 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._pieces: dict[int, bytes] = {}
         self.is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
-        self._chat_template = ChatTemplate.from_folder(
+        self.chat_template = ChatTemplate.from_folder(
             folder, read_json_if_any(folder / "tokenizer_config.json")
         )
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -76,32 +76,50 @@ class Tokenizer:
         return text
 
     def render_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = NO_OPTIONS,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Returns the prompt of a chat, to be encoded with `add_special_tokens=False`.
 
         Raises BadRequest when the model has no chat template, or its template refuses the chat.
         """
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise BadRequest(
                 "this model has no chat template; use /v1/completions with a prompt instead",
                 param="messages",
             )
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, options=options
+        )
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = NO_OPTIONS,
+    ) -> list[int]:
         """Returns the token ids of a chat's prompt. Special tokens come from the template only:
-        those that messages spell out are plain text.
+        those that the chat spells out are plain text.
 
         Raises BadRequest when the model has no chat template, or its template refuses the chat.
         """
-        return self.encode_rendered(self.render_prompt(messages))
+        return self.encode_rendered(self.render_prompt(messages, tools, options))
 
-    def render_prompt(self, messages: list[dict[str, Any]]) -> RenderedText:
+    def render_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = NO_OPTIONS,
+    ) -> RenderedText:
         """Returns the text that `encode_chat` encodes. Raises as `encode_chat` does."""
-        if not self._control_strings.are_in(messages):
-            return RenderedText(self.render_chat(messages))
-        rendered = self.render_chat(self._control_strings.mark(messages))
+        chat = (messages, tools, options)
+        if not self._control_strings.are_in(chat):
+            return RenderedText(self.render_chat(*chat))
+        rendered = self.render_chat(*self._control_strings.mark(chat))
         _check_unicode(rendered)
         return RenderedText(self._control_strings.rename(rendered), is_renamed=True)
 
@@ -122,6 +140,11 @@ class Tokenizer:
     def nonce(self) -> str:
         """The nonce for further tokenizers of this folder. No client may learn it."""
         return self._control_strings.nonce
+
+    def special_ids(self, strings: Iterable[str]) -> frozenset[int]:
+        """Returns the ids of those strings that are special tokens."""
+        ids = {self._tokenizer.token_to_id(string) for string in strings}
+        return self._special_ids & ids
 
     def is_special(self, token_id: int) -> bool:
         """Returns whether `skip_special_tokens` leaves this token out of the text."""

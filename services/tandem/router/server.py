@@ -39,6 +39,7 @@ from tandem.router.index.trust import IndexTrust
 from tandem.router.limits.meter import make_meter
 from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.metrics.router import Metrics, WorkerGauges
+from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.generator import Generator, LoadedModel
 from tandem.router.request.prompts import PromptPreparer
@@ -300,4 +301,5 @@ def _load(config: RouterConfig) -> LoadedModel:
     folder = resolve(config.model, revision=config.model_revision)
     tokenizer = Tokenizer(folder.path)
     preparer = PromptPreparer(folder.path, tokenizer, num_processes=config.tokenizer_processes)
-    return LoadedModel(folder, tokenizer, preparer)
+    answers = ModelFormat(tokenizer, config.answers)
+    return LoadedModel(folder, tokenizer, preparer, answers)

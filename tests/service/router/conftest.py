@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
@@ -70,13 +71,19 @@ class RunningRouter:
         return self.router.generator._metrics.requests_running._value.get()
 
 
+@pytest.fixture(scope="module")
+def model_folder() -> Path:
+    """The model that the router serves; a module may have its own."""
+    return resolve(MODEL).path
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(
-    redis_server: EmbeddedRedis, request: pytest.FixtureRequest
+    redis_server: EmbeddedRedis, request: pytest.FixtureRequest, model_folder: Path
 ) -> AsyncIterator[RunningRouter]:
     """A module's `ROUTER` are settings of its own."""
     cluster = ClusterConfig(f"test-{uuid.uuid4().hex[:12]}", redis_server.url, "a-token-for-tests")
-    folder = resolve(MODEL)
+    folder = resolve(str(model_folder))
     redis = connect(redis_server.url)
     workers = [
         await ScriptedWorker(
@@ -87,7 +94,7 @@ async def running(
     router = Router(
         RouterConfig(
             cluster=cluster,
-            model=MODEL,
+            model=str(model_folder),
             served_model_name="tiny",
             http_port=0,
             grpc_port=0,

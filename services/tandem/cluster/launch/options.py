@@ -10,6 +10,7 @@ from cyclopts import Group, Parameter
 
 from tandem.cluster.pools import ClusterSpec, PoolCommand
 from tandem.config.admin import AdminOptions
+from tandem.config.answers import AnswerConfig
 from tandem.config.autoscale import AutoscaleConfig, AutoscaleMode
 from tandem.config.cluster import Pool
 from tandem.config.engine import EngineOptions
@@ -57,6 +58,7 @@ class LaunchOptions(Options):
     admin: AdminOptions = field(default_factory=AdminOptions)
     tls: PublicTls = field(default_factory=PublicTls)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
+    answers: AnswerConfig = field(default_factory=AnswerConfig)
     engine: EngineOptions = field(default_factory=EngineOptions)
     transfer: TransferConfig = field(default_factory=TransferConfig)
 
@@ -157,7 +159,8 @@ def _router(options: LaunchOptions, model: Path, run_folder: Path) -> PoolComman
     command += ["--admin-host", options.admin.host]
     command += ["--admin-port", "{admin_port}", "--admin-grpc-port", "{admin_grpc_port}"]
     command += [*_tls(options, run_folder, "router"), *to_argv(options.tls)]
-    command += [*to_argv(options.admission), *to_argv(options.autoscaler)]
+    command += [*to_argv(options.admission), *to_argv(options.answers)]
+    command += to_argv(options.autoscaler)
     ports = {
         "http_port": options.http_port,
         "grpc_port": options.grpc_port,

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem.config.router import RouterConfig
 from tandem.errors import DeadlineExceeded, InternalError, NoWorkers, QueueFull, TandemError
@@ -25,11 +25,13 @@ from tandem.router.limits.limiter import Reservation
 from tandem.router.limits.meter import TenantMeter
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.timeline import Timeline
+from tandem.router.parsers.machine import CallDelta, Machine
+from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.job import Job, JobState, PreparedRequest, Progress
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
 from tandem.router.request.prompts import PromptPreparer
-from tandem.router.request.request import ClientRequest
+from tandem.router.request.request import ClientRequest, Conversation
 from tandem.router.request.text import TextStream
 from tandem.router.workers.cluster_view import ClusterView
 
@@ -58,11 +60,13 @@ class Delta:
     text: str
     token_ids: list[int]
     usage: Usage
-    finish_reason: str = ""  # "stop" or "length"
+    finish_reason: str = ""  # "stop", "length" or "tool_calls"
     prompt_token_ids: list[int] | None = None
     placement: str = ""  # why it was placed where it was
     timeline: Timeline | None = None  # where its time went until now
     limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`
+    reasoning: str = ""  # it comes before the text
+    tool_calls: tuple[CallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class LoadedModel:
     folder: ModelFolder
     tokenizer: Tokenizer
     preparer: PromptPreparer
+    answers: ModelFormat
 
 
 class Generator:
@@ -145,7 +150,8 @@ class Generator:
             async with aclosing(self._run(request, record, together)) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason:
-                        record.outcome = delta.finish_reason
+                        is_length = delta.finish_reason == "length"
+                        record.outcome = "length" if is_length else "stop"
                     yield delta
         except TandemError as error:
             record.fail(error)
@@ -195,7 +201,8 @@ class Generator:
                     await together.wait()
             record.job = job
             held.callback(self._settle, job, record, reservation)
-            text = TextStream(model.tokenizer, request.stop)
+            parser = _parser(model, request, job.request.token_ids)
+            text = TextStream(model.tokenizer, request.stop, parser)
             deltas = self._follow(job, record, text, deadline, reservation)
             await held.enter_async_context(aclosing(deltas))
             async for delta in deltas:
@@ -240,6 +247,8 @@ class Generator:
                     placement=job.routing.routed.reason if job.routing.routed else "",
                     timeline=timeline,
                     limit_headers=reservation.headers,
+                    reasoning=piece.reasoning,
+                    tool_calls=piece.tool_calls,
                 )
                 self._metrics.generation_tokens.inc(num_tokens)
                 if piece.finish_reason:
@@ -271,6 +280,7 @@ class Generator:
             vocab_size=model.folder.config.vocab_size,
             max_model_len=max_model_len,
         )
+        request = _with_template_options(request, model)
         salt = cache_salt(self.config.cluster.token, request.tenant)
         compatibility = self._view.compatibility()
         token_ids, block_hashes = await model.preparer.prepare(
@@ -304,3 +314,26 @@ class Generator:
         for _ in range(num_tokens):
             metrics.itl_s.observe(elapsed_s / num_tokens)
         metrics.demand.next_tokens(elapsed_s / num_tokens / slo.itl_s, num_tokens)
+
+
+def _with_template_options(request: ClientRequest, model: LoadedModel) -> ClientRequest:
+    """Returns the request with the values that its chat's template gets. Raises BadRequest."""
+    chat = request.prompt
+    if not isinstance(chat, Conversation):
+        return request
+    if chat.tools:
+        model.answers.check_tools()
+    options = model.answers.template_options(chat.template_options, chat.reasoning_effort)
+    return replace(request, prompt=replace(chat, template_options=options))
+
+
+def _parser(
+    model: LoadedModel, request: ClientRequest, prompt_token_ids: list[int]
+) -> Machine | None:
+    chat = request.prompt
+    if not isinstance(chat, Conversation):
+        return None
+    tools = chat.tools if chat.may_call else ()
+    return model.answers.machine(
+        tools, prompt_token_ids, one_call_only=not chat.parallel_tool_calls
+    )

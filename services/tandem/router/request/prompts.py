@@ -19,7 +19,7 @@ import signal
 import threading
 from array import array
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
@@ -136,7 +136,7 @@ def _prepare(
     elif isinstance(prompt, RenderedText):
         token_ids = tokenizer.encode_rendered(prompt)
     else:
-        token_ids = tokenizer.encode_chat([asdict(m) for m in prompt.messages])
+        token_ids = tokenizer.encode_chat(*prompt.template_input())
     if compatibility is None:
         return PreparedPrompt(token_ids, [])
     root = compatibility.chain_root(cache_salt)
@@ -164,7 +164,7 @@ def _exit_with_parent() -> None:
 
 def _render_there(chat: Conversation) -> RenderedText:
     assert _process_tokenizer is not None
-    return _process_tokenizer.render_prompt([asdict(m) for m in chat.messages])
+    return _process_tokenizer.render_prompt(*chat.template_input())
 
 
 def _count_there(piece: RenderedText) -> int:

@@ -6,9 +6,9 @@ Every refusal names the field and says what is allowed. Knows no wire format.
 
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.security.limits import NO_LIMITS, Limits
@@ -24,13 +24,24 @@ CHARACTERS_PER_TOKEN_MAX = 64
 # Below it the division of logits by the temperature leaves float32; vLLM clamps there too.
 TEMPERATURE_MIN = 0.01
 
-ROLES = ("system", "user", "assistant")
+TOOLS_MAX = 1024
+NESTING_MAX = 64  # of a tool's schema, or of a call's arguments
+
+ROLES = ("system", "user", "assistant", "tool")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 ALLOWED = {
     "model": "the name of the served model",
     "prompt": "a non-empty string, or one list of token ids",
-    "messages": "a non-empty list of messages, each with a role (system, user or assistant) and "
-    'a content that is a string or a list of {"type": "text", "text": ...} parts',
+    "messages": "a non-empty list of messages, each with a role (system, user, assistant or tool) "
+    'and a content that is a string or a list of {"type": "text", "text": ...} parts',
+    "tools": f'a list of at most {TOOLS_MAX} tools such as {{"type": "function", "function": '
+    '{"name": ..., "parameters": ...}}',
+    "tool_choice": "auto or none; required and a named function need a grammar, which is not "
+    "supported yet",
+    "parallel_tool_calls": "true or false",
+    "reasoning_effort": f"one of {', '.join(REASONING_EFFORTS)}",
+    "chat_template_kwargs": "an object with variables of the model's chat template",
     "temperature": "a number from 0 (greedy) to 2",
     "top_p": "a number over 0 and at most 1",
     "top_k": "an integer: -1 or 0 (off), or a count of tokens",
@@ -60,9 +71,26 @@ def name_prompt(error: BadRequest, index: int) -> BadRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model made in an earlier answer."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+    def template_input(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     role: str
-    content: str
+    content: str | None  # None: of an assistant that only called tools
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""  # of the function whose result it is
+    reasoning: str = ""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -71,12 +99,61 @@ class Message:
                 f"role must be one of {allowed}; it is {_shorten(self.role)}", param="messages"
             )
 
+    def template_input(self) -> dict[str, Any]:
+        """Returns what a chat template gets: as for transformers, only what was sent."""
+        given: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            given["tool_calls"] = [call.template_input() for call in self.tool_calls]
+        sent = {
+            "tool_call_id": self.tool_call_id,
+            "name": self.name,
+            "reasoning_content": self.reasoning,
+        }
+        return given | {name: value for name, value in sent.items() if value}
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages to render with the model's chat template."""
+    """Messages and tools to render with the model's chat template."""
 
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()  # as the client wrote them
+    may_call: bool = True
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.tools) > TOOLS_MAX:
+            raise refusal("tools", f"a list of {len(self.tools)}")
+        if self.reasoning_effort not in (None, *REASONING_EFFORTS):
+            raise refusal("reasoning_effort", self.reasoning_effort)
+        calls = [c.arguments for m in self.messages for c in m.tool_calls]
+        for name, value in (
+            ("tools", self.tools),
+            ("messages", calls),
+            ("chat_template_kwargs", self.template_options),
+        ):
+            if not _is_nested_within(value, NESTING_MAX + 2):
+                message = f"{name} has values that are nested deeper than {NESTING_MAX} levels"
+                raise BadRequest(message, param=name)
+
+    def template_input(
+        self,
+    ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]] | None, Mapping[str, Any]]:
+        """Returns messages, tools and options, as `Tokenizer.encode_chat` takes them."""
+        messages = [message.template_input() for message in self.messages]
+        return messages, list(self.tools) or None, self.template_options
+
+    @property
+    def num_characters(self) -> int:
+        beyond = sum(map(_num_characters, (self.tools, self.template_options)))
+        return beyond + sum(
+            len(m.content or "")
+            + len(m.reasoning)
+            + sum(len(c.name) + _num_characters(c.arguments) for c in m.tool_calls)
+            for m in self.messages
+        )
 
 
 Prompt = str | tuple[int, ...] | Conversation
@@ -238,8 +315,27 @@ def num_characters(prompt: Prompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, Conversation):
-        return sum(len(m.content) for m in prompt.messages)
+        return prompt.num_characters
     return 0
+
+
+def _num_characters(value: Any) -> int:
+    """Counts at least the characters that a value adds to a text as JSON, less its marks."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_num_characters(k) + _num_characters(v) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_num_characters, value))
+    return 1
+
+
+def _is_nested_within(value: Any, levels: int) -> bool:
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return True
+    return levels > 0 and all(_is_nested_within(item, levels - 1) for item in value)
 
 
 def _check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

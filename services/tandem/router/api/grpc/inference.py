@@ -21,13 +21,12 @@ from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest, RequestNotFound, TandemError
 from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of, visible_tenant
 from tandem.router.api.grpc.access import CallGuard
+from tandem.router.api.grpc.chat import parse_chat
 from tandem.router.limits.usage import UsageQuery
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.generator import Delta, Generator
 from tandem.router.request.request import (
     ClientRequest,
-    Conversation,
-    Message,
     Prompt,
     Sampling,
     refusal,
@@ -174,7 +173,7 @@ def _prompt(message: pb.GenerateRequest) -> Prompt:
     if kind == "token_ids":
         return tuple(message.token_ids.ids)
     if kind == "chat":
-        return Conversation(tuple(Message(m.role, m.content) for m in message.chat.messages))
+        return parse_chat(message.chat)
     raise refusal("prompt", "missing: set text, token_ids or chat")
 
 
@@ -191,7 +190,11 @@ def _parse(message: Any, body: bytes) -> Any:
 
 def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
     response = pb.GenerateResponse(
-        request_id=request_id, text=delta.text, token_ids=delta.token_ids
+        request_id=request_id,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        reasoning=delta.reasoning,
+        tool_calls=[pb.ToolCallDelta(**asdict(call)) for call in delta.tool_calls],
     )
     if delta.prompt_token_ids is not None:
         response.prompt_tokens = delta.usage.prompt_tokens

@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from tandem.router.api.openai.requests import ParsedRequest
+from tandem.router.api.openai.tools import call_body, call_chunk, joined
 from tandem.router.request.generator import Delta, Usage
 
 
@@ -55,7 +56,7 @@ class Replies:
         finish_reason = deltas[-1].finish_reason
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish_reason}
         if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["message"] = _message(text, deltas)
         else:
             choice["text"] = text
         if self.parsed.return_token_ids:
@@ -73,7 +74,9 @@ class Replies:
         if self.is_chat and index not in self._begun:
             head = {"role": "assistant", "content": ""}
             chunks.append(self._chunk(index, head, delta, is_head=True))
-        chunks.append(self._chunk(index, {"content": delta.text}, delta))
+        message = _delta_message(delta) if self.is_chat else {}
+        if message or delta.finish_reason or self._tells_each_token:
+            chunks.append(self._chunk(index, message, delta))
         self._begun.add(index)
         if delta.finish_reason:
             self._ended.append(delta.usage)
@@ -81,6 +84,12 @@ class Replies:
                 usage = usage_body(summed(self._ended))
                 chunks.append({**self._chunk_head(), "choices": [], "usage": usage})
         return chunks
+
+    @property
+    def _tells_each_token(self) -> bool:
+        """Returns whether a chunk without text tells something, too."""
+        parsed = self.parsed
+        return not self.is_chat or parsed.return_token_ids or parsed.continuous_usage
 
     def _chunk(
         self, index: int, message: dict[str, Any], delta: Delta, *, is_head: bool = False
@@ -118,3 +127,26 @@ class Replies:
             "model": self.model,
             "system_fingerprint": None,
         }
+
+
+def _message(text: str, deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Returns the message of a whole answer; keys for tools and reasoning only if it has them."""
+    calls = joined([call for delta in deltas for call in delta.tool_calls])
+    content = text or (None if calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning := "".join(delta.reasoning for delta in deltas):
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = list(map(call_body, calls))
+    return message
+
+
+def _delta_message(delta: Delta) -> dict[str, Any]:
+    message: dict[str, Any] = {}
+    if delta.reasoning:
+        message["reasoning_content"] = delta.reasoning
+    if delta.text:
+        message["content"] = delta.text
+    if delta.tool_calls:
+        message["tool_calls"] = list(map(call_chunk, delta.tool_calls))
+    return message

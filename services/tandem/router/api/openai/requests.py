@@ -4,7 +4,7 @@ pydantic checks types here; ranges are checked in one place for HTTP and gRPC, i
 """
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -14,11 +14,13 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import strip_unused
+from tandem.router.api.openai.tools import SentToolCall, Tool, ToolChoice
 from tandem.router.request.request import (
     ALLOWED,
     ClientRequest,
@@ -74,20 +76,40 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[SentToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # as newer clients of vLLM call it
     annotations: _Unsupported = None
     audio: _Unsupported = None
     function_call: _Unsupported = None
-    reasoning_content: _Unsupported = None
     refusal: _Unsupported = None
-    tool_calls: _Unsupported = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        """Only an assistant may say nothing, if it called tools or thought."""
+        says_more = self.tool_calls or self.reasoning_content or self.reasoning
+        if self.content is None and not (self.role == "assistant" and says_more):
+            raise PydanticCustomError("missing", "it must have a content")
+        return self
 
     def to_message(self) -> Message:
         text = self.content
-        if not isinstance(text, str):
+        if isinstance(text, list):
             text = "".join(part.text for part in text)
-        return Message(role=_ROLE_ALIASES.get(self.role, self.role), content=text)
+        role = _ROLE_ALIASES.get(self.role, self.role)
+        if role != "assistant":
+            is_tool = role == "tool"
+            call_id, name = (self.tool_call_id, self.name) if is_tool else (None, None)
+            return Message(role=role, content=text, tool_call_id=call_id or "", name=name or "")
+        return Message(
+            role=role,
+            content=text,
+            tool_calls=tuple(call.to_tool_call() for call in self.tool_calls or ()),
+            reasoning=self.reasoning_content or self.reasoning or "",
+        )
 
 
 class _Body(_Strict):
@@ -158,6 +180,21 @@ class CompletionBody(_Body):
 class ChatBody(_Body):
     messages: list[ChatMessage] = Field(description=ALLOWED["messages"])
     max_completion_tokens: int | None = Field(None, description=ALLOWED["max_tokens"])
+    tools: list[Tool] = Field([], description=ALLOWED["tools"])
+    tool_choice: ToolChoice = Field("auto", description=ALLOWED["tool_choice"])
+    parallel_tool_calls: bool = Field(True, description=ALLOWED["parallel_tool_calls"])
+    reasoning_effort: str | None = Field(None, description=ALLOWED["reasoning_effort"])
+    chat_template_kwargs: dict[str, Any] = Field({}, description=ALLOWED["chat_template_kwargs"])
+
+    def to_conversation(self) -> Conversation:
+        return Conversation(
+            tuple(message.to_message() for message in self.messages),
+            tools=tuple(self.tools),
+            may_call=self.tool_choice == "auto",
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.reasoning_effort,
+            template_options=self.chat_template_kwargs,
+        )
 
 
 CompletionBody.supported = frozenset(CompletionBody.model_fields)
@@ -203,8 +240,8 @@ def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
         raise BadRequest(
             "only one of max_tokens and max_completion_tokens may be sent", param="max_tokens"
         )
-    conversation = Conversation(tuple(m.to_message() for m in parsed.messages))
-    return _told(parsed, request_id, parsed.to_request(conversation, request_id))
+    request = parsed.to_request(parsed.to_conversation(), request_id)
+    return _told(parsed, request_id, request)
 
 
 def _told(body: _Body, request_id: str, *requests: ClientRequest) -> ParsedRequest:

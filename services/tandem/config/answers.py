@@ -1,0 +1,38 @@
+"""Settings of how a model's answers are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cyclopts import Parameter
+
+from tandem.config.groups import REQUESTS
+from tandem.options import Options
+
+ToolParser = Literal[
+    "auto",
+    "hermes",
+    "qwen3_coder",
+    "llama3",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "kimi_k2",
+    "phi4_mini",
+    "granite",
+    "json",
+]
+ReasoningParser = Literal["auto", "none", "think", "mistral", "granite"]
+
+
+@Parameter(name="*", group=REQUESTS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerConfig(Options):
+    """The formats of tool calls and of reasoning in the model's answers."""
+
+    tool_parser: ToolParser = "auto"
+    """Format of tool calls. auto: the one that fits the model's chat template."""
+    reasoning_parser: ReasoningParser = "auto"
+    """Tags around reasoning. auto: those in the model's chat template."""

@@ -1,0 +1,54 @@
+"""Turns a gRPC chat into a Conversation: its messages, tools and options of the template."""
+
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+from tandem.errors import BadRequest
+from tandem.router.api.openai.tools import TOOLS, arguments_of
+from tandem.router.request.request import Conversation, Message, ToolCall, refusal
+from tandem.rpc.tandem.v1 import inference_pb2 as pb
+
+
+def parse_chat(chat: pb.Chat) -> Conversation:
+    """Raises BadRequest naming the field at fault and what is allowed."""
+    if chat.tool_choice not in ("", "auto", "none"):
+        raise refusal("tool_choice", chat.tool_choice)
+    try:
+        tools = TOOLS.validate_python([_json_object("tools", text) for text in chat.tools])
+    except ValidationError as error:
+        raise BadRequest(
+            f"{refusal('tools').message} ({error.errors()[0]['msg']})", param="tools"
+        ) from None
+    options = chat.chat_template_kwargs
+    return Conversation(
+        tuple(map(_message, chat.messages)),
+        tools=tuple(tools),
+        may_call=chat.tool_choice != "none",
+        parallel_tool_calls=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
+        reasoning_effort=chat.reasoning_effort if chat.HasField("reasoning_effort") else None,
+        template_options=_json_object("chat_template_kwargs", options) if options else {},
+    )
+
+
+def _message(message: pb.ChatMessage) -> Message:
+    calls = tuple(ToolCall(c.id, c.name, arguments_of(c.arguments)) for c in message.tool_calls)
+    return Message(
+        role=message.role,
+        content=message.content or (None if calls else ""),
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning=message.reasoning,
+    )
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise refusal(name, text)
+    return value

@@ -1,0 +1,91 @@
+"""Tools, tool calls and reasoning in OpenAI's chat bodies: as clients send them, and as they are
+answered."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
+from pydantic_core import PydanticCustomError
+
+from tandem.router.parsers.machine import CallDelta
+from tandem.router.request.request import ToolCall
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("unsupported", message)
+
+
+def _check_tool(tool: object) -> object:
+    """Checks what Tandem reads of a tool; the chat template gets it as it was sent."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise _wrong('its type must be "function"')
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise _wrong("it must have a function, which is an object")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise _wrong("its function must have a name")
+    if not isinstance(function.get("description"), str | None):
+        raise _wrong("its function's description must be a string")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise _wrong("its function's parameters must be an object with a JSON schema")
+    return tool
+
+
+Tool = Annotated[dict[str, Any], BeforeValidator(_check_tool)]
+TOOLS = TypeAdapter(list[Tool])
+# The choices that force a call need a grammar.
+ToolChoice = Literal["auto", "none"]
+
+
+class _SentFunction(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str
+    arguments: str = ""
+
+
+class SentToolCall(BaseModel):
+    """A tool call of an earlier answer, as the client puts it back into the conversation."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: _SentFunction
+
+    def to_tool_call(self) -> ToolCall:
+        """Returns the call with its arguments as an object, which chat templates expect."""
+        return ToolCall(self.id, self.function.name, arguments_of(self.function.arguments))
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Returns the arguments of a call. Broken ones, which a model may write, become one argument:
+    they must not end its conversation."""
+    try:
+        arguments = json.loads(text, strict=False) if text.strip() else {}
+    except (ValueError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"arguments": text}
+
+
+def call_body(call: CallDelta) -> dict[str, Any]:
+    """Returns a tool call of a whole answer."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def call_chunk(call: CallDelta) -> dict[str, Any]:
+    """Returns a tool call's part of a chunk: what it is comes once, its arguments in pieces."""
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, **call_body(call)}
+
+
+def joined(deltas: list[CallDelta]) -> list[CallDelta]:
+    """Returns whole calls, in order, from all deltas of an answer."""
+    calls: list[CallDelta] = []
+    for delta in deltas:
+        if delta.index == len(calls):
+            calls.append(CallDelta(delta.index, "", delta.id, delta.name))
+        calls[delta.index].arguments += delta.arguments
+    return calls

@@ -1,0 +1,221 @@
+"""The formats in which models write tool calls and reasoning, as data for `machine.py`.
+
+Each is written from the public description of its family: model cards and chat templates.
+"""
+
+# DeepSeek's tokens have full-width bars.
+# ruff: noqa: RUF001
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tandem.router.parsers.ids import call_id, kimi_call_id, mistral_call_id
+from tandem.router.parsers.machine import State, Text
+
+_KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+def _as_written(name: str) -> str:
+    return name
+
+
+def _kimi_name(written: str) -> str:
+    found = _KIMI_NAME.fullmatch(written)
+    return found[1] if found else written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How a family of models writes calls. `start` is the state in which an answer begins."""
+
+    states: Mapping[str, State]
+    start: str = "content"
+    make_id: Callable[[str], str] = call_id
+    name_of: Callable[[str], str] = _as_written
+    known_names_only: bool = False
+    trims_lines: bool = False
+
+
+class ReasoningTags(NamedTuple):
+    """Strings around reasoning. The prompt may end with the first of them."""
+
+    opens: str
+    closes: str
+
+
+_HERMES = ToolFormat(
+    states={
+        "content": State(Text.CONTENT, {"<tool_call>": "call"}),
+        "call": State(Text.CALLS, {"</tool_call>": "between"}),
+        "between": State(Text.BETWEEN, {"<tool_call>": "call"}),
+    }
+)
+
+_QWEN3_CODER = ToolFormat(
+    states={
+        "content": State(Text.CONTENT, {"<tool_call>": "call", "<function=": "name"}),
+        "call": State(Text.INSIDE, {"<function=": "name"}),
+        "name": State(Text.NAME, {">": "body"}),
+        "body": State(Text.INSIDE, {"<parameter=": "key", "</function>": "between"}),
+        "key": State(Text.KEY, {">": "value"}),
+        "value": State(Text.VALUE, {"</parameter>": "body"}),
+        "between": State(
+            Text.BETWEEN,
+            {"</tool_call>": "between", "<tool_call>": "call", "<function=": "name"},
+        ),
+    },
+    trims_lines=True,
+)
+
+# Llama 3 writes its calls bare, or after the tag; several of them with semicolons between.
+_LLAMA3 = ToolFormat(
+    states={
+        "start": State(Text.CALLS, {"<|python_tag|>": "call"}),
+        "call": State(Text.CALLS, {"<|python_tag|>": "call"}),
+        "content": State(Text.CONTENT, {"<|python_tag|>": "call"}),
+    },
+    start="start",
+    known_names_only=True,
+)
+
+# Older models write a list of JSON calls after the tag; newer ones a name and its arguments.
+_MISTRAL = ToolFormat(
+    states={
+        "content": State(Text.CONTENT, {"[TOOL_CALLS]": "call"}),
+        "call": State(Text.CALLS, otherwise="name"),
+        "name": State(Text.NAME, {"[ARGS]": "arguments", "[CALL_ID]": "id"}),
+        "id": State(Text.SKIPPED, {"[ARGS]": "arguments"}),
+        "arguments": State(Text.ARGUMENTS, {"[TOOL_CALLS]": "call"}),
+    },
+    make_id=mistral_call_id,
+)
+
+_DEEPSEEK_SECTION = {
+    "content": State(Text.CONTENT, {"<｜tool▁calls▁begin｜>": "calls"}),
+    "calls": State(
+        Text.BETWEEN, {"<｜tool▁call▁begin｜>": "call", "<｜tool▁calls▁end｜>": "content"}
+    ),
+}
+_DEEPSEEK_V3 = ToolFormat(
+    states={
+        **_DEEPSEEK_SECTION,
+        "call": State(Text.SKIPPED, {"<｜tool▁sep｜>": "name"}),
+        "name": State(Text.NAME, {"\n```json\n": "arguments"}),
+        "arguments": State(Text.ARGUMENTS, {"\n```": "fence", "<｜tool▁call▁end｜>": "calls"}),
+        "fence": State(Text.INSIDE, {"<｜tool▁call▁end｜>": "calls"}),
+    }
+)
+_DEEPSEEK_V3_1 = ToolFormat(
+    states={
+        **_DEEPSEEK_SECTION,
+        "call": State(Text.NAME, {"<｜tool▁sep｜>": "arguments"}),
+        "arguments": State(Text.ARGUMENTS, {"<｜tool▁call▁end｜>": "calls"}),
+    }
+)
+
+_GLM45 = ToolFormat(
+    states={
+        "content": State(Text.CONTENT, {"<tool_call>": "name"}),
+        "name": State(Text.NAME, {"<arg_key>": "key", "</tool_call>": "between"}),
+        "key": State(Text.KEY, {"</arg_key>": "equals"}),
+        "equals": State(Text.INSIDE, {"<arg_value>": "value"}),
+        "value": State(Text.VALUE, {"</arg_value>": "body"}),
+        "body": State(Text.INSIDE, {"<arg_key>": "key", "</tool_call>": "between"}),
+        "between": State(Text.BETWEEN, {"<tool_call>": "name"}),
+    }
+)
+
+_KIMI_K2 = ToolFormat(
+    states={
+        "content": State(Text.CONTENT, {"<|tool_calls_section_begin|>": "calls"}),
+        "calls": State(
+            Text.BETWEEN,
+            {"<|tool_call_begin|>": "name", "<|tool_calls_section_end|>": "content"},
+        ),
+        "name": State(Text.NAME, {"<|tool_call_argument_begin|>": "arguments"}),
+        "arguments": State(Text.ARGUMENTS, {"<|tool_call_end|>": "calls"}),
+    },
+    make_id=kimi_call_id,
+    name_of=_kimi_name,
+)
+
+_PHI4_MINI = ToolFormat(
+    states={
+        "content": State(Text.CONTENT, {"<|tool_call|>": "calls", "functools": "calls"}),
+        "calls": State(Text.CALLS, {"<|/tool_call|>": "content"}),
+    }
+)
+
+_GRANITE = ToolFormat(
+    states={
+        "content": State(Text.CONTENT, {"<|tool_call|>": "calls", "<tool_call>": "calls"}),
+        "calls": State(Text.CALLS, {"</tool_call>": "between"}),
+        "between": State(Text.BETWEEN, {"<|tool_call|>": "calls", "<tool_call>": "calls"}),
+    }
+)
+
+# A model without a format of its own: its whole answer is a call, or a list of calls.
+_JSON = ToolFormat(
+    states={"start": State(Text.CALLS), "content": State(Text.CONTENT)},
+    start="start",
+    known_names_only=True,
+)
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": _HERMES,
+    "qwen3_coder": _QWEN3_CODER,
+    "llama3": _LLAMA3,
+    "mistral": _MISTRAL,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v31": _DEEPSEEK_V3_1,
+    "glm45": _GLM45,
+    "kimi_k2": _KIMI_K2,
+    "phi4_mini": _PHI4_MINI,
+    "granite": _GRANITE,
+    "json": _JSON,
+}
+
+REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
+    "think": ReasoningTags("<think>", "</think>"),
+    "mistral": ReasoningTags("[THINK]", "[/THINK]"),
+    "granite": ReasoningTags("Here is my thought process:", "Here is my response:"),
+    "none": None,
+}
+
+# OpenAI's gpt-oss writes several messages in one answer, which no format here reads.
+HARMONY_SIGN = "<|channel|>"
+
+# The first format whose strings all stand in the chat template.
+_SIGNS_OF_TOOLS = (
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("glm45", ("<arg_key>",)),
+    ("kimi_k2", ("<|tool_call_argument_begin|>",)),
+    ("deepseek_v3", ("<｜tool▁sep｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁sep｜>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("mistral", ("[AVAILABLE_TOOLS]",)),
+    ("hermes", ("<tool_call>",)),
+    ("granite", ("<|start_of_role|>",)),
+    ("phi4_mini", ("<|tool_call|>",)),
+    ("phi4_mini", ("<|tool|>",)),
+    ("llama3", ("<|python_tag|>",)),
+    ("llama3", ("<|start_header_id|>",)),
+)
+_SIGNS_OF_REASONING = (
+    ("granite", "Here is my thought process:"),
+    ("mistral", "[THINK]"),
+    ("think", "</think>"),
+    ("think", "<think>"),
+)
+
+
+def choose_tool_format(template: str) -> str:
+    """Returns the name of the format that fits a chat template; `json` if none does."""
+    fits = (n for n, signs in _SIGNS_OF_TOOLS if all(sign in template for sign in signs))
+    return next(fits, "json")
+
+
+def choose_reasoning(template: str) -> str:
+    return next((name for name, sign in _SIGNS_OF_REASONING if sign in template), "none")

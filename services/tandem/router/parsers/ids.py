@@ -1,0 +1,17 @@
+"""Ids of tool calls. Models get them back with the tools' results, and some want a form of them."""
+
+import secrets
+
+
+def call_id(_written: str) -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def mistral_call_id(_written: str) -> str:
+    """Returns nine letters and digits: Mistral's templates refuse any other id."""
+    return secrets.token_hex(5)[:9]
+
+
+def kimi_call_id(written: str) -> str:
+    """Returns the id that the model wrote before the arguments, such as `functions.find:0`."""
+    return written if written.startswith("functions.") else call_id(written)

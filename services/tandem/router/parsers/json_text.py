@@ -1,0 +1,195 @@
+"""Follows JSON as a model writes it, one character at a time.
+
+`JsonText` knows whether a character may follow and how deep it is; `CallText` reads one call,
+`{"name": ..., "arguments": {...}}`, and lets the arguments pass while they are written. Neither
+looks ahead, so how a text is cut into pieces changes nothing.
+"""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+SPACE = " \t\r\n"
+DEPTH_MAX = 128
+_SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null")
+_SCALAR_CHARACTERS_MAX = 512
+_CLOSES = {"}": "{", "]": "["}
+
+
+class JsonText:
+    """One JSON value. `expects` says what may come next:
+
+    value -> after -> (container: "," -> key or value, or its end) -> ... -> end
+    """
+
+    def __init__(self) -> None:
+        self.expects = "value"
+        self.in_string = False
+        self._open: list[str] = []
+        self._is_key = False
+        self._escape = 0  # characters of an escape that are still to come
+        self._scalar = ""
+
+    @property
+    def depth(self) -> int:
+        return len(self._open)
+
+    def push(self, char: str) -> bool:
+        """Returns whether `char` may follow; after False the text is not JSON."""
+        if self.in_string:
+            return self._push_in_string(char)
+        if self._scalar:
+            if char not in SPACE + ",]}":
+                self._scalar += char
+                return len(self._scalar) <= _SCALAR_CHARACTERS_MAX
+            if not _SCALAR.fullmatch(self._scalar):
+                return False
+            self._scalar = ""
+            self._end_value()
+        return char in SPACE or self._push_mark(char)
+
+    def _push_mark(self, char: str) -> bool:
+        expects = self.expects
+        if char == '"' and expects in ("value", "value or ]", "key", "key or }"):
+            self.in_string, self._is_key = True, expects.startswith("key")
+        elif char in "{[" and expects in ("value", "value or ]"):
+            self._open.append(char)
+            self.expects = "key or }" if char == "{" else "value or ]"
+            return len(self._open) <= DEPTH_MAX
+        elif char in "}]" and self._may_close(char):
+            self._open.pop()
+            self._end_value()
+        elif char == ":" and expects == ":":
+            self.expects = "value"
+        elif char == "," and expects == "after":
+            self.expects = "key" if self._open[-1] == "{" else "value"
+        elif expects in ("value", "value or ]") and (char.isalnum() or char == "-"):
+            self._scalar = char
+        else:
+            return False
+        return True
+
+    def _may_close(self, char: str) -> bool:
+        is_own = bool(self._open) and self._open[-1] == _CLOSES[char]
+        return is_own and (self.expects == "after" or self.expects.endswith(char))
+
+    def _push_in_string(self, char: str) -> bool:
+        if self._escape == 0:
+            if char == "\\":
+                self._escape = -1
+            elif char == '"':
+                self.in_string = False
+                if self._is_key:
+                    self.expects = ":"
+                else:
+                    self._end_value()
+            return True
+        if self._escape == -1:
+            self._escape = 4 if char == "u" else 0
+            return char in '"\\/bfnrtu'
+        self._escape -= 1
+        return char in "0123456789abcdefABCDEF"
+
+    def _end_value(self) -> None:
+        self.expects = "after" if self._open else "end"
+
+
+def escaped(text: str) -> str:
+    """Returns `text` as it stands inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class Call(NamedTuple):
+    """A call that was read as a whole."""
+
+    name: str
+    arguments: str
+
+
+class CallText:
+    """One call as a JSON object.
+
+    reading -> streaming: the name is known, and the value of `arguments` (or `parameters`) begins
+        |          |      with {; from here on `push` returns its text
+        `----------`----> ended: `whole` has the call, unless it was streamed
+    """
+
+    def __init__(self) -> None:
+        self._json = JsonText()
+        self._text = ""
+        self._key = ""
+        self._string_start = 0
+        self._has_streamed = False
+        self.name = ""
+        self.is_streaming = False
+        self.is_broken = False  # the last character was not taken: no call begins like this
+        self.whole: Call | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._json.expects == "end"
+
+    def push(self, char: str) -> str:
+        """Takes a character and returns text of the arguments."""
+        parser = self._json
+        expects, depth, was_in_string = parser.expects, parser.depth, parser.in_string
+        if not parser.push(char):
+            self.is_broken = True
+        elif self.is_streaming:
+            self.is_streaming = parser.depth > 1
+            return in_json(char, in_string=was_in_string)
+        elif not self._has_streamed:
+            self._text += char
+            if depth == 1:
+                self._note(char, expects, was_in_string=was_in_string)
+            if self.is_streaming:
+                return char
+            if self.has_ended:
+                self.whole = as_call(loaded(self._text))
+                self.is_broken = self.whole is None
+        return ""
+
+    def _note(self, char: str, expects: str, *, was_in_string: bool) -> None:
+        """Follows the keys of the object, and its name."""
+        if was_in_string and not self._json.in_string:
+            text = loaded(self._text[self._string_start :])
+            if self._json.expects == ":":
+                self._key = text
+            elif self._key == "name":
+                self.name = text
+        elif not was_in_string and char == '"':
+            self._string_start = len(self._text) - 1
+        elif char == "{" and not was_in_string and expects == "value" and self.name:
+            self.is_streaming = self._has_streamed = self._key in ("arguments", "parameters")
+
+
+def in_json(char: str, *, in_string: bool) -> str:
+    """Returns the character as JSON allows it: models write bare line breaks into strings."""
+    return escaped(char) if in_string and char < " " else char
+
+
+def loaded(text: str) -> Any:
+    """Returns the value of a JSON text, or None if it has none."""
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+def as_call(value: Any) -> Call | None:
+    """Returns the call that a JSON object means, or None: `{"name", "arguments"}`, its twin with
+    `parameters`, or either of them under `function`."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = loaded(arguments)
+        if not isinstance(arguments, dict):
+            return None
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return None
+    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))

@@ -1,0 +1,386 @@
+"""Splits a model's text into content, reasoning and tool calls, as the text comes.
+
+A format is data: states, each with its terminals (strings that end it) and the meaning of the text
+before them. For example, Hermes:
+
+    content --"<tool_call>"--> call (a JSON object) --"</tool_call>"--> between calls
+       ^                                                                    |
+       `----------------------- any text but space -------------------------'
+
+Three rules hold for every format:
+
+- Text is held while it may be the start of a terminal, and only then. How the text is cut into
+  pieces does not change what comes out.
+- Text of a call is held until its name is known and its arguments begin. If it turns out not to be
+  a call, all of it is content. From there on the arguments are what the model writes, right or not.
+- Space beside a call or beside reasoning belongs to neither.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from tandem.router.parsers.json_text import SPACE, CallText, JsonText, in_json
+from tandem.router.parsers.pair_arguments import PairArguments
+
+_WORD = re.compile(r"\s*[^\s<>{}\[\]\"]{0,256}\s*")
+
+
+class Text(Enum):
+    """Meaning of a state's text."""
+
+    CONTENT = "what the client reads"
+    REASONING = "what the model thinks"
+    BETWEEN = "space outside calls"
+    INSIDE = "space inside a call"
+    NAME = "a function's name"
+    SKIPPED = "a word of a call that tells nothing"
+    ARGUMENTS = "a JSON object"
+    CALLS = "calls as JSON objects, or a list of them"
+    KEY = "a parameter's name"
+    VALUE = "a parameter's value"
+
+
+_OUTSIDE = (Text.CONTENT, Text.REASONING, Text.BETWEEN)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A state, its terminals with the states that follow them, and where other text leads."""
+
+    text: Text
+    terminals: Mapping[str, str] = field(default_factory=dict)
+    # Of BETWEEN, or of CALLS: the state for text that is neither space nor JSON.
+    otherwise: str = "content"
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """The news of one tool call: its id and name once, then pieces of its arguments."""
+
+    index: int
+    arguments: str
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(slots=True)
+class Parts:
+    """The parts of an answer's text, in the order in which they stand here."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a machine knows beside its states."""
+
+    make_id: Callable[[str], str]  # from the name as the model wrote it
+    name_of: Callable[[str], str]  # the function's name in it
+    schemas: Mapping[str, Any]  # of the parameters, by the function's name
+    known_names_only: bool = False  # other names make no call: for formats without a mark
+    one_call_only: bool = False
+    trims_lines: bool = False  # a parameter's value stands on lines of its own
+
+
+class Machine:
+    """Follows one answer: `push` each piece, then `finish`."""
+
+    def __init__(self, states: Mapping[str, State], start: str, rules: Rules) -> None:
+        self._states = states
+        self._rules = rules
+        self._state = states[start]
+        self._strips_start = self._state.text is Text.REASONING
+        self._parts = Parts()
+        self._pending = ""
+        self._space = ""  # at the end of content or reasoning, until more of it follows
+        self._raw = ""  # text that is content if no call comes of it
+        self._word = ""  # the text of the current state, if it is a word or a key
+        self._name = ""
+        self._is_open = False  # a call is among the parts, and has not ended
+        self._after_call = False
+        self._in_list = False
+        self._arguments: JsonText | None = None
+        self._call: CallText | None = None
+        self._is_raw = False  # the arguments are no JSON: they go on to the next terminal
+        self._pairs: PairArguments | None = None
+        self.num_calls = 0
+        self.is_done = False  # no more is read
+
+    @property
+    def terminals(self) -> set[str]:
+        """Returns all strings that tell the parts of an answer apart."""
+        return {terminal for state in self._states.values() for terminal in state.terminals}
+
+    def push(self, text: str) -> Parts:
+        """Returns the parts that this text completes."""
+        self._pending += text
+        return self._run(final=False)
+
+    def finish(self, text: str = "") -> Parts:
+        """Takes the last text; returns its parts, and those of what was held until now."""
+        self._pending += text
+        parts = self._run(final=True)
+        self._parts = parts
+        if self._is_open and self._pairs is not None:
+            is_cut = self._state.text is Text.VALUE
+            self._add_arguments(self._pairs.cut() if is_cut else self._pairs.end())
+        elif not self._is_open and not self.is_done:
+            self._add_content(self._raw)
+        self._put(self._space)
+        self._space = self._raw = ""
+        return parts
+
+    def _run(self, *, final: bool) -> Parts:
+        self._parts = Parts()
+        while self._pending and not self.is_done and self._step(final=final):
+            pass
+        return self._parts
+
+    def _step(self, *, final: bool) -> bool:
+        """Takes some of the pending text; returns False if all of it is held."""
+        if self._call is not None:
+            self._read_call(self._call)
+            return True
+        if self._arguments is not None and not self._is_raw:
+            self._read_arguments(self._arguments)
+            return True
+        text, terminal = split(self._state.terminals, self._pending, final=final)
+        if not text and not terminal:
+            return False
+        self._pending = self._pending[len(text) + len(terminal) :]
+        state = self._state
+        left = self._take(text)
+        if self._state is not state or left:
+            self._pending = left + terminal + self._pending
+        elif terminal:
+            self._leave(terminal)
+        return True
+
+    def _leave(self, terminal: str) -> None:
+        """Follows a terminal into the next state."""
+        kind, name = self._state.text, self._state.terminals[terminal]
+        next_kind = self._states[name].text
+        if kind in (Text.CONTENT, Text.REASONING):
+            self._raw = self._space + terminal if kind is Text.CONTENT else ""
+            self._space = ""
+            self._strips_start = self._strips_start or kind is Text.REASONING
+        elif not self._is_open and not (self._after_call and next_kind in (*_OUTSIDE, Text.INSIDE)):
+            self._raw = terminal if self._after_call else self._raw + terminal
+            self._after_call = False
+        if kind is Text.NAME and not self._end_name(next_kind):
+            name = "content"
+        if kind is Text.KEY and self._pairs is not None:
+            self._add_arguments(self._pairs.begin_value(self._word.strip()))
+        if kind is Text.VALUE and self._pairs is not None:
+            self._add_arguments(self._pairs.end_value())
+        self._enter(name)
+
+    def _enter(self, name: str) -> None:
+        self._state = self._states[name]
+        kind = self._state.text
+        if kind in _OUTSIDE and self._is_open:
+            self._end_call()
+        if kind is Text.REASONING:
+            self._raw, self._strips_start = "", True
+        if kind is Text.CONTENT:
+            raw, self._raw = self._raw, ""
+            self._strips_start = self._strips_start or self._after_call
+            self._after_call = self._in_list = False
+            self._add_content(raw)
+        self._word = ""
+
+    def _take(self, text: str) -> str:
+        """Gives text of the current state its meaning; returns what another state is to read."""
+        kind = self._state.text
+        if kind is Text.CONTENT:
+            self._add_content(text)
+        elif kind is Text.REASONING:
+            self._add_reasoning(text)
+        elif self._is_raw:
+            self._add_arguments(text)
+        elif kind is Text.KEY:
+            self._word += text
+        elif kind is Text.VALUE and self._pairs is not None:
+            self._add_arguments(self._pairs.push(text))
+        elif kind in (Text.NAME, Text.SKIPPED):
+            return self._take_word(text)
+        elif text:
+            return self._take_space(text)
+        return ""
+
+    def _take_word(self, text: str) -> str:
+        """Takes a word of a call's head; text that is no word makes all of it content."""
+        found = _WORD.match(self._word + text)
+        assert found is not None  # the empty text is a word
+        num_taken = found.end() - len(self._word)
+        self._word += text[:num_taken]
+        self._raw += text[:num_taken]
+        if num_taken < len(text):
+            self._enter("content")
+        return text[num_taken:]
+
+    def _take_space(self, text: str) -> str:
+        """Takes space; any other character begins JSON, or leads to another state."""
+        rest = text.lstrip(SPACE)
+        if not self._is_open and not self._after_call:
+            self._raw += text[: len(text) - len(rest)]
+        if not rest:
+            return ""
+        kind = self._state.text
+        if kind is Text.CALLS and self._take_mark(rest[0]):
+            return rest[1:]
+        if kind is Text.CALLS and rest[0] == "{":
+            self._raw = "" if self._after_call else self._raw
+            self._after_call = False
+            self._call = CallText()
+        elif kind is Text.ARGUMENTS and rest[0] == "{" and self._open_call(self._name):
+            self._arguments = JsonText()
+        elif kind is Text.BETWEEN or (kind is Text.CALLS and not self._after_call):
+            self._enter(self._state.otherwise)
+        else:
+            self._enter("content")
+        return rest
+
+    def _take_mark(self, char: str) -> bool:
+        """Takes what stands around JSON calls: brackets of a list, and what separates calls."""
+        if self._after_call and (char in ",;" or (char == "]" and self._in_list)):
+            self._in_list = self._in_list and char != "]"
+            return True
+        if char == "[" and not self._in_list and not self._after_call:
+            self._raw += char
+            self._in_list = True
+            return True
+        return False
+
+    # Calls. In their JSON no terminal counts.
+
+    def _read_call(self, call: CallText) -> None:
+        for index, char in enumerate(self._pending):
+            if not self._take_call_character(call, char):
+                self._pending = self._pending[index:]
+                self._call = None
+                if self._is_open and call.is_streaming:
+                    self._is_raw = True
+                else:
+                    self._enter("content")
+                return
+            if call.has_ended:
+                self._pending = self._pending[index + 1 :]
+                self._end_call()
+                return
+        self._pending = ""
+
+    def _take_call_character(self, call: CallText, char: str) -> bool:
+        """Returns whether the text so far may be a call."""
+        arguments = call.push(char)
+        if call.is_broken:
+            return False
+        if call.whole is not None:
+            arguments = call.whole.arguments
+        if arguments and not self._is_open:
+            name = call.name if call.whole is None else call.whole.name
+            if not self._open_call(name):
+                return False
+        if self._is_open:
+            self._add_arguments(arguments)
+        else:
+            self._raw += char
+        return True
+
+    def _read_arguments(self, arguments: JsonText) -> None:
+        taken = []
+        for char in self._pending:
+            in_string = arguments.in_string
+            if not arguments.push(char):
+                self._is_raw = True
+                break
+            taken.append(in_json(char, in_string=in_string))
+            if arguments.expects == "end":
+                break
+        self._pending = self._pending[len(taken) :]
+        self._add_arguments("".join(taken))
+        if arguments.expects == "end":
+            self._end_call()
+
+    def _end_name(self, next_kind: Text) -> bool:
+        """Returns whether a call may go on after its name; it opens here if it has parameters."""
+        self._name = self._word.strip()
+        if next_kind in (Text.ARGUMENTS, Text.SKIPPED):
+            return bool(self._name)
+        return self._open_call(self._name, has_pairs=True)
+
+    def _open_call(self, written: str, *, has_pairs: bool = False) -> bool:
+        """Tells the client of a call; returns False if the name makes none."""
+        rules = self._rules
+        name = rules.name_of(written)
+        if self._after_call or not name or (rules.known_names_only and name not in rules.schemas):
+            return False
+        self._parts.calls.append(CallDelta(self.num_calls, "", rules.make_id(written), name))
+        self.num_calls += 1
+        self._is_open, self._raw = True, ""
+        if has_pairs:
+            schema = rules.schemas.get(name)
+            self._pairs = PairArguments(schema, trims_lines=rules.trims_lines)
+        return True
+
+    def _end_call(self) -> None:
+        if self._pairs is not None:
+            self._add_arguments(self._pairs.end())
+        self._is_open, self._after_call = False, True
+        self._call = self._arguments = self._pairs = None
+        self._is_raw = False
+        self._raw = ""
+        self.is_done = self._rules.one_call_only
+
+    # Parts
+
+    def _add_arguments(self, text: str) -> None:
+        if not text:
+            return
+        calls = self._parts.calls
+        if not calls or calls[-1].index != self.num_calls - 1:
+            calls.append(CallDelta(self.num_calls - 1, ""))
+        calls[-1].arguments += text
+
+    def _add_content(self, text: str) -> None:
+        self._parts.content += self._kept(text)
+
+    def _add_reasoning(self, text: str) -> None:
+        self._parts.reasoning += self._kept(text)
+
+    def _kept(self, text: str) -> str:
+        """Returns what of the text goes out now: not the space at its ends."""
+        if self._strips_start:
+            text = text.lstrip(SPACE)
+        if not text:
+            return ""
+        self._strips_start = False
+        text = self._space + text
+        kept = text.rstrip(SPACE)
+        self._space = text[len(kept) :]
+        return kept
+
+    def _put(self, space: str) -> None:
+        if self._state.text is Text.REASONING:
+            self._parts.reasoning += space
+        else:
+            self._parts.content += space
+
+
+def split(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
+    """Returns the text before the first terminal, and that terminal if it is whole.
+
+    What may be the beginning of a terminal is in neither, unless the text is `final`.
+    """
+    end = min((at for t in terminals if (at := text.find(t)) >= 0), default=len(text))
+    if not final:
+        longest = max(map(len, terminals), default=1)
+        for at in range(max(0, len(text) - longest + 1), end):
+            if any(t.startswith(text[at:]) for t in terminals):
+                return text[:at], ""
+    return text[:end], next((t for t in terminals if text.startswith(t, end)), "")

@@ -1,0 +1,137 @@
+"""The formats of one model's answers, chosen from its own files or by options, and what its chat
+template takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tandem.config.answers import AnswerConfig
+from tandem.errors import BadRequest
+from tandem.models.tokenizer import Tokenizer
+from tandem.router.parsers.formats import (
+    HARMONY_SIGN,
+    REASONING_TAGS,
+    TOOL_FORMATS,
+    ReasoningTags,
+    ToolFormat,
+    choose_reasoning,
+    choose_tool_format,
+)
+from tandem.router.parsers.machine import Machine, Rules, State, Text
+
+_PLAIN = ToolFormat(states={"content": State(Text.CONTENT)})
+_TAIL_TOKENS = 16  # of a prompt that may end with the tag that opens reasoning
+# Variables of templates that turn reasoning off.
+_SWITCHES = ("enable_thinking", "thinking")
+_OWN_VARIABLES = frozenset(("tools", "add_generation_prompt"))
+
+
+class ModelFormat:
+    """What one model's chats may ask, and the parsers of its answers. Threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer, config: AnswerConfig) -> None:
+        template = tokenizer.chat_template
+        source = "" if template is None else template.source
+        tools, reasoning = config.tool_parser, config.reasoning_parser
+        self.tool_parser = choose_tool_format(source) if tools == "auto" else tools
+        self.reasoning_parser = choose_reasoning(source) if reasoning == "auto" else reasoning
+        self._has_known_format = HARMONY_SIGN not in source or tools != "auto"
+        self._tokenizer = tokenizer
+        self._reasoning = REASONING_TAGS[self.reasoning_parser]
+        self._variables = frozenset() if template is None else template.variables
+
+    def check_tools(self) -> None:
+        """Raises BadRequest if tools would not reach the model, or its calls not the client."""
+        if "tools" not in self._variables:
+            raise BadRequest(
+                "tools are not supported by this model: its chat template takes none",
+                param="tools",
+            )
+        if not self._has_known_format:
+            raise BadRequest(
+                "tools are not supported for models that write in OpenAI's harmony format",
+                param="tools",
+            )
+
+    def template_options(self, asked: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+        """Returns the values of the template's variables for a request's `chat_template_kwargs` and
+        `reasoning_effort`. Raises BadRequest for one that the template does not take."""
+        taken = self._variables - _OWN_VARIABLES
+        for name in asked:
+            if name not in taken:
+                allowed = ", ".join(sorted(taken)) or "nothing"
+                raise BadRequest(
+                    f"chat_template_kwargs has {name[:80]!r}; this model's chat template takes "
+                    f"{allowed}",
+                    param="chat_template_kwargs",
+                )
+        return {**self._effort(effort), **asked}
+
+    def _effort(self, effort: str | None) -> dict[str, Any]:
+        if effort is None:
+            return {}
+        if effort == "none":
+            if self._reasoning is None and "reasoning_effort" not in self._variables:
+                return {}
+            if switch := next((s for s in _SWITCHES if s in self._variables), None):
+                return {switch: False}
+        if "reasoning_effort" in self._variables:
+            return {"reasoning_effort": effort}
+        raise BadRequest(
+            f"reasoning_effort {effort!r} is not supported by this model: its chat template does "
+            "not take it; leave it out or send null",
+            param="reasoning_effort",
+        )
+
+    def machine(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        prompt_token_ids: Sequence[int],
+        *,
+        one_call_only: bool,
+    ) -> Machine | None:
+        """Returns the parser of an answer to a chat; None if all of its text is content."""
+        if not tools and self._reasoning is None:
+            return None
+        functions = [tool["function"] for tool in tools]
+        return machine_of(
+            TOOL_FORMATS[self.tool_parser] if tools else None,
+            self._reasoning,
+            schemas={f["name"]: f.get("parameters") for f in functions},
+            one_call_only=one_call_only,
+            begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
+        )
+
+    def _begins_in_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
+        if self._reasoning is None:
+            return False
+        tail = prompt_token_ids[-_TAIL_TOKENS:]
+        text = self._tokenizer.decode(tail, skip_special_tokens=False)
+        return text.rstrip().endswith(self._reasoning.opens)
+
+
+def machine_of(
+    tools: ToolFormat | None,
+    reasoning: ReasoningTags | None,
+    *,
+    schemas: Mapping[str, Any],
+    one_call_only: bool = False,
+    begins_in_reasoning: bool = False,
+) -> Machine:
+    """Returns the machine of one answer. `schemas` are of the functions' parameters, by name."""
+    tool_format = tools or _PLAIN
+    states, start = dict(tool_format.states), tool_format.start
+    if reasoning is not None:
+        states["reasoning"] = State(Text.REASONING, {reasoning.closes: start})
+        states["begin"] = State(Text.BETWEEN, {reasoning.opens: "reasoning"}, otherwise=start)
+        start = "reasoning" if begins_in_reasoning else "begin"
+    rules = Rules(
+        make_id=tool_format.make_id,
+        name_of=tool_format.name_of,
+        schemas=schemas,
+        known_names_only=tool_format.known_names_only,
+        one_call_only=one_call_only,
+        trims_lines=tool_format.trims_lines,
+    )
+    return Machine(states, start, rules)

@@ -1,0 +1,100 @@
+"""Builds the JSON of a call's arguments from parameters that a model writes as tags.
+
+The tags have no types, so the function's schema tells a string from other values. A string goes out
+while it is written; any other value once it is whole.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.router.parsers.json_text import escaped, loaded
+
+_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
+_TYPE_NAMES: dict[type, tuple[str, ...]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    dict: ("object",),
+    list: ("array",),
+    type(None): ("null",),
+}
+
+
+class PairArguments:
+    """The arguments of one call: `begin_value`, `push` and `end_value` for each, then `end`."""
+
+    def __init__(self, schema: Mapping[str, Any] | None, *, trims_lines: bool) -> None:
+        """`trims_lines`: a line break at both ends of a value is not part of it."""
+        properties = (schema or {}).get("properties")
+        self._properties = properties if isinstance(properties, dict) else {}
+        self._trims_lines = trims_lines
+        self._is_first = True
+        self._is_at_start = True
+        self._types: set[str] = set()
+        self._held = ""
+
+    def begin_value(self, key: str) -> str:
+        self._types = _types(self._properties.get(key))
+        self._is_at_start, self._held = True, ""
+        before, self._is_first = "{" if self._is_first else ", ", False
+        quote = '"' if self._is_string else ""
+        return f'{before}"{escaped(key)}": {quote}'
+
+    def push(self, text: str) -> str:
+        if not text:
+            return ""
+        if self._is_at_start and self._trims_lines and text.startswith("\n"):
+            text = text[1:]
+        self._is_at_start = False
+        self._held += text
+        if not self._is_string:
+            return ""
+        num_kept = 1 if self._trims_lines and self._held.endswith("\n") else 0
+        end = len(self._held) - num_kept
+        now, self._held = self._held[:end], self._held[end:]
+        return escaped(now)
+
+    def end_value(self) -> str:
+        if self._trims_lines:
+            self._held = self._held.removesuffix("\n")
+        held, self._held = self._held, ""
+        if self._is_string:
+            return escaped(held) + '"'
+        text = held.strip()
+        text = _PYTHON_LITERALS.get(text, text)
+        value = loaded(text)
+        is_json = value is not None or text == "null"
+        names = _TYPE_NAMES.get(type(value), ("string",))
+        if is_json and (not self._types or self._types.intersection(names)):
+            return text
+        return f'"{escaped(held)}"'
+
+    def cut(self) -> str:
+        """Returns what is held of a value that the text's end cut."""
+        held, self._held = self._held, ""
+        return escaped(held) if self._is_string else held
+
+    def end(self) -> str:
+        return "{}" if self._is_first else "}"
+
+    @property
+    def _is_string(self) -> bool:
+        return self._types == {"string"}
+
+
+def _types(schema: Any) -> set[str]:
+    """Returns the names of a schema's types; empty if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    told = schema.get("type")
+    found = {t for t in (told if isinstance(told, list) else [told]) if isinstance(t, str)}
+    for alternative in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
+        found |= _types(alternative)
+    values = _list(schema.get("enum"))
+    if not found and values and all(isinstance(v, str) for v in values):
+        found = {"string"}
+    return found
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

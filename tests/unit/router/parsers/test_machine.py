@@ -1,0 +1,384 @@
+"""Golden texts of each format, and the same parts however the text is cut."""
+
+# DeepSeek's tokens have full-width bars.
+# ruff: noqa: RUF001
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
+from tandem.router.parsers.machine import Machine, Parts
+from tandem.router.parsers.model_format import machine_of
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "metric": {"type": "boolean"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+}
+SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "properties": {}}}
+PARIS = ("get_weather", {"city": "Paris", "days": 2})
+ROME = ("get_weather", {"city": 'R"ome\n</tool_call>', "days": 3})
+NOW = ("now", {})
+
+
+class Said(NamedTuple):
+    """Everything that a client is told, with arguments as text."""
+
+    reasoning: str
+    content: str
+    calls: list[tuple[str, str]]
+
+
+def make(
+    tools: str, reasoning: str = "none", *, opened: bool = False, one: bool = False
+) -> Machine:
+    return machine_of(
+        TOOL_FORMATS[tools] if tools else None,
+        REASONING_TAGS[reasoning],
+        schemas=SCHEMAS,
+        one_call_only=one,
+        begins_in_reasoning=opened,
+    )
+
+
+def join(parts: list[Parts]) -> Said:
+    calls: dict[int, list[str]] = {}
+    for part in parts:
+        for delta in part.calls:
+            if delta.index not in calls:
+                assert delta.name, "the name comes with the first delta"
+                assert delta.id, "the id comes with the first delta"
+                assert delta.index == len(calls)
+                calls[delta.index] = [delta.name, ""]
+            else:
+                assert not delta.name, "the name comes once"
+            calls[delta.index][1] += delta.arguments
+    return Said(
+        "".join(p.reasoning for p in parts),
+        "".join(p.content for p in parts),
+        [(name, arguments) for name, arguments in calls.values()],
+    )
+
+
+def whole(machine: Machine, text: str) -> Said:
+    return join([machine.push(text), machine.finish()])
+
+
+def cut(machine: Machine, text: str, places: list[int]) -> Said:
+    ends = sorted({min(p, len(text)) for p in places} | {len(text)})
+    pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    return join([*(machine.push(p) for p in pieces), machine.finish()])
+
+
+def values(said: Said) -> list[tuple[str, Any]]:
+    return [(name, json.loads(arguments)) for name, arguments in said.calls]
+
+
+def as_json(call: tuple[str, Any], key: str = "arguments") -> str:
+    return json.dumps({"name": call[0], key: call[1]}, ensure_ascii=False)
+
+
+def hermes(*calls: tuple[str, Any]) -> str:
+    return "\n".join(f"<tool_call>\n{as_json(c)}\n</tool_call>" for c in calls)
+
+
+def qwen3_coder(*calls: tuple[str, Any]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return f"<parameter={key}>\n{text}\n</parameter>\n"
+
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(parameter(k, v) for k, v in arguments.items())
+        + "</function>\n</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def llama3(*calls: tuple[str, Any]) -> str:
+    return "; ".join(as_json(c, "parameters") for c in calls)
+
+
+def python_tag(*calls: tuple[str, Any]) -> str:
+    return "<|python_tag|>" + llama3(*calls)
+
+
+def mistral_list(*calls: tuple[str, Any]) -> str:
+    return f"[TOOL_CALLS] [{', '.join(map(as_json, calls))}]"
+
+
+def mistral_names(*calls: tuple[str, Any]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(a)}" for name, a in calls)
+
+
+def mistral_ids(*calls: tuple[str, Any]) -> str:
+    return "".join(f"[TOOL_CALLS]{n}[CALL_ID]a1b2c3d4e[ARGS]{json.dumps(a)}" for n, a in calls)
+
+
+def deepseek_v3(*calls: tuple[str, Any]) -> str:
+    return (
+        "<｜tool▁calls▁begin｜>"
+        + "\n".join(
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}"
+            "\n```<｜tool▁call▁end｜>"
+            for name, arguments in calls
+        )
+        + "<｜tool▁calls▁end｜>"
+    )
+
+
+def deepseek_v31(*calls: tuple[str, Any]) -> str:
+    return (
+        "<｜tool▁calls▁begin｜>"
+        + "".join(
+            f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
+            for name, arguments in calls
+        )
+        + "<｜tool▁calls▁end｜>"
+    )
+
+
+def glm45(*calls: tuple[str, Any]) -> str:
+    def pair(key: str, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n"
+
+    return "\n".join(
+        f"<tool_call>{name}\n{''.join(pair(k, v) for k, v in arguments.items())}</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def kimi_k2(*calls: tuple[str, Any]) -> str:
+    return (
+        "<|tool_calls_section_begin|>"
+        + "".join(
+            f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>"
+            f"{json.dumps(arguments)}<|tool_call_end|>"
+            for index, (name, arguments) in enumerate(calls)
+        )
+        + "<|tool_calls_section_end|>"
+    )
+
+
+def phi4_mini(*calls: tuple[str, Any]) -> str:
+    return f"<|tool_call|>[{', '.join(map(as_json, calls))}]<|/tool_call|>"
+
+
+def functools(*calls: tuple[str, Any]) -> str:
+    return f"functools[{', '.join(map(as_json, calls))}]"
+
+
+def granite(*calls: tuple[str, Any]) -> str:
+    return f"<|tool_call|>[{', '.join(map(as_json, calls))}]"
+
+
+def bare_list(*calls: tuple[str, Any]) -> str:
+    return json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
+
+
+# writer: parser, whether content may stand before the calls
+WRITERS = {
+    hermes: ("hermes", True),
+    qwen3_coder: ("qwen3_coder", True),
+    llama3: ("llama3", False),
+    python_tag: ("llama3", True),
+    mistral_list: ("mistral", True),
+    mistral_names: ("mistral", True),
+    mistral_ids: ("mistral", True),
+    deepseek_v3: ("deepseek_v3", True),
+    deepseek_v31: ("deepseek_v31", True),
+    glm45: ("glm45", True),
+    kimi_k2: ("kimi_k2", True),
+    phi4_mini: ("phi4_mini", True),
+    functools: ("phi4_mini", True),
+    granite: ("granite", True),
+    bare_list: ("json", False),
+}
+NAMES = {writer.__name__: writer for writer in WRITERS}
+TAGS_INSIDE = {qwen3_coder, glm45}
+
+
+def test_every_format_has_a_golden_text() -> None:
+    assert {parser for parser, _ in WRITERS.values()} == set(TOOL_FORMATS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_come_out_whole_and_at_every_cut(name: str) -> None:
+    writer = NAMES[name]
+    parser, has_content = WRITERS[writer]
+    tricky = PARIS if writer in TAGS_INSIDE else ROME
+    for calls in ([PARIS], [PARIS, tricky], [NOW], [NOW, PARIS, NOW]):
+        before = "Let me look.\n\n" if has_content else ""
+        text = before + writer(*calls)
+        said = whole(make(parser), text)
+        assert values(said) == calls, text
+        assert said.content == before.strip()
+        for place in range(len(text)):
+            assert cut(make(parser), text, [place]) == said, (text[:place], text[place:])
+        assert cut(make(parser), text, list(range(len(text)))) == said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_call_only_ends_with_the_first(name: str) -> None:
+    parser, _ = WRITERS[NAMES[name]]
+    machine = make(parser, one=True)
+    said = whole(machine, NAMES[name](PARIS, NOW))
+    assert (values(said), said.content, machine.is_done) == ([PARIS], "", True)
+
+
+WORDS = (
+    "a", "Hi ", "\n", "{", "}", "[", "]", '"', "\\", ":", ",", ";", ">", "<", "\n```", "```json\n",
+    '{"name": "get_weather", "arguments": {"city": "x"', '{"name": "now"}', '"parameters": ', "now",
+    "get_weather", "function", "<think>", "</think>", "[THINK]", "[/THINK]",
+)  # fmt: skip
+
+
+def terminals(parser: str) -> list[str]:
+    return sorted({t for s in TOOL_FORMATS[parser].states.values() for t in s.terminals})
+
+
+@pytest.mark.parametrize("parser", TOOL_FORMATS)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_no_text_is_lost_or_depends_on_where_it_is_cut(parser: str, data: st.DataObject) -> None:
+    reasoning = data.draw(st.sampled_from(sorted(REASONING_TAGS)))
+    opened = reasoning != "none" and data.draw(st.booleans())
+    one = data.draw(st.booleans())
+    good = [w(*calls) for w, (p, _) in WRITERS.items() if p == parser for calls in ([NOW], [PARIS])]
+    pieces = st.one_of(st.sampled_from([*terminals(parser), *WORDS]), st.sampled_from(good))
+    text = "".join(data.draw(st.lists(pieces, max_size=12)))
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    said = whole(make(parser, reasoning, opened=opened, one=one), text)
+    assert cut(make(parser, reasoning, opened=opened, one=one), text, places) == said
+    characters = list(range(len(text)))
+    assert cut(make(parser, reasoning, opened=opened, one=one), text, characters) == said
+    if not one and not said.calls and not said.reasoning and reasoning == "none":
+        assert "".join(said.content.split()) == "".join(text.split())
+
+
+@pytest.mark.parametrize("parser", TOOL_FORMATS)
+def test_no_terminal_begins_another_of_its_state(parser: str) -> None:
+    for state in TOOL_FORMATS[parser].states.values():
+        for one in state.terminals:
+            assert not [t for t in state.terminals if t != one and t.startswith(one)]
+
+
+MALFORMED = [
+    ("hermes", "Hi <tool_call> I would call now"),
+    ("hermes", '<tool_call>{"name": "now"'),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", "<tool_call></tool_call>"),
+    ("qwen3_coder", "<tool_call>\nnow()</tool_call>"),
+    ("qwen3_coder", "<function=get the weather>"),
+    ("llama3", '{"name": "somebody", "parameters": {}}'),
+    ("llama3", '<|python_tag|>brave_search.call(query="x")'),
+    ("mistral", "[TOOL_CALLS] no such thing"),
+    ("mistral", "[TOOL_CALLS]now[ARGS]none"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+    ("glm45", "<tool_call>what a call"),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>"),
+    ("phi4_mini", "functools is a module"),
+    ("granite", "<|tool_call|>[]"),
+    ("json", '{"answer": 42}'),
+    ("json", "[1, 2, 3]"),
+    ("json", '{"name": "get_weather", "arguments": '),
+]
+
+
+@pytest.mark.parametrize(("parser", "text"), MALFORMED)
+def test_what_is_no_call_is_content(parser: str, text: str) -> None:
+    said = whole(make(parser), text)
+    assert said == Said("", text, [])
+
+
+def test_broken_arguments_are_passed_on_as_they_are() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {"a": "say "hi""}}</tool_call> Bye'
+    assert whole(make("hermes"), text) == Said("", "Bye", [("now", '{"a": "say "hi""}}')])
+    cut_off = '<tool_call>{"name": "now", "arguments": {"a": "long'
+    assert whole(make("hermes"), cut_off).calls == [("now", '{"a": "long')]
+
+
+def test_bare_line_breaks_in_strings_become_json() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {"a": "1\n2"}}</tool_call>'
+    assert values(whole(make("hermes"), text)) == [("now", {"a": "1\n2"})]
+
+
+def test_calls_as_other_shapes_of_json() -> None:
+    for text in (
+        '{"arguments": {"city": "Paris", "days": 2}, "name": "get_weather"}',
+        '{"type": "function", "function": {"name": "get_weather", "arguments": '
+        '{"city": "Paris", "days": 2}}}',
+        '{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\", \\"days\\": 2}"}',
+    ):
+        assert values(whole(make("json"), text)) == [PARIS]
+    assert whole(make("json"), '{"name": "now", "arguments": null}').calls == [("now", "{}")]
+
+
+def test_arguments_stream_while_they_are_written() -> None:
+    machine = make("hermes")
+    (call,) = machine.push('<tool_call>{"name": "get_weather", "arguments": {"ci').calls
+    assert (call.name, call.arguments) == ("get_weather", '{"ci')
+    (more,) = machine.push('ty": "P').calls
+    assert (more.index, more.name, more.id, more.arguments) == (0, "", "", 'ty": "P')
+    machine = make("qwen3_coder")
+    assert machine.push("<function=get_weather>\n<parameter=city>\nPa").calls[0].arguments == (
+        '{"city": "Pa'
+    )
+
+
+def test_the_schema_tells_strings_from_other_values() -> None:
+    text = glm45(("get_weather", {"city": "5", "days": 2, "note": "7", "other": [1]}))
+    text = text.replace("</tool_call>", "<arg_key>metric</arg_key><arg_value>True</arg_value>")
+    said = values(whole(make("glm45"), text + "</tool_call>"))
+    wanted = {"city": "5", "days": 2, "note": "7", "other": [1], "metric": True}
+    assert said == [("get_weather", wanted)]
+
+
+def test_kimi_keeps_the_ids_of_the_model() -> None:
+    ids = [c.id for c in make("kimi_k2").push(kimi_k2(NOW, PARIS)).calls]
+    assert ids == ["functions.now:0", "functions.get_weather:1"]
+    (call,) = make("mistral").push(mistral_names(NOW)).calls
+    assert len(call.id) == 9
+    assert call.id.isalnum()
+
+
+@pytest.mark.parametrize(
+    ("tags", "opened", "text"),
+    [
+        ("think", False, "<think>\nHm, 1 < 2.\n</think>\n\nYes."),
+        ("think", True, "\nHm, 1 < 2.\n</think>\n\nYes."),
+        ("mistral", False, "[THINK]Hm, 1 < 2.[/THINK]Yes."),
+        ("granite", False, "Here is my thought process: Hm, 1 < 2. Here is my response: Yes."),
+    ],
+)
+def test_reasoning_stands_apart(tags: str, opened: bool, text: str) -> None:
+    said = whole(make("", tags, opened=opened), text)
+    assert said == Said("Hm, 1 < 2.", "Yes.", [])
+    assert cut(make("", tags, opened=opened), text, list(range(len(text)))) == said
+
+
+def test_reasoning_then_calls() -> None:
+    text = "<think>\nI call <tool_call>.\n</think>\n\n" + hermes(PARIS)
+    said = whole(make("hermes", "think"), text)
+    assert (said.reasoning, said.content, values(said)) == ("I call <tool_call>.", "", [PARIS])
+    said = whole(make("json", "think"), "<think>a</think>\n" + bare_list(PARIS))
+    assert (said.reasoning, said.content, values(said)) == ("a", "", [PARIS])
+
+
+def test_answers_without_reasoning_are_content() -> None:
+    for text in ("Yes.", " \n Yes ", "I <think> so", "<thin", ""):
+        assert whole(make("", "think"), text) == Said("", text, [])
+    assert whole(make("", "think"), "<think>\nno end ") == Said("no end ", "", [])
+    assert whole(make("", "think", opened=True), "a </thin") == Said("a </thin", "", [])
