@@ -34,7 +34,9 @@ class TlsHandshake(asyncio.Protocol):
         **more: Any,
     ) -> None:
         """`protocol` and `more` make the HTTP protocol."""
-        self._make = lambda: protocol(server_state=server_state, **more)
+        self._make: Callable[[], asyncio.Protocol] = lambda: protocol(
+            server_state=server_state, **more
+        )
         self._files = files
         self._deadline_s = deadline_s
         self._others = others
