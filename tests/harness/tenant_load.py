@@ -29,10 +29,10 @@ from tandem.store.client import connect
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying
 
 MINUTE_S = 60.0
-RPM = 60
+RPM = 30
 COMPLETION = 5  # tokens that every request really gets
-PROMPT, LARGE_PROMPT, LARGE_EVERY = 10, 300, 25
-TPM = 900
+PROMPT, LARGE_PROMPT, LARGE_EVERY = 10, 150, 25
+TPM = 450
 # Tenant: the limits of its key, and how many requests a second it asks.
 TENANTS: dict[str, tuple[dict[str, int], float]] = {
     "flood-1": ({"requests_per_minute": RPM}, 5 * RPM / 60),
