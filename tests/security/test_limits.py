@@ -34,9 +34,9 @@ PROMPT = list(range(100, 110))
 AT_ONCE = 8  # requests that one flood keeps open
 
 
-async def create(url: str, tenant: str, role: str = "user", **limits: int) -> str:
+async def create(admin: str, tenant: str, role: str = "user", **limits: int) -> str:
     asked = {"tenant": tenant, "role": role, "limits": limits}
-    made = await call(url, path="/v1/keys", **asked)
+    made = await call(admin, path="/v1/keys", **asked)
     assert made.status_code == 201, made.text
     return str(made.json()["key"])
 
@@ -46,8 +46,9 @@ async def two_routers(routers: Routers, key_of: dict[str, dict[str, int]]) -> tu
     urls = [await routers.start(name) for name in ("r1", "r2")]
     for url in urls:
         await ready(url)
-    keys = {tenant: await create(urls[0], tenant, **limits) for tenant, limits in key_of.items()}
-    spare = await create(urls[0], "spare")  # the last one made: who knows it knows all
+    admin = routers.admin_of(urls[0])
+    keys = {tenant: await create(admin, tenant, **limits) for tenant, limits in key_of.items()}
+    spare = await create(admin, "spare")  # the last one made: who knows it knows all
     await until(partial(is_accepted, urls[1], spare))
     return urls, keys
 
@@ -78,8 +79,9 @@ async def test_limits_have_openais_form(routers: Routers) -> None:
     url = await routers.start("r1")
     await ready(url)
     limits = "--requests-per-minute 3 --tokens-per-minute 200 --max-prompt-tokens 50"
+    admin = routers.admin_of(url)
     done = await tandem(
-        url, "create", "--tenant", "acme", *limits.split(), "--max-completion-tokens", "12"
+        admin, "create", "--tenant", "acme", *limits.split(), "--max-completion-tokens", "12"
     )
     key = done.stdout.strip()
     before = len(routers.worker.submitted)
@@ -112,7 +114,7 @@ async def test_limits_have_openais_form(routers: Routers) -> None:
     assert trailers["tandem-code"] == "rate_limit_exceeded"
     assert 55 <= int(trailers["retry-after"]) <= 61
     assert len(routers.worker.submitted) - before == 3
-    metrics = (await call(url, path="/metrics", method="GET", key=await operator(url))).text
+    metrics = (await call(admin, path="/metrics", method="GET")).text
     for line in (
         'tandem_requests_total{kind="completion",outcome="rate_limit_exceeded"} 2.0',
         'tandem_tenant_limit_refusals_total{limit="requests",tenant="acme"} 2.0',
@@ -125,7 +127,7 @@ async def test_limits_have_openais_form(routers: Routers) -> None:
 
 async def check_update_and_usage(routers: Routers, url: str, key: str) -> None:
     key_id = key.split("-")[1]
-    done = await tandem(url, "update", key_id, "--requests-per-minute", "20")
+    done = await tandem(routers.admin_of(url), "update", key_id, "--requests-per-minute", "20")
     assert "requests_per_minute: 20\ntokens_per_minute: 200" in done.stdout
     # Eight prompts are eight requests: they do not fit, so none of them is counted.
     refused = await call(url, key, prompt=[PROMPT] * 8)
@@ -154,10 +156,6 @@ async def check_update_and_usage(routers: Routers, url: str, key: str) -> None:
         asked = inference_pb2.GetUsageRequest()
         told = await InferenceStub(channel).GetUsage(asked, metadata=metadata)
     assert [(u.tenant, u.requests, u.completion_tokens) for u in told.usage] == [("acme", 5, 5)]
-
-
-async def operator(url: str) -> str:
-    return await create(url, "operators", "operator")
 
 
 async def generate(address: str, key: str) -> tuple[Any, dict[str, str], str]:
