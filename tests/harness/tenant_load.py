@@ -230,8 +230,11 @@ async def _routers(folder: Path) -> AsyncIterator[tuple[EmbeddedRedis, TenantLoa
             for tenant, (limits, _) in TENANTS.items():
                 body = {"tenant": tenant, "limits": limits}
                 # A Redis of a busy machine may be late once.
-                while (made := await http.post(f"{admin}/v1/keys", json=body)).status_code == 503:
-                    await asyncio.sleep(0.5)
+                made = await http.post(f"{admin}/v1/keys", json=body)
+                for _ in range(20):
+                    if made.status_code == 503:
+                        await asyncio.sleep(0.5)
+                        made = await http.post(f"{admin}/v1/keys", json=body)
                 keys[tenant] = made.raise_for_status().json()["key"]
             for url, key in itertools.product(urls, keys.values()):
                 # The second router learns of the keys within a second.
