@@ -27,6 +27,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.peers.servers import close_on_sigterm
 from tandem.cluster.launch.certificates import Authority
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tests.harness.cluster import LocalCluster
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--requests", type=int, default=12, help="of each turn and kind")
     args = parser.parse_args()
+    close_on_sigterm()
     with tempfile.TemporaryDirectory() as name, EmbeddedRedis() as redis:
         folder = Path(name)
         clear, encrypted = make(redis, folder, LocalCluster), make(redis, folder, EncryptedCluster)

@@ -115,6 +115,8 @@ def test_public_ports_with_a_certificate_are_probed_over_https() -> None:
     assert given["tls-key"] == "/etc/tandem/public-tls/tls.key"
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert router[probe]["httpGet"]["scheme"] == "HTTPS"
+    own = {e["name"]: e.get("value", "") for e in router["env"]}
+    assert own["TANDEM_ADMIN_URL"].startswith("https://")
     environment = {e["name"]: e.get("value", "") for e in container(objects, "test")["env"]}
     assert environment["TANDEM_URL"].startswith("https://")
 

@@ -15,7 +15,8 @@ def command(options: LaunchOptions, pool: Pool) -> list[str]:
     """A pool's command, without what an agent fills in."""
     spec = make_spec(options, cluster_id="c", run_folder=Path("/run"), model=Path("m"))
     words = spec.pools[pool].command
-    filled = [{"{core}": "0", "{http_port}": "1", "{grpc_port}": "2"}.get(w, w) for w in words]
+    ports = {f"{{{name}}}": str(number) for number, name in enumerate(spec.pools[pool].ports, 1)}
+    filled = [{"{core}": "0", **ports}.get(w, w) for w in words]
     return ["tandem", filled[2].removeprefix("tandem."), *filled[3:]]
 
 
@@ -61,5 +62,6 @@ def test_a_public_certificate_reaches_the_router_and_the_urls() -> None:
     options = parse(LaunchOptions, "tandem up", ["--tls-cert", "a.crt", "--tls-key", "a.key"])
     assert parse_router(command(options, "router")).tls == options.tls
     assert options.http_url == "https://127.0.0.1:8000"
+    assert options.admin_url.startswith("http://")  # on loopback
     with pytest.raises(ConfigError, match="must be given together"):
         parse(LaunchOptions, "tandem up", ["--tls-cert", "a.crt"])

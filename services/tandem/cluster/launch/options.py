@@ -110,7 +110,9 @@ class LaunchOptions(Options):
 
     @property
     def admin_url(self) -> str:
-        return f"http://{_reachable(self.admin.host)}:{self.admin.port}"
+        # As a router does: on loopback the admin ports speak clear text.
+        scheme = "https" if self.tls.tls_cert and not is_loopback(self.admin.host) else "http"
+        return f"{scheme}://{_reachable(self.admin.host)}:{self.admin.port}"
 
     @property
     def admin_grpc_address(self) -> str:
