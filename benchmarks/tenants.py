@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,7 @@ def started_cluster() -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "tandem.cli", "up", "--prefill", "1", "--decode", "1"]
+    command += ["--die-with-parent", str(os.getpid())]
     command += ["--port", str(port), "--grpc-port", str(free_port()), "--num-blocks", "4000"]
     with tempfile.TemporaryFile() as screen:
         cluster = subprocess.Popen([*command, "--threads", "1"], stdout=screen, stderr=screen)

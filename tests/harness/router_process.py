@@ -27,7 +27,7 @@ MODEL = "smollm2"
 
 @dataclass(frozen=True)
 class RouterProcess:
-    """Where the router is, and what it reads."""
+    """A running router: its process, its ports and the cluster that it reads."""
 
     pid: int
     http_port: int

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.security.fuzz.__main__ import fuzz
+from tests.security.fuzz.run import fuzz
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(170)]
 

@@ -1,4 +1,4 @@
-"""What lies in Redis and cannot be read ends no router, and hides nothing that can be read."""
+"""Records in Redis that cannot be read end no router, and hide none that can be read."""
 
 from __future__ import annotations
 

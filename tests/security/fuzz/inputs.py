@@ -13,7 +13,7 @@ ABSURD_NUMBERS = [0, 1, 127, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 63) - 1, (1 
 
 
 class Target(Protocol):
-    """What is fuzzed. `check` raises for an input that does what none may do."""
+    """A part of Tandem that reads inputs. `check` raises for an input that does harm."""
 
     name: str
     inputs: st.SearchStrategy[Any]

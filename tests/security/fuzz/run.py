@@ -1,6 +1,6 @@
 """Fuzzes a running router and worker, the files of models, and what processes tell each other.
 
-    python -m tests.security.fuzz --inputs 1000000 --seed 1 --state /tmp/fuzz.json
+    python -m tests.security.fuzz.run --inputs 1000000 --seed 1 --state /tmp/fuzz.json
 
 Targets take turns, a batch each, until each has its part of the inputs. The state says how far each
 target is: the same command goes on from there after an end of any kind. At the end it prints the
@@ -31,7 +31,7 @@ from tests.security.fuzz.inputs import Target
 from tests.security.fuzz.router_targets import HttpBodies, RawHttp, RedisRecords, RouterCalls
 from tests.security.fuzz.worker_targets import EngineMessages, WorkerCalls
 
-GROWTH_BYTES_MAX = 64 << 20  # of a process, after its first batch
+GROWTH_BYTES_MAX = 64 << 20  # of a process in one run
 BATCH = 2000
 # Parts of all inputs, as fast as each target is: a model's files take 20 ms.
 PARTS = {
@@ -47,7 +47,7 @@ PARTS = {
 
 
 class Progress(msgspec.Struct):
-    """How far one target is. `start_bytes` is the memory after its first batch."""
+    """The progress of one target. `start_bytes` is the memory before its first input."""
 
     num_inputs: int = 0
     num_batches: int = 0
@@ -89,8 +89,6 @@ def run_batch(target: Target, progress: Progress, base_seed: int, size: int) -> 
     progress.num_batches += 1
     progress.seconds += time.monotonic() - started
     progress.end_bytes = target.rss_bytes()
-    if progress.num_batches <= 1:
-        progress.start_bytes = progress.end_bytes
 
 
 @contextmanager
