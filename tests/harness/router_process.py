@@ -32,6 +32,8 @@ class RouterProcess:
     pid: int
     http_port: int
     grpc_port: int
+    admin_port: int
+    admin_grpc_port: int
     cluster: ClusterConfig
 
 
@@ -52,7 +54,7 @@ async def started_router(folder: Path, *options: str) -> AsyncIterator[RouterPro
             worker.cancelled.clear()
 
         worker.script = answer
-        http_port, grpc_port = free_port(), free_port()
+        ports = [free_port() for _ in range(4)]
         environment = {
             **os.environ,
             "TANDEM_CLUSTER_ID": cluster.cluster_id,
@@ -60,14 +62,17 @@ async def started_router(folder: Path, *options: str) -> AsyncIterator[RouterPro
             "TANDEM_CLUSTER_TOKEN": cluster.token,
         }
         command = [sys.executable, "-m", "tandem.router", "--model", MODEL]
-        command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port), *options]
+        names = ("--http-port", "--grpc-port", "--admin-port", "--admin-grpc-port")
+        for name, port in zip(names, ports, strict=True):
+            command += [name, str(port)]
+        command += options
         with (folder / "router.log").open("wb") as log:
             router = await asyncio.create_subprocess_exec(
                 *command, env=environment, stdout=log, stderr=log
             )
         try:
-            await _until_ready(http_port)
-            yield RouterProcess(router.pid, http_port, grpc_port, cluster)
+            await _until_ready(ports[0])
+            yield RouterProcess(router.pid, *ports, cluster)
         finally:
             if router.returncode is None:
                 router.terminate()

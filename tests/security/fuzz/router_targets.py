@@ -134,18 +134,20 @@ _PARSED_BY_GRPC = "/grpc.reflection"
 
 
 class RouterCalls(_OfRouter):
-    """Bytes as the message of each call of the public port."""
+    """Bytes as the message of each call of the public port and of the operators' one."""
 
     def __init__(self, router: RouterProcess) -> None:
         wholes = [m.SerializeToString() for m in _CALLS.values() if m is not None]
         calls = st.tuples(st.sampled_from(list(_CALLS)), changed(wholes))
         super().__init__(router, "grpc-router", calls)
-        self._channel = grpc.insecure_channel(f"127.0.0.1:{router.grpc_port}")
+        ports = router.grpc_port, router.admin_grpc_port
+        self._channels = [grpc.insecure_channel(f"127.0.0.1:{port}") for port in ports]
 
     def check(self, value: tuple[str, bytes]) -> None:
         method, body = value
+        channel = self._channels[method.startswith(_CLUSTER)]
         try:
-            for _ in self._channel.stream_stream(method)(iter([body]), timeout=DEADLINE_S):
+            for _ in channel.stream_stream(method)(iter([body]), timeout=DEADLINE_S):
                 pass
         except grpc.RpcError as error:
             code, details = error.code().name, error.details()
@@ -218,13 +220,13 @@ class RedisRecords(_OfRouter):
 
     def _ask(self) -> None:
         """Asks what uses the records, while they are there; then removes them."""
-        with httpx.Client(
-            base_url=f"http://127.0.0.1:{self.router.http_port}", timeout=DEADLINE_S
-        ) as client:
-            for path in ("/v1/cluster", "/ready", "/metrics"):
-                answer = client.get(path)
-                assert answer.status_code < 500, (path, answer.text)
-            answer = client.post("/v1/completions", json=COMPLETION)
+        public = f"http://127.0.0.1:{self.router.http_port}"
+        admin = f"http://127.0.0.1:{self.router.admin_port}"
+        with httpx.Client(timeout=DEADLINE_S) as client:
+            for url in (f"{admin}/v1/cluster", f"{admin}/metrics", f"{public}/ready"):
+                answer = client.get(url)
+                assert answer.status_code == 200, (url, answer.text)
+            answer = client.post(f"{public}/v1/completions", json=COMPLETION)
             assert answer.status_code < 500, answer.text
         cluster = self.router.cluster.cluster_id
         self._redis.delete(f"{{tandem:{cluster}:0}}:prefix", f"{{tandem:{cluster}}}:keys")
