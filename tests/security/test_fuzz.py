@@ -10,7 +10,7 @@ from tests.security.fuzz.run import fuzz
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(170)]
 
-NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", "4000"))
+NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", "1000"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 # A worker takes 5 s to start, and its calls wait; model files have a test of their own.
 NAMES = ("engine-messages", "http-bytes", "http-bodies", "grpc-router", "redis-records")
