@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -52,8 +53,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     rng = np.random.default_rng(0)
-    with started_cluster() as url, httpx.Client(base_url=url, timeout=120) as client:
-        keys = {tenant: create_key(url, tenant) for tenant in ("tenant-a", "tenant-b")}
+    with started_cluster() as (url, admin), httpx.Client(base_url=url, timeout=120) as client:
+        keys = {tenant: create_key(admin, tenant) for tenant in ("tenant-a", "tenant-b")}
         rounds = arguments.pairs + arguments.warm_up
         samples = [
             measure_pair(client, keys, rng, number, arguments.tokens)
@@ -65,11 +66,13 @@ def main() -> None:
 
 
 @contextmanager
-def started_cluster() -> Iterator[str]:
-    """Runs `tandem up`; yields the router's URL once it is ready."""
-    port = free_port()
+def started_cluster() -> Iterator[tuple[str, str]]:
+    """Runs `tandem up`; yields the router's public and admin URLs once it is ready."""
+    port, admin = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "tandem.cli", "up", "--prefill", "1", "--decode", "1"]
+    command += ["--admin-port", str(admin), "--admin-grpc-port", str(free_port())]
+    command += ["--die-with-parent", str(os.getpid())]
     command += ["--port", str(port), "--grpc-port", str(free_port()), "--num-blocks", "4000"]
     with tempfile.TemporaryFile() as screen:
         cluster = subprocess.Popen([*command, "--threads", "1"], stdout=screen, stderr=screen)
@@ -85,7 +88,7 @@ def started_cluster() -> Iterator[str]:
 
         try:
             wait_for(ready, deadline_s=START_DEADLINE_S, what="readiness of the cluster")
-            yield url
+            yield url, f"http://127.0.0.1:{admin}"
         finally:
             cluster.terminate()
             cluster.wait(60)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import selectors
 import socket
 import subprocess
@@ -29,7 +30,7 @@ _SETTINGS = bytes.fromhex("000000040000000000")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a slow client sends at once, and then byte by byte."""
+    """A kind of slow client: it sends `begin` at once, and then `drip` again and again."""
 
     begin: bytes = b""
     drip: bytes = b""
@@ -78,9 +79,9 @@ class SlowClients:
                     reopened_at = now
                     self._connect(min(count, self.number - len(self._open)))
             self._take_answers(0.05)
-            if self.kind.drip and now - dripped_at >= DRIP_S:
+            if self.kind.drip:
+                self._drip((now - dripped_at) / DRIP_S)
                 dripped_at = now
-                self._send(list(self._open), self.kind.drip)
 
     def _connect(self, count: int) -> None:
         made = []
@@ -97,6 +98,13 @@ class SlowClients:
             self._selector.register(sock, selectors.EVENT_READ)
             made.append(sock)
         self._send(made, self.kind.begin)
+
+    def _drip(self, part: float) -> None:
+        """Sends a byte on this part of the connections, those that waited longest."""
+        due = list(itertools.islice(self._open, int(min(1.0, part) * len(self._open)) + 1))
+        for sock in due:
+            self._open[sock] = self._open.pop(sock)
+        self._send(due, self.kind.drip)
 
     def _send(self, socks: list[socket.socket], data: bytes) -> None:
         for sock in socks:

@@ -104,7 +104,7 @@ class TreeInspector:
             num_entries, num_swept = num_entries + entries, num_swept + swept
             num_bytes += size
             for i in range(4, len(reply), 3):
-                workers[reply[i].decode()] = TreeWorker(reply[i + 1], reply[i + 2])
+                workers[reply[i].decode(errors="replace")] = TreeWorker(reply[i + 1], reply[i + 2])
             shard += 1
         return TreeStats(num_entries, num_swept, num_bytes, workers)
 

@@ -102,7 +102,9 @@ class RedisIndex:
             replies = await self._match.on_each(self._redis, self._keys(), chain)
         self._learn(replies[-1][0])
         return {
-            reply[i].decode(): reply[i + 1] for reply in replies for i in range(1, len(reply), 2)
+            reply[i].decode(errors="replace"): reply[i + 1]
+            for reply in replies
+            for i in range(1, len(reply), 2)
         }
 
     async def forget(self, worker_id: str) -> None:

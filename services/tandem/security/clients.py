@@ -19,7 +19,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Clients:
-    """What a router knows of its clients' addresses. `requests_max` is by address."""
+    """The addresses of a router's clients. `requests_max` is the bound of each."""
 
     def __init__(self, trusted_proxies: Iterable[str] = (), *, requests_max: int = 1 << 30) -> None:
         self._proxies = [ipaddress.ip_network(proxy) for proxy in trusted_proxies]

@@ -30,7 +30,7 @@ from tandem.security.key_ring import KeyRing
 from tandem.security.key_store import KeyStore
 from tandem.security.keys import KeyRecord, NewKey, Role
 from tandem.security.limits import NO_LIMITS, Limits, changed
-from tandem.store.client import UNREACHABLE, Client
+from tandem.store.client import UNREACHABLE, UNREADABLE, Client
 from tandem.store.router_registry import RouterRegistry
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class KeyService:
             raise Unauthenticated("the signature is not of a router of this cluster")
         try:
             records = msgspec.json.decode(body, type=list[KeyRecord])
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise KeysUnknown(f"the records are of another version of Tandem: {error}") from None
         self.ring.merge(records, now=time.time())
 
@@ -228,7 +228,7 @@ class KeyService:
             if changed_at == self._file_time:
                 return
             records = msgspec.json.decode(self._file.read_bytes(), type=list[KeyRecord])
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *UNREADABLE) as error:
             if self._file_time:  # it was good before: a Secret that is being replaced
                 log.warning("the file of API keys cannot be read, known keys stay: %s", error)
                 return

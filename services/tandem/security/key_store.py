@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from tandem.security.keys import KeyRecord
-from tandem.store.client import Client
+from tandem.store.client import UNREADABLE, Client
 from tandem.store.script import Script
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,6 @@ class KeyStore:
 def _decode(value: bytes | str) -> KeyRecord | None:
     try:
         return msgspec.json.decode(value, type=KeyRecord)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         log.warning("an API key's record in Redis cannot be read: %s", error)
         return None

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any, TypeAlias
 
+import msgspec
 from redis import Redis as SyncRedis
 from redis import RedisCluster as SyncRedisCluster
 from redis import Sentinel as SyncSentinel
@@ -31,6 +32,8 @@ SyncClient: TypeAlias = SyncRedis | SyncRedisCluster
 
 # What a call raises when Redis is lost, slow or refuses it; a Cluster's error is no RedisError.
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
+# What reading a value of Redis raises if it is none of ours. msgspec passes bad UTF-8 on as it is.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0

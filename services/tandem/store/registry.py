@@ -30,7 +30,7 @@ from tandem.block_hash import chain_root
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import Incompatible
 from tandem.perf_model.rates import PairRate, WorkerRates
-from tandem.store.client import Client
+from tandem.store.client import UNREADABLE, Client
 from tandem.store.script import Script
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class Registry:
         is left out and logged once.
         """
         members = await self._redis.smembers(self._workers_key)
-        worker_ids = sorted(_bytes(member).decode() for member in members)
+        worker_ids = sorted(_bytes(member).decode(errors="replace") for member in members)
         self._left_out.intersection_update(worker_ids)
         if not worker_ids:
             return []
@@ -249,7 +249,7 @@ class Registry:
     def _decode(self, worker_id: str, value: bytes) -> WorkerRecord | None:
         try:
             return msgspec.msgpack.decode(value, type=WorkerRecord)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             self._leave_out(worker_id, [f"record cannot be read by this version: {error}"])
             return None
 
@@ -284,7 +284,7 @@ def _shared(compatibility: KvCompatibility) -> bytes:
 def _differences(mine: KvCompatibility, cluster: bytes) -> list[str]:
     try:
         return mine.differences(msgspec.msgpack.decode(cluster, type=KvCompatibility))
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         return [
             f"version of Tandem is not the cluster's, whose KV compatibility has other fields: "
             f"{error}"

@@ -42,7 +42,7 @@ class RouterRegistry:
     async def announce(self, router_id: str, url: str) -> dict[str, str]:
         """Writes this router's entry. Returns the URLs of all routers, by id."""
         told = await self._announce(self._redis, [self._key], router_id, url, KEPT_MS)
-        words = [word.decode() for word in told]
+        words = [word.decode(errors="replace") for word in told]
         return dict(zip(words[::2], words[1::2], strict=True))
 
     async def remove(self, router_id: str) -> None:

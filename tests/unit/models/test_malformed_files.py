@@ -134,8 +134,10 @@ def whole_folder(whole_gguf: bytes, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def fuzz_gguf(whole: bytes, tmp_path: Path, num_files: int) -> int:
-    chance = random.Random(SEED)
+def fuzz_gguf(
+    whole: bytes, tmp_path: Path, num_files: int, chance: random.Random | None = None
+) -> int:
+    chance = chance or random.Random(SEED)
     num_refused = 0
     for number in range(num_files):
         file = tmp_path / f"broken-{number}.gguf"
@@ -146,8 +148,10 @@ def fuzz_gguf(whole: bytes, tmp_path: Path, num_files: int) -> int:
     return num_refused
 
 
-def fuzz_folder(whole: Path, tmp_path: Path, num_files: int) -> int:
-    chance = random.Random(SEED)
+def fuzz_folder(
+    whole: Path, tmp_path: Path, num_files: int, chance: random.Random | None = None
+) -> int:
+    chance = chance or random.Random(SEED)
     names = [file.name for file in sorted(whole.iterdir())]
     num_refused = 0
     for number in range(num_files):

@@ -1,4 +1,4 @@
-"""Whose request it is, behind proxies and without, and how many of one client are unanswered."""
+"""Clients are told apart by address, behind proxies too, and their requests are counted."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tandem.router.scaling.pool_observation import likely_decode, see_pool
 from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.security.audit_trail import AuditTrail, Caller
-from tandem.store.client import UNREACHABLE
+from tandem.store.client import UNREACHABLE, UNREADABLE
 from tandem.store.script import Script
 
 log = logging.getLogger(__name__)
@@ -125,14 +125,14 @@ class AutoscaleLoop:
             assert isinstance(value, bytes)
             try:
                 told_at, holds, demand = msgspec.msgpack.decode(value, type=_Told)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 log.warning("a router's demand cannot be read, and is left out: %s", error)
                 await redis.hdel(self._demand_key, field)
                 continue
             if now - told_at > _GONE_AFTER_S:
                 await redis.hdel(self._demand_key, field)
                 continue
-            name = field.decode() if isinstance(field, bytes) else field
+            name = field.decode(errors="replace") if isinstance(field, bytes) else field
             num_held += holds if now - told_at < 3 * self._config.autoscale.interval_s else 0
             seen[name] = demand
             if not is_first:  # else it cannot be told when they counted it

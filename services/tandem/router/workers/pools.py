@@ -14,7 +14,7 @@ import msgspec
 
 from tandem.errors import NoWorkers
 from tandem.pool_sizes import POOLS
-from tandem.store.client import UNREACHABLE, Client
+from tandem.store.client import UNREACHABLE, UNREADABLE, Client
 from tandem.store.registry import WorkerRecord
 
 # Nobody takes them while there is no controller.
@@ -75,5 +75,5 @@ def told_pools(pools_json: bytes | None) -> dict[str, dict[str, Any]]:
         return {}
     try:
         return msgspec.json.decode(pools_json, type=dict[str, dict[str, Any]])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return {}

@@ -1,0 +1,92 @@
+"""A router as a process of its own, on a scripted worker in this one that answers at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.config.cluster import ClusterConfig
+from tandem.models.source import resolve
+from tandem.rpc.tandem.v1 import worker_pb2
+from tandem.store.client import connect
+from tests.harness.cluster import START_DEADLINE_S, free_port
+from tests.harness.scripted_worker import Say, ScriptedWorker, saying
+
+MODEL = "smollm2"
+
+
+@dataclass(frozen=True)
+class RouterProcess:
+    """A running router: its process, its ports and the cluster that it reads."""
+
+    pid: int
+    http_port: int
+    grpc_port: int
+    admin_port: int
+    admin_grpc_port: int
+    cluster: ClusterConfig
+
+
+@asynccontextmanager
+async def started_router(folder: Path, *options: str) -> AsyncIterator[RouterProcess]:
+    """Starts Redis, a worker and the router, whose log is in the folder; it is ready inside."""
+    with EmbeddedRedis() as server:
+        cluster = ClusterConfig(f"alone-{uuid.uuid4().hex[:8]}", server.url, "a-token-for-tests")
+        redis = connect(server.url)
+        fingerprint = resolve(MODEL).fingerprint
+        worker = await ScriptedWorker(redis, cluster, fingerprint=fingerprint).start()
+        numbers = itertools.count(1)
+
+        async def answer(submit: worker_pb2.SubmitSequence, say: Say) -> None:
+            await saying([1000] * submit.input.max_tokens)(submit, say)
+            worker.tell_load(next(numbers))  # else the router believes that all are still there
+            worker.submitted.clear()
+            worker.cancelled.clear()
+
+        worker.script = answer
+        ports = [free_port() for _ in range(4)]
+        environment = {
+            **os.environ,
+            "TANDEM_CLUSTER_ID": cluster.cluster_id,
+            "TANDEM_REDIS_URL": server.url,
+            "TANDEM_CLUSTER_TOKEN": cluster.token,
+        }
+        command = [sys.executable, "-m", "tandem.router", "--model", MODEL]
+        names = ("--http-port", "--grpc-port", "--admin-port", "--admin-grpc-port")
+        for name, port in zip(names, ports, strict=True):
+            command += [name, str(port)]
+        command += options
+        with (folder / "router.log").open("wb") as log:
+            router = await asyncio.create_subprocess_exec(
+                *command, env=environment, stdout=log, stderr=log
+            )
+        try:
+            await _until_ready(ports[0])
+            yield RouterProcess(router.pid, *ports, cluster)
+        finally:
+            if router.returncode is None:
+                router.terminate()
+            await router.wait()
+            await worker.stop()
+            await redis.aclose()
+
+
+async def _until_ready(port: int) -> None:
+    async with asyncio.timeout(START_DEADLINE_S), httpx.AsyncClient(timeout=5) as http:
+        while True:
+            try:
+                if (await http.get(f"http://127.0.0.1:{port}/ready")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.1)
