@@ -85,7 +85,8 @@ def test_arguments_are_json_however_the_template_writes_them(arguments):
 
 def test_the_variables_of_a_template():
     source = (
-        "{% if not tools is defined %}{% set tools = none %}{% endif %}{% set ns = namespace(a=1) %}"
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+        "{% set ns = namespace(a=1) %}"
         "{{ ns.a }}{{ bos_token }}{% if thinking is defined %}{{ raise_exception('x') }}{% endif %}"
         "{{ messages }}{% if add_generation_prompt %}{% endif %}"
     )
