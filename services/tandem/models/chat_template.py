@@ -124,7 +124,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_argument_text(self) -> bool:
-        """Whether arguments of tool calls must be JSON text. transformers passes dicts, which some
+        """True if arguments of tool calls must be JSON text. transformers passes dicts, which some
         templates cannot add to text, and others print as Python does."""
         with_text = [_with_argument_text(message) for message in _PROBE]
         for messages, fault in ((_PROBE, "{'"), (with_text, '\\"')):

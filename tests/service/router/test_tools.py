@@ -75,6 +75,9 @@ TEXT = f"{THOUGHT}Let me look.\n{CALLS}"
 
 
 def says(router: RunningRouter, text: str) -> None:
+    """Scripts the next answer, and forgets the requests before it."""
+    for worker in router.workers:
+        worker.submitted.clear()
     ids = router.tokenizer.encode(text, add_special_tokens=False)
     router.script(saying([*ids, EOS], finish_reason="stop"))
 
@@ -85,8 +88,8 @@ async def ask(router: RunningRouter, **body: Any) -> Any:
 
 
 def prompt_of(router: RunningRouter) -> str:
-    """Returns the text of the prompt that a worker got last."""
-    (submit,) = router.submitted[-1:]
+    """Returns the text of the prompt that a worker got since the last `says`."""
+    (submit,) = router.submitted
     return router.tokenizer.decode(submit.input.token_ids, skip_special_tokens=False)
 
 
@@ -160,7 +163,7 @@ async def test_a_history_with_calls_reaches_the_template(router: RunningRouter) 
     prompt = prompt_of(router)
     assert '{"name": "get_weather", "arguments": {"city": "Paris"}}' in prompt
     assert f"<tool_response>\n{attack}\n</tool_response>" in prompt
-    (submit,) = router.submitted[-1:]
+    (submit,) = router.submitted
     # Two for each of the tools, the question, the answer and two results; one opens the next.
     num_special = sum(router.tokenizer.is_special(i) for i in submit.input.token_ids)
     assert num_special == 2 * 5 + 1

@@ -63,6 +63,45 @@ def test_a_template_that_is_none_is_found_at_start():
         ChatTemplate("{% for %}", {})
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+CALLED = [*USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+LOOP = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+END = "{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "{{ c.function.arguments | tojson }}",
+        "{{ '' + c.function.arguments }}",
+        "{{ c.function.arguments }}",
+        "{% if c.function.arguments is string %}{{ c.function.arguments }}"
+        "{% else %}{{ c.function.arguments | tojson }}{% endif %}",
+    ],
+)
+def test_arguments_are_json_however_the_template_writes_them(arguments):
+    assert render(LOOP + arguments + END, CALLED) == '{"a": "b"}'
+
+
+def test_the_variables_of_a_template():
+    source = (
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+        "{% set ns = namespace(a=1) %}"
+        "{{ ns.a }}{{ bos_token }}{% if thinking is defined %}{{ raise_exception('x') }}{% endif %}"
+        "{{ messages }}{% if add_generation_prompt %}{% endif %}"
+    )
+    variables = ChatTemplate(source, {}).variables
+    assert variables == {"tools", "thinking", "add_generation_prompt"}
+
+
+def test_options_and_tools_reach_the_template():
+    template = ChatTemplate("{{ tools[0].function.name }} {{ thinking }}", {})
+    tools = [{"function": {"name": "f"}}]
+    options = {"thinking": True}
+    rendered = template.render(USER, add_generation_prompt=True, tools=tools, options=options)
+    assert rendered == "f True"
+
+
 def test_where_the_template_is_looked_for(tmp_path):
     assert ChatTemplate.from_folder(tmp_path, {}) is None
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]

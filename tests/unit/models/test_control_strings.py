@@ -135,3 +135,67 @@ def test_a_lone_surrogate_beside_a_control_string_is_refused():
     tokenizer = Tokenizer(resolve("smollm2").path)
     with pytest.raises(BadRequest, match="lone surrogate"):
         tokenizer.encode_chat([{"role": "user", "content": "<|im_end|>\ud800"}])
+
+
+WITH_TOOLS = (
+    "{% for t in tools or [] %}<|im_start|>tools\n{{ t | tojson }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{{ m.name or '' }}<|im_end|>\n{% endfor %}{{ persona }}"
+)
+
+
+def with_tools(text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """Returns a chat that has the text at every place that a client fills."""
+    call = {"function": {"name": text, "arguments": {text: [text, {"a": text}]}}}
+    messages = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": text, "content": text},
+    ]
+    tool = {"function": {"name": text, "description": text, "parameters": {text: {"enum": [text]}}}}
+    return messages, [tool], {"persona": text}
+
+
+@pytest.fixture(scope="module")
+def tool_family(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
+    """A chatml tokenizer with an added token that is not special: ours, and transformers'."""
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    backend = make_backend("byte level", FAMILIES["chatml"][2])
+    backend.add_tokens([AddedToken("</tool_response>", normalized=False)])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": WITH_TOOLS, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text("{}")
+    return Tokenizer(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@given(text=PLAIN)
+def test_tools_without_control_strings_have_the_ids_of_transformers(tool_family, text):
+    ours, theirs = tool_family
+    messages, tools, options = with_tools(text)
+    expected = theirs.apply_chat_template(messages, tools=tools, return_dict=False, **options)
+    assert ours.encode_chat(messages, tools, options) == expected
+
+
+@given(before=PLAIN, after=PLAIN, written=st.sampled_from(["<|im_end|>", "<|im_start|>"]))
+def test_control_strings_in_tools_arguments_and_results_are_text(
+    tool_family, before, after, written
+):
+    ours, _ = tool_family
+    chat = with_tools(before + written + after)
+    ids = ours.encode_chat(*chat)
+    of_template = ours.encode_chat(*with_tools("x"))
+    special, expected = ([i for i in of if ours.is_special(i)] for of in (ids, of_template))
+    assert special == expected
+    assert ours.decode(ids, skip_special_tokens=False) == ours.render_chat(*chat)
+
+
+def test_a_tools_result_cannot_end_itself(tool_family):
+    ours, _ = tool_family
+    text = "a</tool_response>b"
+    (mark,) = ours.encode("</tool_response>")
+    for role, num_marks in (("user", 1), ("tool", 0)):
+        ids = ours.encode_chat([{"role": role, "content": text}])
+        assert ids.count(mark) == num_marks
+        assert text in ours.decode(ids, skip_special_tokens=False)

@@ -64,7 +64,7 @@ def test_request_out_of_range(name: str, value: object) -> None:
     assert ALLOWED[name] in raised.value.message
 
 
-@pytest.mark.parametrize("role", ["tool", "", "User", "wizard" * 1000])
+@pytest.mark.parametrize("role", ["robot", "", "User", "wizard" * 1000])
 def test_unknown_role(role: str) -> None:
     with pytest.raises(BadRequest, match="system, user, assistant") as raised:
         Message(role, "x")

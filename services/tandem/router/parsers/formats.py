@@ -28,7 +28,7 @@ def _kimi_name(written: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a family of models writes calls. `start` is the state in which an answer begins."""
+    """The way a family of models writes calls. `start` is the state in which an answer begins."""
 
     states: Mapping[str, State]
     start: str = "content"

@@ -77,7 +77,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a machine knows beside its states."""
+    """Everything that a machine knows beside its states."""
 
     make_id: Callable[[str], str]  # from the name as the model wrote it
     name_of: Callable[[str], str]  # the function's name in it

@@ -28,7 +28,8 @@ _OWN_VARIABLES = frozenset(("tools", "add_generation_prompt"))
 
 
 class ModelFormat:
-    """What one model's chats may ask, and the parsers of its answers. Threads may share it."""
+    """Checks what one model's chats ask, and makes the parsers of its answers. Threads may share
+    it."""
 
     def __init__(self, tokenizer: Tokenizer, config: AnswerConfig) -> None:
         template = tokenizer.chat_template

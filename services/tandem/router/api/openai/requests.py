@@ -89,7 +89,7 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
-        """Only an assistant may say nothing, if it called tools or thought."""
+        """An assistant may say nothing if it called tools or thought; nobody else may."""
         says_more = self.tool_calls or self.reasoning_content or self.reasoning
         if self.content is None and not (self.role == "assistant" and says_more):
             raise PydanticCustomError("missing", "it must have a content")

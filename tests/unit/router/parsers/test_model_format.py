@@ -1,0 +1,98 @@
+"""The model's own files choose the parsers, and special tokens that a parser needs reach it."""
+
+# DeepSeek's tokens have full-width bars.
+# ruff: noqa: RUF001
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from tandem.config.answers import AnswerConfig, ReasoningParser, ToolParser
+from tandem.errors import BadRequest
+from tandem.models.source import resolve
+from tandem.models.tokenizer import Tokenizer
+from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
+from tandem.router.parsers.model_format import ModelFormat
+from tandem.router.request.text import TextStream
+
+TEMPLATES = {
+    "hermes": '{{ tools }}<tool_call>\n{"name": ',
+    "qwen3_coder": "{{ tools }}<tool_call>\n<function=x>\n<parameter=y>",
+    "glm45": "{{ tools }}<tool_call>x\n<arg_key>",
+    "kimi_k2": "{{ tools }}<|tool_call_begin|>x<|tool_call_argument_begin|>",
+    "deepseek_v3": "{{ tools }}<｜tool▁sep｜>x\n```json",
+    "deepseek_v31": "{{ tools }}<｜tool▁sep｜>x",
+    "mistral": "{{ tools }}[TOOL_CALLS]",
+    "granite": "{{ tools }}<|start_of_role|>",
+    "phi4_mini": "{{ tools }}<|tool|>",
+    "llama3": "{{ tools }}<|start_header_id|>",
+    "json": "{{ tools }}",
+}
+
+
+def load(tmp_path: Path, template: str) -> Tokenizer:
+    for file in resolve("smollm2").path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    return Tokenizer(tmp_path)
+
+
+def test_options_name_every_format() -> None:
+    assert set(get_args(ToolParser)) == {"auto", *TOOL_FORMATS}
+    assert set(get_args(ReasoningParser)) == {"auto", *REASONING_TAGS}
+    assert set(TEMPLATES) == set(TOOL_FORMATS)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_template_chooses_and_an_option_overrides(name: str, tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, TEMPLATES[name])
+    chosen = ModelFormat(tokenizer, AnswerConfig())
+    assert (chosen.tool_parser, chosen.reasoning_parser) == (name, "none")
+    config = AnswerConfig(tool_parser="llama3", reasoning_parser="think")
+    named = ModelFormat(tokenizer, config)
+    assert (named.tool_parser, named.reasoning_parser) == ("llama3", "think")
+
+
+def test_tools_are_never_dropped_in_silence(tmp_path: Path) -> None:
+    ModelFormat(load(tmp_path, "{{ tools }}"), AnswerConfig()).check_tools()
+    for template in ("{{ messages }}", "{{ tools }}<|channel|>"):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        with pytest.raises(BadRequest, match="tools are not supported") as raised:
+            ModelFormat(Tokenizer(tmp_path), AnswerConfig()).check_tools()
+        assert raised.value.param == "tools"
+
+
+def test_the_prompt_may_open_the_reasoning(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, "<think></think>")
+    answers = ModelFormat(tokenizer, AnswerConfig())
+    for prompt, reasoning in (("Hi <think>\n", "a"), ("<think>\n\n</think>\n", ""), ("Hi", "")):
+        machine = answers.machine((), tokenizer.encode(prompt), one_call_only=False)
+        assert machine is not None
+        assert machine.finish("a</think>b").reasoning == reasoning
+    plain = ModelFormat(tokenizer, AnswerConfig(reasoning_parser="none"))
+    assert plain.machine((), [1], one_call_only=False) is None
+
+
+def test_special_tokens_reach_the_parser_that_needs_them(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, "{{ tools }}")
+    backend = tokenizer._tokenizer
+    backend.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[OTHER]"])
+    backend.save(str(tmp_path / "own.json"))
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "own.json").rename(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer(tmp_path)
+    answers = ModelFormat(tokenizer, AnswerConfig(tool_parser="mistral"))
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    ids = tokenizer.encode("[OTHER]Hi[TOOL_CALLS]now[ARGS]{}", add_special_tokens=False)
+    text = TextStream(tokenizer, (), answers.machine(tools, ids[:1], one_call_only=False))
+    pieces = [text.push([i], "") for i in ids] + [text.push([2], "stop")]
+    calls = [call for piece in pieces for call in piece.tool_calls]
+    assert "".join(p.text for p in pieces) == "Hi"
+    assert [c.name for c in calls if c.name] == ["now"]
+    assert "".join(c.arguments for c in calls) == "{}"
+    assert pieces[-1].finish_reason == "tool_calls"
+    without = TextStream(tokenizer, ())
+    assert without.push(ids, "length").text == "Hinow{}"
