@@ -227,7 +227,7 @@ async def test_each_refused_call_has_one_line_and_one_entry(
     assert [entry["what"] for entry in refusals] == expected[::-1]
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("refused")]
     assert len(lines) == len(expected)
-    secret = door.keys[kind].rpartition("-")[2]
+    secret = "".join(door.keys[kind].split("-", 2)[2:])
     for entry in refusals:
         assert entry["outcome"] == ("invalid_api_key" if status == 401 else "forbidden")
         claims = "" if kind in ("missing", "strange") else door.keys[kind].split("-")[1]
@@ -295,7 +295,7 @@ async def test_changes_are_audited_with_the_key_that_made_them(door: Door) -> No
     shown = await tandem(door, "audit", "--limit", "4")
     assert shown.count(f"{operator_id} of operators") == 4
     assert "worker_not_found" in shown
-    assert made["key"].rpartition("-")[2] not in shown
+    assert made["key"].split("-", 2)[2] not in shown
 
 
 async def tandem(door: Door, *words: str) -> str:
