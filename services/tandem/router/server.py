@@ -140,7 +140,9 @@ class Router:
         )
         self._control = ClusterControl(config, self.view, self._trail)
         cluster = GrpcCluster(self._control, CallGuard(self._admin_access, self._trail))
-        self.admin = AdminListener(config, cluster.handlers(), self._admin_access.clients)
+        self.admin = AdminListener(
+            config, cluster.handlers(), self._admin_access.clients, self._tls
+        )
         self.http_port = 0
         self.grpc_port = 0
         self.listening = asyncio.Event()

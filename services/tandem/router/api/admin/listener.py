@@ -1,7 +1,4 @@
-"""The admin listener of a router: operators' HTTP and gRPC ports, apart from the public ones.
-
-It speaks clear text: the certificate of the public ports names the host that clients know.
-"""
+"""The admin listener of a router: operators' HTTP and gRPC ports, apart from the public ones."""
 
 from __future__ import annotations
 
@@ -17,6 +14,8 @@ from tandem.config.router import RouterConfig
 from tandem.router.api.grpc.cluster import SERVICE
 from tandem.router.api.grpc.server import Address, GrpcServer
 from tandem.router.api.http.server import HttpServer, bind
+from tandem.rpc.certificates import CertificateFiles
+from tandem.security.access import is_loopback
 from tandem.security.clients import Clients
 
 # Few, but nobody who fills the public ports can take them.
@@ -32,11 +31,14 @@ class AdminListener:
         config: RouterConfig,
         cluster: grpc.GenericRpcHandler[Any, Any],
         clients: Clients,
+        files: CertificateFiles | None = None,
     ) -> None:
+        """`files` are those of the public ports. On loopback the ports speak clear text."""
         self._config = replace(
             config, connections_max=_CONNECTIONS_MAX, drain_deadline_s=_DRAIN_DEADLINE_S
         )
         self._clients = clients
+        self._files = None if is_loopback(config.admin.host) else files
         self._sock: socket.socket | None = None
         self._http: HttpServer | None = None
         admin = config.admin
@@ -45,6 +47,7 @@ class AdminListener:
             {SERVICE: cluster},
             Address(admin.host, admin.grpc_port, "--admin-grpc-port"),
             clients,
+            self._files,
         )
         self.http_port = 0
         self.grpc_port = 0
@@ -65,7 +68,7 @@ class AdminListener:
         """Serves `app` beside gRPC. Returns the task of the HTTP server."""
         assert self._sock is not None
         await self.grpc.start()
-        self._http = HttpServer(app, self._config, self._clients)
+        self._http = HttpServer(app, self._config, self._clients, self._files)
         return asyncio.create_task(self._http.serve(sockets=[self._sock]), name="admin-http")
 
     async def stop(self, serving: asyncio.Task[None]) -> None:
