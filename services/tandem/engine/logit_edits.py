@@ -40,10 +40,12 @@ class LogitEdits:
         )
         self._counts: dict[int, int] = {}  # of the completion's tokens
         for token_id, bias in spec.sampling.logit_bias.items():
-            self._bias[self._place(token_id)] = bias
+            place = self._place(token_id)  # first: it may make larger arrays
+            self._bias[place] = bias
         if spec.sampling.repetition_penalty != 1.0:
             for token_id in spec.token_ids[: spec.num_prompt_tokens]:
-                self._scales[self._place(token_id)] = spec.sampling.repetition_penalty
+                place = self._place(token_id)
+                self._scales[place] = spec.sampling.repetition_penalty
         for token_id in spec.token_ids[spec.num_prompt_tokens :]:
             self.append(token_id)
 
