@@ -34,6 +34,7 @@ setup(
                     "linear",
                     "linear_amx",
                     "linear_avx512_bf16",
+                    "logprobs",
                     "pack",
                     "scratch",
                     "simd",

@@ -8,14 +8,15 @@ owners changes every token after it. `continuation` computes the same without a 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 
 import torch
 
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem_kernels.sampling import sample
+from tandem_kernels.logprobs import logprobs
+from tandem_kernels.sampling import Draw, sample
 
 VOCABULARY = 16
 
@@ -77,13 +78,21 @@ class ToyRunner:
     def allocate(self, num_blocks: int) -> None:
         self.kv = torch.full(self.layout(num_blocks).shape, -1.0)
 
-    sample = staticmethod(sample)
+    def sample(
+        self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
+    ) -> list[int]:
+        """Draws as Runner.sample does."""
+        return sample(logits if rows is None else logits[rows], draws)
+
+    logprobs = staticmethod(logprobs)
 
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
-        last = [self._compute(piece) for piece in batch.slices]
+        wanted: list[int] = []
+        for piece in batch.slices:
+            values = self._compute(piece)
+            wanted += values[len(values) - piece.num_logits :]
         if on_kv_written is not None:
             on_kv_written()
-        wanted = [kv for kv, piece in zip(last, batch.slices, strict=True) if piece.wants_logits]
         return torch.stack([logits_of(kv) for kv in wanted]) if wanted else torch.empty(0)
 
     def fill(self, block_table: list[int], token_ids: list[int], first_block: int) -> None:
@@ -101,13 +110,15 @@ class ToyRunner:
         halves = self.kv[block_table, 0, 0].transpose(1, 2).reshape(-1, 2)[:num_tokens].long()
         return [(high << 16) + low for high, low in halves.tolist()]
 
-    def _compute(self, piece: SequenceSlice) -> int:
+    def _compute(self, piece: SequenceSlice) -> list[int]:
         assert len(piece.block_table) * self.block_size >= piece.context_len
         start = piece.context_len - piece.num_tokens
+        values = []
         for position, token_id in enumerate(piece.token_ids, start):
             value = attend(self.read(piece.block_table, position), token_id)
             self._put(piece.block_table, position, value)
-        return value
+            values.append(value)
+        return values
 
     def _put(self, block_table: list[int], position: int, value: int) -> None:
         block = self.kv[block_table[position // self.block_size], 0, 0, :, :, 0]

@@ -183,7 +183,7 @@ def _of_step(
         Stage.GATE_UP: product(hidden, 2 * inner, step.num_tokens),
         Stage.DOWN: product(inner, hidden, step.num_tokens),
         Stage.OUTPUT: product(
-            hidden, config.vocab_size, sum(piece.wants_logits for piece in step.slices), 1
+            hidden, config.vocab_size, sum(piece.num_logits for piece in step.slices), 1
         ),
     }
 

@@ -7,6 +7,7 @@ on what the one before left:
     top_k    the first k
     top_p    the fewest that hold top_p of the mass
 
+A row may be edited first (edits.py); its logits stay as they are, for whoever measures them.
 The token is where a uniform number falls in the cumulative mass of what is left. Each row is
 computed by itself, in numpy on the host: no thread count and no batch can change its sums.
 """
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem_kernels.edits import Edit, apply_edit
 from tandem_kernels.philox import uniform
 
 _HEAD_TOKENS = 256  # ranked first; a draw beyond them ranks more
@@ -37,6 +39,7 @@ class Draw:
     min_p: float
     seed: int
     position: int  # index of the drawn token in its whole sequence
+    edit: Edit | None = None
 
 
 def sample(
@@ -51,11 +54,14 @@ def sample(
             most_likely = logits.argmax(dim=-1).tolist()
     assert len(most_likely) == len(draws)
     tokens = list(most_likely)
-    sampled = [i for i, draw in enumerate(draws) if draw.temperature > 0]
+    sampled = [i for i, draw in enumerate(draws) if draw.temperature > 0 or draw.edit]
     if sampled:
         rows = logits[sampled].cpu().numpy()
         for i, row in zip(sampled, rows, strict=True):
-            tokens[i] = _draw(row, draws[i])
+            draw = draws[i]
+            if draw.edit is not None:
+                apply_edit(row, draw.edit)
+            tokens[i] = _draw(row, draw) if draw.temperature > 0 else int(row.argmax())
     return tokens
 
 

@@ -50,6 +50,55 @@ def test_openai_client_streams_a_chat_answer(cluster: LocalCluster) -> None:
     assert whole.choices[0].message.content == text
 
 
+def test_openai_client_has_log_probabilities(cluster: LocalCluster) -> None:
+    """A stream has what a whole answer has."""
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "temperature": 0.5,
+        "seed": 3,
+        "max_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"28": -100},
+        "extra_body": {"repetition_penalty": 1.1, "min_tokens": 4, "bad_words": ["London"]},
+    }
+    whole = client.chat.completions.create(**asked)
+    stream = client.chat.completions.create(stream=True, **asked)
+    told = whole.choices[0].logprobs
+    assert told is not None
+    assert told.content
+    assert {len(one.top_logprobs) for one in told.content} == {20}
+    assert "".join(one.token for one in told.content).startswith(whole.choices[0].message.content)
+    parts = [c.choices[0].logprobs for c in stream if c.choices and c.choices[0].logprobs]
+    assert [one for part in parts for one in part.content or ()] == told.content
+    scored = client.completions.create(
+        model=MODEL, prompt="The capital of France", max_tokens=0, logprobs=1, echo=True
+    )
+    assert scored.choices[0].text == "The capital of France"
+    assert scored.usage is not None
+    assert scored.usage.completion_tokens == 0
+
+
+def test_grpc_client_has_log_probabilities(cluster: LocalCluster) -> None:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=golden(0)[0][0]), max_tokens=5, logprobs=2, prompt_logprobs=1
+    )
+    request.sampling.temperature = 0
+    request.sampling.logit_bias[28] = -100.0
+    with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
+        replies = list(InferenceStub(channel).Generate(request, timeout=60))
+    token_ids = [token_id for reply in replies for token_id in reply.token_ids]
+    told = [one for reply in replies for one in reply.logprobs]
+    assert token_ids == golden(0)[1][0][:5]
+    assert [(one.rank, one.top_ids[0], len(one.top_ids)) for one in told] == [
+        (1, token_id, 2) for token_id in token_ids
+    ]
+    assert len(replies[0].prompt_logprobs) == len(golden(0)[0][0]) - 1
+
+
 async def test_several_prompts_have_the_tokens_that_each_has_alone(cluster: LocalCluster) -> None:
     prompts, expected = golden()
     async with open_client(cluster) as client:
@@ -102,6 +151,9 @@ BAD_REQUESTS: dict[str, tuple[bytes | dict[str, Any], int, str]] = {
     "max_tokens too large": ({"prompt": "a", "max_tokens": 9000}, 400, "8192"),
     "temperature": ({"prompt": "a", "temperature": 2.5}, 400, "temperature"),
     "10 MB body": (b'{"prompt": "' + b"a" * 10_000_000 + b'"}', 413, "bytes"),
+    "penalty": ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty"),
+    "bias of no token": ({"prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias"),
+    "too many log probabilities": ({"prompt": "a", "logprobs": 6}, 400, "logprobs"),
     "never fits": ({"prompt": [5] * 6000, "max_tokens": 2000}, 400, "KV pool"),
 }
 
@@ -138,6 +190,16 @@ BAD_CALLS: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
         pb.GenerateRequest(text="a", sampling=pb.SamplingParams(temperature=9)),
         grpc.StatusCode.INVALID_ARGUMENT,
         "temperature",
+    ),
+    "bias of no token": (
+        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(logit_bias={99999: 1})),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "logit_bias",
+    ),
+    "too many log probabilities": (
+        pb.GenerateRequest(text="a", logprobs=21),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "logprobs",
     ),
     "prompt too long": (
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 9000)),

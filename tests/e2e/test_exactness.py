@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from tests.e2e.conftest import StartCluster
-from tests.harness.client import complete, complete_all, golden, metric, open_client
+from tests.harness.client import (
+    EDITED,
+    GOLDEN,
+    complete,
+    complete_all,
+    complete_choice,
+    golden,
+    metric,
+    open_client,
+)
 from tests.harness.cluster import LocalCluster
 
 REMOTE_ALL = ("--local-prefill-max-tokens", "0")
@@ -20,6 +32,7 @@ def some_or_all(*some: int) -> pytest.MarkDecorator:
 
 
 _sampled: list[list[int]] = []
+_edited: list[list[dict[str, Any]]] = []
 
 
 def blocks_moved(cluster: LocalCluster, transport: str) -> float:
@@ -27,11 +40,27 @@ def blocks_moved(cluster: LocalCluster, transport: str) -> float:
 
 
 async def assert_sampled_alike(cluster: LocalCluster) -> None:
-    """The same text for a seed as every other test of this module got, whichever way."""
+    """The same text for a seed, and the same log probabilities to the last bit, as every other test
+    of this module got, whichever way."""
+    prompt = golden(5)[0][0]
     async with open_client(cluster) as client:
-        answer = await complete(client, golden(5)[0][0], temperature=0.8, top_p=0.9, seed=7)
+        answer = await complete(client, prompt, temperature=0.8, top_p=0.9, seed=7)
+        asked = [
+            {**EDITED, "prompt": prompt, "max_tokens": 24},
+            {"prompt": prompt, "max_tokens": 4, "echo": True, "logprobs": 0},
+            {"prompt": prompt, "max_tokens": 0, "echo": True, "prompt_logprobs": 3},
+        ]
+        edited = [await complete_choice(client, **fields) for fields in asked]
     _sampled.append(answer.token_ids)
     assert answer.token_ids == _sampled[0]
+    _edited.append(edited)
+    assert edited == _edited[0]
+    # Those of the prompt and the greedy tokens are transformers'.
+    logprobs = edited[1]["logprobs"]["token_logprobs"]
+    assert logprobs[0] is None
+    assert len(logprobs) == len(prompt) + 4
+    assert logprobs[1:] == pytest.approx(GOLDEN[5]["logprobs"][: len(prompt) + 3], abs=1e-4)
+    assert edited[2]["token_ids"] == []
 
 
 async def test_decode_worker_alone(start_cluster: StartCluster) -> None:
@@ -109,15 +138,31 @@ async def test_block_sizes(
         cluster.wait_idle()
 
 
+async def edited_alone(cluster: LocalCluster, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Each prompt's answer with everything that edits and measures logits, one after another."""
+    fields = {**EDITED, "max_tokens": 64, "prompt_logprobs": 1}
+    async with open_client(cluster) as client:
+        return [await complete_choice(client, prompt=prompt, **fields) for prompt in prompts[:3]]
+
+
+async def edited_together(cluster: LocalCluster, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """The same, at once."""
+    answers = await asyncio.gather(*(edited_alone(cluster, [prompt]) for prompt in prompts[:3]))
+    return [choice for choices in answers for choice in choices]
+
+
 @some_or_all(0, 1, 2, 3, 5)
 async def test_forced_preemption(start_cluster: StartCluster, numbers: tuple[int, ...]) -> None:
     prompts, expected = golden(*numbers)
     # Room for the longest alone, or for all prompts but not for what they make.
     num_blocks = 24 if numbers != ALL else 140
     with start_cluster("--num-blocks", str(num_blocks), "--transport", "nixl") as cluster:
-        answers = await complete_all(cluster, prompts)
+        answers, edited = await asyncio.gather(
+            complete_all(cluster, prompts), edited_together(cluster, prompts)
+        )
         assert [a.token_ids for a in answers] == expected
         assert metric(cluster, "decode-0", "tandem_preemptions_total") > 0
+        assert edited == await edited_alone(cluster, prompts)
         cluster.wait_idle()
 
 

@@ -7,7 +7,7 @@ reference's; those drawn by a seed are what the same request made before without
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ import pytest
 from tandem.cluster.operate import drain_worker
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import (
+    EDITED,
     complete_all,
     golden,
     metric,
@@ -28,10 +29,20 @@ from tests.harness.cluster import LocalCluster, wait_for
 from tests.harness.poisoned_engine import POISON
 
 NUMBERS = (0, 4, 5, 6)  # prompts of up to 487 tokens
-SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+SAMPLED = {**EDITED, "logprobs": 1}  # drawn by a seed, from edited logits
 NUM_TOKENS = 64  # of the greedy ones: what the reference has
 NUM_DRAWN = 192  # of the others: on a slow machine, too, enough are left when all have begun
 BEGUN = 4  # tokens of each stream when its worker goes
+
+
+def logprobs_of(events: Iterable[dict[str, Any]]) -> list[float]:
+    """All log probabilities that the events of a streamed completion brought."""
+    return [
+        one
+        for event in events
+        for choice in event["choices"]
+        for one in choice["logprobs"]["token_logprobs"]
+    ]
 
 
 class Streams:
@@ -43,6 +54,7 @@ class Streams:
         self.prompts = [*prompts, *(prompt[1:] for prompt in prompts)]
         self.expected = [tokens[:NUM_TOKENS] for tokens in greedy]
         self.ids: list[str] = []
+        self.logprobs: list[list[float]] = []  # of the drawn ones
 
     async def draw(self, client: httpx.AsyncClient) -> None:
         """Without a fault: what the seed makes, to compare with."""
@@ -50,7 +62,9 @@ class Streams:
             self._collect(client, prompt, asyncio.Event(), SAMPLED)
             for prompt in self.prompts[len(NUMBERS) :]
         ]
-        self.expected += [tokens_of(events) for events in await asyncio.gather(*drawn)]
+        events = await asyncio.gather(*drawn)
+        self.expected += [tokens_of(of_one) for of_one in events]
+        self.logprobs = [logprobs_of(of_one) for of_one in events]
 
     async def run_through(self, client: httpx.AsyncClient, fault: Callable[[], object]) -> None:
         """`fault` comes when all have begun; they end as if it had not."""
@@ -64,6 +78,9 @@ class Streams:
         await asyncio.to_thread(fault)
         done = await asyncio.gather(*streams)
         assert [tokens_of(events) for events in done] == self.expected
+        for events, expected in zip(done[len(NUMBERS) :], self.logprobs, strict=True):
+            # A moved sequence computes its KV anew, and in fp32 a last bit may differ.
+            assert logprobs_of(events) == pytest.approx(expected, abs=1e-5)
         self.ids = [events[0]["id"] for events in done]
         for events, prompt, made in zip(done, self.prompts, self.expected, strict=True):
             usage = events[-1]["usage"]

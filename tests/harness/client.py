@@ -70,6 +70,32 @@ def golden(*numbers: int) -> tuple[list[list[int]], list[list[int]]]:
     return [e["prompt_token_ids"] for e in entries], [e["greedy_token_ids"] for e in entries]
 
 
+# Whatever edits logits, measures them or changes what a text shows, in one request.
+EDITED: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_p": 0.9,
+    "seed": 7,
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.4,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"253": 2.0, "28": -100},
+    "bad_words": ["the", "is"],
+    "min_tokens": 8,
+    "logprobs": 5,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+}
+
+
+async def complete_choice(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    """Returns the only choice of a completion, greedy unless told otherwise."""
+    body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
 def metric(cluster: Served, worker_id: str, name: str, **labels: str) -> float:
     """Sum of a worker's samples of this name whose labels match; 0 when there are none."""
     address = cluster.records()[worker_id]["metrics_address"]

@@ -34,6 +34,7 @@
 #include "attention.h"
 #include "forward.h"
 #include "limits.h"
+#include "logprobs.h"
 
 namespace tandem {
 
@@ -49,6 +50,6 @@ bool amx_permitted() {
 }
 
 const Entry amx = {amx_code::to_last_kv, amx_code::to_logits, BF16_PAIRS,
-                     amx_code::product_gflops, amx_code::read_gb_per_s};
+                     amx_code::product_gflops, amx_code::read_gb_per_s, amx_code::measure};
 }
 #endif

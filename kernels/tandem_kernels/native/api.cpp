@@ -103,6 +103,11 @@ int tandem_to_logits(void* decoder, const tandem::Step* step) {
     return guarded([&] { d.entry.to_logits(d.model, *step, d.scratch); });
 }
 
+void tandem_measure(void* decoder, const float* logits, const tandem::Measure* measure) {
+    const Decoder& d = *static_cast<Decoder*>(decoder);
+    d.entry.measure(logits, d.model.vocab, *measure, d.model.num_threads);
+}
+
 // Seconds of each Stage since the last time.
 void tandem_take_stages(void* decoder, double* seconds) {
     static_cast<Decoder*>(decoder)->scratch.laps.take(seconds);

@@ -28,9 +28,10 @@
 #include "attention.h"
 #include "forward.h"
 #include "limits.h"
+#include "logprobs.h"
 
 namespace tandem {
 const Entry avx2 = {avx2_code::to_last_kv, avx2_code::to_logits, BF16,
-                   avx2_code::product_gflops, avx2_code::read_gb_per_s};
+                   avx2_code::product_gflops, avx2_code::read_gb_per_s, avx2_code::measure};
 }
 #endif

@@ -28,9 +28,10 @@
 #include "attention.h"
 #include "forward.h"
 #include "limits.h"
+#include "logprobs.h"
 
 namespace tandem {
 const Entry avx512 = {avx512_code::to_last_kv, avx512_code::to_logits, BF16,
-                     avx512_code::product_gflops, avx512_code::read_gb_per_s};
+                     avx512_code::product_gflops, avx512_code::read_gb_per_s, avx512_code::measure};
 }
 #endif

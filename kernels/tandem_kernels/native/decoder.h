@@ -85,6 +85,17 @@ struct Step {
     int32_t num_rows, num_spans, num_logit_rows, block_size, kv_kind;
 };
 
+// Rows of logits, a token of each, and what is found of them (logprobs.h).
+struct Measure {
+    const int32_t* rows;       // [num_rows]: of the step's logits
+    const int32_t* token_ids;  // [num_rows]
+    float* logprobs;           // [num_rows]
+    int32_t* ranks;            // [num_rows]
+    int32_t* top_ids;          // [num_rows, num_top]
+    float* top_logprobs;       // [num_rows, num_top]
+    int32_t num_rows, num_top;  // num_top: at most the vocabulary
+};
+
 struct Scratch;  // buffers of one decoder, kept from step to step
 
 // Rows are computed up to the last layer's KV, then from there to the logits.
@@ -94,6 +105,7 @@ struct Entry {
     Kind kind_of_bf16;  // as which weights in bf16 are to be packed
     double (*product_gflops)(int num_threads, Kind kind);
     double (*read_gb_per_s)(const float* data, size_t num, int num_threads);
+    void (*measure)(const float* logits, int vocab, const Measure&, int num_threads);
 };
 
 #if defined(__x86_64__)

@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tandem_kernels.logprobs import Logprobs
+
 PANEL = 16  # outputs side by side in packed weights; head sizes are a multiple of it
 _STEP_INPUTS = 32  # in pairs, the inputs of an output are rounded up to
 
@@ -129,6 +131,17 @@ class Step(Structure):
     )
 
 
+class Measure(Structure):
+    _fields_ = (
+        *(
+            (name, c_void_p)
+            for name in ("rows", "token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
+        ),
+        ("num_rows", c_int32),
+        ("num_top", c_int32),
+    )
+
+
 class Library:
     """The functions, with their types."""
 
@@ -145,6 +158,7 @@ class Library:
             "tandem_destroy": (None, [c_void_p]),
             "tandem_to_last_kv": (c_int, [c_void_p, POINTER(Step)]),
             "tandem_to_logits": (c_int, [c_void_p, POINTER(Step)]),
+            "tandem_measure": (None, [c_void_p, c_void_p, POINTER(Measure)]),
         }
         for name, (result, arguments) in signatures.items():
             self._function(name, result, arguments)
@@ -200,6 +214,27 @@ class Library:
     def to_logits(self, decoder: int, step: Step) -> None:
         """The rest of the same step."""
         self._check(self._library.tandem_to_logits(decoder, byref(step)))
+
+    def measure(
+        self,
+        decoder: int,
+        logits: int,
+        rows: npt.NDArray[np.int32],
+        token_ids: npt.NDArray[np.int32],
+        num_top: int,
+    ) -> Logprobs:
+        """Measures a token of each of some rows of the decoder's logits, fp32 at an address."""
+        num_rows = len(rows)
+        found = Logprobs(
+            np.empty(num_rows, np.float32),
+            np.empty(num_rows, np.int32),
+            np.empty((num_rows, num_top), np.int32),
+            np.empty((num_rows, num_top), np.float32),
+        )
+        arrays = (rows, token_ids, found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
+        measure = Measure(*map(address, arrays), num_rows=num_rows, num_top=num_top)
+        self._library.tandem_measure(decoder, logits, byref(measure))
+        return found
 
     def take_stages(self, decoder: int) -> dict[Stage, float]:
         """Seconds spent in each since the last time."""

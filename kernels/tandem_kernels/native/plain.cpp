@@ -22,8 +22,9 @@
 #include "attention.h"
 #include "forward.h"
 #include "limits.h"
+#include "logprobs.h"
 
 namespace tandem {
 const Entry plain = {plain_code::to_last_kv, plain_code::to_logits, BF16,
-                    plain_code::product_gflops, plain_code::read_gb_per_s};
+                    plain_code::product_gflops, plain_code::read_gb_per_s, plain_code::measure};
 }

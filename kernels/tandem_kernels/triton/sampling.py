@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from tandem_kernels.sampling import Draw
+from tandem_kernels.triton.edits import edited
 from tandem_kernels.triton.tuning import next_power_of_2
 
 _UNIT = tl.constexpr(float(1 << 40))
@@ -45,6 +46,7 @@ def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     assert num_rows == len(draws)
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
+    logits = edited(logits, [draw.edit for draw in draws])
     params = _packed(draws)
     if logits.is_cuda:
         params = params.pin_memory().to(logits.device, non_blocking=True)

@@ -18,8 +18,9 @@ from tandem.config.engine import EngineConfig
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import check_own, check_trusted, give_back, store_blocks
 from tandem.engine.cache.layout import num_blocks_of
-from tandem.engine.executor.sampler import next_draw
+from tandem.engine.executor.sampler import StepSampler
 from tandem.engine.load import measure_load
+from tandem.engine.logit_edits import logit_edits
 from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.report import PendingReport
 from tandem.engine.runner_protocol import Runner
@@ -27,7 +28,14 @@ from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.scheduler.running_slots import STEP_SHARE
 from tandem.engine.scheduler.scheduler import Chunk, Schedule, Scheduler
 from tandem.engine.sequence import Sequence, Status, finish_reason
-from tandem.engine.types import EngineLoad, FinalBlocks, Mode, SequenceSpec, StepReport
+from tandem.engine.types import (
+    EngineLoad,
+    FinalBlocks,
+    Mode,
+    SequenceSpec,
+    StepReport,
+    TokenLogprobs,
+)
 from tandem.errors import InternalError, QueueFull, TandemError
 from tandem.perf_model.step_time import StepTimeModel, StepWork
 
@@ -243,11 +251,13 @@ class Engine:
         if sequence.mode is Mode.PREFILL_ONLY or not self._end_if_over(sequence):
             self._scheduler.enqueue(sequence)
 
-    def _end_if_over(self, sequence: Sequence, *new_token_ids: int) -> bool:
+    def _end_if_over(
+        self, sequence: Sequence, *new_token_ids: int, logprobs: TokenLogprobs | None = None
+    ) -> bool:
         """Reports the new tokens; drops the sequence if the last of all its tokens ended it."""
         reason = finish_reason(sequence.spec, sequence.token_ids, self.max_model_len)
         if reason or new_token_ids:
-            self._pending.tokens(sequence, list(new_token_ids), reason)
+            self._pending.tokens(sequence, list(new_token_ids), reason, logprobs)
         if reason:
             self._drop(sequence)
         return bool(reason)
@@ -262,17 +272,17 @@ class Engine:
 
         # Only a peer is told of KV before the step ends; else the device is waited for just once.
         is_awaited = any(chunk.sequence.mode is Mode.PREFILL_ONLY for chunk in schedule.chunks)
+        sampler = StepSampler(schedule.chunks)
         logits = self._runner.forward(schedule.batch, on_kv_written if is_awaited else None)
-        sampling = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
-        tokens = self._runner.sample(logits, list(map(next_draw, sampling))) if sampling else []
+        sampled = sampler.run(self._runner, logits)
         # What is freed now may be written by a peer's bytes: nothing may read it any more. Tokens
         # came after all else in the stream.
-        if logits.is_cuda and not tokens:
+        if logits.is_cuda and not sampled:
             torch.cuda.current_stream(logits.device).synchronize()
         if not is_awaited:
             on_kv_written()
-        for sequence, token_id in zip(sampling, tokens, strict=True):
-            self._advance(sequence, token_id)
+        for sequence, token_id, logprobs in sampled:
+            self._advance(sequence, token_id, logprobs)
 
     def _count(self, chunk: Chunk) -> None:
         """Records that the chunk's KV is in place. Stores a block before a consumer hears of it:
@@ -284,15 +294,15 @@ class Engine:
         if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)
 
-    def _advance(self, sequence: Sequence, token_id: int) -> None:
+    def _advance(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Handles the token that was sampled for a sequence of which nothing is missing."""
         if sequence.mode is Mode.PREFILL_ONLY:
             self._scheduler.withdraw(sequence)
             sequence.status = Status.HELD
-            self._pending.prefilled(sequence, token_id)
+            self._pending.prefilled(sequence, token_id, logprobs)
         else:
             sequence.append(token_id)
-            self._end_if_over(sequence, token_id)
+            self._end_if_over(sequence, token_id, logprobs=logprobs)
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
         """Lets others find what became full. A block that is there already takes its place."""
@@ -324,9 +334,11 @@ class Engine:
             block_size=self.layout.block_size,
             cache_salt=spec.cache_salt,
         )
-        return Sequence.from_spec(
+        sequence = Sequence.from_spec(
             spec, arrival=arrival, block_size=self.layout.block_size, chain_root=root
         )
+        sequence.edits = logit_edits(spec, self._runner.vocab_size)
+        return sequence
 
     def _check_new(self, sequence_id: str) -> None:
         if sequence_id in self._sequences or sequence_id in self._peer_blocks:

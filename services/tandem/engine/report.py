@@ -13,6 +13,7 @@ from tandem.engine.types import (
     Prefilled,
     Reserved,
     StepReport,
+    TokenLogprobs,
 )
 
 
@@ -62,12 +63,27 @@ class PendingReport:
             self._report.final_blocks = []
             on_final(final_blocks)
 
-    def prefilled(self, sequence: Sequence, token_id: int) -> None:
+    def prefilled(
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = None
+    ) -> None:
         self._report.prefilled.append(
-            Prefilled(sequence.sequence_id, token_id, sequence.num_cached_tokens or 0)
+            Prefilled(
+                sequence.sequence_id,
+                token_id,
+                sequence.num_cached_tokens or 0,
+                logprobs,
+                sequence.prompt_logprobs,
+            )
         )
 
-    def tokens(self, sequence: Sequence, token_ids: list[int], finish_reason: str) -> None:
+    def tokens(
+        self,
+        sequence: Sequence,
+        token_ids: list[int],
+        finish_reason: str,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
+        """`logprobs` are of the only token. The prompt's go out with the first token."""
         self._report.new_tokens.append(
             NewTokens(
                 sequence_id=sequence.sequence_id,
@@ -75,8 +91,11 @@ class PendingReport:
                 finish_reason=finish_reason,
                 num_cached_tokens=sequence.num_cached_tokens or 0,
                 num_preemptions=sequence.num_preemptions,
+                logprobs=[] if logprobs is None else [logprobs],
+                prompt_logprobs=sequence.prompt_logprobs,
             )
         )
+        sequence.prompt_logprobs = []
 
     def forget(self, sequence_id: str) -> None:
         """Drops everything about the sequence that was not reported yet."""

@@ -7,6 +7,7 @@ import torch
 
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.scheduler.batch import StepBatch
+from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
 
@@ -25,10 +26,19 @@ class Runner(Protocol):
     def allocate(self, num_blocks: int) -> None: ...
 
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
-        """Writes the KV of the batch's tokens; fp32 logits [slices that want them, vocab].
+        """Writes the KV of the batch's tokens; fp32 logits [tokens they are needed of, vocab].
 
         `on_kv_written` is called once, as soon as all of it is in the pool. None: nobody waits for
         it, and the device may still be at work when this returns."""
 
-    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-        """A token id for each row of the last step's logits [n, vocab]; waits for the device."""
+    def sample(
+        self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
+    ) -> list[int]:
+        """A token id for each row of the last step's logits [n, vocab], or for each of `rows`;
+        waits for the device. The logits stay as they are."""
+
+    def logprobs(
+        self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
+    ) -> Logprobs:
+        """Log probabilities of `token_ids`, one of each of `rows` of the last step's logits, and of
+        the `num_top` most likely tokens there (fewer if the vocabulary has no more)."""

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tandem.block_hash import block_hash, hash_blocks
-from tandem.engine.types import Mode, SequenceSpec
+from tandem.engine.logit_edits import LogitEdits
+from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 
 
 class Status(Enum):
@@ -56,13 +57,15 @@ class Sequence:
     num_preemptions: int = 0
     # PREFILL_ONLY: predicted, of its consumer's pulls behind what is computed.
     pull_lag_s: float = 0.0
+    edits: LogitEdits | None = None  # of the next token's logits; None: none were asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as far as computed
 
     @classmethod
     def from_spec(
         cls, spec: SequenceSpec, *, arrival: int, block_size: int, chain_root: bytes
     ) -> Sequence:
         num_reusable = (len(spec.token_ids) - 1) // block_size
-        awaits_all = spec.mode is Mode.WAITING_FOR_REMOTE_KV
+        takes_none = spec.mode is Mode.WAITING_FOR_REMOTE_KV or spec.prompt_logprobs is not None
         return cls(
             sequence_id=spec.sequence_id,
             spec=spec,
@@ -73,7 +76,7 @@ class Sequence:
             chain_root=chain_root,
             block_hashes=hash_blocks(chain_root, spec.token_ids, block_size),
             num_reported_blocks=spec.first_wanted_block,
-            num_prefix_blocks=0 if awaits_all else min(spec.prefix_blocks, num_reusable),
+            num_prefix_blocks=0 if takes_none else min(spec.prefix_blocks, num_reusable),
         )
 
     @property
@@ -101,7 +104,19 @@ class Sequence:
     def reusable_hashes(self) -> list[bytes]:
         """Hashes to look for at admission: at least the last token is computed, to have logits,
         and in a block of its own, because a shared one is never written."""
+        if self.wants_prompt_logits:
+            return []
         return self.block_hashes[: (len(self.token_ids) - 1) // self.block_size]
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """True while log probabilities of its prompt are to be computed: of all tokens but the
+        first, once, before its first token."""
+        return (
+            self.spec.prompt_logprobs is not None
+            and len(self.token_ids) == self.spec.num_prompt_tokens
+            and len(self.prompt_logprobs) < self.spec.num_prompt_tokens - 1
+        )
 
     @property
     def may_wait_for_remote_kv(self) -> bool:
@@ -133,6 +148,8 @@ class Sequence:
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
+        if self.edits is not None:
+            self.edits.append(token_id)
         if len(self.token_ids) % self.block_size == 0:
             parent = self.block_hashes[-1] if self.block_hashes else self.chain_root
             self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_size :]))

@@ -29,13 +29,21 @@ class Mode(Enum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+    """Temperature 0 is greedy. Off are top_k, min_p and the first two penalties at 0, top_p and the
+    repetition penalty at 1."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}  # by token id
+    min_tokens: int = 0  # completion tokens before one of the stop tokens may come
+    bad_words: list[list[int]] = []  # runs of tokens that no completion has
+    logprobs: int | None = None  # most likely tokens to report; None: no log probabilities at all
 
 
 class SequenceSpec(msgspec.Struct, frozen=True):
@@ -52,9 +60,22 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     # WAITING_FOR_REMOTE_KV: with fewer tokens missing, prefill here at once.
     remote_prefill_min_tokens: int = 0
     first_wanted_block: int = 0  # PREFILL_ONLY: blocks before it are not reported
+    # Most likely tokens to report at each token of the prompt; None: no log probabilities of it.
+    # They come with the first token, and are computed anew: cached blocks have no logits.
+    prompt_logprobs: int | None = None
     prefix_blocks: int = 0  # LOCAL, PREFILL_ONLY: so many first blocks are to come from a peer
     # PREFILL_ONLY: latency_s, bytes_per_s of its pulls.
     consumer_rate: tuple[float, float] | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Natural log probabilities of a token and of the most likely ones at its place, by the model's
+    own logits: before temperature, filters and edits."""
+
+    logprob: float
+    rank: int  # 1: no token is more likely
+    top_ids: list[int]  # the most likely first
+    top_logprobs: list[float]
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -87,6 +108,8 @@ class Prefilled(msgspec.Struct, frozen=True):
     sequence_id: str
     first_token_id: int
     num_cached_tokens: int = 0  # of token_ids, not computed for it: cached here or at a peer
+    logprobs: TokenLogprobs | None = None  # of the first token
+    prompt_logprobs: list[TokenLogprobs] = []  # of the prompt from its second token on
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -104,6 +127,8 @@ class NewTokens(msgspec.Struct, frozen=True):
     finish_reason: str = ""  # "", "stop" or "length"
     num_cached_tokens: int = 0  # of the prompt, not computed for it: cached here or at a peer
     num_preemptions: int = 0
+    logprobs: list[TokenLogprobs] = []  # of token_ids, one each, if they were asked for
+    prompt_logprobs: list[TokenLogprobs] = []  # with the first token: as Prefilled has them
 
 
 class Failed(msgspec.Struct, frozen=True):

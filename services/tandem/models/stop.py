@@ -13,18 +13,22 @@ from tandem.errors import BadRequest
 class StopStrings:
     """The stop strings of one stream of text. Without any, all text passes at once."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Raises BadRequest for an empty stop string, which every text would begin with."""
+    def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
+        """`is_shown`: the stop string that ends the text is part of it. Raises BadRequest
+        for an empty stop string, which every text would begin with."""
         if not all(stops):
             raise BadRequest("stop strings must not be empty", param="stop")
         self._stops = tuple(stops)
         self._held = ""
         self._hit = False
+        self._is_shown = is_shown
+        self.matched = ""  # the stop string that was hit
 
     def push(self, text: str) -> tuple[str, bool]:
         """Returns (text that may be shown now, whether a stop string was hit).
 
-        Once hit, only what stands before the stop string comes out, and nothing after it.
+        Once hit, only what stands before the stop string comes out (and itself, if it is shown),
+        and nothing after it.
         """
         if self._hit:
             return "", True
@@ -34,8 +38,9 @@ class StopStrings:
         ]
         if found:
             self._hit, self._held = True, ""
-            _, start = min(found)
-            return text[:start], True
+            end, start = min(found)
+            self.matched = text[start:end]
+            return text[: end if self._is_shown else start], True
         num_shown = len(text) - self._num_held(text)
         self._held = text[num_shown:]
         return text[:num_shown], False

@@ -4,6 +4,7 @@ Text to token ids and back, and chats to text by the model's own template. Knows
 requests: who may say what (roles, sizes) is the router's business.
 """
 
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,6 +151,15 @@ class Tokenizer:
         """Returns whether `skip_special_tokens` leaves this token out of the text."""
         return token_id in self._special_ids
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of a token, special or not, wherever it stands in a text."""
+        if self.is_byte_level:
+            return self.piece(token_id)
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()  # SentencePiece's space
+
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes that a token adds to a text; only where `is_byte_level`, whose texts
         are nothing but their tokens' bytes in a row."""
@@ -158,6 +168,9 @@ class Tokenizer:
             token = self._tokenizer.id_to_token(token_id)
             piece = self._pieces[token_id] = b"" if token is None else _bytes_of(token)
         return piece
+
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of a SentencePiece model that falls back to bytes
 
 
 def _bytes_of(token: str) -> bytes:

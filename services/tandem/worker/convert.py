@@ -5,8 +5,9 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import asdict
 
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
 from tandem.perf_model.rates import PairRate
+from tandem.rpc.tandem.v1 import inference_pb2
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
 _Plain = TypeVar("_Plain", bound=msgspec.Struct)
@@ -32,10 +33,11 @@ def sequence_spec(
         token_ids=list(message.token_ids),
         num_prompt_tokens=message.num_prompt_tokens,
         mode=mode,
-        sampling=plain_of(SamplingParams, message.sampling),
+        sampling=_sampling_params(message.sampling),
         max_tokens=message.max_tokens,
         stop_token_ids=list(message.stop_token_ids),
         cache_salt=message.cache_salt,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         remote_prefill_min_tokens=remote_prefill_min_tokens,
         first_wanted_block=first_wanted_block,
         consumer_rate=consumer_rate,
@@ -46,11 +48,32 @@ def sequence_input(spec: SequenceSpec) -> pb.SequenceInput:
     return pb.SequenceInput(
         token_ids=spec.token_ids,
         num_prompt_tokens=spec.num_prompt_tokens,
-        sampling=pb.Sampling(**asdict(spec.sampling)),
+        sampling=_sampling_message(spec.sampling),
         max_tokens=spec.max_tokens,
         stop_token_ids=spec.stop_token_ids,
         cache_salt=spec.cache_salt,
+        prompt_logprobs=spec.prompt_logprobs,
     )
+
+
+def _sampling_params(message: pb.Sampling) -> SamplingParams:
+    return plain_of(
+        SamplingParams,
+        message,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        logit_bias=dict(message.logit_bias),
+        bad_words=[list(word.ids) for word in message.bad_words],
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+
+
+def _sampling_message(sampling: SamplingParams) -> pb.Sampling:
+    bad_words = [inference_pb2.TokenIds(ids=word) for word in sampling.bad_words]
+    return pb.Sampling(**{**asdict(sampling), "bad_words": bad_words})
+
+
+def logprobs_message(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    return inference_pb2.TokenLogprobs(**asdict(logprobs))
 
 
 def trace_headers(message: pb.TraceContext) -> dict[str, str]:

@@ -14,8 +14,9 @@ from tandem.router.api.openai.requests import (
     parse_chat,
     parse_completion,
 )
+from tandem.router.request.allowed import ALLOWED
 from tandem.router.request.generator import Delta, Usage
-from tandem.router.request.request import ALLOWED, Conversation, Message
+from tandem.router.request.request import Conversation, Message
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -110,6 +111,16 @@ BAD_COMPLETIONS: list[tuple[str, Any]] = [
     ("stream_options", {"include_usage": True}),
     ("stream_options", {"nonsense": True}),
     ("return_token_ids", 1),
+    ("presence_penalty", "0"),
+    ("frequency_penalty", [0]),
+    ("repetition_penalty", True),
+    ("logit_bias", [1]),
+    ("logit_bias", {"5": "much"}),
+    ("logit_bias", {"five": 1}),
+    ("min_tokens", 1.5),
+    ("bad_words", "word"),
+    ("prompt_logprobs", True),
+    ("truncate_prompt_tokens", "all"),
 ]
 
 
@@ -186,9 +197,11 @@ def test_both_limits_are_ambiguous() -> None:
 
 @pytest.mark.parametrize("name", sorted(_NEUTRAL))
 def test_neutral_values_pass_and_others_name_the_field(name: str) -> None:
+    is_of_chats = name == "echo"  # a completion has it
+    parse, body = (chat, {"messages": HELLO}) if is_of_chats else (completion, {"prompt": "x"})
     for neutral in (None, *_NEUTRAL[name]):
-        completion(**{name: neutral})
-    error = refused({"prompt": "x", name: ["something else"]})
+        parse(**{name: neutral})
+    error = refused({**body, name: ["something else"]}, chats=is_of_chats)
     assert error.param == name
     assert "not supported" in error.message
     assert "null" in error.message
@@ -196,7 +209,7 @@ def test_neutral_values_pass_and_others_name_the_field(name: str) -> None:
 
 def test_a_number_is_not_taken_for_a_boolean() -> None:
     assert refused({"prompt": "x", "n": True}).param == "n"
-    assert refused({"prompt": "x", "logprobs": 0}).param == "logprobs"
+    assert refused({"messages": HELLO, "logprobs": 0}, chats=True).param == "logprobs"
     completion(presence_penalty=0, frequency_penalty=0.0, n=1)
 
 
@@ -249,3 +262,42 @@ def test_one_bad_prompt_is_named(sent: Any, says: str) -> None:
 
 def test_what_is_no_prompt_of_several_names_none() -> None:
     assert refused({"prompt": ["a", "b"], "max_tokens": 0}).message.startswith("max_tokens must be")
+
+
+def test_log_probabilities_are_asked_for_as_each_endpoint_does() -> None:
+    assert completion().requests[0].logprobs is None
+    assert completion(logprobs=False).requests[0].logprobs is None
+    assert completion(logprobs=0).requests[0].logprobs == 0
+    assert completion(logprobs=5).requests[0].logprobs == 5
+    assert chat().requests[0].logprobs is None
+    assert chat(logprobs=True).requests[0].logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).requests[0].logprobs == 20
+    echoed = completion(logprobs=2, prompt_logprobs=1, echo=True)
+    assert (echoed.requests[0].prompt_logprobs, echoed.prompt_logprobs) == (2, 1)
+    assert completion(echo=True).requests[0].prompt_logprobs is None
+    assert refused({"prompt": "x", "logprobs": 6}).param == "logprobs"
+    for wrong in ({"top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}):
+        assert refused({"messages": HELLO, **wrong}, chats=True).param == "top_logprobs"
+    assert refused({"prompt": "x", "prompt_logprobs": 0, "stream": True}).param == "prompt_logprobs"
+    assert refused({"messages": HELLO, "echo": True}, chats=True).param == "echo"
+
+
+def test_edits_and_forms_of_text_arrive() -> None:
+    request = completion(
+        presence_penalty=0.5,
+        frequency_penalty=-2,
+        repetition_penalty=1.5,
+        logit_bias={"7": 3},
+        min_tokens=2,
+        bad_words=["no"],
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        truncate_prompt_tokens=-1,
+    ).requests[0]
+    sampling = request.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -2)
+    assert (sampling.repetition_penalty, sampling.min_tokens) == (1.5, 2)
+    assert (dict(sampling.logit_bias), list(sampling.bad_words)) == ({7: 3.0}, ["no"])
+    assert request.include_stop_str_in_output
+    assert not request.skip_special_tokens
+    assert request.truncate_prompt_tokens == -1

@@ -15,7 +15,7 @@ from tandem.models.tokenizer import RenderedText, Tokenizer
 from tandem.router.request import prompts
 from tandem.router.request.pieces import CUT_TOKENS, PIECE_CHARACTERS
 from tandem.router.request.prompts import PromptPreparer
-from tandem.router.request.request import ClientRequest, Conversation, Message, Prompt
+from tandem.router.request.request import ClientRequest, Conversation, Message, Prompt, Sampling
 
 FOLDER = resolve("smollm2").path
 MAX_LEN = 8192
@@ -124,3 +124,21 @@ async def test_what_is_wrong_with_a_long_text_is_told_as_of_the_whole(
         await prepare(preparer, text + "\ud800", 20_000)
     with pytest.raises(BadRequest, match="surrogate"):
         await prepare(preparer, chat(text + "\ud800<|im_end|>"), 20_000)
+
+
+@pytest.mark.parametrize("num_words", [100, 8_000])
+async def test_a_truncated_prompt_keeps_its_last_tokens(
+    preparer: PromptPreparer, tokenizer: Tokenizer, num_words: int
+) -> None:
+    text = " ".join(map(str, range(num_words)))
+    request = ClientRequest(text, truncate_prompt_tokens=9)
+    prepared = await preparer.prepare(request, None, max_model_len=64)
+    assert prepared.token_ids == tokenizer.encode(text)[-9:]
+
+
+async def test_bad_words_are_spelled_at_a_start_and_after_a_space(
+    preparer: PromptPreparer, tokenizer: Tokenizer
+) -> None:
+    request = ClientRequest("x", sampling=Sampling(bad_words=("Paris", ".")))
+    spelled = [tokenizer.decode(run) for run in await preparer.bad_words(request)]
+    assert spelled == ["Paris", " Paris", ".", " ."]

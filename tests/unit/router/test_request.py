@@ -6,13 +6,8 @@ from functools import partial
 import pytest
 
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
-from tandem.router.request.request import (
-    ALLOWED,
-    ClientRequest,
-    Conversation,
-    Message,
-    Sampling,
-)
+from tandem.router.request.allowed import ALLOWED
+from tandem.router.request.request import ClientRequest, Conversation, Message, Sampling
 from tandem.security.limits import Limits
 
 BAD_SAMPLING = [
@@ -30,6 +25,19 @@ BAD_SAMPLING = [
     ("top_k", 2**31),
     ("seed", 2**64),
     ("seed", -(2**63) - 1),
+    ("presence_penalty", 2.1),
+    ("presence_penalty", math.nan),
+    ("frequency_penalty", -2.1),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", 101.0),
+    ("repetition_penalty", math.nan),
+    ("logit_bias", {5: 100.5}),
+    ("logit_bias", {5: math.nan}),
+    ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+    ("min_tokens", -1),
+    ("bad_words", ("",)),
+    ("bad_words", ("x" * 129,)),
+    ("bad_words", ("x",) * 129),
 ]
 
 
@@ -54,6 +62,12 @@ def test_sampling_out_of_range_names_the_field_and_the_range(name: str, value: f
         ("stop", ("",)),
         ("stop", ("x" * 1025,)),
         ("stop_token_ids", (1,) * 129),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
     ],
 )
 def test_request_out_of_range(name: str, value: object) -> None:
@@ -135,3 +149,41 @@ def test_a_key_bounds_prompts_and_completions() -> None:
     ):
         with pytest.raises(OverKeyLimit, match=word):
             request.completion_limit(prompt, 1000)
+
+
+def test_no_tokens_are_only_for_an_echo_which_no_chat_has() -> None:
+    assert ClientRequest("x", max_tokens=0, echo=True).completion_limit(3, 10) == 0
+    with pytest.raises(BadRequest) as raised:
+        ClientRequest(Conversation((Message("user", "x"),)), echo=True)
+    assert raised.value.param == "echo"
+
+
+def test_min_tokens_are_at_most_max_tokens_or_its_default() -> None:
+    wanted = Sampling(min_tokens=5)
+    assert ClientRequest("x", sampling=wanted, max_tokens=5).completion_limit(3, 10) == 5
+    with pytest.raises(BadRequest) as raised:
+        ClientRequest("x", sampling=wanted, max_tokens=4)
+    assert raised.value.param == "min_tokens"
+    with pytest.raises(BadRequest) as raised:
+        ClientRequest("x", sampling=wanted).completion_limit(6, 10)
+    assert raised.value.param == "min_tokens"
+
+
+def test_biased_tokens_are_of_the_vocabulary() -> None:
+    request = ClientRequest("x", sampling=Sampling(logit_bias={50: 1.0}))
+    with pytest.raises(BadRequest) as raised:
+        request.check_against(model="", vocab_size=50, max_model_len=10)
+    assert raised.value.param == "logit_bias"
+    assert "49" in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_tokens", "kept"), [(None, None, None), (7, 3, 7), (-1, 3, 17), (-1, None, 19)]
+)
+def test_a_truncated_prompt_leaves_room(
+    asked: int | None, max_tokens: int | None, kept: int | None
+) -> None:
+    request = ClientRequest((1,) * 30, truncate_prompt_tokens=asked, max_tokens=max_tokens)
+    assert request.prompt_tokens_max(20) == kept
+    if kept is not None:
+        request.check_against(model="", vocab_size=5, max_model_len=20)

@@ -73,3 +73,33 @@ def test_half_a_character_is_never_shown(tokenizer: Tokenizer) -> None:
     assert [stream.push([i], "").text for i in ids] == [""] * (len(ids) - 1) + ["🙂"]
     assert TextStream(tokenizer, []).push(ids[:-1], "length").text == ""
     assert TextStream(tokenizer, ["x"]).push(ids[:-1], "length").text == ""
+
+
+@pytest.mark.parametrize("step", [1, 2, 100])
+def test_the_stop_string_is_told_and_may_be_shown(tokenizer: Tokenizer, step: int) -> None:
+    ids = tokenizer.encode("one two three four five")
+    for shows_stop, text in ((False, "one two "), (True, "one two thr")):
+        stream = TextStream(tokenizer, ["thr"], shows_stop=shows_stop)
+        pieces = run(stream, ids, step, "length")
+        assert "".join(p.text for p in pieces) == text
+        assert pieces[-1].stop_reason == "thr"
+
+
+def test_a_stop_token_of_the_client_is_told_and_may_be_shown(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three")
+    hidden = TextStream(tokenizer, [], stop_token_ids=[ids[-1]]).push(ids, "stop")
+    assert (hidden.text, hidden.stop_reason) == ("one two", ids[-1])
+    shown = TextStream(tokenizer, [], shows_stop=True).push(ids, "stop")
+    assert (shown.text, shown.stop_reason) == ("one two three", None)
+
+
+@pytest.mark.parametrize("step", [1, 2, 100])
+def test_no_stop_string_ends_the_first_tokens(tokenizer: Tokenizer, step: int) -> None:
+    ids = tokenizer.encode("one two one two")
+    stream = TextStream(tokenizer, ["two"], min_tokens=len(tokenizer.encode("one two")))
+    assert "".join(p.text for p in run(stream, ids, step, "length")) == "one two one "
+
+
+def test_special_tokens_may_have_their_text(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, [], skip_special_tokens=False, shows_stop=True)
+    assert stream.push([*tokenizer.encode("one"), EOS], "stop").text == "one<|im_end|>"

@@ -20,6 +20,7 @@ from tandem.engine.executor.model import rope_frequencies
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.models.config import ModelConfig
+from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.native.library import (
     PANEL,
     Kind,
@@ -141,9 +142,22 @@ class NativeDecoder:
         self._library.to_logits(self._decoder, step)
         return results.logits
 
-    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-        """A token id for each row of the last step's logits."""
-        return sample(logits, draws, self._results.most_likely.tolist())
+    def sample(
+        self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
+    ) -> list[int]:
+        """A token id for each row of the last step's logits, or for each of `rows` of them."""
+        most_likely = self._results.most_likely.tolist()
+        if rows is not None:
+            logits, most_likely = logits[rows], [most_likely[row] for row in rows]
+        return sample(logits, draws, most_likely)
+
+    def logprobs(
+        self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
+    ) -> Logprobs:
+        """Measures a token of each of `rows` of the last step's logits."""
+        num_top = min(num_top, self._config.vocab_size)
+        chosen = np.array(rows, np.int32), np.array(token_ids, np.int32)
+        return self._library.measure(self._decoder, logits.data_ptr(), *chosen, num_top)
 
     def take_stages(self) -> dict[Stage, float]:
         """Seconds spent in each stage since the last time."""
@@ -297,8 +311,7 @@ class _Inputs:
             positions += places
             slots += [table[at // block_size] * block_size + at % block_size for at in places]
             tables += table[: -(-piece.context_len // block_size)]
-            if piece.wants_logits:
-                logit_rows.append(len(token_ids) - 1)
+            logit_rows += range(len(token_ids) - piece.num_logits, len(token_ids))
         self.num_rows = len(token_ids)
         self.num_logit_rows = len(logit_rows)
         self.positions_end = max(piece.context_len for piece in batch.slices)

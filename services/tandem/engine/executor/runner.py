@@ -25,6 +25,7 @@ from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
 from tandem.memory import Memory, read_memory, why_too_much, worker_need
 from tandem.models.source import ModelFolder
+from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
 if TYPE_CHECKING:
@@ -137,9 +138,17 @@ class ModelRunner:
         self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
         return self._last.forward(batch, self.kv, on_kv_written)
 
-    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-        """One token id for each row of the last step's logits."""
-        return self._last.sample(logits, draws)
+    def sample(
+        self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
+    ) -> list[int]:
+        """One token id for each row of the last step's logits, or for each of `rows` of them."""
+        return self._last.sample(logits, draws, rows)
+
+    def logprobs(
+        self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
+    ) -> Logprobs:
+        """Log probabilities of a token of each of `rows` of the last step's logits."""
+        return self._last.logprobs(logits, rows, token_ids, num_top)
 
 
 def _choose_device(wanted: str) -> torch.device:

@@ -1,11 +1,40 @@
-"""A sequence draws its next token by its own parameters, and by (seed, position).
+"""Draws the tokens of a step, and measures the log probabilities that its sequences ask for.
 
 The draw for the token at index i of a whole sequence depends on its seed and on i alone, so a
-sequence that was moved, preempted or prefilled elsewhere goes on as it would have.
+sequence that was moved, preempted or prefilled elsewhere goes on as it would have. Log
+probabilities are the model's own: edits change what is drawn, not what is measured.
+
+    rows of logits   [ chunk 0 | chunk 1: its last | chunk 2: all its tokens, for the prompt ]
+                       decode    end of a prompt     token i tells the log probability of i + 1
 """
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from tandem.engine.runner_protocol import Runner
+from tandem.engine.scheduler.scheduler import Chunk
 from tandem.engine.sequence import Sequence
+from tandem.engine.types import TokenLogprobs
+from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
+
+
+class Sampled(NamedTuple):
+    """The token that follows a sequence."""
+
+    sequence: Sequence
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class _Wanted(NamedTuple):
+    """A token whose log probability is wanted, and how many of the most likely ones with it."""
+
+    row: int
+    token_id: int
+    num_top: int
 
 
 def next_draw(sequence: Sequence) -> Draw:
@@ -18,4 +47,77 @@ def next_draw(sequence: Sequence) -> Draw:
         min_p=sampling.min_p,
         seed=sampling.seed,
         position=sequence.num_tokens,
+        edit=None if sequence.edits is None else sequence.edits.edit(),
     )
+
+
+class StepSampler:
+    """The rows of one step's logits; made before the step, because the step moves its chunks."""
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self._drawn: list[tuple[Sequence, int]] = []  # with its row
+        self._prompts: list[tuple[Sequence, _Wanted]] = []
+        num_rows = 0
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if chunk.all_logits:
+                self._prompts += _prompt_tokens(chunk, num_rows)
+                num_rows += chunk.num_tokens
+            else:
+                num_rows += chunk.samples
+            if chunk.samples:
+                self._drawn.append((sequence, num_rows - 1))
+        self._num_rows = num_rows
+
+    def run(self, runner: Runner, logits: torch.Tensor) -> list[Sampled]:
+        """Draws a token of each sequence that nothing is missing of. Log probabilities of prompts
+        go to their sequences."""
+        token_ids: list[int] = []
+        if self._drawn:
+            rows = [row for _, row in self._drawn]
+            draws = [next_draw(sequence) for sequence, _ in self._drawn]
+            some = rows if len(rows) < self._num_rows else None
+            token_ids = runner.sample(logits, draws, some)
+        drawn: list[TokenLogprobs | None] = [None] * len(token_ids)
+        wanted = [one for _, one in self._prompts]
+        places = []
+        for place, ((sequence, row), token_id) in enumerate(
+            zip(self._drawn, token_ids, strict=True)
+        ):
+            if (num_top := sequence.spec.sampling.logprobs) is not None:
+                places.append(place)
+                wanted.append(_Wanted(row, token_id, num_top))
+        if wanted:
+            found = _measure(runner, logits, wanted)
+            for (sequence, _), one in zip(self._prompts, found, strict=False):
+                sequence.prompt_logprobs.append(one)
+            for place, one in zip(places, found[len(self._prompts) :], strict=True):
+                drawn[place] = one
+        return [
+            Sampled(sequence, token_id, one)
+            for (sequence, _), token_id, one in zip(self._drawn, token_ids, drawn, strict=True)
+        ]
+
+
+def _prompt_tokens(chunk: Chunk, first_row: int) -> Iterable[tuple[Sequence, _Wanted]]:
+    """Yields the prompt tokens that the chunk's logits are about, less those measured before."""
+    sequence = chunk.sequence
+    num_top = sequence.spec.prompt_logprobs
+    assert num_top is not None
+    start = sequence.num_computed_tokens
+    for index in range(chunk.num_tokens):
+        position = start + index + 1
+        if len(sequence.prompt_logprobs) < position < sequence.spec.num_prompt_tokens:
+            yield sequence, _Wanted(first_row + index, sequence.token_ids[position], num_top)
+
+
+def _measure(runner: Runner, logits: torch.Tensor, wanted: list[_Wanted]) -> list[TokenLogprobs]:
+    rows, token_ids, nums_top = zip(*wanted, strict=True)
+    found: Logprobs = runner.logprobs(logits, rows, token_ids, max(nums_top))
+    columns = (found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
+    return [
+        TokenLogprobs(logprob, rank, top_ids[:num_top], top_logprobs[:num_top])
+        for num_top, logprob, rank, top_ids, top_logprobs in zip(
+            nums_top, *(column.tolist() for column in columns), strict=True
+        )
+    ]

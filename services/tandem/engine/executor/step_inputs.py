@@ -53,7 +53,11 @@ def make_step_inputs(batch: StepBatch, pool: KvPool, *, row_multiple: int) -> St
         token_rows=pool.token_rows(packed[2, :num_tokens], offsets),
         spans=spans,
         logit_rows=torch.tensor(
-            [row for row, s in zip(last_rows, slices, strict=True) if s.wants_logits],
+            [
+                row
+                for last, s in zip(last_rows, slices, strict=True)
+                for row in range(last + 1 - s.num_logits, last + 1)
+            ],
             dtype=torch.long,
             device=pool.device,
         ),

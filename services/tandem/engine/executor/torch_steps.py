@@ -1,6 +1,6 @@
 """Steps on torch's own operators: any device, any dtype, either numerics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,7 +11,8 @@ from tandem.engine.scheduler.batch import StepBatch
 from tandem.models.config import ModelConfig
 from tandem_kernels.dispatch import kernels_for
 from tandem_kernels.kv_cache import KvPool
-from tandem_kernels.sampling import sample
+from tandem_kernels.logprobs import logprobs
+from tandem_kernels.sampling import Draw, sample
 
 
 class TorchSteps:
@@ -20,7 +21,13 @@ class TorchSteps:
         self._decoder = Decoder(config, weights, self._kernels)
         self._kv: torch.Tensor | None = None
 
-    sample = staticmethod(sample)
+    def sample(
+        self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
+    ) -> list[int]:
+        """Draws as Runner.sample does."""
+        return sample(logits if rows is None else logits[rows], draws)
+
+    logprobs = staticmethod(logprobs)
 
     @torch.inference_mode()
     def forward(

@@ -69,7 +69,7 @@ def write_step(batch: StepBatch, block_size: int) -> StepViews:
         num_tokens=batch.num_tokens,
         num_seqs=len(slices),
         num_single=sum(piece.num_tokens == 1 for piece in slices),
-        num_logits=sum(piece.wants_logits for piece in slices),
+        num_logits=sum(piece.num_logits for piece in slices),
         table_width=max(len(piece.block_table) for piece in slices),
     )
     views = StepViews.of(torch.zeros(sum(shape.sizes), dtype=torch.int32), shape)
@@ -91,7 +91,11 @@ def write_step(batch: StepBatch, block_size: int) -> StepViews:
             starts[i - shape.num_single + 1] = row - shape.num_single
     slots += positions % block_size
     views.context_lens.numpy()[:] = [piece.context_len for piece in slices]
-    views.logit_rows.numpy()[:] = [last_rows[id(p)] for p in batch.slices if p.wants_logits]
+    views.logit_rows.numpy()[:] = [
+        row
+        for p in batch.slices
+        for row in range(last_rows[id(p)] + 1 - p.num_logits, last_rows[id(p)] + 1)
+    ]
     return views
 
 

@@ -11,6 +11,7 @@ from tandem.engine.executor.weights import ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
 from tandem_kernels.sampling import Draw
+from tandem_kernels.triton.logprobs import logprobs
 from tandem_kernels.triton.sampling import sample
 
 
@@ -47,9 +48,16 @@ class TritonSteps:
                 logits, _ = self._run_mixed(StepBatch([piece]), kv, wants_event=False)
             sample(logits, [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)])
 
-    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    def sample(
+        self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
+    ) -> list[int]:
+        """Draws as Runner.sample does."""
+        if rows is not None:
+            logits = logits[rows]
         token_ids: list[int] = sample(logits, draws).tolist()
         return token_ids
+
+    logprobs = staticmethod(logprobs)
 
     @torch.inference_mode()
     def forward(
@@ -67,8 +75,8 @@ class TritonSteps:
         if self._graphs.fits(batch.slices):
             logits = self._graphs.run(batch.slices)
             written = _recorded_event(kv.device) if on_kv_written else None
-            if not all(piece.wants_logits for piece in batch.slices):
-                wanted = [i for i, piece in enumerate(batch.slices) if piece.wants_logits]
+            if not all(piece.num_logits for piece in batch.slices):
+                wanted = [i for i, piece in enumerate(batch.slices) if piece.num_logits]
                 logits = logits[wanted]
         else:
             logits, written = self._run_mixed(batch, kv, wants_event=on_kv_written is not None)

@@ -18,10 +18,16 @@ class SequenceSlice:
     context_len: int  # tokens in the KV pool after this step
     block_table: list[int]  # block ids that cover at least context_len tokens, in order
     wants_logits: bool  # whether the last token's logits are needed (not for inner chunks)
+    all_logits: bool = False  # those of all its tokens are
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_logits(self) -> int:
+        """How many of its last tokens the logits are needed of."""
+        return self.num_tokens if self.all_logits else int(self.wants_logits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,21 @@ def check_spec(
         raise ContextTooLong(
             f"the sequence has {num_tokens} tokens; the context is {max_model_len} tokens"
         )
+    _check_edits(spec, vocab_size)
     _check_pool(spec, layout, max_model_len)
+
+
+def _check_edits(spec: SequenceSpec, vocab_size: int) -> None:
+    sampling = spec.sampling
+    bad_words = [token_id for word in sampling.bad_words for token_id in word]
+    named = {"logit_bias": list(sampling.logit_bias), "bad_words": bad_words}
+    for name, token_ids in named.items():
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise BadRequest(
+                f"{name} has token ids from {min(token_ids)} to {max(token_ids)}; the model has "
+                f"those from 0 to {vocab_size - 1}",
+                param=name,
+            )
 
 
 def _check_pool(spec: SequenceSpec, layout: BlockLayout, max_model_len: int) -> None:

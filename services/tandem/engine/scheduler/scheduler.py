@@ -32,6 +32,10 @@ from tandem.engine.types import Mode
 from tandem.perf_model.rates import token_contexts
 from tandem.perf_model.step_time import StepTimeModel, StepWork
 
+# Rows of logits in a step for log probabilities of prompts: a row has the vocabulary in fp32, which
+# is 0.6 MB for 150,000 tokens.
+PROMPT_LOGITS_MAX = 128
+
 _arrival = attrgetter("arrival")
 
 
@@ -42,6 +46,7 @@ class Chunk:
     sequence: Sequence
     num_tokens: int
     samples: bool  # whether a token follows: nothing is missing after this chunk
+    all_logits: bool  # for log probabilities of the prompt
 
     @property
     def slice(self) -> SequenceSlice:
@@ -53,6 +58,7 @@ class Chunk:
             context_len=end,
             block_table=sequence.block_table,
             wants_logits=self.samples,
+            all_logits=self.all_logits,
         )
 
 
@@ -61,6 +67,7 @@ class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     work: StepWork = field(default_factory=StepWork)
+    num_prompt_logits: int = 0  # rows
 
     @property
     def batch(self) -> StepBatch:
@@ -68,7 +75,9 @@ class Schedule:
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         samples = num_tokens == sequence.num_missing_tokens
-        self.chunks.append(Chunk(sequence, num_tokens, samples))
+        chunk = Chunk(sequence, num_tokens, samples, sequence.wants_prompt_logits)
+        self.chunks.append(chunk)
+        self.num_prompt_logits += num_tokens * chunk.all_logits
         contexts = token_contexts(num_tokens, sequence.num_computed_tokens)
         if sequence.in_decode:
             self.work.decode_tokens += num_tokens
@@ -226,6 +235,8 @@ class Scheduler:
 
     def _add_chunk(self, schedule: Schedule, sequence: Sequence) -> None:
         tokens_left = self._tokens_left(schedule, sequence.num_computed_tokens)
+        if sequence.wants_prompt_logits:
+            tokens_left = min(tokens_left, PROMPT_LOGITS_MAX - schedule.num_prompt_logits)
         if not tokens_left or len(schedule.chunks) >= self._max_num_seqs:
             return
         if sequence.mode is Mode.PREFILL_ONLY:

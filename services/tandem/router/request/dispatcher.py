@@ -28,6 +28,7 @@ from tandem.router.request.migrations import (
 from tandem.router.request.pending_queue import PendingQueue
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.rpc.tandem.v1.inference_pb2 import TokenLogprobs
 from tandem.store.client import UNREACHABLE
 
 log = logging.getLogger(__name__)
@@ -231,6 +232,8 @@ class Dispatcher:
         progress, routing = job.progress, job.routing
         while True:
             token_ids: list[int] = []
+            logprobs: list[TokenLogprobs] = []
+            prompt_logprobs: list[TokenLogprobs] = []
             finish_reason = ""
             # After what is read here, `updates` raises the failure of an attempt that has one.
             for update in await attempt.updates():
@@ -242,6 +245,8 @@ class Dispatcher:
                         self._admission.note_first_token(routing.promise)
                     routing.promise = None
                     token_ids.extend(update.token_ids)
+                    logprobs.extend(update.logprobs)
+                    prompt_logprobs.extend(update.prompt_logprobs)
                     if update.HasField("timings"):
                         num_output_tokens = len(progress.output_token_ids) + len(token_ids)
                         progress.timeline.take(update.timings, num_output_tokens)
@@ -257,7 +262,7 @@ class Dispatcher:
                 if finish_reason:  # before the last step: who has it may not come back
                     self._on_end(job)
                     job.to(JobState.ENDED)
-                yield Step(token_ids, finish_reason)
+                yield Step(token_ids, finish_reason, logprobs, prompt_logprobs)
             if finish_reason:
                 return
             if attempt.is_draining and not attempt.is_over and self._may_migrate(job):

@@ -28,12 +28,13 @@ from tandem.router.metrics.timeline import Timeline
 from tandem.router.parsers.machine import CallDelta, Machine
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.dispatcher import Dispatcher
-from tandem.router.request.job import Job, JobState, PreparedRequest, Progress
+from tandem.router.request.job import Job, JobState, PreparedRequest, Progress, Step
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
 from tandem.router.request.prompts import PromptPreparer
 from tandem.router.request.request import ClientRequest, Conversation
-from tandem.router.request.text import TextStream
+from tandem.router.request.text import Piece, TextStream
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.rpc.tandem.v1.inference_pb2 import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,10 @@ class Delta:
     usage: Usage
     finish_reason: str = ""  # "stop", "length" or "tool_calls"
     prompt_token_ids: list[int] | None = None
+    stop_reason: str | int | None = None  # with "stop": the stop string, or the client's stop token
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of token_ids, if asked for
+    # In the first, if asked for: of the prompt from its second token on.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     placement: str = ""  # why it was placed where it was
     timeline: Timeline | None = None  # where its time went until now
     limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`
@@ -202,7 +207,7 @@ class Generator:
             record.job = job
             held.callback(self._settle, job, record, reservation)
             parser = _parser(model, request, job.request.token_ids)
-            text = TextStream(model.tokenizer, request.stop, parser)
+            text = _text_stream(job.request, model.tokenizer, parser)
             deltas = self._follow(job, record, text, deadline, reservation)
             await held.enter_async_context(aclosing(deltas))
             async for delta in deltas:
@@ -219,7 +224,6 @@ class Generator:
         """Yields the deltas of a job that is admitted by its tenant's limits."""
         timeline = record.timeline
         steps = self._dispatcher.run(job)
-        num_sent = 0
         async with aclosing(steps):
             while True:
                 try:
@@ -229,27 +233,18 @@ class Generator:
                     raise DeadlineExceeded(
                         f"the request took longer than {self.config.request_deadline_s:g} s"
                     ) from None
-                piece = text.push(step.token_ids, step.finish_reason)
+                if job.request.client.max_tokens == 0:  # a worker makes one at least
+                    piece = text.push([], "length")
+                else:
+                    piece = text.push(step.token_ids, step.finish_reason)
                 now = time.monotonic()
                 elapsed_s = now - timeline.last_token_s
-                num_tokens, is_first = len(piece.token_ids), num_sent == 0
+                num_tokens, is_first = len(piece.token_ids), not record.num_sent
                 if num_tokens:
                     self._observe_latency(job, elapsed_s, num_tokens, first=is_first)
                     timeline.note_tokens(now)
-                prompt_token_ids = job.request.token_ids
-                num_sent = record.num_sent = num_sent + num_tokens
-                delta = Delta(
-                    text=piece.text,
-                    token_ids=piece.token_ids,
-                    usage=Usage(len(prompt_token_ids), num_sent, job.progress.cached_tokens),
-                    finish_reason=piece.finish_reason,
-                    prompt_token_ids=prompt_token_ids if is_first else None,
-                    placement=job.routing.routed.reason if job.routing.routed else "",
-                    timeline=timeline,
-                    limit_headers=reservation.headers,
-                    reasoning=piece.reasoning,
-                    tool_calls=piece.tool_calls,
-                )
+                record.num_sent += num_tokens
+                delta = _delta(job, piece, step, record.num_sent, reservation, is_first=is_first)
                 self._metrics.generation_tokens.inc(num_tokens)
                 if piece.finish_reason:
                     # Before the last delta, so that the worker is free however slow the client is,
@@ -274,11 +269,9 @@ class Generator:
             )
 
     async def _prepare(self, request: ClientRequest, model: LoadedModel, timeline: Timeline) -> Job:
-        max_model_len = self.max_model_len
+        max_model_len, vocab_size = self.max_model_len, model.folder.config.vocab_size
         request.check_against(
-            model=self.served_name,
-            vocab_size=model.folder.config.vocab_size,
-            max_model_len=max_model_len,
+            model=self.served_name, vocab_size=vocab_size, max_model_len=max_model_len
         )
         request = _with_template_options(request, model)
         salt = cache_salt(self.config.cluster.token, request.tenant)
@@ -286,6 +279,10 @@ class Generator:
         token_ids, block_hashes = await model.preparer.prepare(
             request, compatibility, salt, max_model_len=max_model_len
         )
+        limit = request.completion_limit(
+            len(token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
+        )
+        bad_words = await model.preparer.bad_words(request)
         seed = request.sampling.seed
         stop_token_ids = set(request.stop_token_ids)
         if not request.ignore_eos:
@@ -294,10 +291,9 @@ class Generator:
             client=request,
             seed=secrets.randbits(64) if seed is None else seed % 2**64,
             token_ids=token_ids,
-            max_tokens=request.completion_limit(
-                len(token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
-            ),
+            max_tokens=max(1, limit),
             stop_token_ids=sorted(stop_token_ids),
+            bad_words=[run for run in bad_words if max(run) < vocab_size],
             cache_salt=salt,
         )
         return Job(checked, Progress(block_hashes, timeline))
@@ -336,4 +332,47 @@ def _parser(
     tools = chat.tools if chat.may_call else ()
     return model.answers.machine(
         tools, prompt_token_ids, one_call_only=not chat.parallel_tool_calls
+    )
+
+
+def _text_stream(
+    request: PreparedRequest, tokenizer: Tokenizer, parser: Machine | None
+) -> TextStream:
+    client = request.client
+    skips = client.skip_special_tokens
+    prompt_text = ""
+    if client.echo and isinstance(client.prompt, str) and client.truncate_prompt_tokens is None:
+        prompt_text = client.prompt
+    elif client.echo:
+        prompt_text = tokenizer.decode(request.token_ids, skip_special_tokens=skips)
+    return TextStream(
+        tokenizer,
+        client.stop,
+        parser,
+        stop_token_ids=client.stop_token_ids,
+        shows_stop=client.include_stop_str_in_output,
+        skip_special_tokens=skips,
+        min_tokens=client.sampling.min_tokens,
+        prompt_text=prompt_text,
+    )
+
+
+def _delta(
+    job: Job, piece: Piece, step: Step, num_sent: int, reservation: Reservation, *, is_first: bool
+) -> Delta:
+    prompt_token_ids = job.request.token_ids
+    return Delta(
+        text=piece.text,
+        token_ids=piece.token_ids,
+        usage=Usage(len(prompt_token_ids), num_sent, job.progress.cached_tokens),
+        finish_reason=piece.finish_reason,
+        prompt_token_ids=prompt_token_ids if is_first else None,
+        stop_reason=piece.stop_reason,
+        logprobs=step.logprobs[: len(piece.token_ids)],
+        prompt_logprobs=step.prompt_logprobs,
+        placement=job.routing.routed.reason if job.routing.routed else "",
+        timeline=job.progress.timeline,
+        limit_headers=reservation.headers,
+        reasoning=piece.reasoning,
+        tool_calls=piece.tool_calls,
     )

@@ -34,6 +34,7 @@ from tandem.router.placement.choose import Placement, WorkerSnapshot
 from tandem.router.request.migration_budget import LOSSES_MAX
 from tandem.router.request.request import ClientRequest
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.rpc.tandem.v1.inference_pb2 import TokenIds, TokenLogprobs
 from tandem.states import transition
 from tandem.store.registry import KvCompatibility
 
@@ -71,6 +72,7 @@ class PreparedRequest:
     token_ids: list[int]
     max_tokens: int
     stop_token_ids: list[int]
+    bad_words: list[list[int]] = field(default_factory=list)  # as runs of tokens
     cache_salt: bytes = b""
 
 
@@ -173,6 +175,9 @@ class Step:
 
     token_ids: list[int]
     finish_reason: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one each, if they were asked for
+    # With the first token: of the prompt from its second token on.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 def submission(
@@ -180,7 +185,6 @@ def submission(
 ) -> pb.SubmitSequence:
     """Builds the message; `leaves` is the worker it migrates off, still with all its blocks."""
     request, progress, trace = job.request, job.progress, job.progress.timeline.span.headers
-    sampling = request.client.sampling
     holders = [(w, matches[w.worker_id]) for w in placement.prefix_holders]
     if leaves is not None:
         holders.insert(0, (leaves, len(progress.block_hashes)))
@@ -190,16 +194,11 @@ def submission(
         input=pb.SequenceInput(
             token_ids=request.token_ids + progress.output_token_ids,
             num_prompt_tokens=len(request.token_ids),
-            sampling=pb.Sampling(
-                temperature=sampling.effective_temperature,
-                top_k=max(0, sampling.top_k),
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                seed=request.seed,
-            ),
+            sampling=_sampling(request),
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
             cache_salt=request.cache_salt,
+            prompt_logprobs=request.client.prompt_logprobs,
         ),
         prefill_candidates=[
             pb.PrefillCandidate(
@@ -218,4 +217,22 @@ def submission(
         ],
         trace=pb.TraceContext(**trace) if trace else None,
         losses_max=max(1, LOSSES_MAX - progress.num_lost),
+    )
+
+
+def _sampling(request: PreparedRequest) -> pb.Sampling:
+    sampling = request.client.sampling
+    return pb.Sampling(
+        temperature=sampling.effective_temperature,
+        top_k=max(0, sampling.top_k),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=request.seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        min_tokens=sampling.min_tokens,
+        bad_words=[TokenIds(ids=run) for run in request.bad_words],
+        logprobs=request.client.logprobs,
     )

@@ -18,6 +18,7 @@ import os
 import signal
 import threading
 from array import array
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -75,19 +76,29 @@ class PromptPreparer:
         max_model_len: int,
     ) -> PreparedPrompt:
         """Raises BadRequest for a chat that the model's template refuses, and ContextTooLong for a
-        long text that cannot fit."""
+        long text that cannot fit, unless it is to be truncated."""
         prompt, tenant, cost = request.prompt, request.tenant, _cost(request.prompt)
+        kept = request.prompt_tokens_max(max_model_len)
         if cost <= INLINE_COST_MAX:
             return await self._threads.run(
-                tenant, cost, _prepare, self._tokenizer, prompt, compatibility, cache_salt
+                tenant, cost, _prepare, self._tokenizer, prompt, kept, compatibility, cache_salt
             )
         text: Prompt | RenderedText = prompt
-        if not isinstance(prompt, tuple) and is_counted_first(cost, max_model_len):
+        may_be_too_long = kept is None and is_counted_first(cost, max_model_len)
+        if not isinstance(prompt, tuple) and may_be_too_long:
             text = await self._count(request, prompt, max_model_len)
         ids, hashes = await self._processes.run(
-            tenant, cost, _prepare_there, text, compatibility, cache_salt
+            tenant, cost, _prepare_there, text, kept, compatibility, cache_salt
         )
         return PreparedPrompt(ids.tolist(), hashes)
+
+    async def bad_words(self, request: ClientRequest) -> list[list[int]]:
+        """Returns the runs of tokens that spell the request's bad words."""
+        words = request.sampling.bad_words
+        if not words:
+            return []
+        cost = sum(map(len, words))
+        return await self._threads.run(request.tenant, cost, _spell, self._tokenizer, words)
 
     def close(self) -> None:
         self._threads.close()
@@ -126,9 +137,11 @@ def _cost(prompt: Prompt) -> int:
 def _prepare(
     tokenizer: Tokenizer,
     prompt: Prompt | RenderedText,
+    kept: int | None,
     compatibility: KvCompatibility | None,
     cache_salt: bytes,
 ) -> PreparedPrompt:
+    """`kept`: the number of the prompt's last tokens to keep; None: all."""
     if isinstance(prompt, tuple):
         token_ids = list(prompt)
     elif isinstance(prompt, str):
@@ -137,10 +150,24 @@ def _prepare(
         token_ids = tokenizer.encode_rendered(prompt)
     else:
         token_ids = tokenizer.encode_chat(*prompt.template_input())
+    if kept is not None:
+        token_ids = token_ids[-kept:]
     if compatibility is None:
         return PreparedPrompt(token_ids, [])
     root = compatibility.chain_root(cache_salt)
     return PreparedPrompt(token_ids, hash_blocks(root, token_ids, compatibility.block_size))
+
+
+def _spell(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+    """Each word as it begins a text and, where that is spelled otherwise, as it follows a space."""
+    runs = []
+    for word in words:
+        bare = tokenizer.encode(word, add_special_tokens=False)
+        spaced = tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
+        runs.append(bare)
+        if spaced[-len(bare) :] != bare:  # else whoever spells it so ends with the bare one
+            runs.append(spaced)
+    return [run for run in runs if run]
 
 
 _process_tokenizer: Tokenizer | None = None
@@ -173,9 +200,12 @@ def _count_there(piece: RenderedText) -> int:
 
 
 def _prepare_there(
-    prompt: Prompt | RenderedText, compatibility: KvCompatibility | None, cache_salt: bytes
+    prompt: Prompt | RenderedText,
+    kept: int | None,
+    compatibility: KvCompatibility | None,
+    cache_salt: bytes,
 ) -> tuple[array[int], list[bytes]]:
     """Returns token ids as an array: a list of 100,000 ints is slow to unpickle."""
     assert _process_tokenizer is not None
-    prepared = _prepare(_process_tokenizer, prompt, compatibility, cache_salt)
+    prepared = _prepare(_process_tokenizer, prompt, kept, compatibility, cache_salt)
     return array("I", prepared.token_ids), prepared.block_hashes

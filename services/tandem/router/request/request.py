@@ -6,68 +6,38 @@ Every refusal names the field and says what is allowed. Knows no wire format.
 
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
+from tandem.router.request.allowed import (
+    BAD_WORD_CHARACTERS_MAX,
+    BAD_WORDS_MAX,
+    BIAS_MAX,
+    BIASES_MAX,
+    LOGPROBS_MAX,
+    PENALTY_MAX,
+    REASONING_EFFORTS,
+    REPETITION_PENALTY_MAX,
+    ROLES,
+    STOP_CHARACTERS_MAX,
+    STOP_STRINGS_MAX,
+    STOP_TOKEN_IDS_MAX,
+    TOOLS_MAX,
+    refusal,
+    shorten,
+)
 from tandem.security.limits import NO_LIMITS, Limits
 
-STOP_STRINGS_MAX = 4
-STOP_CHARACTERS_MAX = 1024
-STOP_TOKEN_IDS_MAX = 128
 MESSAGES_MAX = 4096
-TOP_K_MAX = 2**31 - 1
 MAX_TOKENS_MAX = 2**31 - 1
+TOP_K_MAX = 2**31 - 1
 # No text of a longer average token is worth tokenizing only to be refused.
 CHARACTERS_PER_TOKEN_MAX = 64
 # Below it the division of logits by the temperature leaves float32; vLLM clamps there too.
 TEMPERATURE_MIN = 0.01
-
-TOOLS_MAX = 1024
 NESTING_MAX = 64  # of a tool's schema, or of a call's arguments
-
-ROLES = ("system", "user", "assistant", "tool")
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-
-ALLOWED = {
-    "model": "the name of the served model",
-    "prompt": "a non-empty string, or one list of token ids",
-    "messages": "a non-empty list of messages, each with a role (system, user, assistant or tool) "
-    'and a content that is a string or a list of {"type": "text", "text": ...} parts',
-    "tools": f'a list of at most {TOOLS_MAX} tools such as {{"type": "function", "function": '
-    '{"name": ..., "parameters": ...}}',
-    "tool_choice": "auto or none; required and a named function need a grammar, which is not "
-    "supported yet",
-    "parallel_tool_calls": "true or false",
-    "reasoning_effort": f"one of {', '.join(REASONING_EFFORTS)}",
-    "chat_template_kwargs": "an object with variables of the model's chat template",
-    "temperature": "a number from 0 (greedy) to 2",
-    "top_p": "a number over 0 and at most 1",
-    "top_k": "an integer: -1 or 0 (off), or a count of tokens",
-    "min_p": "a number from 0 (off) to 1",
-    "seed": "an integer from -2^63 to 2^64-1",
-    "max_tokens": "an integer of at least 1",
-    "max_completion_tokens": "an integer of at least 1",
-    "stop": f"a non-empty string of at most {STOP_CHARACTERS_MAX} characters, or a list of at "
-    f"most {STOP_STRINGS_MAX} such strings",
-    "stop_token_ids": f"a list of at most {STOP_TOKEN_IDS_MAX} token ids of the vocabulary",
-    "ignore_eos": "true or false",
-    "stream": "true or false",
-    "stream_options": 'an object such as {"include_usage": true}, and only with stream=true',
-    "return_token_ids": "true or false",
-}
-
-
-def refusal(name: str, given: object = None) -> BadRequest:
-    """Returns the error for a field whose value is not among what `ALLOWED` says."""
-    shown = "" if given is None else f"; it is {_shorten(given)}"
-    return BadRequest(f"{name} must be {ALLOWED[name]}{shown}", param=name)
-
-
-def name_prompt(error: BadRequest, index: int) -> BadRequest:
-    """Returns the same refusal with a message that says which of several prompts it is about."""
-    return type(error)(f"prompt {index} (from 0): {error.message}", param=error.param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +66,7 @@ class Message:
         if self.role not in ROLES:
             allowed = ", ".join(ROLES)
             raise BadRequest(
-                f"role must be one of {allowed}; it is {_shorten(self.role)}", param="messages"
+                f"role must be one of {allowed}; it is {shorten(self.role)}", param="messages"
             )
 
     def template_input(self) -> dict[str, Any]:
@@ -161,13 +131,20 @@ Prompt = str | tuple[int, ...] | Conversation
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling as requested; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off."""
+    """Sampling as requested; temperature 0 is greedy. Off are top_k, min_p and the first two
+    penalties at 0, top_p and the repetition penalty at 1."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0  # of tokens in the completion
+    frequency_penalty: float = 0.0  # for each time in the completion
+    repetition_penalty: float = 1.0  # of tokens in the prompt or the completion
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
+    min_tokens: int = 0
+    bad_words: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         # Written so that NaN fails.
@@ -181,6 +158,26 @@ class Sampling:
             raise refusal("top_k", self.top_k)
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise refusal("seed", self.seed)
+        self._check_edits()
+
+    def _check_edits(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -PENALTY_MAX <= getattr(self, name) <= PENALTY_MAX:
+                raise refusal(name, getattr(self, name))
+        most = REPETITION_PENALTY_MAX
+        if not 1 / most <= self.repetition_penalty <= most:
+            raise refusal("repetition_penalty", self.repetition_penalty)
+        if len(self.logit_bias) > BIASES_MAX:
+            raise refusal("logit_bias", f"an object of {len(self.logit_bias)}")
+        for bias in self.logit_bias.values():
+            if not -BIAS_MAX <= bias <= BIAS_MAX:
+                raise refusal("logit_bias", bias)
+        if self.min_tokens < 0:
+            raise refusal("min_tokens", self.min_tokens)
+        if len(self.bad_words) > BAD_WORDS_MAX:
+            raise refusal("bad_words", f"a list of {len(self.bad_words)}")
+        if any(not 0 < len(word) <= BAD_WORD_CHARACTERS_MAX for word in self.bad_words):
+            raise refusal("bad_words", "one with an empty or too long string")
 
     @property
     def effective_temperature(self) -> float:
@@ -197,6 +194,12 @@ class ClientRequest:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None  # most likely tokens with each token's; None: no log probabilities
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    echo: bool = False  # the text begins with the prompt's
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # the prompt's last tokens that are kept; -1: all fit
     tenant: str = ""  # empty: of nobody's own
     limits: Limits = NO_LIMITS  # of its API key
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -207,25 +210,39 @@ class ClientRequest:
                 raise refusal("messages", f"a list of {len(self.prompt.messages)}")
         elif not self.prompt:
             raise refusal("prompt", "empty")
-        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS_MAX:
-            raise refusal("max_tokens", self.max_tokens)
+        if self.max_tokens is not None:
+            least = 0 if self.echo else 1
+            if not least <= self.max_tokens <= MAX_TOKENS_MAX:
+                raise refusal("max_tokens", self.max_tokens)
+            if self.sampling.min_tokens > self.max_tokens:
+                raise refusal("min_tokens", self.sampling.min_tokens)
         if len(self.stop) > STOP_STRINGS_MAX:
             raise refusal("stop", f"a list of {len(self.stop)}")
         if any(not 0 < len(s) <= STOP_CHARACTERS_MAX for s in self.stop):
             raise refusal("stop", "one with an empty or too long string")
         if len(self.stop_token_ids) > STOP_TOKEN_IDS_MAX:
             raise refusal("stop_token_ids", f"a list of {len(self.stop_token_ids)}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if not 0 <= (getattr(self, name) or 0) <= LOGPROBS_MAX:
+                raise refusal(name, getattr(self, name))
+        if self.echo and isinstance(self.prompt, Conversation):
+            raise refusal("echo", "true")
+        kept = self.truncate_prompt_tokens
+        if kept is not None and kept != -1 and kept < 1:
+            raise refusal("truncate_prompt_tokens", kept)
 
     def check_against(self, *, model: str, vocab_size: int, max_model_len: int) -> None:
         """Checks what it can before the prompt is tokenized. Raises BadRequest, ModelNotFound."""
         if self.model not in ("", model):
             raise ModelNotFound(
-                f"the model {_shorten(self.model)} is not served here; {model!r} is", param="model"
+                f"the model {shorten(self.model)} is not served here; {model!r} is", param="model"
             )
         _check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        _check_token_ids("logit_bias", self.sampling.logit_bias, vocab_size)
         if isinstance(self.prompt, tuple):
             _check_token_ids("prompt", self.prompt, vocab_size)
-            self.completion_limit(len(self.prompt), max_model_len)
+            kept = self.prompt_tokens_max(max_model_len) or len(self.prompt)
+            self.completion_limit(min(kept, len(self.prompt)), max_model_len)
         characters = num_characters(self.prompt)
         characters_max = CHARACTERS_PER_TOKEN_MAX * max_model_len
         if characters > characters_max:
@@ -234,6 +251,12 @@ class ClientRequest:
                 f"tokens allows at most {characters_max}",
                 param=self._prompt_name,
             )
+
+    def prompt_tokens_max(self, max_model_len: int) -> int | None:
+        """Returns how many of the prompt's last tokens are kept; None: all."""
+        if self.truncate_prompt_tokens != -1:
+            return self.truncate_prompt_tokens
+        return max(1, max_model_len - max(1, self.max_tokens or 1))
 
     def completion_limit(
         self, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int | None = None
@@ -251,7 +274,14 @@ class ClientRequest:
         allowed = self._allowed_by_key(num_prompt_tokens)
         if self.max_tokens is None:
             pool_left = left if pool_tokens is None else max(1, pool_tokens - num_prompt_tokens)
-            return min(left, pool_left, allowed or left, self.default_max_tokens or left)
+            limit = min(left, pool_left, allowed or left, self.default_max_tokens or left)
+            if self.sampling.min_tokens > limit:
+                raise BadRequest(
+                    f"min_tokens is {self.sampling.min_tokens}; it must be at most {limit}, as "
+                    "many as can be made without max_tokens",
+                    param="min_tokens",
+                )
+            return limit
         if self.max_tokens > left:
             raise ContextTooLong(
                 f"max_tokens is {self.max_tokens}; it must be at most {left}: the context has "
@@ -338,18 +368,10 @@ def _is_nested_within(value: Any, levels: int) -> bool:
     return levels > 0 and all(_is_nested_within(item, levels - 1) for item in value)
 
 
-def _check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise BadRequest(
                 f"{name} has the token id {token_id}; ids must be from 0 to {vocab_size - 1}",
                 param=name,
             )
-
-
-def _shorten(value: object) -> str:
-    """The value as the message shows it: bounded, and quoted when it is text of the client's."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    text = str(value) if isinstance(value, int | float) else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -4,7 +4,7 @@ split into content, reasoning and tool calls.
 It only finds where the text ends; the caller cancels the sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from tandem.models.detokenizer import IncrementalDetokenizer
@@ -20,48 +20,80 @@ class Piece:
     text: str
     token_ids: list[int]
     finish_reason: str
+    stop_reason: str | int | None = None  # the stop string, or the client's stop token, that ended
     reasoning: str = ""
     tool_calls: tuple[CallDelta, ...] = ()
 
 
 class TextStream:
+    """The text of one request."""
+
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str], parser: Machine | None = None
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        parser: Machine | None = None,
+        *,
+        stop_token_ids: Collection[int] = (),
+        shows_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+        prompt_text: str = "",
     ) -> None:
-        """`parser` splits the text; without one all of it is content."""
+        """`parser` splits the text; without one all of it is content. The text begins with
+        `prompt_text`. `shows_stop`: what stops the text is part of it. No stop string is looked for
+        in the text of the first `min_tokens` tokens."""
         # Clients see no special tokens, and parsers see those that they look for.
         shown = frozenset() if parser is None else tokenizer.special_ids(parser.terminals)
-        self._detokenizer = IncrementalDetokenizer(tokenizer, shown=shown)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, shown=shown
+        )
         self._parser = parser
-        self._stop = StopStrings(stop) if stop else None
+        self._stop = StopStrings(stop, is_shown=shows_stop) if stop else None
+        self._stop_token_ids = stop_token_ids
+        self._shows_stop = shows_stop
+        self._num_unstopped = min_tokens
+        self._prompt_text = prompt_text
 
     def push(self, token_ids: list[int], finish_reason: str) -> Piece:
         """Returns the new text. A `finish_reason` releases all text that was held back.
 
         The token that ended a sequence with "stop" (an end-of-sequence token, or one of the
-        client's stop ids) counts, and is not part of the text.
+        client's stop ids) counts, and is not part of the text unless `shows_stop`.
         """
         piece = self._push(token_ids, finish_reason)
-        return piece if self._parser is None else _parsed(piece, self._parser)
+        if self._parser is not None:
+            piece = _parsed(piece, self._parser)
+        if self._prompt_text:
+            piece = replace(piece, text=self._prompt_text + piece.text)
+            self._prompt_text = ""
+        return piece
 
     def _push(self, token_ids: list[int], finish_reason: str) -> Piece:
-        shown = token_ids[:-1] if finish_reason == "stop" else token_ids
+        is_stopped = finish_reason == "stop" and bool(token_ids)
+        ended_by = token_ids[-1] if is_stopped and token_ids[-1] in self._stop_token_ids else None
+        shown = token_ids[:-1] if is_stopped and not self._shows_stop else token_ids
         if self._stop is None:
             text = self._detokenizer.push(shown)
-            return Piece(text + self._rest(finish_reason), token_ids, finish_reason)
+            return Piece(text + self._rest(finish_reason), token_ids, finish_reason, ended_by)
         texts = []
         # One by one, to know which token completed a stop string.
         for index, token_id in enumerate(shown):
+            if self._num_unstopped > 0:
+                self._num_unstopped -= 1
+                texts.append(self._detokenizer.push([token_id]))
+                continue
             text, hit = self._stop.push(self._detokenizer.push([token_id]))
             texts.append(text)
             if hit:
-                return Piece("".join(texts), token_ids[: index + 1], "stop")
+                matched = self._stop.matched
+                return Piece("".join(texts), token_ids[: index + 1], "stop", matched)
         if finish_reason:
             text, hit = self._stop.push(self._rest(finish_reason))
             texts.append(text if hit else text + self._stop.flush())
             if hit:
-                finish_reason = "stop"
-        return Piece("".join(texts), token_ids, finish_reason)
+                return Piece("".join(texts), token_ids, "stop", self._stop.matched)
+        return Piece("".join(texts), token_ids, finish_reason, ended_by)
 
     def _rest(self, finish_reason: str) -> str:
         """Returns what the detokenizer held back, less a character that the end cut in half."""

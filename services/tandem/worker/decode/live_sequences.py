@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 
 from tandem.engine.sequence import finish_reason
+from tandem.engine.types import NewTokens
 from tandem.errors import WorkerLost
 from tandem.observability.logs import about
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.worker.convert import logprobs_message
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState
 from tandem.worker.engine_process.messages import Remove
 from tandem.worker.kv_pulls.lease import PullStats
@@ -45,21 +47,36 @@ class LiveSequences:
         self._by_id[sequence.sequence_id] = sequence
         sequence.stream.sequence_ids.add(sequence.sequence_id)
 
-    def send_first_token(self, sequence: DecodeSequence, token_id: int, stats: PullStats) -> None:
+    def send_first_token(
+        self, sequence: DecodeSequence, prefilled: pb.Prefilled, stats: PullStats
+    ) -> None:
         """Sends a prompt's first token, of its prefill worker. It depends on no block that was
         pulled, so it leaves before they are trusted."""
         sequence.cached_tokens = max(
             sequence.cached_tokens, min(stats.cached_tokens, sequence.spec.num_prompt_tokens)
         )
         sequence.pulled = stats
-        self.send_tokens(sequence, [token_id])
+        token_id = prefilled.first_token_id
+        update = _update(sequence, token_ids=[token_id], prompt_logprobs=prefilled.prompt_logprobs)
+        if prefilled.HasField("logprobs"):
+            update.logprobs.append(prefilled.logprobs)
+        self._send_tokens(sequence, update)
         # Whatever happens to the lease now, the client has this token: it is part of the input.
         sequence.spec = msgspec.structs.replace(
             sequence.spec, token_ids=[*sequence.spec.token_ids, token_id]
         )
 
-    def send_tokens(self, sequence: DecodeSequence, token_ids: list[int]) -> None:
-        update = _update(sequence, token_ids=token_ids)
+    def send_tokens(self, sequence: DecodeSequence, new: NewTokens) -> None:
+        """Sends the tokens that the engine made in a step, at least one."""
+        update = _update(
+            sequence,
+            token_ids=new.token_ids,
+            logprobs=map(logprobs_message, new.logprobs),
+            prompt_logprobs=map(logprobs_message, new.prompt_logprobs),
+        )
+        self._send_tokens(sequence, update)
+
+    def _send_tokens(self, sequence: DecodeSequence, update: pb.SequenceUpdate) -> None:
         if not sequence.num_sent:
             sequence.note_first_token(time.monotonic())
             update.cached_tokens = sequence.cached_tokens
@@ -68,7 +85,7 @@ class LiveSequences:
             sequence.note_second_token(time.monotonic())
         if sequence.num_sent < 2:
             update.timings.CopyFrom(sequence.timings)
-        sequence.num_sent += len(token_ids)
+        sequence.num_sent += len(update.token_ids)
         sequence.stream.push(update)
 
     def lose_producer(self, sequence: DecodeSequence) -> None:

@@ -169,9 +169,9 @@ class PromptPrefill:
     async def _run_lease(
         self, sequence: DecodeSequence, reserved: Reserved, lease: ConsumerLease
     ) -> int:
-        def on_first_token(token_id: int, stats: PullStats) -> None:
+        def on_first_token(prefilled: pb.Prefilled, stats: PullStats) -> None:
             sequence.timings.prefill_worker_id = lease.peer.worker_id
-            self._sequences.send_first_token(sequence, token_id, stats)
+            self._sequences.send_first_token(sequence, prefilled, stats)
 
         missing = len(sequence.spec.token_ids) - reserved.num_cached_tokens
         first_missing = reserved.num_cached_tokens // self._block_size

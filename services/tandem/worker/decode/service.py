@@ -192,6 +192,6 @@ class DecodeService:
         if new.token_ids:
             if not sequence.num_sent:
                 sequence.cached_tokens = max(sequence.cached_tokens, new.num_cached_tokens)
-            self._sequences.send_tokens(sequence, new.token_ids)
+            self._sequences.send_tokens(sequence, new)
         if new.finish_reason:
             self._sequences.finish(sequence, new.finish_reason, new.num_preemptions)

@@ -79,7 +79,7 @@ class ConsumerLease:
         targets: list[int],
         prefix_holders: Sequence[pb.PrefixHolder] = (),
         trace: Mapping[str, str] | None = None,
-        on_first_token: Callable[[int, PullStats], None],
+        on_first_token: Callable[[pb.Prefilled, PullStats], None],
     ) -> int:
         """Has the prompt prefilled, and pulls every missing block into `targets`, blocks of the
         sequence's table from the first missing one on. Returns the first token.
@@ -111,7 +111,7 @@ class ConsumerLease:
             self.stats.cached_tokens = event.prefilled.cached_tokens
             self.stats.queue_s = event.prefilled.queue_ms / 1000
             first_token_id = int(event.prefilled.first_token_id)
-            on_first_token(first_token_id, self.stats)
+            on_first_token(event.prefilled, self.stats)
 
         self._pull_into(spec.sequence_id, first_missing_block, targets)
         await self._follow(pb.PrefillCommand(start=start), on_event)

@@ -59,7 +59,10 @@ class PrefixPuller:
     def plan(
         self, spec: SequenceSpec, holders: Iterable[pb.PrefixHolder], *, num_cached_blocks: int = 0
     ) -> PrefixPlan | None:
-        """Plans a pull, with the spec to add; None if computing is predicted to be as fast."""
+        """Plans a pull, with the spec to add; None if computing is predicted to be as fast, or if
+        blocks would be no help: log probabilities of a prompt need all of it computed."""
+        if spec.prompt_logprobs is not None:
+            return None
         num_reusable = (len(spec.token_ids) - 1) // self._block_size
         connected = [
             ConnectedHolder(

@@ -25,7 +25,7 @@ from tandem.observability.logs import about
 from tandem.observability.traces import NO_SPAN
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.producer import BlockServer
-from tandem.worker.convert import sequence_spec, trace_headers
+from tandem.worker.convert import logprobs_message, sequence_spec, trace_headers
 from tandem.worker.engine_process import messages
 from tandem.worker.kv_pulls.checksums import checksums
 from tandem.worker.parts import Parts
@@ -203,7 +203,10 @@ class PrefillService:
                         first_token_id=event.first_token_id,
                         cached_tokens=event.num_cached_tokens,
                         queue_ms=lease.queue_s * 1000,
+                        prompt_logprobs=map(logprobs_message, event.prompt_logprobs),
                     )
+                    if event.logprobs is not None:
+                        prefilled.logprobs.CopyFrom(logprobs_message(event.logprobs))
                     yield pb.PrefillEvent(prefilled=prefilled)
                     is_answered = True
                 case Held(_, num_blocks):

@@ -20,6 +20,8 @@ from tandem_kernels.triton import (
     activation,
     blocks,
     decode_attention,
+    edits,
+    logprobs,
     norm,
     prefill_attention,
     rope_cache,
@@ -82,6 +84,13 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         {"logits": "*fp32", "params": "*i64", "tokens": "*i64"}
         | {"listed_ids": "*i32", "listed_keys": "*i32"},
         {"TILE": 4096, "LEVELS_TILE": 1024},
+    ),
+    (edits._edit, {"logits": "*fp32", "numbers": "*i32"}, {"TILE": 256}),
+    (
+        logprobs._measure,
+        dict.fromkeys(("logits", "largest", "sums", "chosen"), "*fp32")
+        | {"wanted": "*i32", "above": "*i32", "top": "*i64"},
+        {"TILE": 4096},
     ),
 ]
 

@@ -24,13 +24,9 @@ from tandem.router.api.grpc.access import CallGuard
 from tandem.router.api.grpc.chat import parse_chat
 from tandem.router.limits.usage import UsageQuery
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
+from tandem.router.request.allowed import refusal
 from tandem.router.request.generator import Delta, Generator
-from tandem.router.request.request import (
-    ClientRequest,
-    Prompt,
-    Sampling,
-    refusal,
-)
+from tandem.router.request.request import ClientRequest, Prompt, Sampling
 from tandem.rpc.failures import abort
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 
@@ -157,13 +153,29 @@ def parse_request(body: bytes) -> ClientRequest:
     return ClientRequest(
         prompt=_prompt(message),
         model=message.model,
-        # Only those that the client set, zeros too: each field has presence.
-        sampling=Sampling(**{field.name: value for field, value in message.sampling.ListFields()}),
+        sampling=_sampling(message.sampling),
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        echo=message.echo,
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        skip_special_tokens=message.skip_special_tokens
+        if message.HasField("skip_special_tokens")
+        else True,
+        truncate_prompt_tokens=message.truncate_prompt_tokens
+        if message.HasField("truncate_prompt_tokens")
+        else None,
     )
+
+
+def _sampling(message: pb.SamplingParams) -> Sampling:
+    # Only those that the client set, zeros too: each field has presence.
+    fields = {field.name: value for field, value in message.ListFields()}
+    fields["logit_bias"] = dict(message.logit_bias)
+    return Sampling(**{**fields, "bad_words": tuple(message.bad_words)})
 
 
 def _prompt(message: pb.GenerateRequest) -> Prompt:
@@ -195,11 +207,17 @@ def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
         token_ids=delta.token_ids,
         reasoning=delta.reasoning,
         tool_calls=[pb.ToolCallDelta(**asdict(call)) for call in delta.tool_calls],
+        logprobs=delta.logprobs,
+        prompt_logprobs=delta.prompt_logprobs,
     )
     if delta.prompt_token_ids is not None:
         response.prompt_tokens = delta.usage.prompt_tokens
     if delta.finish_reason:
         response.finish_reason = delta.finish_reason
+        if isinstance(delta.stop_reason, str):
+            response.stop_reason = delta.stop_reason
+        elif delta.stop_reason is not None:
+            response.stop_token_id = delta.stop_reason
         response.usage.CopyFrom(pb.Usage(**asdict(delta.usage)))
     return response
 

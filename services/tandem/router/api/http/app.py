@@ -79,7 +79,8 @@ def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) ->
         headers = request.headers
         request_id = request.state.request_id = uuid.uuid4().hex
         parsed = parse(body, request_id)
-        replies = Replies(parsed, generator.served_name)
+        tokenizer = generator.model.tokenizer if generator.model is not None else None
+        replies = Replies(parsed, generator.served_name, tokenizer)
         named = headers.getlist(TENANT_HEADER)
         tenant = tenant_of(request.state.key, named, trusted=config.trust_tenant_header)
         limits = limits_of(request.state.key)

@@ -13,8 +13,9 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from tandem.errors import BadRequest
+from tandem.router.request.allowed import name_prompt
 from tandem.router.request.generator import Delta, Generator
-from tandem.router.request.request import ClientRequest, name_prompt
+from tandem.router.request.request import ClientRequest
 
 
 class ChoiceDelta(NamedTuple):

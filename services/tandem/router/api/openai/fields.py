@@ -14,24 +14,23 @@ IGNORED = frozenset((*_HINTS, "user", "metadata", "store", "safety_identifier"))
 
 _GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), (1,)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), (0,)),
-    **dict.fromkeys(("min_tokens", "priority"), (0,)),
-    **dict.fromkeys(("echo", "logprobs", "use_beam_search"), (False,)),
-    **dict.fromkeys(("include_stop_str_in_output", "continue_final_message"), (False,)),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    "add_generation_prompt": (True,),
-    **dict.fromkeys(("tools", "functions", "bad_words"), ([],)),
+    **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)),
+    "priority": (0,),
+    "top_logprobs": (0,),  # of a completion, whose `logprobs` is a number
+    "echo": (False,),  # of a chat
+    **dict.fromkeys(("use_beam_search", "continue_final_message"), (False,)),
+    **dict.fromkeys(("add_generation_prompt", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
+    "chat_template_kwargs": ({},),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     # Any value but null asks for something.
-    **dict.fromkeys(("prompt_logprobs", "audio", "prediction", "verbosity", "moderation"), ()),
+    **dict.fromkeys(("audio", "prediction", "verbosity", "moderation"), ()),
     **dict.fromkeys(("web_search_options", "add_special_tokens", "chat_template", *_GUIDES), ()),
-    **dict.fromkeys(("truncate_prompt_tokens", "allowed_token_ids", "cache_salt"), ()),
+    **dict.fromkeys(("allowed_token_ids", "cache_salt"), ()),
     "kv_transfer_params": (),
 }
 

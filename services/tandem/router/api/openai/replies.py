@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
+from tandem.models.tokenizer import Tokenizer
+from tandem.router.api.openai.logprobs import ChoiceLogprobs
 from tandem.router.api.openai.requests import ParsedRequest
 from tandem.router.api.openai.tools import call_body, call_chunk, joined
 from tandem.router.request.generator import Delta, Usage
@@ -29,9 +31,11 @@ class Replies:
 
     parsed: ParsedRequest
     model: str
+    tokenizer: Tokenizer | None = None  # None: no log probabilities are asked for
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)  # choices
     _ended: list[Usage] = field(default_factory=list)  # of each choice that ended
+    _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)  # of each choice
 
     @property
     def is_chat(self) -> bool:
@@ -48,13 +52,21 @@ class Replies:
         body["choices"] = [self._whole_choice(i, deltas) for i, deltas in enumerate(choices)]
         if self.parsed.return_token_ids and self.is_chat:
             body["prompt_token_ids"] = choices[0][0].prompt_token_ids
+        if self.parsed.prompt_logprobs is not None and self.is_chat:
+            body["prompt_logprobs"] = self._of_choice(0).prompt(choices[0][0])
         body["usage"] = usage_body(summed(deltas[-1].usage for deltas in choices))
         return body
 
     def _whole_choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
         text = "".join(delta.text for delta in deltas)
-        finish_reason = deltas[-1].finish_reason
-        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish_reason}
+        choice: dict[str, Any] = {
+            "index": index,
+            "logprobs": self._logprobs_body(index, *deltas),
+            "finish_reason": deltas[-1].finish_reason,
+            "stop_reason": deltas[-1].stop_reason,
+        }
+        if self.parsed.prompt_logprobs is not None and not self.is_chat:
+            choice["prompt_logprobs"] = self._of_choice(index).prompt(deltas[0])
         if self.is_chat:
             choice["message"] = _message(text, deltas)
         else:
@@ -94,8 +106,12 @@ class Replies:
     def _chunk(
         self, index: int, message: dict[str, Any], delta: Delta, *, is_head: bool = False
     ) -> dict[str, Any]:
-        finish_reason = None if is_head else delta.finish_reason or None
-        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish_reason}
+        choice: dict[str, Any] = {
+            "index": index,
+            "logprobs": None if is_head else self._logprobs_body(index, delta),
+            "finish_reason": None if is_head else delta.finish_reason or None,
+            "stop_reason": None if is_head else delta.stop_reason,
+        }
         body = self._chunk_head()
         if self.is_chat:
             choice["delta"] = message
@@ -115,6 +131,24 @@ class Replies:
             usage = replace(delta.usage, completion_tokens=0) if is_head else delta.usage
             body["usage"] = usage_body(usage)
         return body
+
+    def _logprobs_body(self, index: int, *deltas: Delta) -> dict[str, Any] | None:
+        if self.parsed.requests[0].logprobs is None:
+            return None
+        of_choice = self._of_choice(index)
+        parts = map(of_choice.chat if self.is_chat else of_choice.completion, deltas)
+        body: dict[str, list[Any]] = {}
+        for part in parts:
+            for name, entries in part.items():
+                body.setdefault(name, []).extend(entries)
+        return body
+
+    def _of_choice(self, index: int) -> ChoiceLogprobs:
+        if index not in self._logprobs:
+            assert self.tokenizer is not None
+            request = self.parsed.requests[index]
+            self._logprobs[index] = ChoiceLogprobs(self.tokenizer, self.parsed, request)
+        return self._logprobs[index]
 
     def _chunk_head(self) -> dict[str, Any]:
         return self._head("chat.completion.chunk" if self.is_chat else "text_completion")

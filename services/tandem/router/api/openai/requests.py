@@ -21,27 +21,24 @@ from pydantic_core import PydanticCustomError
 from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import strip_unused
 from tandem.router.api.openai.tools import SentToolCall, Tool, ToolChoice
-from tandem.router.request.request import (
-    ALLOWED,
-    ClientRequest,
-    Conversation,
-    Message,
-    Prompt,
-    Sampling,
-    name_prompt,
-    refusal,
-)
+from tandem.router.request.allowed import ALLOWED, LOGPROBS_MAX, name_prompt, refusal
+from tandem.router.request.request import ClientRequest, Conversation, Message, Prompt, Sampling
 
 # OpenAI's and vLLM's default for completions; chats run to the end of the context.
 COMPLETION_MAX_TOKENS = 16
 _SAMPLING = {field.name for field in fields(Sampling)}
 _ROLE_ALIASES = {"developer": "system"}
 _ALTERNATIVES = ("str", "list[int]", "list[str]")
+COMPLETION_LOGPROBS_MAX = 5  # OpenAI's, of completions
 # Each prompt is a request of its own for the workers, which queue 256 by default.
 PROMPTS_MAX = 128
 _ALLOWED = {
     **ALLOWED,
     "prompt": f"{ALLOWED['prompt']}, or a list of at most {PROMPTS_MAX} such prompts",
+    "logprobs": f"an integer from 0 to {COMPLETION_LOGPROBS_MAX} for a completion, and true or "
+    "false for a chat",
+    "top_logprobs": f"an integer from 0 to {LOGPROBS_MAX}, and only with logprobs=true",
+    "prompt_logprobs": f"{ALLOWED['prompt_logprobs']}, and only without stream=true",
 }
 
 
@@ -128,6 +125,17 @@ class _Body(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = Field(None, description=ALLOWED["stream_options"])
     return_token_ids: bool = False
+    presence_penalty: float = Field(0.0, description=ALLOWED["presence_penalty"])
+    frequency_penalty: float = Field(0.0, description=ALLOWED["frequency_penalty"])
+    repetition_penalty: float = Field(1.0, description=ALLOWED["repetition_penalty"])
+    logit_bias: dict[str, float] = Field({}, description=ALLOWED["logit_bias"])
+    min_tokens: int = Field(0, description=ALLOWED["min_tokens"])
+    bad_words: list[str] = Field([], description=ALLOWED["bad_words"])
+    prompt_logprobs: int | None = Field(None, description=_ALLOWED["prompt_logprobs"])
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, description=ALLOWED["truncate_prompt_tokens"])
+    return_tokens_as_token_ids: bool = False
 
     supported: ClassVar[frozenset[str]]
     default_max_tokens: ClassVar[int | None] = None
@@ -135,17 +143,51 @@ class _Body(_Strict):
     def to_request(self, prompt: Prompt, request_id: str) -> ClientRequest:
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _refusal("prompt_logprobs")
+        sampling = self.model_dump(include=_SAMPLING)
+        sampling["logit_bias"] = _by_token_id(self.logit_bias)
         return ClientRequest(
             prompt=prompt,
             model=self.model,
-            sampling=Sampling(**self.model_dump(include=_SAMPLING)),
+            sampling=Sampling(**sampling),
             max_tokens=self.max_tokens,
             default_max_tokens=self.default_max_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            logprobs=self.num_logprobs(),
+            prompt_logprobs=self.num_prompt_logprobs(),
+            echo=self.echoes(),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
             request_id=request_id,
         )
+
+    def num_logprobs(self) -> int | None:
+        """Returns how many most likely tokens go with each token's log probability, None for no
+        log probabilities."""
+        raise NotImplementedError
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Returns the same for the prompt's tokens, as the workers are asked."""
+        return self.prompt_logprobs
+
+    def echoes(self) -> bool:
+        """Returns whether the text begins with the prompt's."""
+        return False
+
+
+def _refusal(name: str) -> BadRequest:
+    return BadRequest(f"{name} must be {_ALLOWED[name]}", param=name)
+
+
+def _by_token_id(logit_bias: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in logit_bias.items()}
+    except ValueError:
+        raise refusal("logit_bias", "one with a key that is no token id") from None
 
 
 def _prompt_kind(prompt: object) -> str | None:
@@ -169,6 +211,25 @@ class CompletionBody(_Body):
     prompt: Annotated[_Text | _TokenIds | _Prompts, Discriminator(_prompt_kind)] = Field(
         description=_ALLOWED["prompt"]
     )
+    logprobs: Annotated[int | None, BeforeValidator(lambda v: None if v is False else v)] = Field(
+        None, description=_ALLOWED["logprobs"]
+    )
+    echo: bool = False
+
+    def num_logprobs(self) -> int | None:
+        """Returns what `logprobs` asks for, as OpenAI bounds it."""
+        if not 0 <= (self.logprobs or 0) <= COMPLETION_LOGPROBS_MAX:
+            raise _refusal("logprobs")
+        return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Returns as many as `prompt_logprobs` asks for, or `logprobs` if the prompt is echoed."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((num for num in asked if num is not None), default=None)
+
+    def echoes(self) -> bool:
+        """Returns `echo`."""
+        return self.echo
 
     def prompts(self) -> list[str] | list[str | list[int]]:
         """Returns the prompts, at least one."""
@@ -185,6 +246,8 @@ class ChatBody(_Body):
     parallel_tool_calls: bool = Field(True, description=ALLOWED["parallel_tool_calls"])
     reasoning_effort: str | None = Field(None, description=ALLOWED["reasoning_effort"])
     chat_template_kwargs: dict[str, Any] = Field({}, description=ALLOWED["chat_template_kwargs"])
+    logprobs: bool = Field(False, description=_ALLOWED["logprobs"])
+    top_logprobs: int = Field(0, description=_ALLOWED["top_logprobs"])
 
     def to_conversation(self) -> Conversation:
         return Conversation(
@@ -195,6 +258,13 @@ class ChatBody(_Body):
             reasoning_effort=self.reasoning_effort,
             template_options=self.chat_template_kwargs,
         )
+
+    def num_logprobs(self) -> int | None:
+        """Returns `top_logprobs` if `logprobs` is true."""
+        is_refused = self.top_logprobs and not self.logprobs
+        if is_refused or not 0 <= self.top_logprobs <= LOGPROBS_MAX:
+            raise _refusal("top_logprobs")
+        return self.top_logprobs if self.logprobs else None
 
 
 CompletionBody.supported = frozenset(CompletionBody.model_fields)
@@ -211,6 +281,8 @@ class ParsedRequest:
     include_usage: bool
     continuous_usage: bool  # in each chunk: its choice's so far
     return_token_ids: bool
+    prompt_logprobs: int | None  # as the client asked; an echo may ask the workers for more
+    tokens_as_ids: bool
 
 
 def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
@@ -253,6 +325,8 @@ def _told(body: _Body, request_id: str, *requests: ClientRequest) -> ParsedReque
         include_usage=options.include_usage,
         continuous_usage=options.include_usage and options.continuous_usage_stats,
         return_token_ids=body.return_token_ids,
+        prompt_logprobs=body.prompt_logprobs,
+        tokens_as_ids=body.return_tokens_as_token_ids,
     )
 
 

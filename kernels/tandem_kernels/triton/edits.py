@@ -1,0 +1,89 @@
+"""The edit that tandem_kernels/edits.py defines, on the device: a program for each row.
+
+    numbers   starts | ends of edited | ends of banned | token ids | bias | scales | penalties
+                n           n                 n             t         t       t          t
+
+All are int32, so that one copy brings them to the device; floats are there by their bits. A row's
+banned tokens follow its edited ones in `token ids`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from tandem_kernels.edits import Edit
+
+_TILE = 256
+
+
+def edited(logits: torch.Tensor, edits: Sequence[Edit | None]) -> torch.Tensor:
+    """Returns fp32 logits [n, vocab] after the edit of each row: the same tensor if none has one,
+    else a copy."""
+    if not any(edits):
+        return logits
+    numbers, num_tokens = _packed(edits)
+    if logits.is_cuda:
+        numbers = numbers.pin_memory().to(logits.device, non_blocking=True)
+    copied = logits.clone()
+    _edit[(len(edits),)](
+        copied,
+        numbers,
+        copied.stride(0),
+        len(edits),
+        num_tokens,
+        TILE=_TILE,
+        num_warps=4,
+        enable_fp_fusion=False,  # a rounding after each operation, as the host does it
+    )
+    return copied
+
+
+def _packed(edits: Sequence[Edit | None]) -> tuple[torch.Tensor, int]:
+    bounds, ids, floats = [], [], []
+    num_tokens = 0
+    for edit in edits:
+        if edit is None:
+            bounds.append((num_tokens, num_tokens, num_tokens))
+            continue
+        banned = np.array(edit.banned, np.int32)
+        none = np.zeros(len(banned), np.float32)
+        num_edited = len(edit.token_ids)
+        bounds.append((num_tokens, num_tokens + num_edited, num_tokens + num_edited + len(banned)))
+        num_tokens = bounds[-1][2]
+        ids += [edit.token_ids, banned]
+        columns = (edit.bias, edit.scales, edit.penalties)
+        floats.append(np.stack([np.concatenate((column, none)) for column in columns]))
+    words = np.concatenate(floats, 1).view(np.int32)
+    numbers = np.concatenate((np.array(bounds, np.int32).T.ravel(), *ids, words.ravel()))
+    return torch.from_numpy(numbers), num_tokens
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _edit(logits, numbers, stride_row, num_rows, num_tokens, TILE: tl.constexpr):
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * stride_row
+    start = tl.load(numbers + row)
+    end = tl.load(numbers + num_rows + row)
+    banned_end = tl.load(numbers + 2 * num_rows + row)
+    ids_of = numbers + 3 * num_rows
+    for at in range(start, end, TILE):
+        places = at + tl.arange(0, TILE)
+        mask = places < end
+        ids = tl.load(ids_of + places, mask=mask, other=0)
+        bias = tl.load(ids_of + num_tokens + places, mask=mask, other=0)
+        scales = tl.load(ids_of + 2 * num_tokens + places, mask=mask, other=0)
+        penalties = tl.load(ids_of + 3 * num_tokens + places, mask=mask, other=0)
+        scale = scales.to(tl.float32, bitcast=True)
+        scale = tl.where(mask, scale, 1.0)
+        values = tl.load(logits + ids, mask=mask, other=0.0) + bias.to(tl.float32, bitcast=True)
+        values = tl.where(values > 0, tl.div_rn(values, scale), values * scale)
+        tl.store(logits + ids, values - penalties.to(tl.float32, bitcast=True), mask=mask)
+    tl.debug_barrier()  # a banned token may have been edited, too
+    for at in range(end, banned_end, TILE):
+        places = at + tl.arange(0, TILE)
+        mask = places < banned_end
+        ids = tl.load(ids_of + places, mask=mask, other=0)
+        tl.store(logits + ids, float("-inf"), mask=mask)

@@ -1,0 +1,98 @@
+"""What a sequence asks for between the model and its draw: bias, penalties and masks.
+
+It follows from the spec and the tokens alone, so a sequence that was moved, preempted or prefilled
+elsewhere rebuilds it. The formula and its order are in tandem_kernels/edits.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tandem.engine.types import SamplingParams, SequenceSpec
+from tandem_kernels.edits import Edit
+
+_CAPACITY_MIN = 64
+
+
+def logit_edits(spec: SequenceSpec, vocab_size: int) -> LogitEdits | None:
+    """Returns the edits of a sequence, None if it asks for none."""
+    sampling = spec.sampling
+    bans = sampling.min_tokens > 0 or bool(sampling.bad_words)
+    if not (bans or sampling.logit_bias or _has_penalties(sampling)):
+        return None
+    return LogitEdits(spec, vocab_size)
+
+
+class LogitEdits:
+    """Edits of the token that follows the sequence; `append` moves them on by one token."""
+
+    def __init__(self, spec: SequenceSpec, vocab_size: int) -> None:
+        self._sampling = spec.sampling
+        self._has_penalties = _has_penalties(spec.sampling)
+        self._stops = tuple(t for t in spec.stop_token_ids if t < vocab_size)
+        self._bad_tokens = tuple(w[0] for w in spec.sampling.bad_words if len(w) == 1)
+        self._bad_runs = [w for w in spec.sampling.bad_words if len(w) > 1]
+        self._output: list[int] = []
+        self._places: dict[int, int] = {}  # of a token id in the arrays
+        self._ids = np.zeros(_CAPACITY_MIN, np.int32)
+        self._bias, self._scales, self._penalties = (
+            np.full(_CAPACITY_MIN, value, np.float32) for value in (0.0, 1.0, 0.0)
+        )
+        self._counts: dict[int, int] = {}  # of the completion's tokens
+        for token_id, bias in spec.sampling.logit_bias.items():
+            place = self._place(token_id)  # first: it may make larger arrays
+            self._bias[place] = bias
+        if spec.sampling.repetition_penalty != 1.0:
+            for token_id in spec.token_ids[: spec.num_prompt_tokens]:
+                place = self._place(token_id)
+                self._scales[place] = spec.sampling.repetition_penalty
+        for token_id in spec.token_ids[spec.num_prompt_tokens :]:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Takes a token of the completion into account."""
+        self._output.append(token_id)
+        if not self._has_penalties:
+            return
+        sampling, place = self._sampling, self._place(token_id)
+        count = self._counts[token_id] = self._counts.get(token_id, 0) + 1
+        self._scales[place] = sampling.repetition_penalty
+        self._penalties[place] = sampling.frequency_penalty * count + sampling.presence_penalty
+
+    def edit(self) -> Edit | None:
+        """Returns the edit of the next token's logits; it is good until `append`."""
+        banned = self._banned()
+        size = len(self._places)
+        if not (size or banned):
+            return None
+        return Edit(
+            self._ids[:size], self._bias[:size], self._scales[:size], self._penalties[:size], banned
+        )
+
+    def _banned(self) -> list[int]:
+        banned = list(self._bad_tokens)
+        if len(self._output) < self._sampling.min_tokens:
+            banned += self._stops
+        for run in self._bad_runs:
+            if self._output[1 - len(run) :] == run[:-1]:
+                banned.append(run[-1])
+        return banned
+
+    def _place(self, token_id: int) -> int:
+        """Returns the token's place in the arrays, a new one if it has none yet."""
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+            self._bias = np.concatenate((self._bias, np.zeros_like(self._bias)))
+            self._penalties = np.concatenate((self._penalties, np.zeros_like(self._penalties)))
+            self._scales = np.concatenate((self._scales, np.ones_like(self._scales)))
+        self._ids[place] = token_id
+        return place
+
+
+def _has_penalties(sampling: SamplingParams) -> bool:
+    return (
+        sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.repetition_penalty != 1.0
+    )

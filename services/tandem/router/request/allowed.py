@@ -1,0 +1,84 @@
+"""What the fields of a request may be, in the words of every refusal, with the bounds in them."""
+
+import math
+
+from tandem.errors import BadRequest
+
+STOP_STRINGS_MAX = 4
+STOP_CHARACTERS_MAX = 1024
+STOP_TOKEN_IDS_MAX = 128
+PENALTY_MAX = 2.0
+REPETITION_PENALTY_MAX = 100.0
+BIAS_MAX = 100.0
+BIASES_MAX = 1024
+BAD_WORDS_MAX = 128
+BAD_WORD_CHARACTERS_MAX = 128
+LOGPROBS_MAX = 20
+
+TOOLS_MAX = 1024
+
+ROLES = ("system", "user", "assistant", "tool")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+
+ALLOWED = {
+    "model": "the name of the served model",
+    "prompt": "a non-empty string, or one list of token ids",
+    "messages": "a non-empty list of messages, each with a role (system, user, assistant or tool) "
+    'and a content that is a string or a list of {"type": "text", "text": ...} parts',
+    "tools": f'a list of at most {TOOLS_MAX} tools such as {{"type": "function", "function": '
+    '{"name": ..., "parameters": ...}}',
+    "tool_choice": "auto or none; required and a named function need a grammar, which is not "
+    "supported yet",
+    "parallel_tool_calls": "true or false",
+    "reasoning_effort": f"one of {', '.join(REASONING_EFFORTS)}",
+    "chat_template_kwargs": "an object with variables of the model's chat template",
+    "temperature": "a number from 0 (greedy) to 2",
+    "top_p": "a number over 0 and at most 1",
+    "top_k": "an integer: -1 or 0 (off), or a count of tokens",
+    "min_p": "a number from 0 (off) to 1",
+    "seed": "an integer from -2^63 to 2^64-1",
+    "presence_penalty": "a number from -2 to 2; 0 is off",
+    "frequency_penalty": "a number from -2 to 2; 0 is off",
+    "repetition_penalty": f"a number from {1 / REPETITION_PENALTY_MAX:g} to "
+    f"{REPETITION_PENALTY_MAX:g}; 1 is off",
+    "logit_bias": f"an object of at most {BIASES_MAX} token ids, each with a number from "
+    f"{-BIAS_MAX:g} to {BIAS_MAX:g}",
+    "min_tokens": "an integer from 0 to max_tokens",
+    "bad_words": f"a list of at most {BAD_WORDS_MAX} non-empty strings of at most "
+    f"{BAD_WORD_CHARACTERS_MAX} characters",
+    "logprobs": f"an integer from 0 to {LOGPROBS_MAX}",
+    "prompt_logprobs": f"an integer from 0 to {LOGPROBS_MAX}",
+    "echo": "true or false, and not true for a chat",
+    "include_stop_str_in_output": "true or false",
+    "skip_special_tokens": "true or false",
+    "truncate_prompt_tokens": "an integer of at least 1, or -1 (what the context leaves)",
+    "return_tokens_as_token_ids": "true or false",
+    "max_tokens": "an integer of at least 1, or 0 with echo",
+    "max_completion_tokens": "an integer of at least 1",
+    "stop": f"a non-empty string of at most {STOP_CHARACTERS_MAX} characters, or a list of at "
+    f"most {STOP_STRINGS_MAX} such strings",
+    "stop_token_ids": f"a list of at most {STOP_TOKEN_IDS_MAX} token ids of the vocabulary",
+    "ignore_eos": "true or false",
+    "stream": "true or false",
+    "stream_options": 'an object such as {"include_usage": true}, and only with stream=true',
+    "return_token_ids": "true or false",
+}
+
+
+def refusal(name: str, given: object = None) -> BadRequest:
+    """Returns the error for a field whose value is not among what `ALLOWED` says."""
+    shown = "" if given is None else f"; it is {shorten(given)}"
+    return BadRequest(f"{name} must be {ALLOWED[name]}{shown}", param=name)
+
+
+def name_prompt(error: BadRequest, index: int) -> BadRequest:
+    """Returns the same refusal with a message that says which of several prompts it is about."""
+    return type(error)(f"prompt {index} (from 0): {error.message}", param=error.param)
+
+
+def shorten(value: object) -> str:
+    """Returns a value as a message shows it: bounded, and quoted if it is the client's text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = str(value) if isinstance(value, int | float) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
