@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$tandem/rpc/tandem/v1/inference.proto\x12\ttandem.v1\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x8c\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\'\n\ntool_calls\x18\x03 \x03(\x0b\x32\x13.tandem.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe0\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\r\n\x05tools\x18\x02 \x03(\t\x12\x13\n\x0btool_choice\x18\x03 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x10reasoning_effort\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x1c\n\x14\x63hat_template_kwargs\x18\x06 \x01(\tB\x16\n\x14_parallel_tool_callsB\x13\n\x11_reasoning_effort\"\xb0\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seed\"\x94\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x42\x08\n\x06promptB\r\n\x0b_max_tokens\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xd7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x11\n\treasoning\x18\x07 \x01(\t\x12,\n\ntool_calls\x18\x08 \x03(\x0b\x32\x18.tandem.v1.ToolCallDelta\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xea\x03\n\rRequestRecord\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x01\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x11\n\tplacement\x18\x06 \x01(\t\x12\x15\n\rdecode_worker\x18\x07 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x08 \x01(\t\x12\x11\n\ttransport\x18\t \x01(\t\x12\x15\n\rblocks_pulled\x18\n \x01(\r\x12\x14\n\x0c\x62ytes_pulled\x18\x0b \x01(\x04\x12\x1f\n\x05usage\x18\x0c \x01(\x0b\x32\x10.tandem.v1.Usage\x12\r\n\x05moves\x18\r \x01(\r\x12\x14\n\x07ttft_ms\x18\x0e \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06\x65\x32\x65_ms\x18\x0f \x01(\x01H\x01\x88\x01\x01\x12\x39\n\tstages_ms\x18\x10 \x03(\x0b\x32&.tandem.v1.RequestRecord.StagesMsEntry\x12\x10\n\x08trace_id\x18\x11 \x01(\t\x12\x14\n\x0cworkers_lost\x18\x12 \x01(\r\x1a/\n\rStagesMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_ttft_msB\t\n\x07_e2e_ms\"V\n\x0fGetUsageRequest\x12\x0e\n\x06window\x18\x01 \x01(\t\x12\x13\n\x0bnum_windows\x18\x02 \x01(\r\x12\x13\n\x06tenant\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"\x87\x01\n\x0bTenantUsage\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\x04\"9\n\x10GetUsageResponse\x12%\n\x05usage\x18\x01 \x03(\x0b\x32\x16.tandem.v1.TenantUsage\"\x13\n\x11ListModelsRequest\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model2\xa8\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x44\n\nGetRequest\x12\x1c.tandem.v1.GetRequestRequest\x1a\x18.tandem.v1.RequestRecord\x12\x43\n\x08GetUsage\x12\x1a.tandem.v1.GetUsageRequest\x1a\x1b.tandem.v1.GetUsageResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$tandem/rpc/tandem/v1/inference.proto\x12\ttandem.v1\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x8c\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\'\n\ntool_calls\x18\x03 \x03(\x0b\x32\x13.tandem.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xda\x02\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\r\n\x05tools\x18\x02 \x03(\t\x12\x13\n\x0btool_choice\x18\x03 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x10reasoning_effort\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x1c\n\x14\x63hat_template_kwargs\x18\x06 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x07 \x01(\x08H\x02\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x08 \x01(\x08\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\t \x01(\x08\x42\x16\n\x14_parallel_tool_callsB\x13\n\x11_reasoning_effortB\x18\n\x16_add_generation_prompt\"\xb0\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seed\"\xcc\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x14 \x01(\x08H\x02\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x15\n\x13_add_special_tokens\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xd7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x11\n\treasoning\x18\x07 \x01(\t\x12,\n\ntool_calls\x18\x08 \x03(\x0b\x32\x18.tandem.v1.ToolCallDelta\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x85\x04\n\rRequestRecord\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x01\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x11\n\tplacement\x18\x06 \x01(\t\x12\x15\n\rdecode_worker\x18\x07 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x08 \x01(\t\x12\x11\n\ttransport\x18\t \x01(\t\x12\x15\n\rblocks_pulled\x18\n \x01(\r\x12\x14\n\x0c\x62ytes_pulled\x18\x0b \x01(\x04\x12\x1f\n\x05usage\x18\x0c \x01(\x0b\x32\x10.tandem.v1.Usage\x12\r\n\x05moves\x18\r \x01(\r\x12\x14\n\x07ttft_ms\x18\x0e \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06\x65\x32\x65_ms\x18\x0f \x01(\x01H\x01\x88\x01\x01\x12\x39\n\tstages_ms\x18\x10 \x03(\x0b\x32&.tandem.v1.RequestRecord.StagesMsEntry\x12\x10\n\x08trace_id\x18\x11 \x01(\t\x12\x14\n\x0cworkers_lost\x18\x12 \x01(\r\x12\x19\n\x11\x63lient_request_id\x18\x13 \x01(\t\x1a/\n\rStagesMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_ttft_msB\t\n\x07_e2e_ms\"V\n\x0fGetUsageRequest\x12\x0e\n\x06window\x18\x01 \x01(\t\x12\x13\n\x0bnum_windows\x18\x02 \x01(\r\x12\x13\n\x06tenant\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"\x87\x01\n\x0bTenantUsage\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\x04\"9\n\x10GetUsageResponse\x12%\n\x05usage\x18\x01 \x03(\x0b\x32\x16.tandem.v1.TenantUsage\"\x13\n\x11ListModelsRequest\"I\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0c\n\x04root\x18\x03 \x01(\t\x12\x0f\n\x07\x63reated\x18\x04 \x01(\x03\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model2\xa8\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x44\n\nGetRequest\x12\x1c.tandem.v1.GetRequestRequest\x1a\x18.tandem.v1.RequestRecord\x12\x43\n\x08GetUsage\x12\x1a.tandem.v1.GetUsageRequest\x1a\x1b.tandem.v1.GetUsageResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,35 +40,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=251
   _globals['_TOKENIDS']._serialized_end=274
   _globals['_CHAT']._serialized_start=277
-  _globals['_CHAT']._serialized_end=501
-  _globals['_SAMPLINGPARAMS']._serialized_start=504
-  _globals['_SAMPLINGPARAMS']._serialized_end=680
-  _globals['_GENERATEREQUEST']._serialized_start=683
-  _globals['_GENERATEREQUEST']._serialized_end=959
-  _globals['_USAGE']._serialized_start=961
-  _globals['_USAGE']._serialized_end=1041
-  _globals['_TOOLCALLDELTA']._serialized_start=1043
-  _globals['_TOOLCALLDELTA']._serialized_end=1118
-  _globals['_GENERATERESPONSE']._serialized_start=1121
-  _globals['_GENERATERESPONSE']._serialized_end=1336
-  _globals['_GETREQUESTREQUEST']._serialized_start=1338
-  _globals['_GETREQUESTREQUEST']._serialized_end=1377
-  _globals['_REQUESTRECORD']._serialized_start=1380
-  _globals['_REQUESTRECORD']._serialized_end=1870
-  _globals['_REQUESTRECORD_STAGESMSENTRY']._serialized_start=1800
-  _globals['_REQUESTRECORD_STAGESMSENTRY']._serialized_end=1847
-  _globals['_GETUSAGEREQUEST']._serialized_start=1872
-  _globals['_GETUSAGEREQUEST']._serialized_end=1958
-  _globals['_TENANTUSAGE']._serialized_start=1961
-  _globals['_TENANTUSAGE']._serialized_end=2096
-  _globals['_GETUSAGERESPONSE']._serialized_start=2098
-  _globals['_GETUSAGERESPONSE']._serialized_end=2155
-  _globals['_LISTMODELSREQUEST']._serialized_start=2157
-  _globals['_LISTMODELSREQUEST']._serialized_end=2176
-  _globals['_MODEL']._serialized_start=2178
-  _globals['_MODEL']._serialized_end=2220
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2222
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2276
-  _globals['_INFERENCE']._serialized_start=2279
-  _globals['_INFERENCE']._serialized_end=2575
+  _globals['_CHAT']._serialized_end=623
+  _globals['_SAMPLINGPARAMS']._serialized_start=626
+  _globals['_SAMPLINGPARAMS']._serialized_end=802
+  _globals['_GENERATEREQUEST']._serialized_start=805
+  _globals['_GENERATEREQUEST']._serialized_end=1137
+  _globals['_USAGE']._serialized_start=1139
+  _globals['_USAGE']._serialized_end=1219
+  _globals['_TOOLCALLDELTA']._serialized_start=1221
+  _globals['_TOOLCALLDELTA']._serialized_end=1296
+  _globals['_GENERATERESPONSE']._serialized_start=1299
+  _globals['_GENERATERESPONSE']._serialized_end=1514
+  _globals['_GETREQUESTREQUEST']._serialized_start=1516
+  _globals['_GETREQUESTREQUEST']._serialized_end=1555
+  _globals['_REQUESTRECORD']._serialized_start=1558
+  _globals['_REQUESTRECORD']._serialized_end=2075
+  _globals['_REQUESTRECORD_STAGESMSENTRY']._serialized_start=2005
+  _globals['_REQUESTRECORD_STAGESMSENTRY']._serialized_end=2052
+  _globals['_GETUSAGEREQUEST']._serialized_start=2077
+  _globals['_GETUSAGEREQUEST']._serialized_end=2163
+  _globals['_TENANTUSAGE']._serialized_start=2166
+  _globals['_TENANTUSAGE']._serialized_end=2301
+  _globals['_GETUSAGERESPONSE']._serialized_start=2303
+  _globals['_GETUSAGERESPONSE']._serialized_end=2360
+  _globals['_LISTMODELSREQUEST']._serialized_start=2362
+  _globals['_LISTMODELSREQUEST']._serialized_end=2381
+  _globals['_MODEL']._serialized_start=2383
+  _globals['_MODEL']._serialized_end=2456
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2458
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2512
+  _globals['_INFERENCE']._serialized_start=2515
+  _globals['_INFERENCE']._serialized_end=2811
 # @@protoc_insertion_point(module_scope)
