@@ -81,7 +81,11 @@ def test_chat_messages() -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "c", "tool_calls": [], "refusal": "", "wings": 2},
     ]
-    wanted = (Message("system", "be brief", "boss"), Message("user", "ab"), Message("assistant", "c"))
+    wanted = (
+        Message("system", "be brief", "boss"),
+        Message("user", "ab"),
+        Message("assistant", "c"),
+    )
     assert chat(messages=messages).requests[0].prompt == Conversation(wanted)
     assert chat(max_completion_tokens=5).requests[0].max_tokens == 5
     assert chat(max_tokens=5).requests[0].max_tokens == 5

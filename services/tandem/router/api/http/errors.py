@@ -66,7 +66,7 @@ def install_handlers(app: FastAPI) -> None:
         status = error.status_code
         headers = dict(error.headers or {})
         if status == 405:
-            headers["allow"] = ", ".join(_allowed_methods(request))
+            headers["Allow"] = ", ".join(_allowed_methods(request))
         code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
         body = plain_error(status, str(error.detail), code)
         return JsonResponse(body, status, headers)
