@@ -82,7 +82,7 @@ def test_chat_messages() -> None:
         {"role": "assistant", "content": "c", "tool_calls": [], "refusal": "", "wings": 2},
     ]
     wanted = (
-        Message("system", "be brief", "boss"),
+        Message("system", "be brief", name="boss"),
         Message("user", "ab"),
         Message("assistant", "c"),
     )
@@ -221,9 +221,9 @@ def test_unknown_fields_are_taken_out_and_named() -> None:
     assert drop_unknown_fields(CompletionBody, body) == ["wings", "stream_options.speed"]
     assert body == {"prompt": "x", "n": 1, "user": "me", "stream_options": {}}
     # A known field that is not supported is not unknown.
-    asks = {"messages": HELLO, "tools": [{}], "regex": "a"}
+    asks = {"messages": HELLO, "modalities": ["audio"], "regex": "a"}
     assert drop_unknown_fields(ChatBody, asks) == []
-    assert refused(asks, chats=True).param == "tools"
+    assert refused(asks, chats=True).param == "modalities"
 
 
 def test_the_warning_is_short_and_plain_whatever_was_sent() -> None:
