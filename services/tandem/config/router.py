@@ -31,6 +31,7 @@ from tandem.options import (
 
 _Http = Parameter(group=HTTP)
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"  # where a pod has its own
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+")
 _SCALE_OBJECT = re.compile(r"(\w+)=((?:statefulsets|deployments)/[a-z0-9]([-a-z0-9.]*[a-z0-9])?)")
 
 
@@ -52,6 +53,16 @@ def _parse_hosts(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.lower().split(",")))
 
 
+def _parse_origins(text: str) -> tuple[str, ...]:
+    origins = tuple(filter(None, text.split(",")))
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"cors-origins has {origin!r}; it must be * or such as https://app.example:8443"
+            )
+    return origins
+
+
 @Parameter(name="*", group=REQUESTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionOptions(Options):
@@ -61,6 +72,10 @@ class AdmissionOptions(Options):
     """Largest predicted seconds to a first token; a request above it is refused (429). 0: off."""
     ttft_limit_token_s: Seconds = 0.0
     """Seconds that each prompt token adds to that limit."""
+    strict_fields: Switch = False
+    """Refuse a request with a field that nobody knows. Else the header `warning` names it."""
+    cors_origins: Annotated[tuple[str, ...], _Http, by_comma("ORIGIN,...", _parse_origins)] = ()
+    """Origins whose web pages may call the API of users, such as https://app.example. *: any."""
     trust_tenant_header: Switch = False
     """Heed x-tandem-tenant. Only behind a gateway that sets it and drops a client's own."""
     allow_anonymous: Annotated[Switch, Own] = False

@@ -69,8 +69,8 @@ class ControlStrings:
         renamed = self._any.sub(lambda found: self._name(found[0]), rendered)
         return self._mark_pattern.sub(lambda found: self._strings[int(found[1])], renamed)
 
-    def encode_renamed(self, text: str) -> list[int]:
-        ids: list[int] = self._twin.encode(text, add_special_tokens=False).ids
+    def encode_renamed(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = self._twin.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def _pattern(self, is_tool: bool) -> re.Pattern[str]:

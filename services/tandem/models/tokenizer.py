@@ -24,10 +24,11 @@ from tandem.models.source import read_json_if_any
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """Text that has all its special tokens already, or a piece of it."""
+    """Text to be encoded, or a piece of it. A chat has all its special tokens already."""
 
     text: str
     is_renamed: bool = False  # its special tokens have the names of `ControlStrings`
+    add_special_tokens: bool = False  # also put around it what the model wants around a text
 
 
 class Tokenizer:
@@ -102,33 +103,78 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] = NO_OPTIONS,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Returns the token ids of a chat's prompt. Special tokens come from the template only:
         those that the chat spells out are plain text.
 
         Raises BadRequest when the model has no chat template, or its template refuses the chat.
         """
-        return self.encode_rendered(self.render_prompt(messages, tools, options))
+        rendered = self.render_prompt(
+            messages,
+            tools,
+            options,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return self.encode_rendered(rendered)
 
     def render_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] = NO_OPTIONS,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> RenderedText:
         """Returns the text that `encode_chat` encodes. Raises as `encode_chat` does."""
         chat = (messages, tools, options)
-        if not self._control_strings.are_in(chat):
-            return RenderedText(self.render_chat(*chat))
-        rendered = self.render_chat(*self._control_strings.mark(chat))
-        _check_unicode(rendered)
-        return RenderedText(self._control_strings.rename(rendered), is_renamed=True)
+        is_renamed = self._control_strings.are_in(chat)
+        if is_renamed:
+            chat = self._control_strings.mark(chat)
+        if continue_final_message:
+            text = self._render_unfinished(*chat)
+        else:
+            text = self.render_chat(*chat, add_generation_prompt=add_generation_prompt)
+        if not is_renamed:
+            return RenderedText(text)
+        _check_unicode(text)
+        return RenderedText(self._control_strings.rename(text), is_renamed=True)
+
+    def _render_unfinished(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> str:
+        """Returns the prompt of a chat, cut at the end of the final message's content.
+
+        It is cut at a tag that no client can guess. Where the template strips the content, the
+        space behind the tag is gone, and then the text before the tag is stripped as well.
+        """
+        *earlier, final = messages
+        content = final["content"]
+        tag = f"{self.nonce}unfinished"
+        tagged = [*earlier, {**final, "content": f"{content or ''}{tag} "}]
+        rendered = self.render_chat(tagged, tools, options, add_generation_prompt=False)
+        text, found, rest = rendered.rpartition(tag)
+        if content is None or not found or content.strip() not in rendered:
+            raise BadRequest(
+                "the final message cannot be continued: it has no content, or the model's chat "
+                "template changes it",
+                param="continue_final_message",
+            )
+        return text if rest.startswith(" ") else text.rstrip()
 
     def encode_rendered(self, rendered: RenderedText) -> list[int]:
         """Returns the token ids of a text as `render_prompt` returns it."""
+        adds = rendered.add_special_tokens
         if rendered.is_renamed:
-            return self._control_strings.encode_renamed(rendered.text)
-        return self.encode(rendered.text, add_special_tokens=False)
+            return self._control_strings.encode_renamed(rendered.text, add_special_tokens=adds)
+        return self.encode(rendered.text, add_special_tokens=adds)
 
     def count_tokens(self, piece: RenderedText) -> int:
         """Returns the number of tokens of a piece of a text. It has no spaces at its ends if a
@@ -136,6 +182,10 @@ class Tokenizer:
         if self._strips_spaces:
             piece = RenderedText(piece.text.strip(), piece.is_renamed)
         return len(self.encode_rendered(piece))
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Returns each token as the vocabulary spells it; an unknown id is an empty string."""
+        return [self._tokenizer.id_to_token(id_) or "" for id_ in ids]
 
     @property
     def nonce(self) -> str:

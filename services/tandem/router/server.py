@@ -302,4 +302,5 @@ def _load(config: RouterConfig) -> LoadedModel:
     tokenizer = Tokenizer(folder.path)
     preparer = PromptPreparer(folder.path, tokenizer, num_processes=config.tokenizer_processes)
     answers = ModelFormat(tokenizer, config.answers)
-    return LoadedModel(folder, tokenizer, preparer, answers)
+    created_s = int((folder.path / "config.json").stat().st_mtime)
+    return LoadedModel(folder, tokenizer, preparer, answers, created_s)

@@ -20,7 +20,8 @@ from tests.service.router.conftest import RunningRouter, eventually
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 JSON = "application/json"
-COMPLETIONS = {"/v1/completions", "/v1/chat/completions"}
+# They change nothing.
+COMPLETIONS = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -199,3 +199,38 @@ def test_a_tools_result_cannot_end_itself(tool_family):
         ids = ours.encode_chat([{"role": role, "content": text}])
         assert ids.count(mark) == num_marks
         assert text in ours.decode(ids, skip_special_tokens=False)
+
+
+@given(
+    texts=st.lists(PLAIN, min_size=1, max_size=3),
+    last=st.tuples(st.sampled_from(["", " ", "\n"]), PLAIN, st.sampled_from(["", " ", " \n"])),
+)
+def test_a_continued_message_has_the_ids_of_transformers(family, texts, last):
+    ours, theirs, _ = family
+    contents = [*texts, "".join(last)]
+    chat = [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(contents)]
+    expected = theirs.apply_chat_template(chat, continue_final_message=True, return_dict=False)
+    ids = ours.encode_chat(chat, add_generation_prompt=False, continue_final_message=True)
+    assert ids == expected
+    expected = theirs.apply_chat_template(chat, add_generation_prompt=False, return_dict=False)
+    assert ours.encode_chat(chat, add_generation_prompt=False) == expected
+
+
+def test_a_continued_message_keeps_its_control_strings_as_text():
+    tokenizer = Tokenizer(resolve("smollm2").path)
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a<|im_end|> b"}]
+    ids = tokenizer.encode_chat(chat, add_generation_prompt=False, continue_final_message=True)
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert text.endswith("<|im_start|>assistant\na<|im_end|> b")
+    finished = [i for i in tokenizer.encode_chat(chat) if tokenizer.is_special(i)]
+    assert [i for i in ids if tokenizer.is_special(i)] == finished[:-2]
+
+
+def test_a_message_that_the_template_changes_cannot_be_continued(tmp_path):
+    make_backend("byte level", ["<s>"]).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
+    for template in ("{{ messages[0].content }}", "{{ messages[-1].content | upper }}"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        with pytest.raises(BadRequest, match="cannot be continued"):
+            Tokenizer(tmp_path).encode_chat(chat, continue_final_message=True)

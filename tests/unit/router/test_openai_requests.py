@@ -6,11 +6,14 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from tandem.errors import BadRequest
-from tandem.router.api.openai.fields import _NEUTRAL
+from tandem.router.api.openai.fields import _NEUTRAL, warning
 from tandem.router.api.openai.replies import Replies
 from tandem.router.api.openai.requests import (
     PROMPTS_MAX,
+    ChatBody,
+    CompletionBody,
     ParsedRequest,
+    drop_unknown_fields,
     parse_chat,
     parse_completion,
 )
@@ -79,7 +82,11 @@ def test_chat_messages() -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "c", "tool_calls": [], "refusal": "", "wings": 2},
     ]
-    wanted = (Message("system", "be brief"), Message("user", "ab"), Message("assistant", "c"))
+    wanted = (
+        Message("system", "be brief", name="boss"),
+        Message("user", "ab"),
+        Message("assistant", "c"),
+    )
     assert chat(messages=messages).requests[0].prompt == Conversation(wanted)
     assert chat(max_completion_tokens=5).requests[0].max_tokens == 5
     assert chat(max_tokens=5).requests[0].max_tokens == 5
@@ -220,6 +227,51 @@ def test_bookkeeping_passes_and_unknown_fields_do_not() -> None:
     assert "temperature" in error.message
     # Of the other endpoint.
     assert refused({"prompt": "x", "messages": HELLO}).param == "messages"
+
+
+def test_unknown_fields_are_taken_out_and_named() -> None:
+    body = {"prompt": "x", "wings": 2, "n": 1, "user": "me", "stream_options": {"speed": 1}}
+    assert drop_unknown_fields(CompletionBody, body) == ["wings", "stream_options.speed"]
+    assert body == {"prompt": "x", "n": 1, "user": "me", "stream_options": {}}
+    # A known field that is not supported is not unknown.
+    asks = {"messages": HELLO, "modalities": ["audio"], "regex": "a"}
+    assert drop_unknown_fields(ChatBody, asks) == []
+    assert refused(asks, chats=True).param == "modalities"
+
+
+def test_the_warning_is_short_and_plain_whatever_was_sent() -> None:
+    assert warning(["wings"]) == '299 tandem "unknown fields are ignored: wings"'
+    text = warning(['a"\r\nset-cookie: x', "é" * 500, *map(str, range(20))])
+    assert text.isascii()
+    assert text.isprintable()
+    assert text.count('"') == 2
+    assert text.endswith('5, and 14 more"')
+    assert len(text) < 200
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_a_part_that_is_no_text_is_named(kind: str) -> None:
+    parts = [{"type": "text", "text": "what is it?", "cache_control": {}}, {"type": kind, kind: {}}]
+    error = refused({"messages": [*HELLO, {"role": "user", "content": parts}]}, chats=True)
+    assert error.param == "messages"
+    where = f"messages.1.content: part 1 is of the type '{kind}'; this model takes text only"
+    assert where in error.message
+
+
+def test_how_the_prompt_of_a_chat_ends() -> None:
+    def conversation(**flags: bool) -> Conversation:
+        prompt = chat(**flags).requests[0].prompt
+        assert isinstance(prompt, Conversation)
+        return prompt
+
+    assert conversation().add_generation_prompt
+    assert not conversation(add_generation_prompt=False).continue_final_message
+    flags = {"add_generation_prompt": False, "continue_final_message": True}
+    assert conversation(**flags).continue_final_message
+    error = refused({"messages": HELLO, "continue_final_message": True}, chats=True)
+    assert error.param == "add_generation_prompt"
+    assert not completion(add_special_tokens=False).requests[0].add_special_tokens
+    assert conversation(add_special_tokens=True).add_special_tokens
 
 
 @pytest.mark.parametrize(

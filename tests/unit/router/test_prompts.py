@@ -96,7 +96,7 @@ async def test_a_text_that_cannot_fit_is_refused_after_its_first_tokens(
     monkeypatch.setattr(preparer._processes, "run", noting)
     text = word * (510_000 // len(word))
     param = "messages" if as_chat else "prompt"
-    message = rf"the prompt has at least \d+ tokens; the context of {MAX_LEN} tokens allows at most"
+    message = rf"maximum context length is {MAX_LEN} tokens; the prompt has at least \d+ tokens"
     with pytest.raises(ContextTooLong, match=message) as refused:
         await prepare(preparer, chat(text) if as_chat else text, MAX_LEN)
     assert refused.value.param == param

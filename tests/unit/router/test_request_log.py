@@ -41,3 +41,13 @@ def test_a_refused_one_has_its_reason_and_no_stages() -> None:
     assert told["ttft_ms"] is None
     assert told["stages_ms"] == {}
     assert told["usage"] == {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+
+
+def test_requests_of_one_client_id_are_all_found_and_kept_apart() -> None:
+    log = RequestLog()
+    for request_id, tenant in (("a", "t1"), ("b", "t1"), ("c", "t2")):
+        log.open(RequestRecord(request_id, "chat", Timeline(), tenant, client_id="mine"))
+    assert [r.request_id for r in log.find_choices("mine", "t1")] == ["a", "b"]
+    assert [r.request_id for r in log.find_choices("mine")] == ["a", "b", "c"]
+    assert log.find_choices("") == []
+    assert log.find("a").as_dict()["client_request_id"] == "mine"

@@ -62,6 +62,11 @@ ALLOWED = {
     "stream": "true or false",
     "stream_options": 'an object such as {"include_usage": true}, and only with stream=true',
     "return_token_ids": "true or false",
+    "add_special_tokens": "true or false",
+    "add_generation_prompt": "true or false, and not true with continue_final_message",
+    "continue_final_message": "true or false",
+    "return_token_strs": "true or false",
+    "tokens": "a list of token ids of the vocabulary, at most as many as the context has",
 }
 
 

@@ -11,8 +11,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
 from tandem.config.router import RouterConfig
@@ -27,11 +27,12 @@ from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.parsers.machine import CallDelta, Machine
 from tandem.router.parsers.model_format import ModelFormat
+from tandem.router.request.allowed import refusal
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.job import Job, JobState, PreparedRequest, Progress, Step
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
 from tandem.router.request.prompts import PromptPreparer
-from tandem.router.request.request import ClientRequest, Conversation
+from tandem.router.request.request import ClientRequest, Conversation, check_token_ids
 from tandem.router.request.text import Piece, TextStream
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.rpc.tandem.v1.inference_pb2 import TokenLogprobs
@@ -82,6 +83,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     preparer: PromptPreparer
     answers: ModelFormat
+    created_s: int  # when the model's files were written, in seconds since 1970
 
 
 class Generator:
@@ -114,6 +116,11 @@ class Generator:
         return self.model.folder.name
 
     @property
+    def num_running(self) -> int:
+        """Number of requests that are open: running, queued or being tokenized."""
+        return self._num_running
+
+    @property
     def max_model_len(self) -> int:
         """Largest number of tokens, prompt and completion together; 0 until the model is loaded."""
         if self.model is None:
@@ -133,6 +140,46 @@ class Generator:
         if known and not any(self._view.is_compatible(w.record) for w in known):
             return "all workers serve another model than this router"
         return "no decode worker is ready"
+
+    async def tokenize(self, request: ClientRequest) -> list[int]:
+        """Returns the token ids of a prompt, which may have no room for an answer. Raises what
+        `generate` does for a prompt that cannot be prepared."""
+        with self._place() as model:
+            max_model_len = self.max_model_len
+            request.check_against(
+                model=self.served_name,
+                vocab_size=model.folder.config.vocab_size,
+                max_model_len=max_model_len,
+            )
+            request = _with_template_options(request, model)
+            prepare = model.preparer.prepare
+            return (await prepare(request, None, max_model_len=max_model_len)).token_ids
+
+    async def detokenize(
+        self, token_ids: list[int], *, tenant: str, skip_special_tokens: bool
+    ) -> str:
+        """Returns the text of token ids. Raises BadRequest for ids that are not in the vocabulary,
+        and for more than the context has."""
+        with self._place() as model:
+            if len(token_ids) > self.max_model_len:
+                raise refusal("tokens", f"a list of {len(token_ids)}")
+            check_token_ids("tokens", token_ids, model.folder.config.vocab_size)
+            return await model.preparer.decode(
+                token_ids, tenant=tenant, skip_special_tokens=skip_special_tokens
+            )
+
+    @contextmanager
+    def _place(self) -> Iterator[LoadedModel]:
+        """Counts an open request that needs no worker. Raises NoWorkers and QueueFull."""
+        if self.model is None:
+            raise NoWorkers("the model is not loaded yet", retry_after_s=1.0)
+        if self._num_running >= REQUESTS_MAX:
+            raise QueueFull(f"{REQUESTS_MAX} requests are open already", retry_after_s=1.0)
+        self._num_running += 1
+        try:
+            yield self.model
+        finally:
+            self._num_running -= 1
 
     async def generate(
         self,
@@ -180,10 +227,13 @@ class Generator:
             "gen_ai.operation.name": operation,
             "gen_ai.request.model": self.served_name,
             "gen_ai.response.id": request.request_id,
+            "tandem.client_request_id": request.client_id,
             "gen_ai.request.temperature": request.sampling.temperature,
         }
         span = self._tracing.begin(f"{operation} {self.served_name}", trace, attributes)
-        record = RequestRecord(request.request_id, request.kind, Timeline(span), request.tenant)
+        record = RequestRecord(
+            request.request_id, request.kind, Timeline(span), request.tenant, request.client_id
+        )
         self.requests.open(record)
         return record
 

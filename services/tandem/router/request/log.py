@@ -31,6 +31,7 @@ class RequestRecord:
     kind: str
     timeline: Timeline
     tenant: str = ""
+    client_id: str = ""  # what the client calls it, which others may call theirs
     created: float = field(default_factory=time.time)  # seconds since 1970
     outcome: str = RUNNING
     error: str = ""
@@ -69,6 +70,7 @@ class RequestRecord:
         timeline = self.timeline
         return {
             "id": self.request_id,
+            "client_request_id": self.client_id,
             "object": "request",
             "kind": self.kind,
             "created": self.created,
@@ -135,12 +137,14 @@ class RequestLog:
         return found is not None and tenant not in (None, found.tenant)
 
     def find_choices(self, name: str, tenant: str | None = None) -> list[RequestRecord]:
-        """Returns the requests `ID-0`, `ID-1`, ... of an answer to several prompts; else none."""
+        """Returns the requests `ID-0`, `ID-1`, ... of an answer to several prompts, or all that
+        their clients called by this name; else none."""
         request_id = _request_id(name)
         return [
             record
             for id_, record in self._records.items()
-            if id_.startswith(f"{request_id}-") and tenant in (None, record.tenant)
+            if (id_.startswith(f"{request_id}-") or (name and record.client_id == name))
+            and tenant in (None, record.tenant)
         ]
 
 

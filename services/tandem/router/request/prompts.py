@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +38,7 @@ INLINE_COST_MAX = 8_192  # of a prompt that a thread prepares
 _TOKEN_COST = 4  # of a token id, in characters
 _MESSAGE_COST = 32  # what a chat template writes around a message, in characters
 _NUM_THREADS = 2
+_Text = RenderedText | tuple[int, ...] | Conversation  # a prompt on its way to a tokenizer
 
 
 class PreparedPrompt(NamedTuple):
@@ -77,16 +79,20 @@ class PromptPreparer:
     ) -> PreparedPrompt:
         """Raises BadRequest for a chat that the model's template refuses, and ContextTooLong for a
         long text that cannot fit, unless it is to be truncated."""
-        prompt, tenant, cost = request.prompt, request.tenant, _cost(request.prompt)
+        tenant, cost = request.tenant, _cost(request.prompt)
         kept = request.prompt_tokens_max(max_model_len)
+        text: _Text = (
+            RenderedText(request.prompt, add_special_tokens=request.add_special_tokens)
+            if isinstance(request.prompt, str)
+            else request.prompt
+        )
         if cost <= INLINE_COST_MAX:
             return await self._threads.run(
-                tenant, cost, _prepare, self._tokenizer, prompt, kept, compatibility, cache_salt
+                tenant, cost, _prepare, self._tokenizer, text, kept, compatibility, cache_salt
             )
-        text: Prompt | RenderedText = prompt
         may_be_too_long = kept is None and is_counted_first(cost, max_model_len)
-        if not isinstance(prompt, tuple) and may_be_too_long:
-            text = await self._count(request, prompt, max_model_len)
+        if not isinstance(text, tuple) and may_be_too_long:
+            text = await self._count(request, text, max_model_len)
         ids, hashes = await self._processes.run(
             tenant, cost, _prepare_there, text, kept, compatibility, cache_salt
         )
@@ -100,29 +106,35 @@ class PromptPreparer:
         cost = sum(map(len, words))
         return await self._threads.run(request.tenant, cost, _spell, self._tokenizer, words)
 
+    async def decode(self, token_ids: list[int], *, tenant: str, skip_special_tokens: bool) -> str:
+        """Returns the text of token ids."""
+        decode = partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        cost = _TOKEN_COST * max(1, len(token_ids))
+        return await self._threads.run(tenant, cost, decode, token_ids)
+
     def close(self) -> None:
         self._threads.close()
         self._processes.close()
 
     async def _count(
-        self, request: ClientRequest, prompt: str | Conversation, max_model_len: int
-    ) -> str | RenderedText:
+        self, request: ClientRequest, text: RenderedText | Conversation, max_model_len: int
+    ) -> RenderedText:
         """Returns what remains to be tokenized as a whole. Raises ContextTooLong."""
         run, tenant = self._processes.run, request.tenant
-        if isinstance(prompt, str):
-            rendered = RenderedText(prompt)
+        if isinstance(text, RenderedText):
+            rendered = text
         else:
-            rendered = await run(tenant, _cost(prompt), _render_there, prompt)
+            rendered = await run(tenant, _cost(text), _render_there, text)
         num_tokens = 0
-        for num_pieces, text in enumerate(cut(rendered.text), start=1):
-            piece = replace(rendered, text=text)
+        for num_pieces, part in enumerate(cut(rendered.text), start=1):
+            piece = replace(rendered, text=part, add_special_tokens=False)
             try:
-                num_tokens += await run(tenant, len(text), _count_there, piece)
+                num_tokens += await run(tenant, len(part), _count_there, piece)
             except BadRequest:
                 break  # The whole text tells what is wrong with it, and where.
             if (certain := at_least(num_tokens, num_pieces)) >= max_model_len:
                 raise request.too_long(f"at least {certain}", max_model_len)
-        return prompt if isinstance(prompt, str) else rendered
+        return rendered
 
 
 def _cost(prompt: Prompt) -> int:
@@ -136,20 +148,17 @@ def _cost(prompt: Prompt) -> int:
 
 def _prepare(
     tokenizer: Tokenizer,
-    prompt: Prompt | RenderedText,
+    text: _Text,
     kept: int | None,
     compatibility: KvCompatibility | None,
     cache_salt: bytes,
 ) -> PreparedPrompt:
     """`kept`: the number of the prompt's last tokens to keep; None: all."""
-    if isinstance(prompt, tuple):
-        token_ids = list(prompt)
-    elif isinstance(prompt, str):
-        token_ids = tokenizer.encode(prompt)
-    elif isinstance(prompt, RenderedText):
-        token_ids = tokenizer.encode_rendered(prompt)
+    if isinstance(text, tuple):
+        token_ids = list(text)
     else:
-        token_ids = tokenizer.encode_chat(*prompt.template_input())
+        rendered = text if isinstance(text, RenderedText) else _render(tokenizer, text)
+        token_ids = tokenizer.encode_rendered(rendered)
     if kept is not None:
         token_ids = token_ids[-kept:]
     if compatibility is None:
@@ -168,6 +177,15 @@ def _spell(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
         if spaced[-len(bare) :] != bare:  # else whoever spells it so ends with the bare one
             runs.append(spaced)
     return [run for run in runs if run]
+
+
+def _render(tokenizer: Tokenizer, chat: Conversation) -> RenderedText:
+    rendered = tokenizer.render_prompt(
+        *chat.template_input(),
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+    )
+    return replace(rendered, add_special_tokens=chat.add_special_tokens)
 
 
 _process_tokenizer: Tokenizer | None = None
@@ -191,7 +209,7 @@ def _exit_with_parent() -> None:
 
 def _render_there(chat: Conversation) -> RenderedText:
     assert _process_tokenizer is not None
-    return _process_tokenizer.render_prompt(*chat.template_input())
+    return _render(_process_tokenizer, chat)
 
 
 def _count_there(piece: RenderedText) -> int:
@@ -200,12 +218,12 @@ def _count_there(piece: RenderedText) -> int:
 
 
 def _prepare_there(
-    prompt: Prompt | RenderedText,
+    text: _Text,
     kept: int | None,
     compatibility: KvCompatibility | None,
     cache_salt: bytes,
 ) -> tuple[array[int], list[bytes]]:
     """Returns token ids as an array: a list of 100,000 ints is slow to unpickle."""
     assert _process_tokenizer is not None
-    prepared = _prepare(_process_tokenizer, prompt, kept, compatibility, cache_salt)
+    prepared = _prepare(_process_tokenizer, text, kept, compatibility, cache_salt)
     return array("I", prepared.token_ids), prepared.block_hashes

@@ -5,6 +5,7 @@ Every refusal names the field and says what is allowed. Knows no wire format.
 """
 
 import math
+import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ CHARACTERS_PER_TOKEN_MAX = 64
 TEMPERATURE_MIN = 0.01
 NESTING_MAX = 64  # of a tool's schema, or of a call's arguments
 
+REQUEST_ID_HEADER = "x-request-id"
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -59,7 +63,7 @@ class Message:
     content: str | None  # None: of an assistant that only called tools
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
-    name: str = ""  # of the function whose result it is
+    name: str = ""  # of the speaker; of a tool, its function
     reasoning: str = ""
 
     def __post_init__(self) -> None:
@@ -84,7 +88,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and tools to render with the model's chat template."""
+    """Messages and tools to render with the model's chat template, and how the prompt ends: with
+    the head of an answer, after the last message, or within it if `continue_final_message`."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # as the client wrote them
@@ -92,8 +97,13 @@ class Conversation:
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # those of a plain text; a template has its own
 
     def __post_init__(self) -> None:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise refusal("add_generation_prompt", "true")
         if len(self.tools) > TOOLS_MAX:
             raise refusal("tools", f"a list of {len(self.tools)}")
         if self.reasoning_effort not in (None, *REASONING_EFFORTS):
@@ -200,8 +210,10 @@ class ClientRequest:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # the prompt's last tokens that are kept; -1: all fit
+    add_special_tokens: bool = True  # of a prompt that is a text
     tenant: str = ""  # empty: of nobody's own
     limits: Limits = NO_LIMITS  # of its API key
+    client_id: str = ""  # the client's own name for the request; others may have the same
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -233,22 +245,19 @@ class ClientRequest:
 
     def check_against(self, *, model: str, vocab_size: int, max_model_len: int) -> None:
         """Checks what it can before the prompt is tokenized. Raises BadRequest, ModelNotFound."""
-        if self.model not in ("", model):
-            raise ModelNotFound(
-                f"the model {shorten(self.model)} is not served here; {model!r} is", param="model"
-            )
-        _check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
-        _check_token_ids("logit_bias", self.sampling.logit_bias, vocab_size)
+        check_model(self.model, served=model)
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids("logit_bias", self.sampling.logit_bias, vocab_size)
         if isinstance(self.prompt, tuple):
-            _check_token_ids("prompt", self.prompt, vocab_size)
+            check_token_ids("prompt", self.prompt, vocab_size)
             kept = self.prompt_tokens_max(max_model_len) or len(self.prompt)
             self.completion_limit(min(kept, len(self.prompt)), max_model_len)
         characters = num_characters(self.prompt)
         characters_max = CHARACTERS_PER_TOKEN_MAX * max_model_len
         if characters > characters_max:
             raise ContextTooLong(
-                f"the prompt has {characters} characters; the context of {max_model_len} "
-                f"tokens allows at most {characters_max}",
+                f"{_context(max_model_len)}; the prompt has {characters} characters, and "
+                f"may have at most {characters_max}",
                 param=self._prompt_name,
             )
 
@@ -284,8 +293,8 @@ class ClientRequest:
             return limit
         if self.max_tokens > left:
             raise ContextTooLong(
-                f"max_tokens is {self.max_tokens}; it must be at most {left}: the context has "
-                f"{max_model_len} tokens and the prompt takes {num_prompt_tokens}",
+                f"{_context(max_model_len)}; the prompt has {num_prompt_tokens} tokens, so "
+                f"max_tokens must be at most {left}; it is {self.max_tokens}",
                 param="max_tokens",
             )
         if allowed is not None and self.max_tokens > allowed:
@@ -326,8 +335,8 @@ class ClientRequest:
     def too_long(self, num_prompt_tokens: str, max_model_len: int) -> ContextTooLong:
         """Returns the error for a prompt that leaves no room; the number may be "at least 7"."""
         return ContextTooLong(
-            f"the prompt has {num_prompt_tokens} tokens; the context of {max_model_len} tokens "
-            f"allows at most {max_model_len - 1}, so that one can be made",
+            f"{_context(max_model_len)}; the prompt has {num_prompt_tokens} tokens, and may have "
+            f"at most {max_model_len - 1}, so that one can be made",
             param=self._prompt_name,
         )
 
@@ -338,6 +347,18 @@ class ClientRequest:
     @property
     def _prompt_name(self) -> str:
         return "messages" if isinstance(self.prompt, Conversation) else "prompt"
+
+
+def read_client_id(sent: Sequence[str]) -> str:
+    """Returns the client's id; empty if there is none, several, or one of other characters."""
+    return sent[0] if len(sent) == 1 and _CLIENT_ID.fullmatch(sent[0]) else ""
+
+
+def check_model(name: str, *, served: str) -> None:
+    """Raises ModelNotFound for another name than that of the served model."""
+    if name not in ("", served):
+        message = f"the model {shorten(name)} is not served here; {served!r} is"
+        raise ModelNotFound(message, param="model")
 
 
 def num_characters(prompt: Prompt) -> int:
@@ -368,7 +389,13 @@ def _is_nested_within(value: Any, levels: int) -> bool:
     return levels > 0 and all(_is_nested_within(item, levels - 1) for item in value)
 
 
-def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def _context(max_model_len: int) -> str:
+    # OpenAI's words: clients find them in the message, and shorten the prompt.
+    return f"This model's maximum context length is {max_model_len} tokens"
+
+
+def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raises BadRequest for an id that is not in the vocabulary."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise BadRequest(

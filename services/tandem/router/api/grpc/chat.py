@@ -30,6 +30,10 @@ def parse_chat(chat: pb.Chat) -> Conversation:
         parallel_tool_calls=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
         reasoning_effort=chat.reasoning_effort if chat.HasField("reasoning_effort") else None,
         template_options=_json_object("chat_template_kwargs", options) if options else {},
+        add_generation_prompt=chat.add_generation_prompt
+        or not chat.HasField("add_generation_prompt"),
+        continue_final_message=chat.continue_final_message,
+        add_special_tokens=chat.add_special_tokens,
     )
 
 

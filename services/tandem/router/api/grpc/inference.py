@@ -26,7 +26,13 @@ from tandem.router.limits.usage import UsageQuery
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.allowed import refusal
 from tandem.router.request.generator import Delta, Generator
-from tandem.router.request.request import ClientRequest, Prompt, Sampling
+from tandem.router.request.request import (
+    REQUEST_ID_HEADER,
+    ClientRequest,
+    Prompt,
+    Sampling,
+    read_client_id,
+)
 from tandem.rpc.failures import abort
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 
@@ -84,7 +90,10 @@ class GrpcApi:
         key = await self._guard.check("user", context, "Generate")
         named = _metadata(context, TENANT_HEADER)
         tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
-        request = replace(parse_request(body), tenant=tenant, limits=limits_of(key))
+        client_id = read_client_id(_metadata(context, REQUEST_ID_HEADER))
+        request = replace(
+            parse_request(body), tenant=tenant, limits=limits_of(key), client_id=client_id
+        )
         wants_placement = any(map(asks, _metadata(context, PLACEMENT_HEADER)))
         wants_timing = any(map(asks, _metadata(context, TIMING_HEADER)))
         trace = {n: v for n in _TRACE_KEYS for v in _metadata(context, n)}
@@ -143,8 +152,13 @@ class GrpcApi:
         _parse(pb.ListModelsRequest(), body)
         if self._generator.model is None:
             return pb.ListModelsResponse()
-        name, max_model_len = self._generator.served_name, self._generator.max_model_len
-        return pb.ListModelsResponse(models=[pb.Model(id=name, max_model_len=max_model_len)])
+        model = pb.Model(
+            id=self._generator.served_name,
+            max_model_len=self._generator.max_model_len,
+            root=self._generator.model.folder.name,
+            created=self._generator.model.created_s,
+        )
+        return pb.ListModelsResponse(models=[model])
 
 
 def parse_request(body: bytes) -> ClientRequest:
@@ -168,6 +182,7 @@ def parse_request(body: bytes) -> ClientRequest:
         truncate_prompt_tokens=message.truncate_prompt_tokens
         if message.HasField("truncate_prompt_tokens")
         else None,
+        add_special_tokens=not message.HasField("add_special_tokens") or message.add_special_tokens,
     )
 
 

@@ -8,9 +8,9 @@ sent; all of it follows as a comment before `[DONE]`, which clients of server-se
 Of several prompts the headers tell of one: the first with a token (a stream), or the last to end.
 """
 
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,17 +22,22 @@ from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of,
 from tandem.router.api.admin.keys import add_record_route
 from tandem.router.api.http.body import read_json_object
 from tandem.router.api.http.errors import JsonResponse, install_handlers
+from tandem.router.api.http.front import Front
 from tandem.router.api.http.guard import PublicGuard, tell_refusal
 from tandem.router.api.http.health import add_health_routes
 from tandem.router.api.http.stream import EventStream, collect, first_delta, until_disconnect
+from tandem.router.api.http.tokens import add_token_routes
 from tandem.router.api.http.usage import add_usage_route
 from tandem.router.api.openai.choices import generate_choices
+from tandem.router.api.openai.fields import warning
 from tandem.router.api.openai.openapi import ErrorReply, add_schemas, generation_route
 from tandem.router.api.openai.replies import Replies
 from tandem.router.api.openai.requests import (
     ChatBody,
     CompletionBody,
     ParsedRequest,
+    Strict,
+    drop_unknown_fields,
     parse_chat,
     parse_completion,
 )
@@ -64,8 +69,11 @@ def make_app(
     install_handlers(app)
     add_schemas(app)
     app.add_middleware(PublicGuard, config=config, access=access, trail=trail)
+    app.add_middleware(Front, config=config)  # the last one added is the first one called
     _add_generation(app, config, generator)
     _add_requests(app, generator, trail)
+    add_token_routes(app, config, generator)
+    _add_server(app, generator)
     _add_models(app, generator)
     add_usage_route(app, generator.tenants.usage)
     add_health_routes(app, generator)
@@ -74,23 +82,28 @@ def make_app(
 
 
 def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) -> None:
-    async def serve(request: Request, parse: Parse) -> Response:
+    async def serve(request: Request, parse: Parse, kind: type[Strict]) -> Response:
         body = await read_json_object(request, config)
         headers = request.headers
-        request_id = request.state.request_id = uuid.uuid4().hex
+        request_id, client_id = request.state.request_id, request.state.client_id
+        unknown = [] if config.strict_fields else drop_unknown_fields(kind, body)
         parsed = parse(body, request_id)
         tokenizer = generator.model.tokenizer if generator.model is not None else None
         replies = Replies(parsed, generator.served_name, tokenizer)
         named = headers.getlist(TENANT_HEADER)
         tenant = tenant_of(request.state.key, named, trusted=config.trust_tenant_header)
         limits = limits_of(request.state.key)
-        asked = [replace(r, tenant=tenant, limits=limits) for r in parsed.requests]
+        asked = [
+            replace(r, tenant=tenant, limits=limits, client_id=client_id) for r in parsed.requests
+        ]
         trace = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
         deltas = generate_choices(generator, asked, trace)
         asks_timing = asks(headers.get(TIMING_HEADER))
 
         def answer_headers(last: Delta) -> dict[str, str]:
-            own = {"x-request-id": request_id, **last.limit_headers}
+            own = dict(last.limit_headers)
+            if unknown:
+                own["warning"] = warning(unknown)
             if asks(headers.get(PLACEMENT_HEADER)):
                 own[PLACEMENT_HEADER] = last.placement
             if last.timeline is not None and asks_timing:
@@ -106,11 +119,11 @@ def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) ->
 
     @app.post("/v1/completions", **generation_route(CompletionBody))
     async def completions(request: Request) -> Response:
-        return await serve(request, parse_completion)
+        return await serve(request, parse_completion, CompletionBody)
 
     @app.post("/v1/chat/completions", **generation_route(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        return await serve(request, parse_chat)
+        return await serve(request, parse_chat, ChatBody)
 
 
 def _add_requests(app: FastAPI, generator: Generator, trail: AuditTrail) -> None:
@@ -133,8 +146,10 @@ def _add_models(app: FastAPI, generator: Generator) -> None:
         return {
             "id": generator.served_name,
             "object": "model",
-            "created": 0,
+            "created": generator.model.created_s if generator.model else 0,
             "owned_by": "tandem",
+            "root": generator.model.folder.name if generator.model else "",
+            "parent": None,
             "max_model_len": generator.max_model_len,
         }
 
@@ -151,3 +166,14 @@ def _add_models(app: FastAPI, generator: Generator) -> None:
                 param="model",
             )
         return JsonResponse(model_body())
+
+
+def _add_server(app: FastAPI, generator: Generator) -> None:
+    @app.get("/version")
+    async def version() -> Response:
+        return JsonResponse({"version": metadata.version("tandem-llm")})
+
+    @app.get("/load")
+    async def load() -> Response:
+        """The number of open requests of this router, as vLLM reports it."""
+        return JsonResponse({"server_load": generator.num_running})

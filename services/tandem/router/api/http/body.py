@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from tandem.config.router import RouterConfig
-from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate
+from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate, NotJson
 
 # A too large body is read to its end and dropped, up to here: a client that still writes when the
 # connection closes sees a reset connection, and not the answer.
@@ -18,7 +18,9 @@ DISCARD_BYTES_MAX = 64 << 20
 
 
 async def read_json_object(request: Request, config: RouterConfig) -> dict[str, Any]:
-    """Reads the body. Raises BadRequest, BodyTooLarge, BodyTooLate; starlette ClientDisconnect."""
+    """Reads the body. Raises BadRequest, BodyTooLarge, BodyTooLate, NotJson; starlette
+    ClientDisconnect."""
+    _check_content_type(request)
     return parse_object(await read_body(request, config))
 
 
@@ -46,6 +48,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest(f"the body must be a JSON object, not {_json_type(value)}")
     return value
+
+
+def _check_content_type(request: Request) -> None:
+    """Raises NotJson for a body that says to be something else. One that says nothing is read."""
+    sent = request.headers.get("content-type", "")
+    media_type = sent.partition(";")[0].strip().lower()
+    if media_type and media_type != "application/json" and not media_type.endswith("+json"):
+        raise NotJson(f"send the header Content-Type: application/json, not {sent[:100]!r}")
 
 
 async def _read_bounded(request: Request, bytes_max: int) -> bytes:

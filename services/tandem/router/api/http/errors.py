@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from tandem.errors import InternalError, RateLimited, TandemError
 
@@ -56,19 +57,19 @@ def error_response(error: TandemError) -> Response:
 def install_handlers(app: FastAPI) -> None:
     """Installs handlers that give every error of every route the one shape."""
 
-    async def on_tandem(request: Request, error: Exception) -> Response:
+    async def on_tandem(_: Request, error: Exception) -> Response:
         assert isinstance(error, TandemError)
-        response = error_response(error)
-        if request_id := getattr(request.state, "request_id", ""):
-            response.headers["x-request-id"] = request_id
-        return response
+        return error_response(error)
 
-    async def on_http(_: Request, error: Exception) -> Response:
+    async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         status = error.status_code
+        headers = dict(error.headers or {})
+        if status == 405:
+            headers["Allow"] = ", ".join(_allowed_methods(request))
         code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
         body = plain_error(status, str(error.detail), code)
-        return JsonResponse(body, status, dict(error.headers or {}))
+        return JsonResponse(body, status, headers)
 
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
@@ -81,6 +82,15 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ClientDisconnect, on_gone)
     app.add_exception_handler(Exception, on_bug)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Returns the methods of all routes of the path; starlette knows those of one."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found | {"HEAD"} if "GET" in found else found)
 
 
 def plain_error(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:

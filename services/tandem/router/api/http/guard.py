@@ -2,7 +2,8 @@
 that a web page made a browser send. The public listener and the admin listener have one each.
 
 A browser sends a page's call with the user's reach, which includes a router on loopback. Two rules
-stop that. Completions and chats have only the first rule: they change nothing in the cluster.
+stop that. Completions, chats and tokenizing have only the first rule: they change nothing in the
+cluster, and pages of `--cors-origins` call them (`front.py`).
 
 Host      A page can point its own name at 127.0.0.1 (DNS rebinding). A router on a loopback address
           refuses each call whose `Host` is not a loopback name, its own `host` or an allowed name.
@@ -44,8 +45,10 @@ from tandem.security.keys import KeyRecord
 log = logging.getLogger(__name__)
 
 # Every other route is guarded, so that a new one is guarded without a word here.
-_UNGUARDED = frozenset(("/v1/completions", "/v1/chat/completions"))
-PROBES = ("/health", "/ready", "/started")
+_UNGUARDED = frozenset(
+    ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/ping")
+)
+PROBES = ("/health", "/ready", "/started", "/ping")
 _PORTS = {"http": 80, "https": 443}
 _TEXT_MAX = 100  # characters of what a client sent, in messages and logs
 
@@ -115,6 +118,18 @@ class RequestGuard(ABC):
                 )
 
 
+def public_need(path: str) -> Need | None:
+    """Returns what a call of the public port needs: a user's key, if the path is not named here.
+    None for the calls that only the admin port serves."""
+    if path in (*PROBES, RECORDS_PATH):  # records have a signature
+        return "nothing"
+    if path == "/load":
+        return "metrics"
+    if path in ("/", "/metrics") or path.startswith(("/v1/cluster", "/v1/keys")):
+        return None
+    return "user"
+
+
 class PublicGuard(RequestGuard):
     """The guard of the public port."""
 
@@ -126,15 +141,13 @@ class PublicGuard(RequestGuard):
         self._admin = f"port {config.admin.port} of {config.admin.host}"
 
     def need(self, path: str) -> Need:
-        """Returns what a call needs; whatever is not named here, a user's key."""
-        if path in (*PROBES, RECORDS_PATH):  # records have a signature
-            return "nothing"
-        if path in ("/", "/metrics") or path.startswith(("/v1/cluster", "/v1/keys")):
+        """Returns what a call needs."""
+        if (needed := public_need(path)) is None:
             raise NotPublic(
                 f"{path[:_TEXT_MAX]} is served on the router's admin port only, which is "
                 f"{self._admin} (--admin-host, --admin-port)"
             )
-        return "user"
+        return needed
 
     def checks_host(self, address: str) -> bool:
         return self._on_loopback and is_loopback(address)

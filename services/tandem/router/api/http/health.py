@@ -26,3 +26,9 @@ def add_health_routes(app: FastAPI, generator: Generator) -> None:
         if reason := generator.not_ready_reason():
             return error_response(NoWorkers(reason, retry_after_s=1.0))
         return JsonResponse({"status": "ready"})
+
+    @app.get("/ping")
+    @app.post("/ping", include_in_schema=False)
+    async def ping() -> Response:
+        """Answers as /ready does; SageMaker asks this path."""
+        return await ready()

@@ -1,9 +1,12 @@
-"""Fields of the OpenAI API, and of vLLM's additions to it, that Tandem does not act on.
+"""Fields of the OpenAI API, and of vLLM's and SGLang's additions, that Tandem does not act on.
 
 A client that sends one at its neutral value means nothing by it and is served. Any other value
-asks for what Tandem would not do, so the request is refused with the field's name.
+asks for what Tandem would not do, so the request is refused with the field's name. A field that
+nobody here knows is dropped, and the answer's header `warning` names it: clients send their own
+notes and the fields of other servers. `--strict-fields` refuses it.
 """
 
+import re
 from typing import Any
 
 from tandem.errors import BadRequest
@@ -29,10 +32,36 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     # Any value but null asks for something.
     **dict.fromkeys(("audio", "prediction", "verbosity", "moderation"), ()),
-    **dict.fromkeys(("web_search_options", "add_special_tokens", "chat_template", *_GUIDES), ()),
+    **dict.fromkeys(("web_search_options", "chat_template", *_GUIDES), ()),
     **dict.fromkeys(("allowed_token_ids", "cache_salt"), ()),
     "kv_transfer_params": (),
+    **dict.fromkeys(("documents", "prompt_embeds", "mm_processor_kwargs", "structural_tag"), ()),
+    **dict.fromkeys(("logits_processors", "custom_logit_processor", "vllm_xargs"), ()),
+    **dict.fromkeys(("regex", "ebnf", "stop_regex", "lora_path", "session_params"), ()),
+    **dict.fromkeys(("return_hidden_states", "no_stop_trim"), (False,)),
 }
+
+# The header is short, whatever a client sends: so many names, of so many characters.
+_WARNED_MAX = 8
+_WARNED_CHARACTERS_MAX = 40
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+def drop_unknown(body: dict[str, Any], supported: frozenset[str]) -> list[str]:
+    """Takes the fields that are not known out of a body. Returns their names."""
+    known = supported | _NEUTRAL.keys() | IGNORED
+    unknown = [name for name in body if name not in known]
+    for name in unknown:
+        del body[name]
+    return unknown
+
+
+def warning(unknown: list[str]) -> str:
+    """Returns the value of the header `warning`: a warn-code, an agent and a text (RFC 7234)."""
+    names = [_NOT_PLAIN.sub("?", name)[:_WARNED_CHARACTERS_MAX] for name in unknown[:_WARNED_MAX]]
+    if (num_more := len(unknown) - len(names)) > 0:
+        names.append(f"and {num_more} more")
+    return f'299 tandem "unknown fields are ignored: {", ".join(names)}"'
 
 
 def strip_unused(body: dict[str, Any], supported: frozenset[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
 from tandem.router.api.openai.requests import ChatBody, CompletionBody
+from tandem.router.api.openai.tokens import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
 
 _REF = "#/components/schemas/{model}"
 
@@ -28,19 +29,25 @@ class ErrorReply(BaseModel):
     error: ErrorDetail
 
 
+def body_route(*bodies: type[BaseModel]) -> dict[str, Any]:
+    """Returns the arguments of a route that takes one of these bodies."""
+    references = [{"$ref": _REF.format(model=body.__name__)} for body in bodies]
+    schema = references[0] if len(references) == 1 else {"anyOf": references}
+    content = {"application/json": {"schema": schema}}
+    return {"openapi_extra": {"requestBody": {"content": content, "required": True}}}
+
+
 def generation_route(body: type[BaseModel]) -> dict[str, Any]:
     """Returns the arguments of a route that takes one of the two bodies and may stream."""
-    schema = {"$ref": _REF.format(model=body.__name__)}
-    content = {"application/json": {"schema": schema}}
     return {
-        "openapi_extra": {"requestBody": {"content": content, "required": True}},
+        **body_route(body),
         "responses": {200: {"description": "The answer", "content": {"text/event-stream": {}}}},
     }
 
 
 def add_schemas(app: FastAPI) -> None:
     """Puts the bodies, and every model that they refer to, where references look for them."""
-    bodies = (CompletionBody, ChatBody)
+    bodies = (CompletionBody, ChatBody, TokenizePromptBody, TokenizeChatBody, DetokenizeBody)
     _, schemas = models_json_schema([(b, "validation") for b in bodies], ref_template=_REF)
     document_routes = app.openapi
 

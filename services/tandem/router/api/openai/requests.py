@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from tandem.errors import BadRequest
-from tandem.router.api.openai.fields import strip_unused
+from tandem.router.api.openai.fields import drop_unknown, strip_unused
 from tandem.router.api.openai.tools import SentToolCall, Tool, ToolChoice
 from tandem.router.request.allowed import ALLOWED, LOGPROBS_MAX, name_prompt, refusal
 from tandem.router.request.request import ClientRequest, Conversation, Message, Prompt, Sampling
@@ -42,17 +42,29 @@ _ALLOWED = {
 }
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A body, or a part of one, without fields that are not named."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
 
+    supported: ClassVar[frozenset[str]]
 
-class StreamOptions(_Strict):
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.supported = frozenset(cls.model_fields)
+
+
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
     continuous_usage_stats: bool = False  # vLLM's; without include_usage it has no effect
 
 
-class TextPart(_Strict):
+class TextPart(BaseModel):
+    """It ignores further keys, as a message does: some clients mark parts for a cache."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
     type: Literal["text"]
     text: str
 
@@ -67,13 +79,25 @@ def _refuse_content(value: object) -> None:
 _Unsupported = Annotated[None, BeforeValidator(_refuse_content)]
 
 
+def _refuse_other_parts(content: object) -> object:
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError(
+                "unsupported",
+                "part {index} is of the type {kind}; this model takes text only",
+                {"index": index, "kind": repr(kind[:40])},
+            )
+    return content
+
+
 class ChatMessage(BaseModel):
     """A message ignores keys that are not named here: some clients keep notes of their own."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_refuse_other_parts)] = None
     name: str | None = None
     tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
@@ -96,20 +120,20 @@ class ChatMessage(BaseModel):
         text = self.content
         if isinstance(text, list):
             text = "".join(part.text for part in text)
-        role = _ROLE_ALIASES.get(self.role, self.role)
+        role, name = _ROLE_ALIASES.get(self.role, self.role), self.name or ""
         if role != "assistant":
-            is_tool = role == "tool"
-            call_id, name = (self.tool_call_id, self.name) if is_tool else (None, None)
-            return Message(role=role, content=text, tool_call_id=call_id or "", name=name or "")
+            call_id = self.tool_call_id if role == "tool" else None
+            return Message(role=role, content=text, tool_call_id=call_id or "", name=name)
         return Message(
             role=role,
             content=text,
             tool_calls=tuple(call.to_tool_call() for call in self.tool_calls or ()),
+            name=name,
             reasoning=self.reasoning_content or self.reasoning or "",
         )
 
 
-class _Body(_Strict):
+class _Body(Strict):
     """Fields that completions and chat completions share."""
 
     model: str = Field("", description=ALLOWED["model"])
@@ -136,8 +160,8 @@ class _Body(_Strict):
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(None, description=ALLOWED["truncate_prompt_tokens"])
     return_tokens_as_token_ids: bool = False
+    add_special_tokens: bool = Field(True, description=ALLOWED["add_special_tokens"])
 
-    supported: ClassVar[frozenset[str]]
     default_max_tokens: ClassVar[int | None] = None
 
     def to_request(self, prompt: Prompt, request_id: str) -> ClientRequest:
@@ -162,6 +186,7 @@ class _Body(_Strict):
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            add_special_tokens=self.add_special_tokens,
             request_id=request_id,
         )
 
@@ -238,18 +263,21 @@ class CompletionBody(_Body):
         return [cast("str | list[int]", self.prompt)]
 
 
-class ChatBody(_Body):
+class ConversationFields(Strict):
+    """The fields of a chat that say what its prompt is."""
+
     messages: list[ChatMessage] = Field(description=ALLOWED["messages"])
-    max_completion_tokens: int | None = Field(None, description=ALLOWED["max_tokens"])
+    add_generation_prompt: bool = Field(True, description=ALLOWED["add_generation_prompt"])
+    continue_final_message: bool = Field(False, description=ALLOWED["continue_final_message"])
+    add_special_tokens: bool = Field(False, description=ALLOWED["add_special_tokens"])
     tools: list[Tool] = Field([], description=ALLOWED["tools"])
     tool_choice: ToolChoice = Field("auto", description=ALLOWED["tool_choice"])
     parallel_tool_calls: bool = Field(True, description=ALLOWED["parallel_tool_calls"])
     reasoning_effort: str | None = Field(None, description=ALLOWED["reasoning_effort"])
     chat_template_kwargs: dict[str, Any] = Field({}, description=ALLOWED["chat_template_kwargs"])
-    logprobs: bool = Field(False, description=_ALLOWED["logprobs"])
-    top_logprobs: int = Field(0, description=_ALLOWED["top_logprobs"])
 
     def to_conversation(self) -> Conversation:
+        """Raises BadRequest for a wrong role, and for two ways to end the prompt."""
         return Conversation(
             tuple(message.to_message() for message in self.messages),
             tools=tuple(self.tools),
@@ -257,7 +285,16 @@ class ChatBody(_Body):
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning_effort,
             template_options=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            add_special_tokens=self.add_special_tokens,
         )
+
+
+class ChatBody(ConversationFields, _Body):
+    max_completion_tokens: int | None = Field(None, description=ALLOWED["max_tokens"])
+    logprobs: bool = Field(False, description=_ALLOWED["logprobs"])
+    top_logprobs: int = Field(0, description=_ALLOWED["top_logprobs"])
 
     def num_logprobs(self) -> int | None:
         """Returns `top_logprobs` if `logprobs` is true."""
@@ -265,10 +302,6 @@ class ChatBody(_Body):
         if is_refused or not 0 <= self.top_logprobs <= LOGPROBS_MAX:
             raise _refusal("top_logprobs")
         return self.top_logprobs if self.logprobs else None
-
-
-CompletionBody.supported = frozenset(CompletionBody.model_fields)
-ChatBody.supported = frozenset(ChatBody.model_fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +318,18 @@ class ParsedRequest:
     tokens_as_ids: bool
 
 
+def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:
+    """Takes what is not known out of a body of this kind. Returns the names of the fields."""
+    unknown = drop_unknown(body, kind.supported)
+    if isinstance(options := body.get("stream_options"), dict):
+        inside = drop_unknown(options, StreamOptions.supported)
+        unknown += [f"stream_options.{name}" for name in inside]
+    return unknown
+
+
 def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
     """Raises BadRequest naming the field at fault and what is allowed."""
-    parsed = _validate(CompletionBody, body)
+    parsed = validate(CompletionBody, body)
     prompts = parsed.prompts()
     requests = []
     for index, prompt in enumerate(prompts):
@@ -305,7 +347,7 @@ def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
 
 def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
     """Raises BadRequest naming the field at fault and what is allowed."""
-    parsed = _validate(ChatBody, body)
+    parsed = validate(ChatBody, body)
     if parsed.max_tokens is None:
         parsed.max_tokens = parsed.max_completion_tokens
     elif parsed.max_completion_tokens is not None:
@@ -330,10 +372,11 @@ def _told(body: _Body, request_id: str, *requests: ClientRequest) -> ParsedReque
     )
 
 
-_BodyT = TypeVar("_BodyT", bound=_Body)
+_BodyT = TypeVar("_BodyT", bound=Strict)
 
 
-def _validate(kind: type[_BodyT], body: dict[str, Any]) -> _BodyT:
+def validate(kind: type[_BodyT], body: dict[str, Any]) -> _BodyT:
+    """Raises BadRequest naming the field at fault and what is allowed."""
     try:
         return kind.model_validate(strip_unused(body, kind.supported))
     except ValidationError as error:
