@@ -54,7 +54,11 @@ def sample(
             most_likely = logits.argmax(dim=-1).tolist()
     assert len(most_likely) == len(draws)
     tokens = list(most_likely)
-    sampled = [i for i, draw in enumerate(draws) if draw.temperature > 0 or draw.edit]
+    sampled = [
+        i
+        for i, (draw, token) in enumerate(zip(draws, tokens, strict=True))
+        if draw.temperature > 0 or (draw.edit is not None and not draw.edit.keeps(token))
+    ]
     if sampled:
         rows = logits[sampled].cpu().numpy()
         for i, row in zip(sampled, rows, strict=True):

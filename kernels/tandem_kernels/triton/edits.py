@@ -4,7 +4,8 @@
                 n           n                 n             t         t       t          t
 
 All are int32, so that one copy brings them to the device; floats are there by their bits. A row's
-banned tokens follow its edited ones in `token ids`.
+banned tokens follow its edited ones in `token ids`. Masks are another copy, [rows with one, 1 +
+words]: the row, then its mask; a program takes a tile of a row.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import triton.language as tl
 from tandem_kernels.edits import Edit
 
 _TILE = 256
+_MASK_TILE = 4096
 
 
 def edited(logits: torch.Tensor, edits: Sequence[Edit | None]) -> torch.Tensor:
@@ -38,6 +40,14 @@ def edited(logits: torch.Tensor, edits: Sequence[Edit | None]) -> torch.Tensor:
         num_warps=4,
         enable_fp_fusion=False,  # a rounding after each operation, as the host does it
     )
+    masks = [(row, edit.mask) for row, edit in enumerate(edits) if edit and edit.mask is not None]
+    if masks:
+        words = torch.from_numpy(np.stack([np.append(np.int32(row), mask) for row, mask in masks]))
+        if logits.is_cuda:
+            words = words.pin_memory().to(logits.device, non_blocking=True)
+        vocab = logits.shape[1]
+        grid = (len(masks), triton.cdiv(vocab, _MASK_TILE))
+        _mask[grid](copied, words, copied.stride(0), words.stride(0), vocab, TILE=_MASK_TILE)
     return copied
 
 
@@ -87,3 +97,14 @@ def _edit(logits, numbers, stride_row, num_rows, num_tokens, TILE: tl.constexpr)
         mask = places < banned_end
         ids = tl.load(ids_of + places, mask=mask, other=0)
         tl.store(logits + ids, float("-inf"), mask=mask)
+
+
+@triton.jit
+def _mask(logits, words, stride_row, stride_words, vocab, TILE: tl.constexpr):
+    words += tl.program_id(0).to(tl.int64) * stride_words
+    logits += tl.load(words).to(tl.int64) * stride_row
+    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = ids < vocab
+    packed = tl.load(words + 1 + ids // 32, mask=mask, other=-1)
+    is_masked = (packed >> (ids % 32)) & 1 == 0
+    tl.store(logits + ids, float("-inf"), mask=mask & is_masked)

@@ -37,12 +37,20 @@ from tandem.engine.types import (
     TokenLogprobs,
 )
 from tandem.errors import InternalError, QueueFull, TandemError
+from tandem.grammars.compiler import GrammarCompiler
+from tandem.grammars.masks import GrammarMasks
 from tandem.perf_model.step_time import StepTimeModel, StepWork
 
 
 class Engine:
-    def __init__(self, config: EngineConfig, runner: Runner, model_fingerprint: str) -> None:
-        """Allocates the KV pool. Raises ConfigError when not even one block fits."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        model_fingerprint: str,
+        compiler: GrammarCompiler | None = None,
+    ) -> None:
+        """Allocates the KV pool. Without `compiler` grammars are refused. Raises ConfigError."""
         self.layout = runner.layout(num_blocks_of(config, runner.layout(1).block_bytes))
         self.max_model_len = runner.max_model_len
         self.max_tokens_per_step = config.max_tokens_per_step or runner.tokens_per_step
@@ -72,6 +80,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._peer_blocks = PeerBlocks(self._pool)
         self._pending = PendingReport()
+        self._grammars = GrammarMasks(compiler, runner.vocab_size)
         self._arrivals, self._steps = count(1), count(1)
 
     def step(self, on_final: Callable[[list[FinalBlocks]], object] | None = None) -> StepReport:
@@ -234,16 +243,19 @@ class Engine:
     def has_work(self) -> bool:
         return self._pending.has_news or self._pool.has_events or self._scheduler.has_work()
 
+    def awaits_grammars(self) -> bool:
+        """Returns True while a grammar is compiled: `has_work` may turn True by itself."""
+        return self._scheduler.awaits_grammars()
+
     def load(self) -> EngineLoad:
-        return measure_load(
-            self._sequences.values(), self._scheduler, self._peer_blocks, self._pool
-        )
+        sequences = self._sequences.values()
+        return measure_load(sequences, self._scheduler, self._peer_blocks, self._pool)
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is wrong with the blocks or the queues."""
         sequences = self._sequences.values()
-        tables = [s.block_table for s in sequences]
-        self._pool.check_integrity([*tables, *self._peer_blocks.block_tables])
+        tables = [*(s.block_table for s in sequences), *self._peer_blocks.block_tables]
+        self._pool.check_integrity(tables)
         self._scheduler.check_integrity(sequences)
 
     def _enter(self, sequence: Sequence) -> None:
@@ -273,7 +285,9 @@ class Engine:
         # Only a peer is told of KV before the step ends; else the device is waited for just once.
         is_awaited = any(chunk.sequence.mode is Mode.PREFILL_ONLY for chunk in schedule.chunks)
         sampler = StepSampler(schedule.chunks)
+        self._grammars.start(sampler.grammars)
         logits = self._runner.forward(schedule.batch, on_kv_written if is_awaited else None)
+        self._grammars.wait()
         sampled = sampler.run(self._runner, logits)
         # What is freed now may be written by a peer's bytes: nothing may read it any more. Tokens
         # came after all else in the stream.
@@ -296,7 +310,10 @@ class Engine:
 
     def _advance(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Handles the token that was sampled for a sequence of which nothing is missing."""
-        if sequence.mode is Mode.PREFILL_ONLY:
+        if sequence.grammar is not None and sequence.grammar.error:
+            self._pending.failed(sequence, f"its grammar cannot go on: {sequence.grammar.error}")
+            self._drop(sequence)
+        elif sequence.mode is Mode.PREFILL_ONLY:
             self._scheduler.withdraw(sequence)
             sequence.status = Status.HELD
             self._pending.prefilled(sequence, token_id, logprobs)
@@ -337,7 +354,8 @@ class Engine:
         sequence = Sequence.from_spec(
             spec, arrival=arrival, block_size=self.layout.block_size, chain_root=root
         )
-        sequence.edits = logit_edits(spec, self._runner.vocab_size)
+        grammar = self._grammars.matcher(spec.grammar, spec.token_ids[spec.num_prompt_tokens :])
+        sequence.edits = logit_edits(spec, self._runner.vocab_size, grammar)
         return sequence
 
     def _check_new(self, sequence_id: str) -> None:
@@ -369,16 +387,11 @@ class Engine:
         return sequence
 
     def _take_report(self, work: StepWork, started: float) -> StepReport:
-        report = self._pending.take()
+        seconds = time.perf_counter() - started
+        report = self._pending.take(work, seconds)
         report.step = next(self._steps)
         report.stored, report.removed = self._pool.take_events()
         report.load = self.load()
-        seconds = time.perf_counter() - started
-        report.step_ms = seconds * 1000
-        report.num_prefill_tokens = work.prefill_tokens
-        report.num_prefill_context_tokens = work.prefill_contexts
-        report.num_decode_tokens = work.decode_tokens
-        report.num_decode_context_tokens = work.decode_contexts
         if work.num_tokens:
             self._step_time.observe(work, seconds)
             report.rates = self._step_time.rates(

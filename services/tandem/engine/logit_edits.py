@@ -9,24 +9,31 @@ from __future__ import annotations
 import numpy as np
 
 from tandem.engine.types import SamplingParams, SequenceSpec
+from tandem.grammars.masks import GrammarMatcher, Mask
 from tandem_kernels.edits import Edit
 
 _CAPACITY_MIN = 64
 
 
-def logit_edits(spec: SequenceSpec, vocab_size: int) -> LogitEdits | None:
-    """Returns the edits of a sequence, None if it asks for none."""
+def logit_edits(
+    spec: SequenceSpec, vocab_size: int, grammar: GrammarMatcher | None = None
+) -> LogitEdits | None:
+    """Returns the edits of a sequence, None if it asks for none. `grammar` is where its completion
+    is in its grammar."""
     sampling = spec.sampling
     bans = sampling.min_tokens > 0 or bool(sampling.bad_words)
-    if not (bans or sampling.logit_bias or _has_penalties(sampling)):
+    if not (grammar or bans or sampling.logit_bias or _has_penalties(sampling)):
         return None
-    return LogitEdits(spec, vocab_size)
+    return LogitEdits(spec, vocab_size, grammar)
 
 
 class LogitEdits:
     """Edits of the token that follows the sequence; `append` moves them on by one token."""
 
-    def __init__(self, spec: SequenceSpec, vocab_size: int) -> None:
+    def __init__(
+        self, spec: SequenceSpec, vocab_size: int, grammar: GrammarMatcher | None = None
+    ) -> None:
+        self.grammar = grammar
         self._sampling = spec.sampling
         self._has_penalties = _has_penalties(spec.sampling)
         self._stops = tuple(t for t in spec.stop_token_ids if t < vocab_size)
@@ -47,10 +54,15 @@ class LogitEdits:
                 place = self._place(token_id)
                 self._scales[place] = spec.sampling.repetition_penalty
         for token_id in spec.token_ids[spec.num_prompt_tokens :]:
-            self.append(token_id)
+            self._note(token_id)
 
     def append(self, token_id: int) -> None:
         """Takes a token of the completion into account."""
+        if self.grammar is not None:
+            self.grammar.append(token_id)
+        self._note(token_id)
+
+    def _note(self, token_id: int) -> None:
         self._output.append(token_id)
         if not self._has_penalties:
             return
@@ -62,11 +74,20 @@ class LogitEdits:
     def edit(self) -> Edit | None:
         """Returns the edit of the next token's logits; it is good until `append`."""
         banned = self._banned()
+        mask = None
+        if self.grammar is not None:
+            mask = _without(self.grammar.mask, banned)
+            banned = []
         size = len(self._places)
-        if not (size or banned):
+        if not (size or banned or mask is not None):
             return None
         return Edit(
-            self._ids[:size], self._bias[:size], self._scales[:size], self._penalties[:size], banned
+            self._ids[:size],
+            self._bias[:size],
+            self._scales[:size],
+            self._penalties[:size],
+            banned,
+            mask,
         )
 
     def _banned(self) -> list[int]:
@@ -88,6 +109,15 @@ class LogitEdits:
             self._scales = np.concatenate((self._scales, np.ones_like(self._scales)))
         self._ids[place] = token_id
         return place
+
+
+def _without(mask: Mask, banned: list[int]) -> Mask:
+    """Returns the mask less the banned tokens, or as it is if that would leave none: the form of
+    the completion counts for more than `min_tokens` and `bad_words`."""
+    left = mask.view(np.uint32).copy()
+    for token_id in banned:
+        left[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    return left.view(np.int32) if left.any() else mask
 
 
 def _has_penalties(sampling: SamplingParams) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import (
     Admitted,
+    Failed,
     FinalBlocks,
     Held,
     Mode,
@@ -15,6 +16,8 @@ from tandem.engine.types import (
     StepReport,
     TokenLogprobs,
 )
+from tandem.errors import BadRequest
+from tandem.perf_model.step_time import StepWork
 
 
 class PendingReport:
@@ -97,6 +100,10 @@ class PendingReport:
         )
         sequence.prompt_logprobs = []
 
+    def failed(self, sequence: Sequence, why: str) -> None:
+        """Reports that the sequence ends because of what its client asked for."""
+        self._report.failed.append(Failed(sequence.sequence_id, BadRequest.code, why))
+
     def forget(self, sequence_id: str) -> None:
         """Drops everything about the sequence that was not reported yet."""
         report = self._report
@@ -106,6 +113,12 @@ class PendingReport:
         report.final_blocks = [f for f in report.final_blocks if f.sequence_id != sequence_id]
         report.held = [held for held in report.held if held.sequence_id != sequence_id]
 
-    def take(self) -> StepReport:
+    def take(self, work: StepWork, seconds: float) -> StepReport:
+        """Returns the report of a step that did this work in so many seconds."""
         report, self._report = self._report, StepReport()
+        report.step_ms = seconds * 1000
+        report.num_prefill_tokens = work.prefill_tokens
+        report.num_prefill_context_tokens = work.prefill_contexts
+        report.num_decode_tokens = work.decode_tokens
+        report.num_decode_context_tokens = work.decode_contexts
         return report

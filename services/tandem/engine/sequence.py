@@ -26,6 +26,7 @@ from enum import Enum
 from tandem.block_hash import block_hash, hash_blocks
 from tandem.engine.logit_edits import LogitEdits
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
+from tandem.grammars.masks import GrammarMatcher
 
 
 class Status(Enum):
@@ -78,6 +79,16 @@ class Sequence:
             num_reported_blocks=spec.first_wanted_block,
             num_prefix_blocks=0 if takes_none else min(spec.prefix_blocks, num_reusable),
         )
+
+    @property
+    def grammar(self) -> GrammarMatcher | None:
+        """Where its completion is in its grammar; None if it may be any text."""
+        return None if self.edits is None else self.edits.grammar
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """True while its grammar is compiled; it is not admitted before."""
+        return self.grammar is not None and not self.grammar.is_compiled
 
     @property
     def num_tokens(self) -> int:

@@ -63,6 +63,7 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     # Most likely tokens to report at each token of the prompt; None: no log probabilities of it.
     # They come with the first token, and are computed anew: cached blocks have no logits.
     prompt_logprobs: int | None = None
+    grammar: str = ""  # of the completion, as llguidance reads it; empty: any text
     prefix_blocks: int = 0  # LOCAL, PREFILL_ONLY: so many first blocks are to come from a peer
     # PREFILL_ONLY: latency_s, bytes_per_s of its pulls.
     consumer_rate: tuple[float, float] | None = None

@@ -38,6 +38,7 @@ def sequence_spec(
         stop_token_ids=list(message.stop_token_ids),
         cache_salt=message.cache_salt,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        grammar=message.grammar,
         remote_prefill_min_tokens=remote_prefill_min_tokens,
         first_wanted_block=first_wanted_block,
         consumer_rate=consumer_rate,
@@ -53,6 +54,7 @@ def sequence_input(spec: SequenceSpec) -> pb.SequenceInput:
         stop_token_ids=spec.stop_token_ids,
         cache_salt=spec.cache_salt,
         prompt_logprobs=spec.prompt_logprobs,
+        grammar=spec.grammar,
     )
 
 

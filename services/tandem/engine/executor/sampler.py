@@ -17,6 +17,7 @@ from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.scheduler import Chunk
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import TokenLogprobs
+from tandem.grammars.masks import GrammarMatcher
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
@@ -68,6 +69,11 @@ class StepSampler:
             if chunk.samples:
                 self._drawn.append((sequence, num_rows - 1))
         self._num_rows = num_rows
+
+    @property
+    def grammars(self) -> list[GrammarMatcher]:
+        """The grammars of the tokens to draw."""
+        return [s.grammar for s, _ in self._drawn if s.grammar is not None]
 
     def run(self, runner: Runner, logits: torch.Tensor) -> list[Sampled]:
         """Draws a token of each sequence that nothing is missing of. Log probabilities of prompts

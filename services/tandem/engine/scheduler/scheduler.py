@@ -129,9 +129,14 @@ class Scheduler:
                 queue.remove(sequence)
 
     def has_work(self) -> bool:
-        return bool(self.running) or (
-            bool(self.waiting) and self._can_admit(self.waiting[0], Schedule())
-        )
+        if self.running:
+            return True
+        oldest = self._next_waiting()
+        return oldest is not None and self._can_admit(oldest, Schedule())
+
+    def awaits_grammars(self) -> bool:
+        """Returns True while a waiting sequence's grammar is compiled."""
+        return any(sequence.awaits_grammar for sequence in self.waiting)
 
     def schedule(self) -> Schedule:
         """Plans a step. Admission and preemption happen here; a chunk may be left uncomputed."""
@@ -176,8 +181,7 @@ class Scheduler:
         return len(self.waiting) > num_waiting
 
     def _admit(self, schedule: Schedule) -> None:
-        while self.waiting and self._can_admit(self.waiting[0], schedule):
-            sequence = self.waiting[0]
+        while (sequence := self._next_waiting()) and self._can_admit(sequence, schedule):
             reservation = self._pool.reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
             assert reservation is not None
             sequence.hold(reservation.block_table, reservation.num_cached_blocks)
@@ -189,6 +193,10 @@ class Scheduler:
                 continue
             self.start(sequence)
             self._add_chunk(schedule, sequence)
+
+    def _next_waiting(self) -> Sequence | None:
+        """Returns the oldest that awaits no grammar: one that is compiled holds up no others."""
+        return next((s for s in self.waiting if not s.awaits_grammar), None)
 
     def _can_admit(self, sequence: Sequence, schedule: Schedule) -> bool:
         """Returns whether there are a running slot and all its blocks, beside what is planned.

@@ -67,6 +67,15 @@ ALLOWED = {
     "continue_final_message": "true or false",
     "return_token_strs": "true or false",
     "tokens": "a list of token ids of the vocabulary, at most as many as the context has",
+    "response_format": 'an object with the type "text", "json_object" or "json_schema"; the last '
+    'with json_schema, such as {"name": "answer", "schema": {...}}',
+    "structured_output": "a message with one of its forms",
+    "structured_outputs": "an object with exactly one of json (a JSON schema), json_object (true), "
+    "regex, choice (a list of strings) and grammar",
+    "guided_json": "a JSON schema, as an object or as a string",
+    "guided_regex": "a non-empty string",
+    "guided_choice": "a non-empty list of non-empty strings",
+    "guided_grammar": "a non-empty string: a grammar in Lark's or GBNF's syntax",
 }
 
 

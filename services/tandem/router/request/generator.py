@@ -333,9 +333,10 @@ class Generator:
             len(token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
         )
         bad_words = await model.preparer.bad_words(request)
+        grammar = await model.preparer.grammar(request)
         seed = request.sampling.seed
         stop_token_ids = set(request.stop_token_ids)
-        if not request.ignore_eos:
+        if grammar or not request.ignore_eos:  # only an end token can end what has a form
             stop_token_ids.update(model.tokenizer.eos_token_ids)
         checked = PreparedRequest(
             client=request,
@@ -344,6 +345,7 @@ class Generator:
             max_tokens=max(1, limit),
             stop_token_ids=sorted(stop_token_ids),
             bad_words=[run for run in bad_words if max(run) < vocab_size],
+            grammar=grammar,
             cache_salt=salt,
         )
         return Job(checked, Progress(block_hashes, timeline))

@@ -73,6 +73,7 @@ class PreparedRequest:
     max_tokens: int
     stop_token_ids: list[int]
     bad_words: list[list[int]] = field(default_factory=list)  # as runs of tokens
+    grammar: str = ""  # of the completion; empty: any text
     cache_salt: bytes = b""
 
 
@@ -199,6 +200,7 @@ def submission(
             stop_token_ids=request.stop_token_ids,
             cache_salt=request.cache_salt,
             prompt_logprobs=request.client.prompt_logprobs,
+            grammar=request.grammar,
         ),
         prefill_candidates=[
             pb.PrefillCandidate(

@@ -6,20 +6,23 @@
                          `--> ContextTooLong as soon as it is certain
 
 A thread is over before a process had been asked, and tokenizing runs without the GIL. The hashing
-of many blocks holds the GIL. The processes have loaded the tokenizer and nothing else. Tenants take
-turns at both (`fair_executor.py`), each piece is a job of its own, and a client that leaves leaves
-one running job at most. Knows no worker and no placement.
+of many blocks holds the GIL. The processes have loaded the tokenizer and nothing else. One more
+process checks grammars (grammars/check.py), and starts with the first. Tenants take turns at all of
+them (`fair_executor.py`), each piece is a job of its own, and a client that leaves leaves one
+running job at most. Knows no worker and no placement.
 """
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
 import threading
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -28,6 +31,8 @@ from typing import NamedTuple
 
 from tandem.block_hash import hash_blocks
 from tandem.errors import BadRequest
+from tandem.grammars import check
+from tandem.grammars.text import StructuredOutput, refused
 from tandem.models.tokenizer import RenderedText, Tokenizer
 from tandem.router.request.fair_executor import FairExecutor
 from tandem.router.request.pieces import at_least, cut, is_counted_first
@@ -39,6 +44,8 @@ _TOKEN_COST = 4  # of a token id, in characters
 _MESSAGE_COST = 32  # what a chat template writes around a message, in characters
 _NUM_THREADS = 2
 _Text = RenderedText | tuple[int, ...] | Conversation  # a prompt on its way to a tokenizer
+GRAMMAR_DEADLINE_S = 15.0  # to check one; the first of all waits for its process
+_CHECKED_MAX = 64  # answers of checks that are kept
 
 
 class PreparedPrompt(NamedTuple):
@@ -51,6 +58,7 @@ class PromptPreparer:
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, num_processes: int) -> None:
         self._tokenizer = tokenizer
+        self._checked: OrderedDict[StructuredOutput, tuple[str, str]] = OrderedDict()
         self._threads = FairExecutor(
             lambda: ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize"),
             num_workers=_NUM_THREADS,
@@ -63,6 +71,19 @@ class PromptPreparer:
                 initargs=(folder, tokenizer.nonce),
             ),
             num_workers=num_processes,
+        )
+        self._grammars = FairExecutor(
+            lambda: ProcessPoolExecutor(
+                1,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_start_grammar_process,
+                initargs=(
+                    folder / "tokenizer.json",
+                    tokenizer.vocab_size,
+                    tokenizer.eos_token_ids,
+                ),
+            ),
+            num_workers=1,
         )
 
     def warm_up(self) -> None:
@@ -112,9 +133,39 @@ class PromptPreparer:
         cost = _TOKEN_COST * max(1, len(token_ids))
         return await self._threads.run(tenant, cost, decode, token_ids)
 
+    async def grammar(self, request: ClientRequest) -> str:
+        """Returns the grammar of the request's completion; empty if it has none. Raises BadRequest
+        for one that cannot be followed."""
+        wanted = request.structured_output
+        if wanted is None:
+            return ""
+        checked = self._checked.get(wanted)
+        if checked is None:
+            checked = await self._check(wanted, request.tenant)
+            self._checked[wanted] = checked
+            if len(self._checked) > _CHECKED_MAX:
+                self._checked.popitem(last=False)
+        self._checked.move_to_end(wanted)
+        text, why = checked
+        if why:
+            raise BadRequest(why, param=wanted.field)
+        return text
+
+    async def _check(self, wanted: StructuredOutput, tenant: str) -> tuple[str, str]:
+        try:
+            async with asyncio.timeout(GRAMMAR_DEADLINE_S):
+                return await self._grammars.run(tenant, len(wanted.source), check.check, wanted)
+        except TimeoutError:
+            raise refused(
+                wanted.field, f"to check it takes over {GRAMMAR_DEADLINE_S:g} s"
+            ) from None
+        except BrokenExecutor:
+            raise refused(wanted.field, "the compiler ran out of its stack") from None
+
     def close(self) -> None:
         self._threads.close()
         self._processes.close()
+        self._grammars.close()
 
     async def _count(
         self, request: ClientRequest, text: RenderedText | Conversation, max_model_len: int
@@ -193,10 +244,19 @@ _process_tokenizer: Tokenizer | None = None
 
 def _start_process(folder: Path, nonce: str) -> None:
     global _process_tokenizer
+    _tie_to_parent()
+    _process_tokenizer = Tokenizer(folder, nonce=nonce)
+
+
+def _start_grammar_process(file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    _tie_to_parent()
+    check.start(file, vocab_size, eos_token_ids)
+
+
+def _tie_to_parent() -> None:
     # Ctrl-C reaches the whole process group; the router ends this process when it is ready to.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _process_tokenizer = Tokenizer(folder, nonce=nonce)
 
 
 def _exit_with_parent() -> None:

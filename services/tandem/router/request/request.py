@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
+from tandem.grammars.text import StructuredOutput
 from tandem.router.request.allowed import (
     BAD_WORD_CHARACTERS_MAX,
     BAD_WORDS_MAX,
@@ -206,6 +207,7 @@ class ClientRequest:
     ignore_eos: bool = False
     logprobs: int | None = None  # most likely tokens with each token's; None: no log probabilities
     prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    structured_output: StructuredOutput | None = None  # the form of the completion; None: any
     echo: bool = False  # the text begins with the prompt's
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

@@ -29,6 +29,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Failed, StepReport
 from tandem.errors import ConfigError, InternalError, TandemError
+from tandem.grammars.compiler import GrammarCompiler
 from tandem.models.source import resolve
 from tandem.observability.logs import about, configure_logging
 from tandem.transfer.nixl import messages as transfer
@@ -40,6 +41,7 @@ from tandem.worker.engine_process.pull_ledger import PullLedger
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
+GRAMMAR_TICK_S = 0.002  # while one is compiled in its thread
 _IDLE_S = 3600.0
 _COMMANDS_PER_TURN_MAX = 1024
 _PR_SET_PDEATHSIG = 1
@@ -90,7 +92,8 @@ class EngineProcess:
         runner = ModelRunner(folder, settings.engine, pool_fd=settings.pool_fd)
         load_ms["weights"] = _ms_since(started)
         started = time.perf_counter()
-        engine = Engine(settings.engine, runner, folder.fingerprint)
+        compiler = GrammarCompiler.of(folder)
+        engine = Engine(settings.engine, runner, folder.fingerprint, compiler)
         load_ms["kv_pool"] = _ms_since(started)
         return runner, engine, folder.fingerprint
 
@@ -113,6 +116,8 @@ class EngineProcess:
     def _wait_ms(self) -> float:
         if self._engine.has_work():
             return 0
+        if self._engine.awaits_grammars():
+            return GRAMMAR_TICK_S * 1000
         load = self._engine.load()
         anyone = load.num_running + load.num_waiting + load.num_awaiting_kv + load.num_prefill_only
         return (TICK_S if anyone or load.blocks_quarantined else _IDLE_S) * 1000

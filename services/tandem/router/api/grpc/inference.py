@@ -7,6 +7,7 @@ answer invalid UTF-8 in a string field with UNKNOWN before any code of ours ran.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from contextlib import aclosing
@@ -19,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest, RequestNotFound, TandemError
+from tandem.grammars.text import StructuredOutput
 from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of, visible_tenant
 from tandem.router.api.grpc.access import CallGuard
 from tandem.router.api.grpc.chat import parse_chat
@@ -183,7 +185,26 @@ def parse_request(body: bytes) -> ClientRequest:
         if message.HasField("truncate_prompt_tokens")
         else None,
         add_special_tokens=not message.HasField("add_special_tokens") or message.add_special_tokens,
+        structured_output=_structured_output(message),
     )
+
+
+def _structured_output(message: pb.GenerateRequest) -> StructuredOutput | None:
+    if not message.HasField("structured_output"):
+        return None
+    given, field = message.structured_output, "structured_output"
+    match given.WhichOneof("form"):
+        case "json_object":
+            return StructuredOutput(field, "json_object")
+        case "json_schema":
+            return StructuredOutput(field, "json_schema", given.json_schema, given.lenient)
+        case "regex":
+            return StructuredOutput(field, "regex", given.regex)
+        case "choice":
+            return StructuredOutput(field, "choice", json.dumps(list(given.choice.texts)))
+        case "grammar":
+            return StructuredOutput(field, "grammar", given.grammar)
+    raise refusal(field)
 
 
 def _sampling(message: pb.SamplingParams) -> Sampling:

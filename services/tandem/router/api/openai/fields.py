@@ -15,7 +15,6 @@ from tandem.errors import BadRequest
 _HINTS = ("prompt_cache_key", "prompt_cache_retention", "service_tier", "parallel_tool_calls")
 IGNORED = frozenset((*_HINTS, "user", "metadata", "store", "safety_identifier"))
 
-_GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)),
     "priority": (0,),
@@ -27,12 +26,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "chat_template_kwargs": ({},),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     # Any value but null asks for something.
     **dict.fromkeys(("audio", "prediction", "verbosity", "moderation"), ()),
-    **dict.fromkeys(("web_search_options", "chat_template", *_GUIDES), ()),
+    **dict.fromkeys(("web_search_options", "chat_template"), ()),
     **dict.fromkeys(("allowed_token_ids", "cache_salt"), ()),
     "kv_transfer_params": (),
     **dict.fromkeys(("documents", "prompt_embeds", "mm_processor_kwargs", "structural_tag"), ()),

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import drop_unknown, strip_unused
+from tandem.router.api.openai.structured import StructuredFields
 from tandem.router.api.openai.tools import SentToolCall, Tool, ToolChoice
 from tandem.router.request.allowed import ALLOWED, LOGPROBS_MAX, name_prompt, refusal
 from tandem.router.request.request import ClientRequest, Conversation, Message, Prompt, Sampling
@@ -133,7 +134,7 @@ class ChatMessage(BaseModel):
         )
 
 
-class _Body(Strict):
+class _Body(StructuredFields):
     """Fields that completions and chat completions share."""
 
     model: str = Field("", description=ALLOWED["model"])
@@ -187,6 +188,7 @@ class _Body(Strict):
             skip_special_tokens=self.skip_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             add_special_tokens=self.add_special_tokens,
+            structured_output=self.structured_output(),
             request_id=request_id,
         )
 

@@ -1,0 +1,77 @@
+"""Compiles grammar texts for the vocabulary of a model, within limits.
+
+llguidance bounds its memory and its work by counts, not by time, so that the same grammar fails on
+every machine or on none. A compiled grammar is a matcher at its start; sequences copy it.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
+
+from tandem.errors import BadRequest
+from tandem.models.source import ModelFolder
+
+# About 40 MB of lexer and 0.2 s to compile at most, and 10 ms for a mask.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    max_lexer_states=20_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+
+
+@dataclass(slots=True)
+class GrammarCompiler:
+    """Compiles for one model. It reads the tokenizer when the first grammar comes."""
+
+    tokenizer_file: Path
+    vocab_size: int  # of the model's logits
+    eos_token_ids: Sequence[int]
+    _tokenizer: LLTokenizer | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, folder: ModelFolder) -> Self:
+        """Returns a compiler for a model."""
+        config = folder.config
+        return cls(folder.path / "tokenizer.json", config.vocab_size, config.eos_token_ids)
+
+    def compile(self, text: str) -> LLMatcher:
+        """Returns a matcher at the grammar's start; the GIL is free meanwhile. Raises BadRequest
+        with the reason if the grammar is invalid, unsupported or too large."""
+        matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise BadRequest(matcher.get_error())
+        return matcher
+
+    def check(self, text: str) -> str:
+        """Returns why no completion can follow the grammar; empty if one can."""
+        try:
+            matcher = self.compile(text)
+        except BadRequest as error:
+            return error.message
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            return matcher.get_error()
+        if matcher.is_stopped() and not matcher.is_accepting():
+            return "no text matches it"
+        return ""
+
+    def _vocabulary(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                eos = [token_id for token_id in self.eos_token_ids if token_id < self.vocab_size]
+                if not eos:
+                    raise BadRequest("the model has no end-of-sequence token")
+                text = self.tokenizer_file.read_text(encoding="utf-8")
+                # It may have added tokens that the model has no logits of.
+                num_tokens = max(Tokenizer.from_str(text).get_vocab().values()) + 1
+                size = max(self.vocab_size, num_tokens)
+                self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=eos)
+            return self._tokenizer
