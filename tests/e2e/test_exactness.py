@@ -22,6 +22,8 @@ from tests.harness.cluster import LocalCluster
 
 REMOTE_ALL = ("--local-prefill-max-tokens", "0")
 ALL = tuple(range(8))
+STRINGS = {"type": "array", "items": {"type": "string"}, "minItems": 2}
+WORDS = "[a-z]{3,9}( [a-z]{1,9}){3}"
 LONG = (5, 6)  # entries of 170 and 487 tokens
 
 
@@ -49,6 +51,8 @@ async def assert_sampled_alike(cluster: LocalCluster) -> None:
             {**EDITED, "prompt": prompt, "max_tokens": 24},
             {"prompt": prompt, "max_tokens": 4, "echo": True, "logprobs": 0},
             {"prompt": prompt, "max_tokens": 0, "echo": True, "prompt_logprobs": 3},
+            {**EDITED, "prompt": prompt, "max_tokens": 24, "guided_json": STRINGS},
+            {"prompt": prompt, "max_tokens": 24, "guided_regex": WORDS, "logprobs": 1},
         ]
         edited = [await complete_choice(client, **fields) for fields in asked]
     _sampled.append(answer.token_ids)

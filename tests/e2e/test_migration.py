@@ -30,6 +30,12 @@ from tests.harness.poisoned_engine import POISON
 
 NUMBERS = (0, 4, 5, 6)  # prompts of up to 487 tokens
 SAMPLED = {**EDITED, "logprobs": 1}  # drawn by a seed, from edited logits
+# Half of the others are a list of integers that is longer than they are.
+NUMBERS_FORM = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 200}
+KINDS: list[dict[str, Any]] = [{}] * len(NUMBERS) + [
+    SAMPLED,
+    {**SAMPLED, "guided_json": NUMBERS_FORM},
+] * 2
 NUM_TOKENS = 64  # of the greedy ones: what the reference has
 NUM_DRAWN = 192  # of the others: on a slow machine, too, enough are left when all have begun
 BEGUN = 4  # tokens of each stream when its worker goes
@@ -59,8 +65,8 @@ class Streams:
     async def draw(self, client: httpx.AsyncClient) -> None:
         """Without a fault: what the seed makes, to compare with."""
         drawn = [
-            self._collect(client, prompt, asyncio.Event(), SAMPLED)
-            for prompt in self.prompts[len(NUMBERS) :]
+            self._collect(client, prompt, asyncio.Event(), kind)
+            for prompt, kind in list(zip(self.prompts, KINDS, strict=True))[len(NUMBERS) :]
         ]
         events = await asyncio.gather(*drawn)
         self.expected += [tokens_of(of_one) for of_one in events]
@@ -69,10 +75,9 @@ class Streams:
     async def run_through(self, client: httpx.AsyncClient, fault: Callable[[], object]) -> None:
         """`fault` comes when all have begun; they end as if it had not."""
         begun = [asyncio.Event() for _ in self.prompts]
-        kinds = [{}] * len(NUMBERS) + [SAMPLED] * len(NUMBERS)
         streams = [
             asyncio.create_task(self._collect(client, *of_one))
-            for of_one in zip(self.prompts, begun, kinds, strict=True)
+            for of_one in zip(self.prompts, begun, KINDS, strict=True)
         ]
         await asyncio.gather(*(event.wait() for event in begun))
         await asyncio.to_thread(fault)

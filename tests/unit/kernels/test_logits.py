@@ -27,16 +27,25 @@ def random_logits(seed: int, num_rows: int = 3, vocab: int = VOCAB) -> torch.Ten
 
 @st.composite
 def edits(draw: st.DrawFn, vocab: int = VOCAB) -> Edit:
-    """Draws an edit of up to 40 tokens, some of them banned, too."""
+    """Draws an edit of up to 40 tokens, some of them banned, too, and maybe a mask."""
     ids = st.integers(0, vocab - 1)
     token_ids = draw(st.lists(ids, max_size=40, unique=True))
     column: Any = lambda low, high: np.array(  # noqa: E731
         [draw(st.floats(low, high, width=32)) for _ in token_ids], np.float32
     )
     banned = draw(st.lists(ids | st.sampled_from(token_ids or [0]), max_size=5))
-    return Edit(
-        np.array(token_ids, np.int32), column(-100, 100), column(0.125, 8), column(-4, 4), banned
-    )
+    columns = column(-100, 100), column(0.125, 8), column(-4, 4)
+    mask = draw(st.none() | st.integers(0, 9).map(lambda seed: random_mask(seed, vocab)))
+    return Edit(np.array(token_ids, np.int32), *columns, banned, mask)
+
+
+def random_mask(seed: int, vocab: int = VOCAB) -> Any:
+    """Returns a packed mask; with seed 0 it allows a single token, the last."""
+    allowed = np.random.default_rng(seed).random(vocab) < seed / 10
+    allowed[-1] = True
+    bits = np.zeros(-(-vocab // 32) * 32, bool)
+    bits[:vocab] = allowed
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 @settings(max_examples=60, deadline=None)
@@ -51,8 +60,24 @@ def test_an_edit_rounds_after_each_operation(edit: Edit, seed: int) -> None:
         scaled = float(value) / float(scale) if value > 0 else float(value) * float(scale)
         expected[token_id] = np.float32(float(np.float32(scaled)) - float(penalty))
     expected[list(edit.banned)] = -np.inf
+    if edit.mask is not None:
+        for token_id in range(VOCAB):
+            if not int(edit.mask[token_id // 32]) >> token_id % 32 & 1:
+                expected[token_id] = -np.inf
     apply_edit(row, edit)
     assert row.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_greedy_draw_is_the_most_likely_token_that_the_mask_allows(seed: int) -> None:
+    logits = random_logits(seed, 8)
+    none = np.zeros(0, np.int32), *([np.zeros(0, np.float32)] * 3)
+    edit = Edit(*none, (), random_mask(seed))
+    expected = logits.clone().numpy()
+    for row in expected:
+        apply_edit(row, edit)
+    found = sample(logits, [Draw(0.0, 0, 1.0, 0.0, 1, 1, edit)] * 8)
+    assert found == expected.argmax(-1).tolist()
 
 
 def test_a_draw_sees_the_edit_and_the_logits_stay() -> None:

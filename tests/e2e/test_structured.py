@@ -1,0 +1,86 @@
+"""Answers have the form that was asked for, and what cannot have it is refused.
+
+That they are the same whichever way the KV came is in test_exactness.py, and after a migration in
+test_migration.py.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from tests.harness.client import DEADLINE_S
+from tests.harness.cluster import LocalCluster
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+POINT = {"type": "array", "items": {"type": "integer", "maximum": 999}, "maxItems": 3}
+UNION = {"anyOf": [{"const": "none"}, {"type": "boolean"}, {"$ref": "#/$defs/point"}]}
+SCHEMAS: list[Any] = [PERSON, POINT, {**UNION, "$defs": {"point": POINT}}]
+
+
+def ask(cluster: LocalCluster, **fields: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": "Describe Ann, who is 30, as JSON."}]
+    body = {"messages": messages, "max_tokens": 120, "temperature": 0, **fields}
+    return httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=DEADLINE_S)
+
+
+def as_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
+@pytest.mark.parametrize("drawn", [{}, {"temperature": 1.5, "seed": 3}], ids=["greedy", "drawn"])
+def test_what_ends_by_stop_is_valid(cluster: LocalCluster, drawn: dict[str, Any]) -> None:
+    num_ended = 0
+    for schema in SCHEMAS:
+        answer = ask(cluster, response_format=as_format(schema), **drawn)
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        if choice["finish_reason"] == "stop":
+            num_ended += 1
+            jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+    assert num_ended
+    cluster.wait_idle()
+
+
+def test_each_field_gives_its_form(cluster: LocalCluster) -> None:
+    forms: list[tuple[dict[str, Any], set[str]]] = [
+        ({"guided_choice": ["left", "right"]}, {"left", "right"}),
+        ({"guided_regex": "x|yy"}, {"x", "yy"}),
+        ({"guided_grammar": 'root ::= "0" | "1"'}, {"0", "1"}),
+        ({"guided_json": {"const": 7}, "ignore_eos": True}, {"7"}),
+        ({"structured_outputs": {"choice": ["one"]}, "min_tokens": 50}, {"one"}),
+        ({"structured_outputs": {"regex": "no"}, "bad_words": ["no"]}, {"no"}),
+        ({"structured_outputs": {"choice": ["é\n"]}, "logit_bias": {"2": -100}}, {"é\n"}),
+    ]
+    for fields, texts in forms:
+        choice = ask(cluster, **fields).json()["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["content"] in texts) == ("stop", True)
+    cluster.wait_idle()
+
+
+def test_what_cannot_be_followed_is_a_400(cluster: LocalCluster) -> None:
+    refused: list[dict[str, Any]] = [
+        {"response_format": as_format({"uniqueItems": True})},
+        {"response_format": {"type": "json_schema"}},
+        {"guided_regex": "("},
+        {"guided_choice": []},
+        {"guided_json": {"enum": ["x" * 1000 for _ in range(1000)]}},
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+    ]
+    for fields in refused:
+        answer = ask(cluster, **fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
+    cluster.wait_idle()

@@ -1,0 +1,94 @@
+"""Sequences with a grammar on a tiny model: the same on all kernels, preempted and moved.
+
+The vocabulary is the first 203 tokens of the built-in model: control tokens, then single bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.types import SamplingParams, SequenceSpec
+from tandem.grammars.compiler import GrammarCompiler
+from tandem.grammars.text import StructuredOutput, grammar_text
+from tandem.models.source import ModelFolder, resolve
+from tandem.models.tokenizer import Tokenizer
+from tests.engine_driver import Outcome, drive, make_spec
+from tests.tiny_models import make_tiny_model
+
+EOS = 2
+FOLDER = resolve("smollm2").path
+TEXT = grammar_text(StructuredOutput("x", "regex", "[a-f]{8}(-[0-9]{4}){3}"))
+DRAWN = SamplingParams(temperature=1.5, seed=5, presence_penalty=0.7, min_tokens=500)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFolder, PreTrainedModel]:
+    """A tiny random model in fp32, and transformers' own."""
+    return make_tiny_model("mistral-wide-heads", tmp_path_factory.mktemp("tiny"))
+
+
+def make(tiny: tuple[ModelFolder, PreTrainedModel], **settings: Any) -> Engine:
+    settings = {"kernels": "native", "block_size": 4, "num_blocks": 128, **settings}
+    config = EngineConfig(model="", device="cpu", dtype="float32", itl_target_s=0.0, **settings)
+    compiler = GrammarCompiler(FOLDER / "tokenizer.json", 203, (EOS,))
+    return Engine(config, ModelRunner(tiny[0], config), "tiny", compiler)
+
+
+def spec(sequence_id: str, prompt: list[int], **fields: Any) -> SequenceSpec:
+    fields = {"max_tokens": 40, "stop_token_ids": [EOS], "grammar": TEXT, **fields}
+    return make_spec(sequence_id, prompt, **fields)
+
+
+def drive_compiled(engine: Engine, *specs: SequenceSpec) -> Outcome:
+    """Adds the sequences and drives the engine to its end. While grammars are compiled, the engine
+    has no work for them."""
+    for each in specs:
+        engine.add(each)
+    deadline = time.monotonic() + 60
+    while engine.awaits_grammars() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return drive(engine)
+
+
+def test_all_kernels_draw_the_same_text_of_the_grammar(
+    tiny: tuple[ModelFolder, PreTrainedModel],
+) -> None:
+    made = {}
+    for kernels in ("torch", "native", "triton"):
+        specs = [spec("greedy", [5, 9]), spec("drawn", [7, 8, 9], sampling=DRAWN)]
+        outcome = drive_compiled(make(tiny, kernels=kernels), *specs)
+        made[kernels] = outcome.token_ids
+        assert {end.finish_reason for end in outcome.ends.values()} == {"stop"}
+    tokenizer = Tokenizer(FOLDER)
+    for token_ids in made["native"].values():
+        assert token_ids[-1] == EOS
+        assert len(tokenizer.decode(token_ids)) == 8 + 3 * 5
+    assert made["torch"] == made["native"] == made["triton"]
+
+
+def test_a_preempted_or_moved_sequence_goes_on_in_its_grammar(
+    tiny: tuple[ModelFolder, PreTrainedModel],
+) -> None:
+    specs = [spec("a", [*range(30)], sampling=DRAWN), spec("b", [*range(29)])]
+    whole = drive_compiled(make(tiny), *specs)
+    preempted = drive_compiled(make(tiny, num_blocks=20), *specs)
+    assert max(end.num_preemptions for end in preempted.ends.values()) > 0
+    assert preempted.token_ids == whole.token_ids
+    made = whole.token_ids["a"]
+    moved = spec("a", [*range(30), *made[:7]], num_prompt_tokens=30, sampling=DRAWN)
+    assert drive_compiled(make(tiny), moved).token_ids["a"] == made[7:]
+
+
+def test_what_left_its_grammar_fails_alone(tiny: tuple[ModelFolder, PreTrainedModel]) -> None:
+    left = spec("left", [5, 9, 100], num_prompt_tokens=2)
+    outcome = drive_compiled(make(tiny), left, spec("right", [5, 9]))
+    failed = [each for report in outcome.reports for each in report.failed]
+    assert [(each.sequence_id, each.code) for each in failed] == [("left", "invalid_request")]
+    assert outcome.ends["right"].finish_reason == "stop"

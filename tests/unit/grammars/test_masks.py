@@ -1,0 +1,124 @@
+"""Matchers on the built-in model's tokenizer: rebuilt anywhere, bounded, and never stuck."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.errors import BadRequest
+from tandem.grammars import masks
+from tandem.grammars.compiler import GrammarCompiler
+from tandem.grammars.masks import GrammarMasks, GrammarMatcher
+from tandem.grammars.text import StructuredOutput, grammar_text
+from tandem.models.source import resolve
+from tandem.models.tokenizer import Tokenizer
+
+FOLDER = resolve("smollm2")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "tags": {"type": "array", "items": {"enum": ["é"]}}},
+    "required": ["name", "tags"],
+}
+TEXTS = [
+    grammar_text(StructuredOutput("x", "json_schema", json.dumps(SCHEMA))),
+    grammar_text(StructuredOutput("x", "regex", r"[a-z]{2,9}(-\d+){0,3}")),
+    grammar_text(StructuredOutput("x", "choice", json.dumps(["yes", "yes, but", 'no\n"é']))),
+]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    """The compiler of the built-in model."""
+    return GrammarCompiler.of(FOLDER)
+
+
+@pytest.fixture
+def grammars(compiler: GrammarCompiler) -> GrammarMasks:
+    """An engine's grammars."""
+    return GrammarMasks(compiler, FOLDER.config.vocab_size)
+
+
+def updated(grammars: GrammarMasks, *matchers: GrammarMatcher | None) -> None:
+    grammars.start(matcher for matcher in matchers if matcher is not None)
+    grammars.wait()
+
+
+def allowed(matcher: GrammarMatcher) -> list[int]:
+    return [i for i in range(FOLDER.config.vocab_size) if matcher.mask[i // 32] >> i % 32 & 1]
+
+
+@settings(max_examples=12, deadline=None)
+@given(text=st.sampled_from(TEXTS), seed=st.integers(0, 999), share=st.floats(0, 1))
+def test_a_matcher_is_rebuilt_from_any_split_of_the_tokens(
+    compiler: GrammarCompiler, text: str, seed: int, share: float
+) -> None:
+    grammars, draw = GrammarMasks(compiler, FOLDER.config.vocab_size), random.Random(seed)
+    whole = grammars.matcher(text, [])
+    assert whole is not None
+    made: list[int] = []
+    seen = []
+    while len(made) < 12 and 2 not in made:
+        updated(grammars, whole)
+        assert not whole.error
+        seen.append(whole.mask)
+        made.append(draw.choice(allowed(whole)))
+        whole.append(made[-1])
+    split = round(share * (len(made) - 1))
+    moved = GrammarMasks(compiler, FOLDER.config.vocab_size).matcher(text, made[:split])
+    assert moved is not None
+    for token_id, mask in zip(made[split:], seen[split:], strict=True):
+        updated(grammars, moved)
+        assert moved.mask.tobytes() == mask.tobytes()
+        moved.append(token_id)
+
+
+def test_what_is_complete_may_only_end(grammars: GrammarMasks) -> None:
+    matcher = grammars.matcher(TEXTS[2], Tokenizer(FOLDER.path).encode("yes"))
+    updated(grammars, matcher)
+    assert matcher is not None
+    assert 2 in allowed(matcher)
+    for token_id in Tokenizer(FOLDER.path).encode(", but"):
+        matcher.append(token_id)
+    updated(grammars, matcher)
+    assert allowed(matcher) == [2]
+    unfinished = grammars.matcher(TEXTS[2], [])
+    updated(grammars, unfinished)
+    assert unfinished is not None
+    assert 2 not in allowed(unfinished)
+
+
+def test_a_token_that_is_not_allowed_fails_its_matcher_alone(grammars: GrammarMasks) -> None:
+    token_ids = Tokenizer(FOLDER.path).encode("maybe")
+    wrong, right = grammars.matcher(TEXTS[2], token_ids), grammars.matcher(TEXTS[2], [])
+    broken = grammars.matcher('{"grammars": [{"lark_grammar": "start: ("}]}', [])
+    updated(grammars, wrong, broken, right)
+    assert wrong is not None
+    assert broken is not None
+    assert right is not None
+    assert wrong.error
+    assert broken.error
+    assert not right.error
+
+
+def test_compiled_grammars_are_bounded(
+    grammars: GrammarMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "GRAMMARS_MAX", 3)
+    matchers = [grammars.matcher(TEXTS[number % 3], []) for number in range(9)]
+    assert len({id(matcher._compiled) for matcher in matchers if matcher is not None}) == 3
+    texts = [grammar_text(StructuredOutput("x", "regex", "a" * n)) for n in range(1, 9)]
+    for text in texts:
+        grammars.matcher(text, [])
+    assert len(grammars._compiled) == 3
+    monkeypatch.setattr(masks, "GRAMMAR_BYTES_MAX", len(texts[-1]))
+    grammars.matcher(texts[0], [])
+    assert list(grammars._compiled) == [texts[0]]
+
+
+def test_an_engine_without_a_tokenizer_refuses_grammars() -> None:
+    with pytest.raises(BadRequest, match="no tokenizer"):
+        GrammarMasks(None, 203).matcher(TEXTS[0], [])
