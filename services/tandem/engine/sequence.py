@@ -82,7 +82,7 @@ class Sequence:
 
     @property
     def grammar(self) -> GrammarMatcher | None:
-        """Where its completion is in its grammar; None if it may be any text."""
+        """The position of its completion in its grammar; None if it may be any text."""
         return None if self.edits is None else self.edits.grammar
 
     @property

@@ -1,4 +1,4 @@
-"""What a client may ask for, and hostile grammars, in the router's own process."""
+"""Forms that a client may ask for, and hostile ones, in the router's own process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ BAD: dict[str, tuple[Kind, str, str]] = {
 
 @pytest.fixture(scope="module")
 def preparer() -> Iterator[PromptPreparer]:
-    """What a router checks grammars with; its process starts with the first."""
+    """The checks of a router; their process starts with the first."""
     preparer = PromptPreparer(FOLDER, Tokenizer(FOLDER), num_processes=1)
     yield preparer
     preparer.close()

@@ -36,11 +36,11 @@ from tandem.router.api.openai.requests import (
     ChatBody,
     CompletionBody,
     ParsedRequest,
-    Strict,
     drop_unknown_fields,
     parse_chat,
     parse_completion,
 )
+from tandem.router.api.openai.structured import Strict
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.generator import Delta, Generator
 from tandem.security.access import Access

@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import drop_unknown, strip_unused
-from tandem.router.api.openai.structured import StructuredFields
+from tandem.router.api.openai.structured import Strict, StructuredFields
 from tandem.router.api.openai.tools import SentToolCall, Tool, ToolChoice
 from tandem.router.request.allowed import ALLOWED, LOGPROBS_MAX, name_prompt, refusal
 from tandem.router.request.request import ClientRequest, Conversation, Message, Prompt, Sampling
@@ -41,18 +41,6 @@ _ALLOWED = {
     "top_logprobs": f"an integer from 0 to {LOGPROBS_MAX}, and only with logprobs=true",
     "prompt_logprobs": f"{ALLOWED['prompt_logprobs']}, and only without stream=true",
 }
-
-
-class Strict(BaseModel):
-    """A body, or a part of one, without fields that are not named."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    supported: ClassVar[frozenset[str]]
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls.supported = frozenset(cls.model_fields)
 
 
 class StreamOptions(Strict):

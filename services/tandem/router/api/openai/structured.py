@@ -1,7 +1,7 @@
 """The fields that give a completion its form: OpenAI's `response_format`, and vLLM's additions."""
 
 import json
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,11 +12,19 @@ from tandem.router.request.allowed import ALLOWED, refusal
 _Schema = dict[str, Any] | bool
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A body, or a part of one, without fields that are not named."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
 
+    supported: ClassVar[frozenset[str]]
 
-class JsonSchema(_Strict):
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.supported = frozenset(cls.model_fields)
+
+
+class JsonSchema(Strict):
     """`strict`: false ignores keywords of the schema that are not supported."""
 
     name: str = ""
@@ -25,7 +33,7 @@ class JsonSchema(_Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -42,7 +50,7 @@ class ResponseFormat(_Strict):
         return StructuredOutput("response_format", "json_schema", source, lenient)
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     json_: _Schema | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
@@ -62,7 +70,7 @@ class StructuredOutputs(_Strict):
         return _wanted("structured_outputs", name, value)
 
 
-class StructuredFields(_Strict):
+class StructuredFields(Strict):
     """The fields of a body of which at most one gives its completions a form."""
 
     response_format: ResponseFormat | None = Field(None, description=ALLOWED["response_format"])

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tandem.router.api.openai.requests import PROMPTS_MAX, ConversationFields, Strict, validate
+from tandem.router.api.openai.requests import PROMPTS_MAX, ConversationFields, validate
+from tandem.router.api.openai.structured import Strict
 from tandem.router.request.allowed import ALLOWED
 from tandem.router.request.request import ClientRequest
 
