@@ -28,7 +28,7 @@ Mask = npt.NDArray[np.int32]
 
 
 class GrammarMatcher:
-    """The position of one completion in its grammar. `mask` is of the next token, good until `append`."""
+    """The position of one completion in its grammar. `mask` is good until `append`."""
 
     def __init__(self, compiled: Future[LLMatcher], vocab_size: int, token_ids: list[int]) -> None:
         """`token_ids`: of the completion so far."""
