@@ -7,7 +7,6 @@ from msgspec.structs import asdict
 
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
 from tandem.perf_model.rates import PairRate
-from tandem.rpc.tandem.v1 import inference_pb2
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
 _Plain = TypeVar("_Plain", bound=msgspec.Struct)
@@ -70,12 +69,12 @@ def _sampling_params(message: pb.Sampling) -> SamplingParams:
 
 
 def _sampling_message(sampling: SamplingParams) -> pb.Sampling:
-    bad_words = [inference_pb2.TokenIds(ids=word) for word in sampling.bad_words]
+    bad_words = [pb.TokenRun(ids=word) for word in sampling.bad_words]
     return pb.Sampling(**{**asdict(sampling), "bad_words": bad_words})
 
 
-def logprobs_message(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
-    return inference_pb2.TokenLogprobs(**asdict(logprobs))
+def logprobs_message(logprobs: TokenLogprobs) -> pb.LogprobEntry:
+    return pb.LogprobEntry(**asdict(logprobs))
 
 
 def trace_headers(message: pb.TraceContext) -> dict[str, str]:

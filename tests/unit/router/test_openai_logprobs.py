@@ -12,7 +12,7 @@ from tandem.models.tokenizer import Tokenizer
 from tandem.router.api.openai.replies import Replies
 from tandem.router.api.openai.requests import parse_chat, parse_completion
 from tandem.router.request.generator import Delta, Usage
-from tandem.rpc.tandem.v1.inference_pb2 import TokenLogprobs
+from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -22,9 +22,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(resolve("smollm2").path)
 
 
-def measured(logprob: float, *top: tuple[int, float], rank: int = 3) -> TokenLogprobs:
+def measured(logprob: float, *top: tuple[int, float], rank: int = 3) -> LogprobEntry:
     ids, values = [one[0] for one in top], [one[1] for one in top]
-    return TokenLogprobs(logprob=logprob, rank=rank, top_ids=ids, top_logprobs=values)
+    return LogprobEntry(logprob=logprob, rank=rank, top_ids=ids, top_logprobs=values)
 
 
 ONE, TWO, PARIS = (tokenizer().encode(text)[0] for text in ("one", " two", "Paris"))

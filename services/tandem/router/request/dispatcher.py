@@ -28,7 +28,7 @@ from tandem.router.request.migrations import (
 from tandem.router.request.pending_queue import PendingQueue
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.rpc.tandem.v1.inference_pb2 import TokenLogprobs
+from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.store.client import UNREACHABLE
 
 log = logging.getLogger(__name__)
@@ -232,8 +232,8 @@ class Dispatcher:
         progress, routing = job.progress, job.routing
         while True:
             token_ids: list[int] = []
-            logprobs: list[TokenLogprobs] = []
-            prompt_logprobs: list[TokenLogprobs] = []
+            logprobs: list[LogprobEntry] = []
+            prompt_logprobs: list[LogprobEntry] = []
             finish_reason = ""
             # After what is read here, `updates` raises the failure of an attempt that has one.
             for update in await attempt.updates():

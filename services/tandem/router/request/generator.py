@@ -35,7 +35,7 @@ from tandem.router.request.prompts import PromptPreparer
 from tandem.router.request.request import ClientRequest, Conversation, check_token_ids
 from tandem.router.request.text import Piece, TextStream
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.rpc.tandem.v1.inference_pb2 import TokenLogprobs
+from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +65,9 @@ class Delta:
     finish_reason: str = ""  # "stop", "length" or "tool_calls"
     prompt_token_ids: list[int] | None = None
     stop_reason: str | int | None = None  # with "stop": the stop string, or the client's stop token
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of token_ids, if asked for
+    logprobs: list[LogprobEntry] = field(default_factory=list)  # of token_ids, if asked for
     # In the first, if asked for: of the prompt from its second token on.
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
     placement: str = ""  # why it was placed where it was
     timeline: Timeline | None = None  # where its time went until now
     limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`

@@ -34,7 +34,7 @@ from tandem.router.placement.choose import Placement, WorkerSnapshot
 from tandem.router.request.migration_budget import LOSSES_MAX
 from tandem.router.request.request import ClientRequest
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2 import TokenIds, TokenLogprobs
+from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry, TokenRun
 from tandem.states import transition
 from tandem.store.registry import KvCompatibility
 
@@ -176,9 +176,9 @@ class Step:
 
     token_ids: list[int]
     finish_reason: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one each, if they were asked for
+    logprobs: list[LogprobEntry] = field(default_factory=list)  # one each, if they were asked for
     # With the first token: of the prompt from its second token on.
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
 
 
 def submission(
@@ -235,6 +235,6 @@ def _sampling(request: PreparedRequest) -> pb.Sampling:
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias,
         min_tokens=sampling.min_tokens,
-        bad_words=[TokenIds(ids=run) for run in request.bad_words],
+        bad_words=[TokenRun(ids=run) for run in request.bad_words],
         logprobs=request.client.logprobs,
     )

@@ -37,6 +37,7 @@ from tandem.router.request.request import (
 )
 from tandem.rpc.failures import abort
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 log = logging.getLogger(__name__)
 
@@ -243,8 +244,8 @@ def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
         token_ids=delta.token_ids,
         reasoning=delta.reasoning,
         tool_calls=[pb.ToolCallDelta(**asdict(call)) for call in delta.tool_calls],
-        logprobs=delta.logprobs,
-        prompt_logprobs=delta.prompt_logprobs,
+        logprobs=map(_logprobs, delta.logprobs),
+        prompt_logprobs=map(_logprobs, delta.prompt_logprobs),
     )
     if delta.prompt_token_ids is not None:
         response.prompt_tokens = delta.usage.prompt_tokens
@@ -262,3 +263,12 @@ def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> list[st
     """Returns all values that the client sent under this key."""
     sent = context.invocation_metadata() or ()
     return [str(value) for key, value in sent if key == name]
+
+
+def _logprobs(entry: LogprobEntry) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top_ids=entry.top_ids,
+        top_logprobs=entry.top_logprobs,
+    )

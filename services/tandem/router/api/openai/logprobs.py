@@ -10,7 +10,7 @@ from tandem.models.tokenizer import Tokenizer
 from tandem.router.api.openai.requests import ParsedRequest
 from tandem.router.request.generator import Delta
 from tandem.router.request.request import ClientRequest
-from tandem.rpc.tandem.v1.inference_pb2 import TokenLogprobs
+from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 _LEAST = -9999.0  # JSON has no infinity
 
@@ -39,7 +39,7 @@ class ChoiceLogprobs:
             name: [] for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs")
         }
         num_top = self._request.logprobs or 0
-        tokens: list[tuple[int, TokenLogprobs | None]] = []
+        tokens: list[tuple[int, LogprobEntry | None]] = []
         if self._request.echo and delta.prompt_token_ids:
             told = [None, *delta.prompt_logprobs]  # nothing comes before the first token
             tokens += zip(delta.prompt_token_ids, told, strict=True)

@@ -1,4 +1,3 @@
-from tandem.rpc.tandem.v1 import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -6,6 +5,12 @@ from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class TokenRun(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "bad_words", "logprobs")
@@ -38,9 +43,9 @@ class Sampling(_message.Message):
     repetition_penalty: float
     logit_bias: _containers.ScalarMap[int, float]
     min_tokens: int
-    bad_words: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]
+    bad_words: _containers.RepeatedCompositeFieldContainer[TokenRun]
     logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class PrefillCandidate(_message.Message):
     __slots__ = ("worker_id", "epoch", "address", "cached_blocks")
@@ -150,6 +155,18 @@ class SequenceTimings(_message.Message):
     second_token_ms: float
     def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_skipped: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., second_token_ms: _Optional[float] = ...) -> None: ...
 
+class LogprobEntry(_message.Message):
+    __slots__ = ("logprob", "rank", "top_ids", "top_logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    rank: int
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class SequenceUpdate(_message.Message):
     __slots__ = ("request_id", "attempt", "token_ids", "finish_reason", "error", "cached_tokens", "timings", "num_preemptions", "workers_lost", "logprobs", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -172,9 +189,9 @@ class SequenceUpdate(_message.Message):
     timings: SequenceTimings
     num_preemptions: int
     workers_lost: int
-    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
-    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[SequenceTimings, _Mapping]] = ..., num_preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[LogprobEntry]
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[LogprobEntry]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[SequenceTimings, _Mapping]] = ..., num_preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ...) -> None: ...
 
 class WorkerError(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")
@@ -334,9 +351,9 @@ class Prefilled(_message.Message):
     first_token_id: int
     cached_tokens: int
     queue_ms: float
-    logprobs: _inference_pb2.TokenLogprobs
-    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
-    def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    logprobs: LogprobEntry
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[LogprobEntry]
+    def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., logprobs: _Optional[_Union[LogprobEntry, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("num_blocks",)
