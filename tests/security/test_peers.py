@@ -1,4 +1,4 @@
-"""Who may talk to a worker, and whom a router or a worker talks to: over real sockets.
+"""Routers and workers talk to nobody but one another: attacks over real sockets.
 
 The server has a worker's interceptors and port; behind it are methods that only answer.
 """

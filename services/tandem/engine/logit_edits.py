@@ -1,4 +1,4 @@
-"""What a sequence asks for between the model and its draw: bias, penalties and masks.
+"""The edits that a sequence asks for between the model and its draw: bias, penalties and masks.
 
 It follows from the spec and the tokens alone, so a sequence that was moved, preempted or prefilled
 elsewhere rebuilds it. The formula and its order are in tandem_kernels/edits.py.

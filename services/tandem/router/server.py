@@ -42,7 +42,7 @@ from tandem.router.metrics.router import Metrics, WorkerGauges
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.generator import Generator, LoadedModel
-from tandem.router.request.prompts import PromptPreparer
+from tandem.router.request.prompt.prompts import PromptPreparer
 from tandem.router.scaling.autoscale import AutoscaleGauges, AutoscaleLoop
 from tandem.router.scaling.control import ClusterControl
 from tandem.router.workers.cluster_view import ClusterView

@@ -1,4 +1,4 @@
-"""Who may call a worker: holders of the cluster's token, each kind of process its own methods.
+"""Checks who calls a worker: holders of the cluster's token, each kind of process its own methods.
 
 Both are checked before the body of a call is read. gRPC reads it when the handler asks, and a
 handler of streams, which is what refuses, never does: a stranger's message costs a flow-control

@@ -129,7 +129,7 @@ def add_port(server: grpc.aio.Server, address: str, files: CertificateFiles | No
     served = files.current()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """gRPC asks before each handshake, in a thread of its own; None: nothing changed."""
+        """Returns what changed, if anything; gRPC asks in a thread before each handshake."""
         nonlocal served
         if (certificate := files.current()) is served:
             return None

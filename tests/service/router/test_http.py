@@ -358,7 +358,7 @@ async def test_worker_errors_keep_their_status(router: RunningRouter) -> None:
 
 
 async def test_a_connection_that_its_client_resets_is_freed(router: RunningRouter) -> None:
-    """Not only when it would have been idle for too long, which is after 75 s."""
+    """It is freed at once, not only when it would have been idle for too long, after 75 s."""
 
     def num_connections() -> int:
         return sum(type(found) is BoundedProtocol for found in gc.get_objects())

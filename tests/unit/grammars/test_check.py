@@ -12,7 +12,7 @@ from tandem.errors import BadRequest
 from tandem.grammars.text import Kind, StructuredOutput, tool_calls_schema
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
-from tandem.router.request.prompts import PromptPreparer
+from tandem.router.request.prompt.prompts import PromptPreparer
 from tandem.router.request.request import ClientRequest
 
 FOLDER = resolve("smollm2").path

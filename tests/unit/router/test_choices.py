@@ -7,7 +7,7 @@ import pytest
 
 from tandem.errors import BadRequest, ContextTooLong, QueueFull, TandemError
 from tandem.router.api.openai.choices import interleave
-from tandem.router.request.generator import Delta, Usage
+from tandem.router.request.delta import Delta, Usage
 
 
 class Scripted:

@@ -9,7 +9,7 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolEx
 import pytest
 import pytest_asyncio
 
-from tandem.router.request.fair_executor import FairExecutor
+from tandem.router.request.prompt.fair_executor import FairExecutor
 
 
 class Jobs:

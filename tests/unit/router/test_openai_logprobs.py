@@ -11,7 +11,7 @@ from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.api.openai.replies import Replies
 from tandem.router.api.openai.requests import parse_chat, parse_completion
-from tandem.router.request.generator import Delta, Usage
+from tandem.router.request.delta import Delta, Usage
 from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 HELLO = [{"role": "user", "content": "hello"}]

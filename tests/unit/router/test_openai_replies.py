@@ -6,7 +6,7 @@ import pytest
 
 from tandem.router.api.openai.replies import Replies
 from tandem.router.api.openai.requests import parse_chat, parse_completion
-from tandem.router.request.generator import Delta, Usage
+from tandem.router.request.delta import Delta, Usage
 
 FIRST = Delta("he", [5], Usage(3, 1, 2), prompt_token_ids=[1, 2, 3])
 LAST = Delta("y", [6, 7], Usage(3, 3, 2), finish_reason="length")

@@ -18,8 +18,8 @@ from tandem.router.api.openai.requests import (
     parse_completion,
 )
 from tandem.router.request.allowed import ALLOWED
-from tandem.router.request.generator import Delta, Usage
-from tandem.router.request.request import Conversation, Message
+from tandem.router.request.conversation import Conversation, Message
+from tandem.router.request.delta import Delta, Usage
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Backend
 
 from tandem.models.source import resolve
 from tandem.models.tokenizer import RenderedText, Tokenizer
-from tandem.router.request import pieces
-from tandem.router.request.pieces import PIECE_CHARACTERS, at_least, cut, is_counted_first
+from tandem.router.request.prompt import pieces
+from tandem.router.request.prompt.pieces import PIECE_CHARACTERS, at_least, cut, is_counted_first
 
 # Runs of one of these, so that merges, words and special tokens span the cuts.
 RUNS = st.lists(

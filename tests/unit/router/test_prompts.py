@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tandem.errors import BadRequest, ContextTooLong
 from tandem.models.source import resolve
 from tandem.models.tokenizer import RenderedText, Tokenizer
-from tandem.router.request import prompts
-from tandem.router.request.pieces import CUT_TOKENS, PIECE_CHARACTERS
-from tandem.router.request.prompts import PromptPreparer
-from tandem.router.request.request import ClientRequest, Conversation, Message, Prompt, Sampling
+from tandem.router.request.conversation import Conversation, Message
+from tandem.router.request.prompt import prompts
+from tandem.router.request.prompt.pieces import CUT_TOKENS, PIECE_CHARACTERS
+from tandem.router.request.prompt.prompts import PromptPreparer
+from tandem.router.request.request import ClientRequest, Prompt, Sampling
 
 FOLDER = resolve("smollm2").path
 MAX_LEN = 8192

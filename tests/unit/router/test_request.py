@@ -7,7 +7,8 @@ import pytest
 
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.router.request.allowed import ALLOWED
-from tandem.router.request.request import ClientRequest, Conversation, Message, Sampling
+from tandem.router.request.conversation import Conversation, Message
+from tandem.router.request.request import ClientRequest, Sampling
 from tandem.security.limits import Limits
 
 BAD_SAMPLING = [

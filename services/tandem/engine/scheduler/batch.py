@@ -26,7 +26,7 @@ class SequenceSlice:
 
     @property
     def num_logits(self) -> int:
-        """How many of its last tokens the logits are needed of."""
+        """The number of its last tokens whose logits are needed."""
         return self.num_tokens if self.all_logits else int(self.wants_logits)
 
 

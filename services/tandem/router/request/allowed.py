@@ -1,4 +1,4 @@
-"""What the fields of a request may be, in the words of every refusal, with the bounds in them."""
+"""The allowed values of a request's fields, in the words of every refusal, and their bounds."""
 
 import math
 

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tandem.config.router import RouterConfig
 from tandem.errors import DeadlineExceeded, InternalError, NoWorkers, QueueFull, TandemError
@@ -25,54 +25,24 @@ from tandem.router.limits.limiter import Reservation
 from tandem.router.limits.meter import TenantMeter
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.timeline import Timeline
-from tandem.router.parsers.machine import CallDelta, Machine
+from tandem.router.parsers.machine import Machine
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.allowed import refusal
+from tandem.router.request.conversation import Conversation
+from tandem.router.request.delta import Delta, delta_of
 from tandem.router.request.dispatcher import Dispatcher
-from tandem.router.request.job import Job, JobState, PreparedRequest, Progress, Step
+from tandem.router.request.job import Job, JobState, PreparedRequest, Progress
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
-from tandem.router.request.prompts import PromptPreparer
-from tandem.router.request.request import ClientRequest, Conversation, check_token_ids
-from tandem.router.request.text import Piece, TextStream
+from tandem.router.request.prompt.prompts import PromptPreparer
+from tandem.router.request.request import ClientRequest, check_token_ids
+from tandem.router.request.text import TextStream
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 log = logging.getLogger(__name__)
 
 # Beyond it a router refuses: each open request costs memory and a share of the event loop.
 REQUESTS_MAX = 4096
 _NO_TRACE: Mapping[str, str] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """The news of a generation since the delta before.
-
-    The first comes with the first token and has the prompt's ids; the last has `finish_reason`.
-    `usage` counts all up to here.
-    """
-
-    text: str
-    token_ids: list[int]
-    usage: Usage
-    finish_reason: str = ""  # "stop", "length" or "tool_calls"
-    prompt_token_ids: list[int] | None = None
-    stop_reason: str | int | None = None  # with "stop": the stop string, or the client's stop token
-    logprobs: list[LogprobEntry] = field(default_factory=list)  # of token_ids, if asked for
-    # In the first, if asked for: of the prompt from its second token on.
-    prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
-    placement: str = ""  # why it was placed where it was
-    timeline: Timeline | None = None  # where its time went until now
-    limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`
-    reasoning: str = ""  # it comes before the text
-    tool_calls: tuple[CallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +264,7 @@ class Generator:
                     self._observe_latency(job, elapsed_s, num_tokens, first=is_first)
                     timeline.note_tokens(now)
                 record.num_sent += num_tokens
-                delta = _delta(job, piece, step, record.num_sent, reservation, is_first=is_first)
+                delta = delta_of(job, piece, step, record.num_sent, reservation, is_first=is_first)
                 self._metrics.generation_tokens.inc(num_tokens)
                 if piece.finish_reason:
                     # Before the last delta, so that the worker is free however slow the client is,
@@ -406,25 +376,4 @@ def _text_stream(
         skip_special_tokens=skips,
         min_tokens=client.sampling.min_tokens,
         prompt_text=prompt_text,
-    )
-
-
-def _delta(
-    job: Job, piece: Piece, step: Step, num_sent: int, reservation: Reservation, *, is_first: bool
-) -> Delta:
-    prompt_token_ids = job.request.token_ids
-    return Delta(
-        text=piece.text,
-        token_ids=piece.token_ids,
-        usage=Usage(len(prompt_token_ids), num_sent, job.progress.cached_tokens),
-        finish_reason=piece.finish_reason,
-        prompt_token_ids=prompt_token_ids if is_first else None,
-        stop_reason=piece.stop_reason,
-        logprobs=step.logprobs[: len(piece.token_ids)],
-        prompt_logprobs=step.prompt_logprobs,
-        placement=job.routing.routed.reason if job.routing.routed else "",
-        timeline=job.progress.timeline,
-        limit_headers=reservation.headers,
-        reasoning=piece.reasoning,
-        tool_calls=piece.tool_calls,
     )

@@ -9,7 +9,7 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.grammars.text import StructuredOutput
@@ -20,16 +20,14 @@ from tandem.router.request.allowed import (
     BIASES_MAX,
     LOGPROBS_MAX,
     PENALTY_MAX,
-    REASONING_EFFORTS,
     REPETITION_PENALTY_MAX,
-    ROLES,
     STOP_CHARACTERS_MAX,
     STOP_STRINGS_MAX,
     STOP_TOKEN_IDS_MAX,
-    TOOLS_MAX,
     refusal,
     shorten,
 )
+from tandem.router.request.conversation import Conversation
 from tandem.security.limits import NO_LIMITS, Limits
 
 MESSAGES_MAX = 4096
@@ -39,102 +37,9 @@ TOP_K_MAX = 2**31 - 1
 CHARACTERS_PER_TOKEN_MAX = 64
 # Below it the division of logits by the temperature leaves float32; vLLM clamps there too.
 TEMPERATURE_MIN = 0.01
-NESTING_MAX = 64  # of a tool's schema, or of a call's arguments
 
 REQUEST_ID_HEADER = "x-request-id"
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that the model made in an earlier answer."""
-
-    id: str
-    name: str
-    arguments: Mapping[str, Any]
-
-    def template_input(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    role: str
-    content: str | None  # None: of an assistant that only called tools
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""
-    name: str = ""  # of the speaker; of a tool, its function
-    reasoning: str = ""
-
-    def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            allowed = ", ".join(ROLES)
-            raise BadRequest(
-                f"role must be one of {allowed}; it is {shorten(self.role)}", param="messages"
-            )
-
-    def template_input(self) -> dict[str, Any]:
-        """Returns what a chat template gets: as for transformers, only what was sent."""
-        given: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.tool_calls:
-            given["tool_calls"] = [call.template_input() for call in self.tool_calls]
-        sent = {
-            "tool_call_id": self.tool_call_id,
-            "name": self.name,
-            "reasoning_content": self.reasoning,
-        }
-        return given | {name: value for name, value in sent.items() if value}
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages and tools to render with the model's chat template, and how the prompt ends: with
-    the head of an answer, after the last message, or within it if `continue_final_message`."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()  # as the client wrote them
-    may_call: bool = True
-    parallel_tool_calls: bool = True
-    reasoning_effort: str | None = None
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False  # those of a plain text; a template has its own
-
-    def __post_init__(self) -> None:
-        if self.add_generation_prompt and self.continue_final_message:
-            raise refusal("add_generation_prompt", "true")
-        if len(self.tools) > TOOLS_MAX:
-            raise refusal("tools", f"a list of {len(self.tools)}")
-        if self.reasoning_effort not in (None, *REASONING_EFFORTS):
-            raise refusal("reasoning_effort", self.reasoning_effort)
-        calls = [c.arguments for m in self.messages for c in m.tool_calls]
-        for name, value in (
-            ("tools", self.tools),
-            ("messages", calls),
-            ("chat_template_kwargs", self.template_options),
-        ):
-            if not _is_nested_within(value, NESTING_MAX + 2):
-                message = f"{name} has values that are nested deeper than {NESTING_MAX} levels"
-                raise BadRequest(message, param=name)
-
-    def template_input(
-        self,
-    ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]] | None, Mapping[str, Any]]:
-        """Returns messages, tools and options, as `Tokenizer.encode_chat` takes them."""
-        messages = [message.template_input() for message in self.messages]
-        return messages, list(self.tools) or None, self.template_options
-
-    @property
-    def num_characters(self) -> int:
-        beyond = sum(map(_num_characters, (self.tools, self.template_options)))
-        return beyond + sum(
-            len(m.content or "")
-            + len(m.reasoning)
-            + sum(len(c.name) + _num_characters(c.arguments) for c in m.tool_calls)
-            for m in self.messages
-        )
 
 
 Prompt = str | tuple[int, ...] | Conversation
@@ -370,25 +275,6 @@ def num_characters(prompt: Prompt) -> int:
     if isinstance(prompt, Conversation):
         return prompt.num_characters
     return 0
-
-
-def _num_characters(value: Any) -> int:
-    """Counts at least the characters that a value adds to a text as JSON, less its marks."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(_num_characters(k) + _num_characters(v) for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return sum(map(_num_characters, value))
-    return 1
-
-
-def _is_nested_within(value: Any, levels: int) -> bool:
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return True
-    return levels > 0 and all(_is_nested_within(item, levels - 1) for item in value)
 
 
 def _context(max_model_len: int) -> str:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from tandem.errors import BadRequest
 from tandem.router.api.openai.tools import TOOLS, arguments_of
 from tandem.router.request.allowed import refusal
-from tandem.router.request.request import Conversation, Message, ToolCall
+from tandem.router.request.conversation import Conversation, Message, ToolCall
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 
 

@@ -27,7 +27,8 @@ from tandem.router.api.grpc.chat import parse_chat
 from tandem.router.limits.usage import UsageQuery
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.allowed import refusal
-from tandem.router.request.generator import Delta, Generator
+from tandem.router.request.delta import Delta
+from tandem.router.request.generator import Generator
 from tandem.router.request.request import (
     REQUEST_ID_HEADER,
     ClientRequest,

@@ -29,7 +29,7 @@ AGE_S = 1800.0  # of a connection; then it takes no new call, and its channel co
 
 
 class Address(NamedTuple):
-    """Where a server listens, and the option that chooses another port."""
+    """The address of a server, and the option that chooses another port."""
 
     host: str
     port: int

@@ -42,7 +42,8 @@ from tandem.router.api.openai.requests import (
 )
 from tandem.router.api.openai.structured import Strict
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
-from tandem.router.request.generator import Delta, Generator
+from tandem.router.request.delta import Delta
+from tandem.router.request.generator import Generator
 from tandem.security.access import Access
 from tandem.security.audit_trail import AuditTrail
 from tandem.security.key_service import KeyService

@@ -60,7 +60,7 @@ class HttpServer(uvicorn.Server):
         clients: Clients,
         files: CertificateFiles | None = None,
     ) -> None:
-        """With `files` the port speaks TLS."""
+        """The port speaks TLS if there are `files`."""
         num_max = _affordable_connections(config.connections_max)
         self._connections = Connections(num_max, config.connections_per_address_max, clients)
         protocol: Any = functools.partial(BoundedProtocol, limits=config, others=self._connections)

@@ -19,7 +19,7 @@ from tandem.errors import TandemError
 from tandem.router.api.http.errors import error_body
 from tandem.router.api.openai.choices import ChoiceDelta
 from tandem.router.api.openai.replies import Replies
-from tandem.router.request.generator import Delta
+from tandem.router.request.delta import Delta
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from tandem.errors import BadRequest
 from tandem.router.request.allowed import name_prompt
-from tandem.router.request.generator import Delta, Generator
+from tandem.router.request.delta import Delta
+from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
 
 

@@ -9,7 +9,7 @@ from tandem.models.tokenizer import Tokenizer
 from tandem.router.api.openai.logprobs import ChoiceLogprobs
 from tandem.router.api.openai.requests import ParsedRequest
 from tandem.router.api.openai.tools import call_body, call_chunk, joined
-from tandem.router.request.generator import Delta, Usage
+from tandem.router.request.delta import Delta, Usage
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

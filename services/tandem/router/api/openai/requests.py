@@ -23,7 +23,8 @@ from tandem.router.api.openai.fields import drop_unknown, strip_unused
 from tandem.router.api.openai.structured import Strict, StructuredFields
 from tandem.router.api.openai.tools import SentToolCall, Tool, ToolChoice
 from tandem.router.request.allowed import ALLOWED, LOGPROBS_MAX, name_prompt, refusal
-from tandem.router.request.request import ClientRequest, Conversation, Message, Prompt, Sampling
+from tandem.router.request.conversation import Conversation, Message
+from tandem.router.request.request import ClientRequest, Prompt, Sampling
 
 # OpenAI's and vLLM's default for completions; chats run to the end of the context.
 COMPLETION_MAX_TOKENS = 16

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from tandem.router.parsers.machine import CallDelta
-from tandem.router.request.request import ToolCall
+from tandem.router.request.conversation import ToolCall
 
 
 def _wrong(message: str) -> PydanticCustomError:

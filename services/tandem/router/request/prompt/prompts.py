@@ -34,9 +34,10 @@ from tandem.errors import BadRequest
 from tandem.grammars import check
 from tandem.grammars.text import StructuredOutput, refused
 from tandem.models.tokenizer import RenderedText, Tokenizer
-from tandem.router.request.fair_executor import FairExecutor
-from tandem.router.request.pieces import at_least, cut, is_counted_first
-from tandem.router.request.request import ClientRequest, Conversation, Prompt, num_characters
+from tandem.router.request.conversation import Conversation
+from tandem.router.request.prompt.fair_executor import FairExecutor
+from tandem.router.request.prompt.pieces import at_least, cut, is_counted_first
+from tandem.router.request.request import ClientRequest, Prompt, num_characters
 from tandem.store.registry import KvCompatibility
 
 INLINE_COST_MAX = 8_192  # of a prompt that a thread prepares
