@@ -1,12 +1,13 @@
-"""Time to first token with TLS and mutual TLS, beside a cluster in clear text, in turn.
+"""Time to first token with a key and its limits, TLS and mutual TLS, beside none of it, in turn.
 
     python benchmarks/encryption.py [--turns 9] [--requests 12]
 
 Two clusters of one prefill and one decode worker stand side by side. One has TLS on the public port
-and mutual TLS inside, the other has neither. Blocks go by gRPC in both. `local`: a short prompt,
-which the decode worker prefills; `pulled`: 512 tokens, which the prefill worker computes. Each
-request has its own prompt; connections are kept. Prints the medians of all requests, the difference
-and the ratio. `tandem bench transfer` compares the transfer of blocks alone (`grpc_tls`).
+and mutual TLS inside, and its client a key with limits that it never meets; the other has nothing.
+Blocks go by gRPC in both. `local`: a short prompt, which the decode worker prefills; `pulled`: 512
+tokens, which the prefill worker computes. Each request has its own prompt; connections are kept.
+Prints the medians of all requests, the difference and the ratio. `tandem bench transfer` compares
+the transfer of blocks alone (`grpc_tls`).
 """
 
 from __future__ import annotations
@@ -22,22 +23,29 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
+import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.peers.servers import close_on_sigterm
 from tandem.cluster.launch.certificates import Authority
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.security import keys
+from tandem.security.limits import Limits
 from tests.harness.cluster import LocalCluster
 
 OPTIONS = ("--num-blocks", "2000", "--transport", "grpc", "--prefill-at", "remote")
+_ClusterT = TypeVar("_ClusterT", bound=LocalCluster)
 PROMPTS = {"local": 48, "pulled": 512}  # tokens
 
 
 class EncryptedCluster(LocalCluster):
-    """A cluster whose router speaks TLS on its public ports."""
+    """A cluster whose router speaks TLS on its public ports, and wants a key."""
+
+    key = ""
 
     @property
     def url(self) -> str:
@@ -69,7 +77,7 @@ def main() -> None:
         print(f"{kind}: off {off:.2f} ms, on {on:.2f} ms, {on - off:+.2f} ms, {on / off:.3f} times")
 
 
-def make(redis: EmbeddedRedis, folder: Path, kind: type[LocalCluster]) -> LocalCluster:
+def make(redis: EmbeddedRedis, folder: Path, kind: type[_ClusterT]) -> _ClusterT:
     """Makes a cluster with a folder of its own; nothing is started."""
     own = folder / kind.__name__
     own.mkdir()
@@ -78,8 +86,8 @@ def make(redis: EmbeddedRedis, folder: Path, kind: type[LocalCluster]) -> LocalC
     return cluster
 
 
-def encrypt(cluster: LocalCluster) -> None:
-    """Gives the cluster certificates, and its router one for the public ports."""
+def encrypt(cluster: EncryptedCluster) -> None:
+    """Gives the cluster certificates, its router one for the public ports, and a key."""
     cluster.tls_dir = cluster.folder / "tls"
     authority = Authority(cluster.cluster_id)
     authority.write(cluster.tls_dir / "router", "router")
@@ -91,7 +99,14 @@ def encrypt(cluster: LocalCluster) -> None:
     subprocess.run(command, check=True, capture_output=True)
     os.environ["SSL_CERT_FILE"] = str(chain)  # what httpx trusts
     public = ("--tls-cert", str(chain), "--tls-key", str(key))
-    cluster.router_options = (*cluster.router_options, *public)
+    limits = Limits(requests_per_minute=100_000, tokens_per_minute=10**8, max_concurrent=100)
+    made, file = (
+        keys.create("bench", "user", now=time.time(), limits=limits),
+        cluster.folder / "keys",
+    )
+    file.write_bytes(msgspec.json.encode([made.record]))
+    cluster.key = made.text
+    cluster.router_options = (*cluster.router_options, *public, "--keys-file", str(file))
 
 
 async def measure(
@@ -100,7 +115,16 @@ async def measure(
     """Returns the seconds of each request, by kind of prompt and cluster. The first turn warms."""
     rng = random.Random(1)
     found: dict[str, dict[str, list[float]]] = {k: {n: [] for n in clusters} for k in PROMPTS}
-    clients = {n: httpx.AsyncClient(base_url=c.url, timeout=60) for n, c in clusters.items()}
+    clients = {
+        name: httpx.AsyncClient(
+            base_url=cluster.url,
+            timeout=60,
+            headers={"Authorization": f"Bearer {cluster.key}"}
+            if isinstance(cluster, EncryptedCluster)
+            else None,
+        )
+        for name, cluster in clusters.items()
+    }
     for turn in range(-1, turns):
         for kind, num_tokens in PROMPTS.items():
             for _ in range(requests):
