@@ -92,10 +92,8 @@ class LocalPods:
             made = json.loads(json.dumps(made).replace(str(fixed), str(port)))
         address = self.address(component)
         variables = self.variables(component, made)
-        command = [
-            self._mounted(word).replace(_TLS, str(self._tls(component)))
-            for word in command_line(made, variables)
-        ]
+        tls = str(self._tls(component))
+        command = [self._mounted(word).replace(_TLS, tls) for word in command_line(made, variables)]
         if host_option:
             command[command.index(host_option) + 1] = address
         log = self.folder / f"{component}.log"
