@@ -78,8 +78,8 @@ def test_strangers_are_refused_and_prometheus_key_reads_metrics_alone(pods: Loca
     headers = {"authorization": f"Bearer {key}"}
     assert httpx.get(f"{public}/v1/models").status_code == 401
     assert httpx.get(f"{public}/metrics").status_code == 404
-    # The admin port needs no key here, where pods are on loopback: tests/security/test_admin.py asks
-    # on another address.
+    # The admin port needs no key here, where pods are on loopback; tests/security/test_admin.py has
+    # another address.
     assert "tandem_requests_total" in httpx.get(f"{admin}/metrics", headers=headers).text
     assert httpx.get(f"{admin}/v1/cluster", headers=headers).status_code == 403
 
