@@ -170,7 +170,7 @@ def prometheus(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> It
     rules = folder / "alerts.yaml"
     rules.write_text(re.sub(r"\bfor: \d+m", "for: 1s", ALERTS.read_text()))
     workers = [r["metrics_address"] for r in watched.cluster.records().values()]
-    routers = [f"127.0.0.1:{watched.cluster.http_port}"]
+    routers = [f"127.0.0.1:{watched.cluster.admin_port}"]
     with Prometheus(folder, {"routers": routers, "workers": workers}, rules) as running:
         yield running
 
