@@ -20,6 +20,7 @@ from tests.security.test_keys import (
     Routers,
     call,
     is_accepted,
+    is_refused,
     ready,
     routers,
     tandem,
@@ -49,6 +50,7 @@ async def two_routers(routers: Routers, key_of: dict[str, dict[str, int]]) -> tu
     admin = routers.admin_of(urls[0])
     keys = {tenant: await create(admin, tenant, **limits) for tenant, limits in key_of.items()}
     spare = await create(admin, "spare")  # the last one made: who knows it knows all
+    await until(partial(is_refused, urls[1], ""))  # until it knows a key, it serves everybody
     await until(partial(is_accepted, urls[1], spare))
     return urls, keys
 
