@@ -76,6 +76,9 @@ class StandInEngine:
     def has_work(self) -> bool:
         return self._has_work
 
+    def awaits_grammars(self) -> bool:
+        return False
+
     def step(self, on_final: object) -> StepReport:
         report, self._report = self._report, StepReport()
         self._has_work = False
