@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -60,8 +59,10 @@ async def process(router: RunningRouter) -> AsyncIterator[psutil.Process]:
     assert (await ask(router, fitting(0))).status_code == 200  # it has started
     for worker in router.workers:
         worker.submitted.clear()
-    (child,) = multiprocessing.active_children()
-    yield psutil.Process(child.pid)
+    model = router.router.generator.model
+    assert model is not None
+    (pid,) = model.preparer._processes._executor._processes
+    yield psutil.Process(pid)
 
 
 def fitting(first_id: int) -> str:
