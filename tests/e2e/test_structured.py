@@ -71,6 +71,16 @@ def test_each_field_gives_its_form(cluster: LocalCluster) -> None:
     cluster.wait_idle()
 
 
+def test_a_json_object_needs_no_schema(cluster: LocalCluster) -> None:
+    answer = ask(cluster, response_format={"type": "json_object"}, logprobs=True)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    text = choice["message"]["content"]
+    assert text.lstrip().startswith("{")
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
 def test_what_cannot_be_followed_is_a_400(cluster: LocalCluster) -> None:
     refused: list[dict[str, Any]] = [
         {"response_format": as_format({"uniqueItems": True})},

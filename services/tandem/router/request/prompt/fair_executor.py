@@ -73,7 +73,7 @@ class FairExecutor:
     async def _wait_turn(self, tenant: str, cost: float) -> None:
         """Returns when one of the free workers is the caller's."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.push(tenant, cost, turn)
+        self._queue.push(tenant, max(cost, 1.0), turn)  # what has no text costs a turn, too
         self._let_go()
         try:
             # Shielded: `_let_go` may give a worker to a caller that is being cancelled.
