@@ -150,10 +150,10 @@ def check(command: Command) -> None:
         case ["helm", "test", release, *_]:
             hooks = [o["metadata"].get("annotations", {}) for o in _install(release)]
             assert any(hook.get("helm.sh/hook") == "test" for hook in hooks)
-        case ["kubectl", "-n", _, "exec", target, "--", *command]:
+        case ["kubectl", "-n", _, "exec", target, "--", *inside]:
             installed = {f"{o['kind']}/{o['metadata']['name']}".lower() for o in _install("tandem")}
             assert target in installed, f"the chart makes no {target}"
-            _check_tandem(command[command.index("tandem") + 1 :])  # it may follow env NAME=VALUE
+            _check_tandem(inside[inside.index("tandem") + 1 :])  # it may follow env NAME=VALUE
         case ["kubectl", "-n", _, "port-forward", target, ports]:
             _check_port_forward(target, int(ports.partition(":")[2]))
         case _:

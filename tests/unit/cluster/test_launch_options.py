@@ -65,3 +65,15 @@ def test_a_public_certificate_reaches_the_router_and_the_urls() -> None:
     assert options.admin_url.startswith("http://")  # on loopback
     with pytest.raises(ConfigError, match="must be given together"):
         parse(LaunchOptions, "tandem up", ["--tls-cert", "a.crt"])
+
+
+def test_the_admin_listener_stays_on_loopback_when_the_public_one_moves() -> None:
+    words = ["--host", "0.0.0.0", "--allow-anonymous", "--admin-port", "9002"]
+    options = parse(LaunchOptions, "tandem up", words)
+    router = parse_router(command(options, "router"))
+    assert (router.host, router.admin.host) == ("0.0.0.0", "127.0.0.1")
+    assert options.admin_url == "http://127.0.0.1:9002"
+    with pytest.raises(ConfigError, match=r"reaches 0\.0\.0\.0"):
+        parse(LaunchOptions, "tandem up", ["--admin-host", "0.0.0.0"])
+    with pytest.raises(ConfigError, match="--port and --admin-port are both 9000"):
+        parse(LaunchOptions, "tandem up", ["--port", "9000", "--admin-port", "9000"])
