@@ -91,6 +91,9 @@ def test_helm_test_and_prometheus_have_the_smallest_key_that_does() -> None:
         "credentials": {"name": TEXTS, "key": "metrics"}
     }
     assert "authorization" not in endpoints["decode"]
+    secured = render({**MONITORED, "router": {"tls": {"secretName": "public"}}})
+    monitor = find(secured, "ServiceMonitor", "router-admin")["spec"]["endpoints"][0]
+    assert monitor["scheme"] == "https"  # the admin ports have the public certificate
     selected = find(objects, "ServiceMonitor", "router-admin")["spec"]["selector"]["matchLabels"]
     service = find(objects, "Service", "router-admin")
     assert selected.items() <= service["metadata"]["labels"].items()
