@@ -67,10 +67,7 @@ class Router:
         self._config = config
         self._stopping = asyncio.Event()
         self._redis: Client = connect(config.cluster.redis_url)
-        tls = config.tls
-        self._tls = (
-            CertificateFiles(Path(tls.tls_cert), Path(tls.tls_key)) if tls.tls_cert else None
-        )
+        self._tls = _public_certificate(config)
         self._metrics = Metrics()
         self.view = ClusterView(config.cluster, self._redis, config.tls_dir)
         self._metrics.registry.register(WorkerGauges(self.view))
@@ -79,19 +76,9 @@ class Router:
         match = partial(counted_match, self._index, index_metrics)
         trust = IndexTrust(self.view, self._index, index_metrics)
         ring = KeyRing(age_max_s=config.keys_max_age_s)
-        self._access, self._admin_access = (
-            Access(
-                ring,
-                is_loopback=is_loopback(host),
-                allows_anonymous=config.allow_anonymous,
-                clients=Clients(
-                    config.addresses.trusted_proxies, requests_max=config.requests_per_address_max
-                ),
-            )
-            for host in (config.host, config.admin.host)
-        )
-        cluster_id = config.cluster.cluster_id
-        self._trail = AuditTrail(self._redis, cluster_id, router_id=config.router_id)
+        self._access = _access(config, ring, config.host)
+        self._admin_access = _access(config, ring, config.admin.host)
+        self._trail = AuditTrail(self._redis, config.cluster.cluster_id, router_id=config.router_id)
         self._keys = KeyService(
             self._redis,
             config.cluster,
@@ -130,6 +117,14 @@ class Router:
             num_held=lambda: dispatcher.num_pending,
         )
         self._metrics.registry.register(AutoscaleGauges(self.view))
+        self._control = ClusterControl(config, self.view, self._trail)
+        self._make_listeners()
+        self.http_port = 0
+        self.grpc_port = 0
+        self.listening = asyncio.Event()
+
+    def _make_listeners(self) -> None:
+        config = self._config
         inference = GrpcApi(config, self.generator, CallGuard(self._access, self._trail))
         self._grpc = GrpcServer(
             config,
@@ -138,14 +133,10 @@ class Router:
             self._access.clients,
             self._tls,
         )
-        self._control = ClusterControl(config, self.view, self._trail)
         cluster = GrpcCluster(self._control, CallGuard(self._admin_access, self._trail))
         self.admin = AdminListener(
             config, cluster.handlers(), self._admin_access.clients, self._tls
         )
-        self.http_port = 0
-        self.grpc_port = 0
-        self.listening = asyncio.Event()
 
     def stop(self) -> None:
         """Ends `run`: nothing new is accepted, live requests get the drain deadline to end."""
@@ -283,6 +274,23 @@ def serve(config: RouterConfig) -> TandemError | None:
         return None
 
     return asyncio.run(main())
+
+
+def _public_certificate(config: RouterConfig) -> CertificateFiles | None:
+    tls = config.tls
+    return CertificateFiles(Path(tls.tls_cert), Path(tls.tls_key)) if tls.tls_cert else None
+
+
+def _access(config: RouterConfig, ring: KeyRing, host: str) -> Access:
+    """The rules of the listener at `host`."""
+    return Access(
+        ring,
+        is_loopback=is_loopback(host),
+        allows_anonymous=config.allow_anonymous,
+        clients=Clients(
+            config.addresses.trusted_proxies, requests_max=config.requests_per_address_max
+        ),
+    )
 
 
 def _own_host(config: RouterConfig) -> str:
