@@ -1,11 +1,12 @@
 """Time to first token with a key and its limits, TLS and mutual TLS, beside none of it, in turn.
 
-    python benchmarks/encryption.py [--turns 9] [--requests 12]
+    python benchmarks/encryption.py [--turns 9] [--requests 12] [--split]
 
 Two clusters of one prefill and one decode worker stand side by side. One has TLS on the public port
 and mutual TLS inside, and its client a key with limits that it never meets; the other has nothing.
-Blocks go by gRPC in both. `local`: a short prompt, which the decode worker prefills; `pulled`: 512
-tokens, which the prefill worker computes. Each request has its own prompt; connections are kept.
+With `--split` three more have one of these each. Blocks go by gRPC in all. `local`: a short prompt,
+which the decode worker prefills; `pulled`: 512 tokens, which the prefill worker computes. Each
+request has its own prompt; connections are kept.
 Prints the medians of all requests, the difference and the ratio. `tandem bench transfer` compares
 the transfer of blocks alone (`grpc_tls`).
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import statistics
 import subprocess
@@ -22,8 +22,8 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 import msgspec
@@ -38,18 +38,18 @@ from tandem.security.limits import Limits
 from tests.harness.cluster import LocalCluster
 
 OPTIONS = ("--num-blocks", "2000", "--transport", "grpc", "--prefill-at", "remote")
-_ClusterT = TypeVar("_ClusterT", bound=LocalCluster)
 PROMPTS = {"local": 48, "pulled": 512}  # tokens
 
 
-class EncryptedCluster(LocalCluster):
-    """A cluster whose router speaks TLS on its public ports, and wants a key."""
+class MeasuredCluster(LocalCluster):
+    """A cluster that may speak TLS on its router's public ports, and may want a key."""
 
     key = ""
+    scheme = "http"
 
     @property
     def url(self) -> str:
-        return f"https://127.0.0.1:{self.http_port}"
+        return f"{self.scheme}://127.0.0.1:{self.http_port}"
 
 
 def main() -> None:
@@ -58,13 +58,15 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--requests", type=int, default=12, help="of each turn and kind")
+    parser.add_argument("--split", action="store_true", help="one cluster for each cause, too")
     args = parser.parse_args()
     close_on_sigterm()
     with tempfile.TemporaryDirectory() as name, EmbeddedRedis() as redis:
-        folder = Path(name)
-        clear, encrypted = make(redis, folder, LocalCluster), make(redis, folder, EncryptedCluster)
-        encrypt(encrypted)
-        clusters = {"off": clear, "on": encrypted}
+        kinds: dict[str, tuple[Callable[[MeasuredCluster], None], ...]]
+        kinds = {"off": (), "on": (add_key, add_tls, add_mutual_tls)}
+        if args.split:
+            kinds |= {"key": (add_key,), "tls": (add_tls,), "mtls": (add_mutual_tls,)}
+        clusters = {kind: make(redis, Path(name) / kind, adds) for kind, adds in kinds.items()}
         try:
             for cluster in clusters.values():
                 cluster.start(prefill=1, decode=1)
@@ -72,45 +74,58 @@ def main() -> None:
         finally:
             for cluster in clusters.values():
                 cluster.close()
-    for kind, times in found.items():
-        off, on = (1000 * statistics.median(times[name]) for name in ("off", "on"))
-        print(f"{kind}: off {off:.2f} ms, on {on:.2f} ms, {on - off:+.2f} ms, {on / off:.3f} times")
+    for prompt, times in found.items():
+        medians = {kind: 1000 * statistics.median(seconds) for kind, seconds in times.items()}
+        off = medians.pop("off")
+        print(f"{prompt}: off {off:.2f} ms")
+        for kind, on in medians.items():
+            print(f"{prompt}: {kind} {on:.2f} ms, {on - off:+.2f} ms, {on / off:.3f} times")
 
 
-def make(redis: EmbeddedRedis, folder: Path, kind: type[_ClusterT]) -> _ClusterT:
+def make(
+    redis: EmbeddedRedis, folder: Path, adds: Iterable[Callable[[MeasuredCluster], None]]
+) -> MeasuredCluster:
     """Makes a cluster with a folder of its own; nothing is started."""
-    own = folder / kind.__name__
-    own.mkdir()
-    cluster = kind(redis, own, cluster_id=f"bench-{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
+    cluster = MeasuredCluster(redis, folder, cluster_id=f"bench-{uuid.uuid4().hex[:8]}")
     cluster.options = OPTIONS
+    for add in adds:
+        add(cluster)
     return cluster
 
 
-def encrypt(cluster: EncryptedCluster) -> None:
-    """Gives the cluster certificates, its router one for the public ports, and a key."""
+def add_mutual_tls(cluster: MeasuredCluster) -> None:
+    """Gives the cluster's processes certificates for each other."""
     cluster.tls_dir = cluster.folder / "tls"
     authority = Authority(cluster.cluster_id)
     authority.write(cluster.tls_dir / "router", "router")
     authority.write(cluster.tls_dir / "worker", "worker")
+
+
+def add_tls(cluster: MeasuredCluster) -> None:
+    """Gives the router a certificate for its public ports."""
     chain, key = cluster.folder / "public.crt", cluster.folder / "public.key"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-keyout", str(key), "-out", str(chain), "-subj", "/CN=bench"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run(command, check=True, capture_output=True)
-    os.environ["SSL_CERT_FILE"] = str(chain)  # what httpx trusts
+    cluster.scheme = "https"
     public = ("--tls-cert", str(chain), "--tls-key", str(key))
+    cluster.router_options = (*cluster.router_options, *public)
+
+
+def add_key(cluster: MeasuredCluster) -> None:
+    """Makes a key with limits that its client never meets."""
     limits = Limits(requests_per_minute=100_000, tokens_per_minute=10**8, max_concurrent=100)
-    made, file = (
-        keys.create("bench", "user", now=time.time(), limits=limits),
-        cluster.folder / "keys",
-    )
+    made = keys.create("bench", "user", now=time.time(), limits=limits)
+    file = cluster.folder / "keys"
     file.write_bytes(msgspec.json.encode([made.record]))
     cluster.key = made.text
-    cluster.router_options = (*cluster.router_options, *public, "--keys-file", str(file))
+    cluster.router_options = (*cluster.router_options, "--keys-file", str(file))
 
 
 async def measure(
-    clusters: dict[str, LocalCluster], turns: int, requests: int
+    clusters: dict[str, MeasuredCluster], turns: int, requests: int
 ) -> dict[str, dict[str, list[float]]]:
     """Returns the seconds of each request, by kind of prompt and cluster. The first turn warms."""
     rng = random.Random(1)
@@ -119,9 +134,8 @@ async def measure(
         name: httpx.AsyncClient(
             base_url=cluster.url,
             timeout=60,
-            headers={"Authorization": f"Bearer {cluster.key}"}
-            if isinstance(cluster, EncryptedCluster)
-            else None,
+            headers={"Authorization": f"Bearer {cluster.key}"} if cluster.key else None,
+            verify=str(cluster.folder / "public.crt") if cluster.scheme == "https" else True,
         )
         for name, cluster in clusters.items()
     }

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import struct
+import time
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from tandem.security.clients import Clients
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
+_LOOKED_AT_ONCE = 16  # files, before the event loop gets its turn of the interpreter
+_PAUSE_S = 0.0005
 # tcpi_last_data_sent and tcpi_last_data_recv in Linux' `struct tcp_info`, both in milliseconds.
 _TCP_INFO = struct.Struct("44x I 4x I")
 
@@ -48,7 +51,9 @@ class ConnectionShares:
         if len(files) <= self._num_of_address_max:
             return 0
         held: dict[str, list[_Connection]] = defaultdict(list)
-        for file in files:
+        for number, file in enumerate(files):
+            if number % _LOOKED_AT_ONCE == 0:
+                time.sleep(_PAUSE_S)
             found = _look(int(file), port)
             if found is not None and not self._clients.is_proxy(found.peer[0]):
                 held[self._clients.address(found.peer[0])].append(found)

@@ -5,7 +5,8 @@
 Each address gets a part of the places, except trusted proxies, which have many clients. A new
 connection takes the place of one that waits for its client: of the same address if that has its
 part, of the address with the most connections if all places are taken. Idle ones go first, then
-those that have sent nothing for a second, the longest silent first. Knows no HTTP.
+those that have sent nothing for a second, the longest silent first. An address may exchange so many
+of its connections a second: each costs the router more than a refusal. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _FULL_INTERVAL_S = 60.0  # between two lines in the log that say that the server is full
 _SLOW_S = 1.0  # without a byte, before a connection without a request gives way
+_EXCHANGES_A_SECOND = 50.0  # by one address that has its part
+_EXCHANGES_AT_ONCE = 64.0
 
 
 class Connection(Protocol):
@@ -37,6 +40,13 @@ class _Held:
     num: int = 0
     idle: dict[Connection, None] = field(default_factory=dict)
     slow: dict[Connection, float] = field(default_factory=dict)  # when the last byte came
+    exchanges: float = _EXCHANGES_AT_ONCE  # that it had left at `exchanged_at`
+    exchanged_at: float = 0.0
+
+    def exchanges_left(self, now: float) -> float:
+        """Returns how many connections may give way to new ones of the address now."""
+        since = self.exchanges + (now - self.exchanged_at) * _EXCHANGES_A_SECOND
+        return min(_EXCHANGES_AT_ONCE, since)
 
 
 class Connections:
@@ -59,6 +69,8 @@ class Connections:
             self._tell_refusal(address, now)
             return reason
         if waiting is not None:
+            if (held := self._held.get(address)) is not None:
+                held.exchanges, held.exchanged_at = held.exchanges_left(now) - 1, now
             self.leave(waiting)
             waiting.give_way()
         self._address_of[connection] = address
@@ -77,7 +89,9 @@ class Connections:
         """Returns why there is no free place, and the connection that may give way."""
         held = self._held.get(address)
         if held is not None and not held.is_proxy and held.num >= self._num_of_address_max:
-            return "your address has too many connections", _longest_waiting(held, now)
+            may_exchange = held.exchanges_left(now) >= 1
+            waiting = _longest_waiting(held, now) if may_exchange else None
+            return "your address has too many connections", waiting
         if len(self._address_of) >= self._num_max:
             return "the router has too many connections", self._first_to_go(now)
         return "", None
