@@ -1,0 +1,42 @@
+"""A worker whose engine takes its time for steps that only decode: a test can act in mid-stream.
+
+`python -m tests.harness.slow_engine worker OPTIONS...` is `tandem worker OPTIONS`,
+with this module for its engine process.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from tandem.engine.scheduler.batch import StepBatch
+from tandem.worker.engine_process.messages import EngineSettings
+from tandem.worker.engine_process.process import EngineProcess
+from tandem.worker.engine_process.process import main as engine_main
+from tests.harness.breaking_engine import worker_main
+
+STEP_S = 0.02
+
+
+class SlowProcess(EngineProcess):
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        forward = self._runner.forward
+
+        def forward_slowly(batch: StepBatch, on_kv_written: Callable[[], object]) -> torch.Tensor:
+            if all(len(each.token_ids) == 1 for each in batch.slices):
+                time.sleep(STEP_S)
+            return forward(batch, on_kv_written)
+
+        self._runner.forward = forward_slowly  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        del sys.argv[1]
+        worker_main("tests.harness.slow_engine")
+    else:
+        engine_main(SlowProcess)

@@ -1,0 +1,106 @@
+"""The same request gets the same answer, whichever way its KV came.
+
+All tokens are equal between five ways (ways.py) in `invariant` numerics, and all log probabilities
+are transformers' within 1e-4. A failure ends with one request that can be pasted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.models.source import resolve
+from tests.parity.compare import assert_as_transformers, difference, shrunk
+from tests.parity.rows import Row, drawn, pairwise
+from tests.parity.ways import Way, five_ways
+
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """A random model in fp32 that is small but for its vocabulary, with a real tokenizer."""
+    source = resolve("smollm2").path
+    folder = tmp_path_factory.mktemp("tiny")
+    config = json.loads((source / "config.json").read_text())
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config["vocab_size"],
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            bos_token_id=config["bos_token_id"],
+            eos_token_id=config["eos_token_id"],
+        )
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
+    model.save_pretrained(folder)
+    for name in _TOKENIZER:
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+    return folder, model
+
+
+@pytest.fixture(scope="module")
+def ways(
+    tiny: tuple[Path, PreTrainedModel],
+    redis_server: EmbeddedRedis,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Way]]:
+    with five_ways(redis_server, tmp_path_factory.mktemp("ways"), str(tiny[0])) as started:
+        yield started
+
+
+def check(ways: dict[str, Way], model: PreTrainedModel, rows: Sequence[Row]) -> None:
+    vocab_size = model.config.vocab_size
+    asked = [(row.path, row.body(vocab_size)) for row in rows]
+    expected = asyncio.run(ways["aggregated"].ask_all(asked))
+    for one, answer in zip(asked, expected, strict=True):
+        assert_as_transformers(model, one, answer)
+    for name, way in ways.items():
+        if name == "aggregated":
+            continue
+        before = way.disturbances()
+        found = asyncio.run(way.ask_all(asked))
+        assert way.disturbances() > before, f"nothing was {name}"
+        for row, one, mine, theirs in zip(rows, asked, found, expected, strict=True):
+            if reason := difference(mine, theirs):
+                smallest = shrunk(one, way, ways["aggregated"])
+                pytest.fail(f"{row}: {name} and aggregated differ in {reason}\n{smallest}")
+
+
+def test_pairs_of_fields(ways: dict[str, Way], tiny: tuple[Path, PreTrainedModel]) -> None:
+    check(ways, tiny[1], pairwise(1) + pairwise(2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_long(ways: dict[str, Way], tiny: tuple[Path, PreTrainedModel]) -> None:
+    seed, count = int(os.environ.get("PARITY_SEED", "1")), int(os.environ.get("PARITY_ROWS", "500"))
+    rows = drawn(seed, count)
+    for start in range(0, count, 50):
+        check(ways, tiny[1], rows[start : start + 50])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_long_on_a_real_model(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
+    folder = resolve("smollm2").path
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with five_ways(redis_server, tmp_path, "smollm2") as ways:
+        check(ways, model, pairwise(3) + pairwise(4))

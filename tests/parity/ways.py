@@ -1,0 +1,135 @@
+"""The five ways in which a request's KV comes to where it decodes, on real clusters.
+
+aggregated   one worker computes all
+nixl, grpc   a prefill worker computes the prompt, and the blocks are pulled
+preempted    a pool that is too small for the requests at once
+migrated     the decode worker leaves the pool while its requests run, and another one comes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tests.harness.client import metric, migrations, open_client
+from tests.harness.cluster import LocalCluster, wait_for
+
+Answer = dict[str, Any]
+Asked = tuple[str, dict[str, Any]]  # path, body
+
+AT_ONCE = 8
+_SMALL_POOL = 20  # blocks: for any one sequence, not for the rows at once
+_SLOW = "tests.harness.slow_engine"
+
+
+@dataclass
+class Way:
+    """One way: a cluster, and what is done to it while it answers."""
+
+    name: str
+    cluster: LocalCluster
+
+    async def ask_all(self, asked: Sequence[Asked]) -> list[Answer]:
+        """Asks everything, some at once. Raises AssertionError for any status but 200."""
+        answers: list[Answer] = []
+        async with open_client(self.cluster) as client:
+            for start in range(0, len(asked), AT_ONCE):
+                answers += await self._ask_some(client, asked[start : start + AT_ONCE])
+        return answers
+
+    async def _ask_some(self, client: httpx.AsyncClient, asked: Sequence[Asked]) -> list[Answer]:
+        return list(await asyncio.gather(*(_ask(client, *one) for one in asked)))
+
+    def disturbances(self) -> float:
+        """Returns how often the way did what it is named after."""
+        if self.name == "preempted":
+            return metric(self.cluster, "decode-0", "tandem_preemptions_total")
+        return metric(
+            self.cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=self.name
+        )
+
+
+@dataclass
+class Migrated(Way):
+    """Requests of a worker that leaves the decode pool while they run, for one that comes."""
+
+    decodes: str = "decode-0"
+    comes: str = "prefill-0"
+
+    async def _ask_some(self, client: httpx.AsyncClient, asked: Sequence[Asked]) -> list[Answer]:
+        answers = asyncio.gather(*(_ask(client, *one) for one in asked))
+        await asyncio.to_thread(self._wait_running, len(asked))
+        await self._flip(self.comes, "decode")
+        await self._flip(self.decodes, "prefill")
+        self.decodes, self.comes = self.comes, self.decodes
+        return list(await answers)
+
+    def _wait_running(self, num_asked: int) -> None:
+        """Waits until most of them decode, or for a moment where they are too short."""
+        with contextlib.suppress(TimeoutError):
+            wait_for(
+                lambda: metric(self.cluster, self.decodes, "tandem_num_running") > num_asked / 2,
+                deadline_s=3.0,
+                what="running",
+            )
+
+    async def _flip(self, worker_id: str, role: str) -> None:
+        async with httpx.AsyncClient(timeout=30) as client:
+            url = f"{self.cluster.admin_url}/v1/cluster/workers/{worker_id}/role"
+            reply = await client.post(url, json={"role": role})
+        assert reply.status_code == 200, reply.text
+        await asyncio.to_thread(
+            wait_for,
+            lambda: self.cluster.records()[worker_id]["role"] == role,
+            deadline_s=30,
+            what=f"{worker_id} as {role}",
+        )
+
+    def disturbances(self) -> float:
+        return migrations(self.cluster, "drain")
+
+
+@contextmanager
+def five_ways(redis: EmbeddedRedis, folder: Path, model: str) -> Iterator[dict[str, Way]]:
+    """Starts the clusters of all ways at once; nothing is left when it ends."""
+    remote = ("--prefill-at", "remote", "--local-prefill-max-tokens", "0")
+    wanted: dict[str, tuple[type[Way], tuple[int, int], tuple[str, ...]]] = {
+        "aggregated": (Way, (0, 1), ()),
+        "nixl": (Way, (1, 1), (*remote, "--transport", "nixl")),
+        "grpc": (Way, (1, 1), (*remote, "--transport", "grpc")),
+        "preempted": (Way, (0, 1), ("--num-blocks", str(_SMALL_POOL))),
+        "migrated": (Migrated, (1, 1), (*remote, "--transport", "nixl")),
+    }
+    ways = {}
+    with ExitStack() as stack:
+        for name, (kind, (prefill, decode), options) in wanted.items():
+            (folder / name).mkdir()
+            cluster = LocalCluster(redis, folder / name, model)
+            cluster.options = (*cluster.options, *options)
+            stack.callback(cluster.close)
+            cluster.start_router()
+            for role, count in (("prefill", prefill), ("decode", decode)):
+                for number in range(count):
+                    module = (_SLOW, "worker") if kind is Migrated else ("tandem.worker",)
+                    cluster.start_worker(f"{role}-{number}", role, module=module)
+            ways[name] = kind(name, cluster)
+        for way in ways.values():
+            way.cluster.wait_ready()
+        yield ways
+        for way in ways.values():
+            way.cluster.wait_idle()
+
+
+async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, f"{response.text}\n{path} {body}"
+    answer: Answer = response.json()
+    return answer
