@@ -66,6 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
         stop=st.sets(st.integers(0, 15), max_size=2),
         remote_min=st.integers(0, 6),
         prefix_blocks=st.integers(0, 4),
+        parent=st.integers(0, CLIENTS_MAX),
     )
     def add(
         self,
@@ -76,6 +77,7 @@ class EngineMachine(RuleBasedStateMachine):
         stop: set[int],
         remote_min: int,
         prefix_blocks: int,
+        parent: int,
     ) -> None:
         room = min(max_tokens, MAX_MODEL_LEN - len(prompt))
         expected = continuation(prompt, room, stop)
@@ -89,6 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
             stop_token_ids=sorted(stop),
             remote_prefill_min_tokens=remote_min,
             prefix_blocks=prefix_blocks,
+            fork_of=[*self.clients, "", "gone"][min(parent, len(self.clients) + 1)],
         )
         self._add(Client(spec, expected, made))
 

@@ -78,6 +78,10 @@ class ToyRunner:
     def allocate(self, num_blocks: int) -> None:
         self.kv = torch.full(self.layout(num_blocks).shape, -1.0)
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        for source, target in copies:
+            self.kv[target] = self.kv[source]
+
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:

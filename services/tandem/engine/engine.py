@@ -7,7 +7,7 @@ The states of a sequence are in sequence.py, those of a block in block_pool.py.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from itertools import count
 
@@ -30,8 +30,8 @@ from tandem.engine.scheduler.scheduler import Chunk, Schedule, Scheduler
 from tandem.engine.sequence import Sequence, Status, finish_reason
 from tandem.engine.types import (
     EngineLoad,
-    FinalBlocks,
     Mode,
+    OnFinal,
     SequenceSpec,
     StepReport,
     TokenLogprobs,
@@ -83,7 +83,7 @@ class Engine:
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
         self._arrivals, self._steps = count(1), count(1)
 
-    def step(self, on_final: Callable[[list[FinalBlocks]], object] | None = None) -> StepReport:
+    def step(self, on_final: OnFinal | None = None) -> StepReport:
         """Runs the model once and answers all that happened since the step before.
 
         Blocks that consumers wait for go to `on_final` as soon as they are final, while the step is
@@ -92,6 +92,7 @@ class Engine:
         started = time.perf_counter()
         work = StepWork()
         schedule = self._scheduler.schedule()
+        self._runner.copy_blocks(schedule.copies)
         for sequence in schedule.admitted:
             self._pending.admitted(sequence)
         self._pending.tell_final(on_final)
@@ -274,9 +275,7 @@ class Engine:
             self._drop(sequence)
         return bool(reason)
 
-    def _run(
-        self, schedule: Schedule, on_final: Callable[[list[FinalBlocks]], object] | None
-    ) -> None:
+    def _run(self, schedule: Schedule, on_final: OnFinal | None) -> None:
         def on_kv_written() -> None:
             for chunk in schedule.chunks:
                 self._count(chunk)

@@ -1,7 +1,6 @@
 """Gathers what happens on an engine after its last report, until the step's end."""
 
 import time
-from collections.abc import Callable
 
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import (
@@ -11,6 +10,7 @@ from tandem.engine.types import (
     Held,
     Mode,
     NewTokens,
+    OnFinal,
     Prefilled,
     Reserved,
     StepReport,
@@ -59,7 +59,7 @@ class PendingReport:
             sequence.num_reported_blocks = sequence.num_final_blocks
             self._report.final_blocks.append(FinalBlocks(sequence.sequence_id, first, block_ids))
 
-    def tell_final(self, on_final: Callable[[list[FinalBlocks]], object] | None) -> None:
+    def tell_final(self, on_final: OnFinal | None) -> None:
         """Hands over the blocks that became final, ahead of the report they would be in."""
         final_blocks = self._report.final_blocks
         if on_final is not None and final_blocks:

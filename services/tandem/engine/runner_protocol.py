@@ -25,6 +25,9 @@ class Runner(Protocol):
 
     def allocate(self, num_blocks: int) -> None: ...
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies the KV of blocks, one after the other: each from the first id to the second."""
+
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
         """Writes the KV of the batch's tokens; fp32 logits [tokens they are needed of, vocab].
 

@@ -16,12 +16,19 @@ Ranges of a running sequence (n tokens):
     [ cached | computed earlier | this step's chunk | to come  ]  token n is the next one sampled
              num_cached         num_computed_tokens            n
     [ stored blocks: hashed, shared, never written | own blocks: only this sequence writes them ]
+
+A fork shares its parent's stored blocks, as any sequence does, and gets a copy of the block after
+them, in which only its last token is missing:
+
+    parent [ stored | half-filled: 5 of 8 tokens, more come ]
+    fork   [ the same | its own copy, of 4 of its 5 tokens  ]
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from tandem.block_hash import block_hash, hash_blocks
 from tandem.engine.logit_edits import LogitEdits
@@ -34,6 +41,13 @@ class Status(Enum):
     WAITING_FOR_KV = "awaiting_kv"
     RUNNING = "running"
     HELD = "held"
+
+
+class BlockCopy(NamedTuple):
+    """Two block ids: the KV of one block is copied into the other."""
+
+    source: int
+    target: int
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +70,7 @@ class Sequence:
     num_stored_blocks: int = 0  # the table's first blocks that the pool finds by hash
     num_cached_tokens: int | None = None  # that the first admission reused; None before it
     num_preemptions: int = 0
+    is_forked: bool = False  # admitted with all but its last token, thanks to its parent
     # PREFILL_ONLY: predicted, of its consumer's pulls behind what is computed.
     pull_lag_s: float = 0.0
     edits: LogitEdits | None = None  # of the next token's logits; None: none were asked for
@@ -137,6 +152,8 @@ class Sequence:
     @property
     def lacks_kv(self) -> bool:
         """Admitted, with less cached than is to come from outside."""
+        if self.is_forked:
+            return False
         if self.mode is Mode.WAITING_FOR_REMOTE_KV:
             return self.num_missing_tokens >= self.spec.remote_prefill_min_tokens
         return self.num_prefix_blocks > self.num_stored_blocks
@@ -165,14 +182,43 @@ class Sequence:
             parent = self.block_hashes[-1] if self.block_hashes else self.chain_root
             self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_size :]))
 
-    def hold(self, block_table: list[int], num_cached_blocks: int) -> None:
-        """Takes blocks for all its tokens at admission; the first ones have their KV."""
+    def hold(
+        self, block_table: list[int], num_cached_blocks: int, parent: Sequence | None = None
+    ) -> BlockCopy | None:
+        """Takes blocks for all its tokens at admission; the first ones have their KV. Returns the
+        copy that makes it a fork of `parent`, if it can be one and needs a copy."""
         self.block_table = block_table
         self.num_stored_blocks = num_cached_blocks
         self.num_computed_tokens = num_cached_blocks * self.block_size
         self.num_prefill_tokens = len(self.token_ids)
+        copy = None
+        if parent is not None and self._can_fork(parent):
+            self.is_forked = True
+            if self.num_missing_tokens > 1:
+                copy = BlockCopy(
+                    parent.block_table[num_cached_blocks], block_table[num_cached_blocks]
+                )
+                self.num_computed_tokens = len(self.token_ids) - 1
         if self.num_cached_tokens is None:
             self.num_cached_tokens = self._countable(self.num_computed_tokens)
+        return copy
+
+    def _can_fork(self, parent: Sequence) -> bool:
+        """Returns whether the parent has all that is missing here but the last token, in the one
+        block after those that both share."""
+        num_blocks, start, end = (
+            self.num_stored_blocks,
+            self.num_computed_tokens,
+            self.num_tokens - 1,
+        )
+        return (
+            end - start <= self.block_size
+            and end <= parent.num_computed_tokens
+            and not self.wants_prompt_logits
+            and self.chain_root == parent.chain_root
+            and self.block_hashes[:num_blocks] == parent.block_hashes[:num_blocks]
+            and self.token_ids[start:end] == parent.token_ids[start:end]
+        )
 
     def take_prefix(self, num_blocks: int) -> None:
         """The KV of its first `num_blocks` blocks is in place: some of it came from a peer."""
@@ -196,6 +242,7 @@ class Sequence:
         """Gives up all its blocks; returns them, to be released."""
         block_table, self.block_table = self.block_table, []
         self.num_computed_tokens = self.num_stored_blocks = 0
+        self.is_forked = False
         return block_table
 
 

@@ -15,6 +15,7 @@ Chains of blocks without tokens, which are held for a consumer (`FinalBlocks`, `
 from a peer (`Reserved`), are in peer_blocks.py.
 """
 
+from collections.abc import Callable
 from enum import Enum
 
 import msgspec
@@ -64,6 +65,9 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     # They come with the first token, and are computed anew: cached blocks have no logits.
     prompt_logprobs: int | None = None
     grammar: str = ""  # of the completion, as llguidance reads it; empty: any text
+    # A sequence here that has the same first tokens: what of its half-filled block they share is
+    # copied at admission, if only one token is left to compute then. Else it changes nothing.
+    fork_of: str = ""
     prefix_blocks: int = 0  # LOCAL, PREFILL_ONLY: so many first blocks are to come from a peer
     # PREFILL_ONLY: latency_s, bytes_per_s of its pulls.
     consumer_rate: tuple[float, float] | None = None
@@ -101,6 +105,9 @@ class FinalBlocks(msgspec.Struct, frozen=True):
     sequence_id: str
     first_block: int
     block_ids: list[int]
+
+
+OnFinal = Callable[[list[FinalBlocks]], object]
 
 
 class Prefilled(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ def sequence_spec(
     remote_prefill_min_tokens: int = 0,
     first_wanted_block: int = 0,
     consumer_rate: tuple[float, float] | None = None,
+    fork_of: str = "",
 ) -> SequenceSpec:
     return SequenceSpec(
         sequence_id=sequence_id,
@@ -41,6 +42,7 @@ def sequence_spec(
         remote_prefill_min_tokens=remote_prefill_min_tokens,
         first_wanted_block=first_wanted_block,
         consumer_rate=consumer_rate,
+        fork_of=fork_of,
     )
 
 

@@ -43,6 +43,7 @@ DELTAS = [
         EMOJI,
         Usage(2, 1 + len(EMOJI), 0),
         finish_reason="length",
+        total=Usage(2, 1 + len(EMOJI), 0),
         logprobs=[measured(-0.25, (one, -0.25), (ONE, -3.0), rank=1) for one in EMOJI],
     ),
 ]
@@ -122,7 +123,9 @@ def test_a_stream_has_what_a_whole_answer_has(chat: bool, asked: dict[str, Any])
 
 
 def test_what_stopped_the_text_is_told() -> None:
-    stopped = Delta("x", [4], Usage(1, 1, 0), finish_reason="stop", stop_reason="END")
+    stopped = Delta(
+        "x", [4], Usage(1, 1, 0), finish_reason="stop", stop_reason="END", total=Usage(1, 1, 0)
+    )
     assert replies(chat=False).whole([[stopped]])["choices"][0]["stop_reason"] == "END"
     chunk = replies(chat=True, stream=True).chunks(0, stopped)[-1]
     assert chunk["choices"][0]["stop_reason"] == "END"

@@ -9,7 +9,7 @@ from tandem.router.api.openai.requests import parse_chat, parse_completion
 from tandem.router.request.delta import Delta, Usage
 
 FIRST = Delta("he", [5], Usage(3, 1, 2), prompt_token_ids=[1, 2, 3])
-LAST = Delta("y", [6, 7], Usage(3, 3, 2), finish_reason="length")
+LAST = Delta("y", [6, 7], Usage(3, 3, 2), finish_reason="length", total=Usage(3, 3, 2))
 USAGE = {
     "prompt_tokens": 3,
     "completion_tokens": 3,
@@ -88,7 +88,14 @@ def several(**body: Any) -> Replies:
     return replies(chat=False, prompt=["x", "y"], **body)
 
 
-OTHER = Delta("z", [9], Usage(4, 1, 0), finish_reason="stop", prompt_token_ids=[1, 2, 3, 4])
+OTHER = Delta(
+    "z",
+    [9],
+    Usage(4, 1, 0),
+    finish_reason="stop",
+    prompt_token_ids=[1, 2, 3, 4],
+    total=Usage(4, 1, 0),
+)
 SUMMED = {
     "prompt_tokens": 7,
     "completion_tokens": 4,

@@ -180,7 +180,7 @@ def test_an_answer_goes_back_into_the_conversation() -> None:
     """The openai package dumps a message with every key that it may have."""
     asked = chat()
     usage = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0)
-    whole = Replies(asked, "m").whole([[Delta("hi", [5], usage, "stop")]])
+    whole = Replies(asked, "m").whole([[Delta("hi", [5], usage, "stop", total=usage)]])
     said = ChatCompletion.model_validate(whole).choices[0].message.model_dump()
     assert {"annotations", "audio", "function_call", "refusal", "tool_calls"} <= said.keys()
     prompt = chat(messages=[*HELLO, said]).requests[0].prompt
@@ -204,7 +204,7 @@ def test_both_limits_are_ambiguous() -> None:
 
 @pytest.mark.parametrize("name", sorted(_NEUTRAL))
 def test_neutral_values_pass_and_others_name_the_field(name: str) -> None:
-    is_of_chats = name == "echo"  # a completion has it
+    is_of_chats = name in ("echo", "best_of")  # a completion has them
     parse, body = (chat, {"messages": HELLO}) if is_of_chats else (completion, {"prompt": "x"})
     for neutral in (None, *_NEUTRAL[name]):
         parse(**{name: neutral})

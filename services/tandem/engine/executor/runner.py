@@ -131,6 +131,12 @@ class ModelRunner:
         if self._triton is not None:
             self._triton.prepare(self.kv)
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies the KV of blocks. A block is one span, and the copies are in the order of the
+        steps: after those before, before those to come, also on a CUDA device."""
+        for source, target in copies:
+            self.kv[target].copy_(self.kv[source])
+
     def forward(
         self, batch: StepBatch, on_kv_written: Callable[[], object] | None = None
     ) -> torch.Tensor:

@@ -27,7 +27,7 @@ from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
 from tandem.engine.scheduler.running_slots import num_running_slots
-from tandem.engine.sequence import Sequence, Status
+from tandem.engine.sequence import BlockCopy, Sequence, Status
 from tandem.engine.types import Mode
 from tandem.perf_model.rates import token_contexts
 from tandem.perf_model.step_time import StepTimeModel, StepWork
@@ -66,6 +66,7 @@ class Chunk:
 class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)  # before anything else of the step
     work: StepWork = field(default_factory=StepWork)
     num_prompt_logits: int = 0  # rows
 
@@ -184,7 +185,11 @@ class Scheduler:
         while (sequence := self._next_waiting()) and self._can_admit(sequence, schedule):
             reservation = self._pool.reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
             assert reservation is not None
-            sequence.hold(reservation.block_table, reservation.num_cached_blocks)
+            copy = sequence.hold(
+                reservation.block_table, reservation.num_cached_blocks, self._parent(sequence)
+            )
+            if copy is not None:
+                schedule.copies.append(copy)
             schedule.admitted.append(sequence)
             if sequence.lacks_kv:
                 self.withdraw(sequence)
@@ -193,6 +198,12 @@ class Scheduler:
                 continue
             self.start(sequence)
             self._add_chunk(schedule, sequence)
+
+    def _parent(self, sequence: Sequence) -> Sequence | None:
+        """Returns the sequence that this one may be a fork of. A RUNNING one: its KV is committed,
+        and no read writes its blocks. Nothing is preempted between this and the copy."""
+        name = sequence.spec.fork_of
+        return next((s for s in self.running if name and s.sequence_id == name), None)
 
     def _next_waiting(self) -> Sequence | None:
         """Returns the oldest that awaits no grammar: one that is compiled holds up no others."""

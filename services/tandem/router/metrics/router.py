@@ -130,9 +130,9 @@ class Metrics(MetricSet):
         self.request_generation_tokens.observe(record.num_sent)
         for stage, seconds in timeline.stages_s.items():
             self._stages[stage].observe(seconds)
-        if timeline.ttft_s is not None and record.num_sent > 1:
+        if timeline.ttft_s is not None and timeline.num_tokens > 1:
             decode_s = timeline.last_token_s - timeline.began_s - timeline.ttft_s
-            self.tpot_s.observe(decode_s / (record.num_sent - 1))
+            self.tpot_s.observe(decode_s / (timeline.num_tokens - 1))
 
 
 class WorkerGauges(Collector):

@@ -37,6 +37,7 @@ class Timeline:
         self.began_s = time.monotonic()
         self.ttft_s: float | None = None
         self.last_token_s = self.began_s
+        self.num_tokens = 0  # that came by `note_tokens`
         self.stages_s: dict[Stage, float] = {}
 
     @contextmanager
@@ -57,9 +58,10 @@ class Timeline:
                 await inside.enter_async_context(turn)
             yield
 
-    def note_tokens(self, now: float) -> None:
+    def note_tokens(self, now: float, num_tokens: int = 1) -> None:
         """Notes that the client gets tokens now: the first ones, or more."""
         self.last_token_s = now
+        self.num_tokens += num_tokens
         if self.ttft_s is None:
             self.ttft_s = now - self.began_s
 

@@ -71,16 +71,18 @@ def choose(
     rng: Random,
     *,
     refused: frozenset[str] = frozenset(),
+    near: str = "",
 ) -> Placement | None:
     """Places a request; None if no decode worker is usable. `matches` is its blocks by worker id.
 
-    Workers whose epoch is in `refused` said no to this request already.
+    Workers whose epoch is in `refused` said no to this request already. The decode worker `near` is
+    chosen whatever it costs, if it is usable.
     """
     roster = workers if isinstance(workers, Roster) else Roster(workers)
     if len(roster.compatibility_keys) > 1:
-        return _choose_one_generation(work, roster, matches, rng, refused)
+        return _choose_one_generation(work, roster, matches, rng, refused, near)
     holders = _deepest(roster, matches, rng)
-    usable = _shortlist("decode", roster, holders, refused, rng)
+    usable = _only(near, roster, refused) or _shortlist("decode", roster, holders, refused, rng)
     if not usable:
         return None
     peers = _shortlist("prefill", roster, holders, frozenset(), rng)
@@ -116,18 +118,33 @@ def choose(
 
 
 def _choose_one_generation(
-    work: Work, roster: Roster, matches: Mapping[str, int], rng: Random, refused: frozenset[str]
+    work: Work,
+    roster: Roster,
+    matches: Mapping[str, int],
+    rng: Random,
+    refused: frozenset[str],
+    near: str,
 ) -> Placement | None:
     """Places by one KV compatibility in an upgrade, drawn by how many of its workers decode."""
     groups: dict[bytes, Roster] = {}
     for worker in roster.by_id.values():
         groups.setdefault(worker.compatibility_key, Roster()).put(worker)
     counts = [_num_usable(group, refused) for group in groups.values()]
+    if _only(near, roster, refused):
+        counts = [near in group.by_id for group in groups.values()]
     if not any(counts):
         return None
     (group,) = rng.choices(list(groups.values()), counts)
     group.second = roster.second
-    return choose(work, group, matches, rng, refused=refused)
+    return choose(work, group, matches, rng, refused=refused, near=near)
+
+
+def _only(name: str, roster: Roster, refused: frozenset[str]) -> list[WorkerSnapshot]:
+    """Returns this decode worker, or nobody if it is not usable."""
+    worker = roster.by_id.get(name)
+    if worker is None or worker.role != "decode" or worker.epoch in refused:
+        return []
+    return [worker] if worker.usable else []
 
 
 def _num_usable(roster: Roster, refused: frozenset[str]) -> int:

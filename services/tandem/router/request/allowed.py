@@ -15,6 +15,9 @@ BAD_WORDS_MAX = 128
 BAD_WORD_CHARACTERS_MAX = 128
 LOGPROBS_MAX = 20
 
+CHOICES_MAX = 128  # sequences of one body: workers queue 256 by default
+BEAMS_MAX = 16
+LENGTH_PENALTY_MAX = 10.0
 TOOLS_MAX = 1024
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -46,6 +49,13 @@ ALLOWED = {
     "min_tokens": "an integer from 0 to max_tokens",
     "bad_words": f"a list of at most {BAD_WORDS_MAX} non-empty strings of at most "
     f"{BAD_WORD_CHARACTERS_MAX} characters",
+    "n": f"an integer from 1 to {CHOICES_MAX}, from 1 to {BEAMS_MAX} with use_beam_search, and at "
+    f"most {CHOICES_MAX} times the number of prompts",
+    "best_of": f"an integer from n to {CHOICES_MAX}, n with stream=true or use_beam_search, at "
+    f"most {CHOICES_MAX} times the number of prompts, and not over n for a chat",
+    "use_beam_search": "true or false, and not true with stream=true",
+    "length_penalty": f"a number from {-LENGTH_PENALTY_MAX:g} to {LENGTH_PENALTY_MAX:g}, and 1 "
+    "without use_beam_search",
     "logprobs": f"an integer from 0 to {LOGPROBS_MAX}",
     "prompt_logprobs": f"an integer from 0 to {LOGPROBS_MAX}",
     "echo": "true or false, and not true for a chat",

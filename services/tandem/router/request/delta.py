@@ -3,11 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tandem.router.limits.limiter import Reservation
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.parsers.machine import CallDelta
-from tandem.router.request.job import Job, Step
-from tandem.router.request.text import Piece
 from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 
@@ -20,10 +17,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The news of a generation since the delta before.
+    """The news of one choice of a generation since its delta before.
 
-    The first comes with the first token and has the prompt's ids; the last has `finish_reason`.
-    `usage` counts all up to here.
+    A choice's first comes with its first token and has the prompt's ids; its last has
+    `finish_reason`. `usage` counts the prompt, and the choice up to here.
     """
 
     text: str
@@ -40,24 +37,5 @@ class Delta:
     limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`
     reasoning: str = ""  # it comes before the text
     tool_calls: tuple[CallDelta, ...] = ()
-
-
-def delta_of(
-    job: Job, piece: Piece, step: Step, num_sent: int, reservation: Reservation, *, is_first: bool
-) -> Delta:
-    prompt_token_ids = job.request.token_ids
-    return Delta(
-        text=piece.text,
-        token_ids=piece.token_ids,
-        usage=Usage(len(prompt_token_ids), num_sent, job.progress.cached_tokens),
-        finish_reason=piece.finish_reason,
-        prompt_token_ids=prompt_token_ids if is_first else None,
-        stop_reason=piece.stop_reason,
-        logprobs=step.logprobs[: len(piece.token_ids)],
-        prompt_logprobs=step.prompt_logprobs,
-        placement=job.routing.routed.reason if job.routing.routed else "",
-        timeline=job.progress.timeline,
-        limit_headers=reservation.headers,
-        reasoning=piece.reasoning,
-        tool_calls=piece.tool_calls,
-    )
+    index: int = 0  # of the choice
+    total: Usage | None = None  # in the last of all choices: the prompt once, and all completions

@@ -74,6 +74,7 @@ class Dispatcher:
         """
         self._migrations.budget.begin()
         try:
+            await self._wait_for_parent(job)
             attempt = await self._submit(job)
             try:
                 while True:
@@ -100,8 +101,16 @@ class Dispatcher:
         finally:
             if not job.is_over:
                 job.to(JobState.CANCELLED)
+            job.may_fork.set()
             self._note_prefilled(job)
             self._migrations.budget.end(time.monotonic())
+
+    async def _wait_for_parent(self, job: Job) -> None:
+        if job.parent is not None:
+            await job.parent.may_fork.wait()
+            # Its request was taken: it is not refused for want of capacity, and does not queue.
+            job.routing.homeless_since = time.monotonic()
+            job.routing.is_admitted = True
 
     async def _submit(self, job: Job) -> Attempt:
         """Submits the job; waits for a usable decode worker, and in a migration also for room."""
@@ -135,7 +144,7 @@ class Dispatcher:
             matches = await self._match(block_hashes)
             waits = self._admission.must_wait()
             turn = self._turn(job, work, matches)
-        if waits and not job.routing.num_submissions:
+        if waits and job.parent is None and not job.routing.num_submissions:
             job.to(JobState.WAITING)
         async with timeline.queueing(turn):
             if job.state is JobState.WAITING:
@@ -143,6 +152,8 @@ class Dispatcher:
             with timeline.stage("route"):
                 if waits:
                     matches = await self._match(block_hashes)
+                if job.parent is not None and (worker := job.parent.worker) is not None:
+                    matches = {**matches, worker.worker_id: len(block_hashes)}
                 placement = self._choose(job, work, matches)
                 if placement is None:
                     return None
@@ -233,7 +244,6 @@ class Dispatcher:
         while True:
             token_ids: list[int] = []
             logprobs: list[LogprobEntry] = []
-            prompt_logprobs: list[LogprobEntry] = []
             finish_reason = ""
             # After what is read here, `updates` raises the failure of an attempt that has one.
             for update in await attempt.updates():
@@ -246,10 +256,13 @@ class Dispatcher:
                     routing.promise = None
                     token_ids.extend(update.token_ids)
                     logprobs.extend(update.logprobs)
-                    prompt_logprobs.extend(update.prompt_logprobs)
+                    progress.prompt_logprobs.extend(update.prompt_logprobs)
                     if update.HasField("timings"):
                         num_output_tokens = len(progress.output_token_ids) + len(token_ids)
                         progress.timeline.take(update.timings, num_output_tokens)
+                # The second token is the sign of a worker that does not say so.
+                if update.is_committed or len(progress.output_token_ids) + len(token_ids) > 1:
+                    job.may_fork.set()
                 if update.workers_lost > attempt.num_lost:
                     progress.num_lost += update.workers_lost - attempt.num_lost
                     attempt.num_lost = update.workers_lost
@@ -260,9 +273,10 @@ class Dispatcher:
                 routing.homeless_since = None
                 progress.output_token_ids.extend(token_ids)
                 if finish_reason:  # before the last step: who has it may not come back
-                    self._on_end(job)
+                    if job.parent is None:  # the prefix tree promised nothing to the others
+                        self._on_end(job)
                     job.to(JobState.ENDED)
-                yield Step(token_ids, finish_reason, logprobs, prompt_logprobs)
+                yield Step(token_ids, finish_reason, logprobs)
             if finish_reason:
                 return
             if attempt.is_draining and not attempt.is_over and self._may_migrate(job):
@@ -280,7 +294,15 @@ class Dispatcher:
         NeverFits unless the job has begun: then it fitted somewhere and waits for such a worker."""
         routing = job.routing
         refused = frozenset(routing.refused)
-        placement = choose(work, self._view.roster(), matches, self._rng, refused=refused)
+        near = job.parent.worker if job.parent is not None else None
+        placement = choose(
+            work,
+            self._view.roster(),
+            matches,
+            self._rng,
+            refused=refused,
+            near="" if near is None else near.worker_id,
+        )
         if placement is None and routing.retry_after_s is not None:
             raise QueueFull(
                 "the queues of all decode workers are full; try again later",
@@ -293,8 +315,9 @@ class Dispatcher:
     def _turn(
         self, job: Job, work: Work, matches: dict[str, int]
     ) -> AbstractAsyncContextManager[None]:
-        """Returns the wait for a turn; only a first submission waits, a migration has already."""
-        if job.routing.num_submissions:
+        """Returns the wait for a turn; only a first submission waits, a migration has already, and
+        so has the parent of a job: for all of them."""
+        if job.routing.num_submissions or job.parent is not None:
             return nullcontext()
         if self._admission.must_wait() and (placement := self._choose(job, work, matches)):
             self._admit(job, work, placement)
@@ -302,7 +325,7 @@ class Dispatcher:
         return self._admission.turn(
             job.request.client.tenant,
             tokens_missing=max(0, work.num_tokens - depth),
-            completion_max=job.request.max_tokens,
+            completion_max=job.request.max_tokens * job.request.client.num_sequences,
             weight=job.request.client.limits.weight,
         )
 

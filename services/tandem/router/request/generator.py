@@ -10,31 +10,34 @@ code of an error. HTTP and gRPC both stand on this and know nothing of workers.
 import asyncio
 import logging
 import secrets
-import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
 
 from tandem.config.router import RouterConfig
-from tandem.errors import DeadlineExceeded, InternalError, NoWorkers, QueueFull, TandemError
+from tandem.errors import InternalError, NoWorkers, QueueFull, TandemError
 from tandem.models.source import ModelFolder
 from tandem.models.tokenizer import Tokenizer
 from tandem.observability.traces import NO_TRACING, Attributes, Tracing
 from tandem.router.admission.tenants import cache_salt
-from tandem.router.limits.limiter import Reservation
 from tandem.router.limits.meter import TenantMeter
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.parsers.machine import Machine
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.allowed import refusal
+from tandem.router.request.choices.beams import BeamOptions, search
+from tandem.router.request.choices.best_of import best_of
+from tandem.router.request.choices.children import children
+from tandem.router.request.choices.generation import Choice, Generation, Means
+from tandem.router.request.choices.interleave import interleave
 from tandem.router.request.conversation import Conversation
-from tandem.router.request.delta import Delta, delta_of
+from tandem.router.request.delta import Delta
 from tandem.router.request.dispatcher import Dispatcher
-from tandem.router.request.job import Job, JobState, PreparedRequest, Progress
+from tandem.router.request.job import Job, PreparedRequest, Progress
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
 from tandem.router.request.prompt.prompts import PromptPreparer
-from tandem.router.request.request import ClientRequest, check_token_ids
+from tandem.router.request.request import ClientRequest, Sampling, check_token_ids
 from tandem.router.request.text import TextStream
 from tandem.router.workers.cluster_view import ClusterView
 
@@ -71,9 +74,11 @@ class Generator:
         self.model: LoadedModel | None = None
         self.config = config
         self._view = view
-        self._dispatcher = dispatcher
         self._metrics = metrics
         self.tenants = tenants
+        self._means = Means(
+            dispatcher, metrics, tenants, config.autoscale, config.request_deadline_s
+        )
         self._tracing = tracing
         self.requests = RequestLog()
         self._num_running = 0
@@ -164,6 +169,7 @@ class Generator:
         placed unless all are valid. Raises errors of services/tandem/errors.py only.
         """
         record = self._open(request, trace)
+        reasons: set[str] = set()
         self._num_running += 1
         self._metrics.requests_running.inc()
         try:
@@ -172,8 +178,9 @@ class Generator:
             async with aclosing(self._run(request, record, together)) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason:
-                        is_length = delta.finish_reason == "length"
-                        record.outcome = "length" if is_length else "stop"
+                        reasons.add(delta.finish_reason)
+                    if delta.total is not None:
+                        record.outcome = "length" if "length" in reasons else "stop"
                     yield delta
         except TandemError as error:
             record.fail(error)
@@ -214,79 +221,35 @@ class Generator:
         if model is None:
             raise NoWorkers("the model is not loaded yet", retry_after_s=1.0)
         deadline = asyncio.get_running_loop().time() + self.config.request_deadline_s
-        timeline = record.timeline
         async with AsyncExitStack() as held:
-            with timeline.stage("tokenize"):
-                job = await self._prepare(request, model, timeline)
-                tokens = len(job.request.token_ids) + job.request.max_tokens
+            with record.timeline.stage("tokenize"):
+                job = await self._prepare(request, model, record.timeline)
+                made_max = job.request.max_tokens * request.num_sequences
                 reservation = await held.enter_async_context(
-                    self.tenants.reserved(request.tenant, request.limits, tokens)
+                    self.tenants.reserved(
+                        request.tenant, request.limits, len(job.request.token_ids) + made_max
+                    )
                 )
                 if together is not None:
                     await together.wait()
-            record.job = job
-            held.callback(self._settle, job, record, reservation)
-            parser = _parser(model, request, job.request.token_ids)
-            text = _text_stream(job.request, model.tokenizer, parser)
-            deltas = self._follow(job, record, text, deadline, reservation)
+            num_jobs = 1 if request.use_beam_search else request.num_sequences
+            record.jobs = children(job, num_jobs)
+            generation = Generation(
+                self._means,
+                record,
+                reservation,
+                num_choices=request.num_sequences,
+                deadline=deadline,
+            )
+            held.callback(generation.settle)
+            choices = [
+                Choice(index, record.jobs[index % num_jobs], _text_stream(model, job.request))
+                for index in range(request.num_sequences)
+            ]
+            deltas = _deltas(generation, choices, request, model)
             await held.enter_async_context(aclosing(deltas))
             async for delta in deltas:
                 yield delta
-
-    async def _follow(
-        self,
-        job: Job,
-        record: RequestRecord,
-        text: TextStream,
-        deadline: float,
-        reservation: Reservation,
-    ) -> AsyncGenerator[Delta, None]:
-        """Yields the deltas of a job that is admitted by its tenant's limits."""
-        timeline = record.timeline
-        steps = self._dispatcher.run(job)
-        async with aclosing(steps):
-            while True:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        step = await anext(steps)
-                except TimeoutError:
-                    raise DeadlineExceeded(
-                        f"the request took longer than {self.config.request_deadline_s:g} s"
-                    ) from None
-                if job.request.client.max_tokens == 0:  # a worker makes one at least
-                    piece = text.push([], "length")
-                else:
-                    piece = text.push(step.token_ids, step.finish_reason)
-                now = time.monotonic()
-                elapsed_s = now - timeline.last_token_s
-                num_tokens, is_first = len(piece.token_ids), not record.num_sent
-                if num_tokens:
-                    self._observe_latency(job, elapsed_s, num_tokens, first=is_first)
-                    timeline.note_tokens(now)
-                record.num_sent += num_tokens
-                delta = delta_of(job, piece, step, record.num_sent, reservation, is_first=is_first)
-                self._metrics.generation_tokens.inc(num_tokens)
-                if piece.finish_reason:
-                    # Before the last delta, so that the worker is free however slow the client is,
-                    # and a client that asks again at once finds its tenant's limits as they are.
-                    await steps.aclose()
-                    self._settle(job, record, reservation)
-                    self._metrics.demand.ended(len(job.progress.output_token_ids))
-                yield delta
-                if piece.finish_reason:
-                    return
-
-    def _settle(self, job: Job, record: RequestRecord, reservation: Reservation) -> None:
-        """Counts what a request took of its tenant's limits; nothing if it was refused."""
-        was_left = job.state is JobState.CANCELLED and job.routing.num_submissions > 0
-        if job.progress.output_token_ids or job.state is JobState.ENDED or was_left:
-            self.tenants.settle(
-                reservation,
-                job.request.client.tenant,
-                prompt=len(job.request.token_ids),
-                cached=job.progress.cached_tokens,
-                completion=record.num_sent,
-            )
 
     async def _prepare(self, request: ClientRequest, model: LoadedModel, timeline: Timeline) -> Job:
         max_model_len, vocab_size = self.max_model_len, model.folder.config.vocab_size
@@ -305,6 +268,12 @@ class Generator:
         bad_words = await model.preparer.bad_words(request)
         grammar = await model.preparer.grammar(request)
         seed = request.sampling.seed
+        logprobs = request.logprobs
+        if logprobs is None and request.num_sequences > request.n:
+            logprobs = 0
+        if request.use_beam_search:
+            request = replace(request, sampling=Sampling(temperature=0.0))
+            logprobs = 2 * request.n
         stop_token_ids = set(request.stop_token_ids)
         if grammar or not request.ignore_eos:  # only an end token can end what has a form
             stop_token_ids.update(model.tokenizer.eos_token_ids)
@@ -317,21 +286,10 @@ class Generator:
             bad_words=[run for run in bad_words if max(run) < vocab_size],
             grammar=grammar,
             cache_salt=salt,
+            logprobs=logprobs,
+            prompt_logprobs=request.prompt_logprobs,
         )
         return Job(checked, Progress(block_hashes, timeline))
-
-    def _observe_latency(self, job: Job, elapsed_s: float, num_tokens: int, *, first: bool) -> None:
-        """Observes a latency; the autoscaler's meter gets it as a share of what its service level
-        allows."""
-        slo, metrics = self.config.autoscale, self._metrics
-        if first:
-            metrics.ttft_s.observe(elapsed_s)
-            allowed_s = slo.ttft_s + slo.ttft_token_s * len(job.request.token_ids)
-            metrics.demand.first_token(elapsed_s / allowed_s)
-            return
-        for _ in range(num_tokens):
-            metrics.itl_s.observe(elapsed_s / num_tokens)
-        metrics.demand.next_tokens(elapsed_s / num_tokens / slo.itl_s, num_tokens)
 
 
 def _with_template_options(request: ClientRequest, model: LoadedModel) -> ClientRequest:
@@ -357,10 +315,8 @@ def _parser(
     )
 
 
-def _text_stream(
-    request: PreparedRequest, tokenizer: Tokenizer, parser: Machine | None
-) -> TextStream:
-    client = request.client
+def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
+    client, tokenizer = request.client, model.tokenizer
     skips = client.skip_special_tokens
     prompt_text = ""
     if client.echo and isinstance(client.prompt, str) and client.truncate_prompt_tokens is None:
@@ -370,10 +326,34 @@ def _text_stream(
     return TextStream(
         tokenizer,
         client.stop,
-        parser,
+        _parser(model, client, request.token_ids),
         stop_token_ids=client.stop_token_ids,
         shows_stop=client.include_stop_str_in_output,
         skip_special_tokens=skips,
         min_tokens=client.sampling.min_tokens,
         prompt_text=prompt_text,
     )
+
+
+async def _deltas(
+    generation: Generation,
+    choices: Sequence[Choice],
+    request: ClientRequest,
+    model: LoadedModel,
+) -> AsyncGenerator[Delta, None]:
+    """Yields the deltas of all choices: beams, the best of several, or each as it is made."""
+    if request.use_beam_search:
+        ends = model.tokenizer.eos_token_ids
+        options = BeamOptions(request.n, request.length_penalty, ends, request.ignore_eos)
+        beams = await search(choices[0].job, options, generation.steps)
+        for choice, beam in zip(choices, beams, strict=True):
+            finish_reason = "stop" if beam.is_ended else "length"
+            yield generation.whole(choice, list(beam.token_ids), finish_reason)
+        return
+    made = interleave([generation.follow(choice) for choice in choices])
+    deltas = (delta async for _, delta in made)
+    if request.num_sequences > request.n:
+        deltas = best_of(deltas, request.n, shows_logprobs=request.logprobs is not None)
+    async with aclosing(made), aclosing(deltas):
+        async for delta in deltas:
+            yield delta

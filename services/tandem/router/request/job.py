@@ -21,6 +21,7 @@ Knows token ids, not text. What was made so far goes with the prompt wherever th
 and sampling is seeded by position: so it makes the same tokens there.
 """
 
+import asyncio
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,8 @@ class PreparedRequest:
     bad_words: list[list[int]] = field(default_factory=list)  # as runs of tokens
     grammar: str = ""  # of the completion; empty: any text
     cache_salt: bytes = b""
+    logprobs: int | None = None  # most likely tokens with each token; None: no log probabilities
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens
 
 
 @dataclass(slots=True)
@@ -84,6 +87,8 @@ class Progress:
     block_hashes: list[bytes]  # of the prompt, later of what was made too, as far as it was needed
     timeline: Timeline
     output_token_ids: list[int] = field(default_factory=list)
+    # Of the prompt from its second token on, if they were asked for.
+    prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
     cached_tokens: int = 0  # of the prompt, where its first token was made
     timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
     num_migrations: int = 0
@@ -124,12 +129,19 @@ class Routing:
 
 @dataclass(slots=True)
 class Job:
-    """One request on its way; `to` is the one place where its state changes."""
+    """One completion on its way; `to` is the one place where its state changes.
+
+    A request has one job or several (choices/). A job with a `parent` begins once that one's prompt
+    is committed, or it is over: it is placed where the parent is, if it can be, and shares its KV.
+    """
 
     request: PreparedRequest
     progress: Progress
     routing: Routing = field(default_factory=Routing)
     state: JobState = JobState.PLACING
+    index: int = 0  # among the jobs of its request
+    parent: "Job | None" = None
+    may_fork: asyncio.Event = field(default_factory=asyncio.Event)  # others may begin
 
     def to(self, state: JobState) -> None:
         self.state = transition(self.state, state, TRANSITIONS)
@@ -140,7 +152,13 @@ class Job:
 
     @property
     def request_id(self) -> str:
-        return self.request.client.request_id
+        request_id = self.request.client.request_id
+        return f"{request_id}.{self.index}" if self.index else request_id
+
+    @property
+    def worker(self) -> WorkerSnapshot | None:
+        """The decode worker that it was submitted to last."""
+        return self.routing.routed.placement.decode if self.routing.routed else None
 
     @property
     def num_tokens(self) -> int:
@@ -177,8 +195,6 @@ class Step:
     token_ids: list[int]
     finish_reason: str = ""
     logprobs: list[LogprobEntry] = field(default_factory=list)  # one each, if they were asked for
-    # With the first token: of the prompt from its second token on.
-    prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
 
 
 def submission(
@@ -199,7 +215,7 @@ def submission(
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
             cache_salt=request.cache_salt,
-            prompt_logprobs=request.client.prompt_logprobs,
+            prompt_logprobs=request.prompt_logprobs,
             grammar=request.grammar,
         ),
         prefill_candidates=[
@@ -219,7 +235,15 @@ def submission(
         ],
         trace=pb.TraceContext(**trace) if trace else None,
         losses_max=max(1, LOSSES_MAX - progress.num_lost),
+        fork_of=_fork_of(job, placement),
     )
+
+
+def _fork_of(job: Job, placement: Placement) -> str:
+    parent = job.parent
+    if parent is None or parent.is_over or (worker := parent.worker) is None:
+        return ""
+    return parent.request_id if worker.epoch == placement.decode.epoch else ""
 
 
 def _sampling(request: PreparedRequest) -> pb.Sampling:
@@ -236,5 +260,5 @@ def _sampling(request: PreparedRequest) -> pb.Sampling:
         logit_bias=sampling.logit_bias,
         min_tokens=sampling.min_tokens,
         bad_words=[TokenRun(ids=run) for run in request.bad_words],
-        logprobs=request.client.logprobs,
+        logprobs=request.logprobs,
     )

@@ -25,7 +25,7 @@ RUNNING = "running"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request; `job` is there from when its prompt is tokenized until it ends."""
+    """One request; its `jobs` are there from when its prompt is tokenized until it ends."""
 
     request_id: str
     kind: str
@@ -37,7 +37,7 @@ class RequestRecord:
     error: str = ""
     num_sent: int = 0
     e2e_s: float | None = None
-    job: Job | None = None
+    jobs: list[Job] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def fail(self, error: TandemError) -> None:
@@ -45,7 +45,7 @@ class RequestRecord:
 
     def end(self) -> None:
         self.e2e_s = time.monotonic() - self.timeline.began_s
-        self.facts, self.job = self._facts(), None
+        self.facts, self.jobs = self._facts(), []
         attributes: dict[str, str | int | float | bool] = {
             "gen_ai.usage.input_tokens": self.facts["usage"]["prompt_tokens"],
             "gen_ai.usage.output_tokens": self.num_sent,
@@ -84,7 +84,8 @@ class RequestRecord:
         }
 
     def _facts(self) -> dict[str, Any]:
-        job = self.job
+        """The first job's, which brought the prompt; of bytes, moves and losses the sum of all."""
+        job = self.jobs[0] if self.jobs else None
         progress = job.progress if job else None
         routed = job.routing.routed if job else None
         timings = progress.timings if progress else pb.SequenceTimings()
@@ -93,15 +94,15 @@ class RequestRecord:
             "decode_worker": routed.placement.decode.worker_id if routed else "",
             "prefill_worker": timings.prefill_worker_id,
             "transport": timings.transport,
-            "blocks_pulled": timings.blocks_pulled,
-            "bytes_pulled": timings.bytes_pulled,
+            "blocks_pulled": sum(job.progress.timings.blocks_pulled for job in self.jobs),
+            "bytes_pulled": sum(job.progress.timings.bytes_pulled for job in self.jobs),
             "usage": {
                 "prompt_tokens": len(job.request.token_ids) if job else 0,
                 "completion_tokens": self.num_sent,
                 "cached_tokens": progress.cached_tokens if progress else 0,
             },
-            "moves": progress.num_migrations if progress else 0,
-            "workers_lost": progress.num_lost if progress else 0,
+            "moves": sum(job.progress.num_migrations for job in self.jobs),
+            "workers_lost": sum(job.progress.num_lost for job in self.jobs),
         }
 
 

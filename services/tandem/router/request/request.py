@@ -16,8 +16,11 @@ from tandem.grammars.text import StructuredOutput
 from tandem.router.request.allowed import (
     BAD_WORD_CHARACTERS_MAX,
     BAD_WORDS_MAX,
+    BEAMS_MAX,
     BIAS_MAX,
     BIASES_MAX,
+    CHOICES_MAX,
+    LENGTH_PENALTY_MAX,
     LOGPROBS_MAX,
     PENALTY_MAX,
     REPETITION_PENALTY_MAX,
@@ -118,6 +121,10 @@ class ClientRequest:
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # the prompt's last tokens that are kept; -1: all fit
     add_special_tokens: bool = True  # of a prompt that is a text
+    n: int = 1  # completions of the prompt
+    best_of: int | None = None  # that `n` are the best of; None: `n`
+    use_beam_search: bool = False  # `n` beams
+    length_penalty: float = 1.0  # of beams
     tenant: str = ""  # empty: of nobody's own
     limits: Limits = NO_LIMITS  # of its API key
     client_id: str = ""  # the client's own name for the request; others may have the same
@@ -149,6 +156,48 @@ class ClientRequest:
         kept = self.truncate_prompt_tokens
         if kept is not None and kept != -1 and kept < 1:
             raise refusal("truncate_prompt_tokens", kept)
+        self._check_many()
+
+    def _check_many(self) -> None:
+        if not 1 <= self.n <= (BEAMS_MAX if self.use_beam_search else CHOICES_MAX):
+            raise refusal("n", self.n)
+        best_of_max = self.n if self.use_beam_search or self.kind == "chat" else CHOICES_MAX
+        if self.best_of is not None and not self.n <= self.best_of <= best_of_max:
+            raise refusal("best_of", self.best_of)
+        if not -LENGTH_PENALTY_MAX <= self.length_penalty <= LENGTH_PENALTY_MAX:
+            raise refusal("length_penalty", self.length_penalty)
+        if self.length_penalty != 1.0 and not self.use_beam_search:
+            raise refusal("length_penalty", self.length_penalty)
+        if self.use_beam_search and (name := self._is_not_for_beams()):
+            raise BadRequest(
+                f"{name} cannot be used with use_beam_search; leave it out", param=name
+            )
+
+    def _is_not_for_beams(self) -> str:
+        """Returns the name of a field that was set and has no meaning for beams; empty if none."""
+        sampling, chat = self.sampling, self.prompt
+        form = self.structured_output
+        is_set = {
+            "tools": isinstance(chat, Conversation) and bool(chat.tools),
+            "structured_output" if form is None else form.field: form is not None,
+            "presence_penalty": sampling.presence_penalty != 0.0,
+            "frequency_penalty": sampling.frequency_penalty != 0.0,
+            "repetition_penalty": sampling.repetition_penalty != 1.0,
+            "logit_bias": bool(sampling.logit_bias),
+            "min_tokens": sampling.min_tokens > 0,
+            "bad_words": bool(sampling.bad_words),
+            "stop": bool(self.stop),
+            "stop_token_ids": bool(self.stop_token_ids),
+            "logprobs": self.logprobs is not None,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "echo": self.echo,
+        }
+        return next((name for name, is_wrong in is_set.items() if is_wrong), "")
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of completions that are made at once: beams, or those that some are best of."""
+        return max(self.n, self.best_of or 1)
 
     def check_against(self, *, model: str, vocab_size: int, max_model_len: int) -> None:
         """Checks what it can before the prompt is tokenized. Raises BadRequest, ModelNotFound."""
@@ -227,7 +276,14 @@ class ClientRequest:
         allowed = limits.max_completion_tokens or math.inf
         if limits.tokens_per_minute:
             allowed = min(allowed, limits.tokens_per_minute - num_prompt_tokens)
-        return None if allowed == math.inf else int(allowed)
+        if allowed < self.num_sequences:
+            name = "n" if self.n == self.num_sequences else "best_of"
+            raise OverKeyLimit(
+                f"{name} is {self.num_sequences}; it must be at most {int(allowed)}, each with a "
+                f"token: {self._key_limits(num_prompt_tokens)}",
+                param=name,
+            )
+        return None if allowed == math.inf else int(allowed) // self.num_sequences
 
     def _key_limits(self, num_prompt_tokens: int) -> str:
         limits = self.limits

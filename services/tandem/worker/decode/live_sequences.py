@@ -18,6 +18,7 @@ from tandem.errors import WorkerLost
 from tandem.observability.logs import about
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.convert import logprobs_message
+from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState
 from tandem.worker.engine_process.messages import Remove
 from tandem.worker.kv_pulls.lease import PullStats
@@ -42,6 +43,13 @@ class LiveSequences:
 
     def get(self, sequence_id: str) -> DecodeSequence | None:
         return self._by_id.get(sequence_id)
+
+    def find(self, stream: RouterStream, request_id: str) -> str:
+        """Returns the id of a router's latest sequence for a request, empty if none is here."""
+        if not request_id:
+            return ""
+        found = [id_ for id_ in stream.sequence_ids if id_.rpartition("#")[0] == request_id]
+        return max(found, key=lambda id_: int(id_.rpartition("#")[2]), default="")
 
     def add(self, sequence: DecodeSequence) -> None:
         self._by_id[sequence.sequence_id] = sequence
@@ -73,8 +81,13 @@ class LiveSequences:
             token_ids=new.token_ids,
             logprobs=map(logprobs_message, new.logprobs),
             prompt_logprobs=map(logprobs_message, new.prompt_logprobs),
+            is_committed=sequence.num_sent < 2,
         )
         self._send_tokens(sequence, update)
+
+    def tell_committed(self, sequence: DecodeSequence) -> None:
+        """Tells that the pulled KV of the prompt is committed: the engine was told before."""
+        sequence.stream.push(_update(sequence, is_committed=True))
 
     def _send_tokens(self, sequence: DecodeSequence, update: pb.SequenceUpdate) -> None:
         if not sequence.num_sent:

@@ -121,6 +121,7 @@ class PromptPrefill:
             self._record(sequence, lease)
             sequence.to(SequenceState.RUNNING)
             self._link.send(messages.Commit(sequence.sequence_id, first_token_id))
+            self._sequences.tell_committed(sequence)
             return
         self._metrics.local_prefills.inc()
         self._prefill_here(sequence, reserved)

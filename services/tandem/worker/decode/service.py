@@ -141,6 +141,7 @@ class DecodeService:
             sequence_id=sequence_id,
             mode=Mode.WAITING_FOR_REMOTE_KV if candidates else Mode.LOCAL,
             remote_prefill_min_tokens=transfer.local_prefill_max_tokens + 1,
+            fork_of=self._sequences.find(stream, submit.fork_of),
         )
         holders = [h for h in submit.prefix_holders if h.worker_id != self._config.worker_id]
         span = NO_SPAN

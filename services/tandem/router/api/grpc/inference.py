@@ -104,13 +104,14 @@ class GrpcApi:
         async with aclosing(self._generator.generate(request, trace)) as deltas:
             async for delta in deltas:
                 trailers = dict(delta.limit_headers)
-                if wants_timing and delta.finish_reason and delta.timeline is not None:
+                if wants_timing and delta.total is not None and delta.timeline is not None:
                     trailers["server-timing"] = delta.timeline.server_timing()
-                if trailers and delta.finish_reason:
+                if trailers and delta.total is not None:
                     context.set_trailing_metadata(tuple(trailers.items()))
-                if delta.prompt_token_ids is not None and wants_placement:
+                if wants_placement:
                     placement = ((PLACEMENT_HEADER, delta.placement),)
                     await context.send_initial_metadata(placement)
+                    wants_placement = False
                 await self._send(context, _response(request.request_id, delta))
 
     async def _send(
@@ -188,6 +189,10 @@ def parse_request(body: bytes) -> ClientRequest:
         else None,
         add_special_tokens=not message.HasField("add_special_tokens") or message.add_special_tokens,
         structured_output=_structured_output(message),
+        n=message.n if message.HasField("n") else 1,
+        best_of=message.best_of if message.HasField("best_of") else None,
+        use_beam_search=message.use_beam_search,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
     )
 
 
@@ -247,6 +252,7 @@ def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
         tool_calls=[pb.ToolCallDelta(**asdict(call)) for call in delta.tool_calls],
         logprobs=map(_logprobs, delta.logprobs),
         prompt_logprobs=map(_logprobs, delta.prompt_logprobs),
+        index=delta.index,
     )
     if delta.prompt_token_ids is not None:
         response.prompt_tokens = delta.usage.prompt_tokens
@@ -256,7 +262,8 @@ def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
             response.stop_reason = delta.stop_reason
         elif delta.stop_reason is not None:
             response.stop_token_id = delta.stop_reason
-        response.usage.CopyFrom(pb.Usage(**asdict(delta.usage)))
+    if delta.total is not None:
+        response.usage.CopyFrom(pb.Usage(**asdict(delta.total)))
     return response
 
 

@@ -113,7 +113,7 @@ async def collect(
     deltas: AsyncGenerator[ChoiceDelta, None], replies: Replies
 ) -> tuple[dict[str, Any], Delta]:
     """Returns the body of an answer that is not streamed, and its last delta."""
-    made: list[list[Delta]] = [[] for _ in replies.parsed.requests]
+    made: list[list[Delta]] = [[] for _ in range(replies.parsed.num_choices)]
     last: Delta | None = None
     async with aclosing(deltas):
         async for index, last in deltas:

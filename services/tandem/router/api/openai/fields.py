@@ -16,11 +16,11 @@ _HINTS = ("prompt_cache_key", "prompt_cache_retention", "service_tier", "paralle
 IGNORED = frozenset((*_HINTS, "user", "metadata", "store", "safety_identifier"))
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)),
+    "best_of": (1,),  # of a chat
     "priority": (0,),
     "top_logprobs": (0,),  # of a completion, whose `logprobs` is a number
     "echo": (False,),  # of a chat
-    **dict.fromkeys(("use_beam_search", "continue_final_message"), (False,)),
+    "continue_final_message": (False,),
     **dict.fromkeys(("add_generation_prompt", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),

@@ -34,7 +34,7 @@ class Replies:
     tokenizer: Tokenizer | None = None  # None: no log probabilities are asked for
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)  # choices
-    _ended: list[Usage] = field(default_factory=list)  # of each choice that ended
+    _ended: list[Usage] = field(default_factory=list)  # of each prompt whose choices ended
     _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)  # of each choice
 
     @property
@@ -54,7 +54,8 @@ class Replies:
             body["prompt_token_ids"] = choices[0][0].prompt_token_ids
         if self.parsed.prompt_logprobs is not None and self.is_chat:
             body["prompt_logprobs"] = self._of_choice(0).prompt(choices[0][0])
-        body["usage"] = usage_body(summed(deltas[-1].usage for deltas in choices))
+        totals = (delta.total for deltas in choices for delta in deltas)
+        body["usage"] = usage_body(summed(total for total in totals if total is not None))
         return body
 
     def _whole_choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -90,8 +91,8 @@ class Replies:
         if message or delta.finish_reason or self._tells_each_token:
             chunks.append(self._chunk(index, message, delta))
         self._begun.add(index)
-        if delta.finish_reason:
-            self._ended.append(delta.usage)
+        if delta.total is not None:
+            self._ended.append(delta.total)
             if self.parsed.include_usage and len(self._ended) == len(self.parsed.requests):
                 usage = usage_body(summed(self._ended))
                 chunks.append({**self._chunk_head(), "choices": [], "usage": usage})
@@ -146,7 +147,7 @@ class Replies:
     def _of_choice(self, index: int) -> ChoiceLogprobs:
         if index not in self._logprobs:
             assert self.tokenizer is not None
-            request = self.parsed.requests[index]
+            request = self.parsed.request_of(index)
             self._logprobs[index] = ChoiceLogprobs(self.tokenizer, self.parsed, request)
         return self._logprobs[index]
 

@@ -22,7 +22,7 @@ from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import drop_unknown, strip_unused
 from tandem.router.api.openai.structured import Strict, StructuredFields
 from tandem.router.api.openai.tools import SentToolCall, Tool, ToolChoice
-from tandem.router.request.allowed import ALLOWED, LOGPROBS_MAX, name_prompt, refusal
+from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, LOGPROBS_MAX, name_prompt, refusal
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.request import ClientRequest, Prompt, Sampling
 
@@ -33,7 +33,7 @@ _ROLE_ALIASES = {"developer": "system"}
 _ALTERNATIVES = ("str", "list[int]", "list[str]")
 COMPLETION_LOGPROBS_MAX = 5  # OpenAI's, of completions
 # Each prompt is a request of its own for the workers, which queue 256 by default.
-PROMPTS_MAX = 128
+PROMPTS_MAX = CHOICES_MAX
 _ALLOWED = {
     **ALLOWED,
     "prompt": f"{ALLOWED['prompt']}, or a list of at most {PROMPTS_MAX} such prompts",
@@ -151,6 +151,9 @@ class _Body(StructuredFields):
     truncate_prompt_tokens: int | None = Field(None, description=ALLOWED["truncate_prompt_tokens"])
     return_tokens_as_token_ids: bool = False
     add_special_tokens: bool = Field(True, description=ALLOWED["add_special_tokens"])
+    n: int = Field(1, description=ALLOWED["n"])
+    use_beam_search: bool = Field(False, description=ALLOWED["use_beam_search"])
+    length_penalty: float = Field(1.0, description=ALLOWED["length_penalty"])
 
     default_max_tokens: ClassVar[int | None] = None
 
@@ -159,6 +162,8 @@ class _Body(StructuredFields):
             raise refusal("stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise _refusal("prompt_logprobs")
+        if self.use_beam_search and self.stream:
+            raise refusal("use_beam_search", "true")
         sampling = self.model_dump(include=_SAMPLING)
         sampling["logit_bias"] = _by_token_id(self.logit_bias)
         return ClientRequest(
@@ -178,8 +183,16 @@ class _Body(StructuredFields):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             add_special_tokens=self.add_special_tokens,
             structured_output=self.structured_output(),
+            n=self.n,
+            best_of=self.num_made(),
+            use_beam_search=self.use_beam_search,
+            length_penalty=self.length_penalty,
             request_id=request_id,
         )
+
+    def num_made(self) -> int | None:
+        """Returns how many completions are made for the best of them; None: no more than `n`."""
+        return None
 
     def num_logprobs(self) -> int | None:
         """Returns how many most likely tokens go with each token's log probability, None for no
@@ -231,6 +244,13 @@ class CompletionBody(_Body):
         None, description=_ALLOWED["logprobs"]
     )
     echo: bool = False
+    best_of: int | None = Field(None, description=ALLOWED["best_of"])
+
+    def num_made(self) -> int | None:
+        """Returns `best_of`, which a stream cannot have: the best are known at the end."""
+        if self.stream and self.best_of not in (None, self.n):
+            raise refusal("best_of", self.best_of)
+        return self.best_of
 
     def num_logprobs(self) -> int | None:
         """Returns what `logprobs` asks for, as OpenAI bounds it."""
@@ -297,7 +317,7 @@ class ChatBody(ConversationFields, _Body):
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """The requests of one body, one for each choice, and the form of the answer to them."""
+    """The requests of one body, one for each prompt, and the form of the answer to them."""
 
     request_id: str
     requests: tuple[ClientRequest, ...]  # not empty, all of one kind
@@ -307,6 +327,14 @@ class ParsedRequest:
     return_token_ids: bool
     prompt_logprobs: int | None  # as the client asked; an echo may ask the workers for more
     tokens_as_ids: bool
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.requests) * self.requests[0].n
+
+    def request_of(self, choice: int) -> ClientRequest:
+        """Returns the request of a choice: those of a prompt follow each other."""
+        return self.requests[choice // self.requests[0].n]
 
 
 def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:
@@ -333,6 +361,10 @@ def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
             is_about_one = error.param == "prompt" and len(prompts) > 1
             raise name_prompt(error, index) if is_about_one else error from None
         requests.append(request)
+    num_sequences = len(requests) * requests[0].num_sequences
+    if num_sequences > CHOICES_MAX:
+        name = "n" if requests[0].num_sequences == requests[0].n else "best_of"
+        raise refusal(name, f"{requests[0].num_sequences} for each of {len(requests)} prompts")
     return _told(parsed, request_id, *requests)
 
 

@@ -60,8 +60,9 @@ class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates one completion and streams it as it is made. The last message has finish_reason and
-        usage; nothing follows it. Cancelling the call frees everything the request holds.
+        """Generates completions of one prompt (one by default) and streams them as they are made. Each
+        message is about the choice `index`, whose last one has finish_reason. The last message of all
+        has usage; nothing follows it. Cancelling the call frees everything the request holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

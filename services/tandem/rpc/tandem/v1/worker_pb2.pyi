@@ -100,7 +100,7 @@ class TraceContext(_message.Message):
     def __init__(self, traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class SubmitSequence(_message.Message):
-    __slots__ = ("request_id", "attempt", "input", "prefill_candidates", "prefix_holders", "trace", "losses_max")
+    __slots__ = ("request_id", "attempt", "input", "prefill_candidates", "prefix_holders", "trace", "losses_max", "fork_of")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class SubmitSequence(_message.Message):
     PREFIX_HOLDERS_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     LOSSES_MAX_FIELD_NUMBER: _ClassVar[int]
+    FORK_OF_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     input: SequenceInput
@@ -115,7 +116,8 @@ class SubmitSequence(_message.Message):
     prefix_holders: _containers.RepeatedCompositeFieldContainer[PrefixHolder]
     trace: TraceContext
     losses_max: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., losses_max: _Optional[int] = ...) -> None: ...
+    fork_of: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., losses_max: _Optional[int] = ..., fork_of: _Optional[str] = ...) -> None: ...
 
 class CancelSequence(_message.Message):
     __slots__ = ("request_id",)
@@ -168,7 +170,7 @@ class LogprobEntry(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SequenceUpdate(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "finish_reason", "error", "cached_tokens", "timings", "num_preemptions", "workers_lost", "logprobs", "prompt_logprobs")
+    __slots__ = ("request_id", "attempt", "token_ids", "finish_reason", "error", "cached_tokens", "timings", "num_preemptions", "workers_lost", "logprobs", "prompt_logprobs", "is_committed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +182,7 @@ class SequenceUpdate(_message.Message):
     WORKERS_LOST_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    IS_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -191,7 +194,8 @@ class SequenceUpdate(_message.Message):
     workers_lost: int
     logprobs: _containers.RepeatedCompositeFieldContainer[LogprobEntry]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[LogprobEntry]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[SequenceTimings, _Mapping]] = ..., num_preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ...) -> None: ...
+    is_committed: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[SequenceTimings, _Mapping]] = ..., num_preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., is_committed: bool = ...) -> None: ...
 
 class WorkerError(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")

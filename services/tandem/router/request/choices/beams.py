@@ -1,0 +1,124 @@
+"""Beam search, by the definition of vLLM 0.11's OpenAI server (`use_beam_search`).
+
+`width` beams begin as one, the prompt. A step takes the 2 x `width` most likely next tokens of each
+beam, with the model's own log probabilities:
+
+- An end token completes the beam: it leaves with its log probability, and none of the `width`
+  others is given up for it. With `ignore_eos` an end token is a token like any other.
+- Of all other candidates the `width` with the highest cumulative log probability go on.
+
+After `max_tokens` steps those that were completed and those that still run are ranked by
+
+    cumulative log probability / (number of tokens ** length penalty)
+
+where the tokens are the prompt's and the completion's, less an end token at the end. The `width`
+best are the answer. Among equal ones the earlier beam, and then the more likely token, is first.
+
+vLLM knows one end token; here each end token of the model completes a beam. As there, temperature,
+filters and seed have no effect.
+
+A beam's next token is a job of its own with one token to make. It is placed where the job before it
+was, whose blocks are cached there. One that is lost or refused is submitted again as any job is,
+with equal results.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from itertools import count
+
+from tandem.router.metrics.timeline import Timeline
+from tandem.router.request.choices.interleave import interleave
+from tandem.router.request.job import Job, Progress, Step
+from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOptions:
+    width: int
+    length_penalty: float
+    end_token_ids: Collection[int]
+    ignores_end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A completion so far; `source` is the index of the beam that its last token extended."""
+
+    token_ids: tuple[int, ...] = ()
+    logprob: float = 0.0  # of all its tokens
+    source: int = 0
+    is_ended: bool = False
+
+
+async def search(
+    job: Job, options: BeamOptions, run: Callable[[Job], AsyncGenerator[Step, None]]
+) -> list[Beam]:
+    """Returns the best beams, the best first. `job` is prepared for all its tokens; `run` runs one
+    until it ends. The first step is `job` itself: its way and times are the request's."""
+    num_steps = job.request.max_tokens
+    job.request = replace(job.request, max_tokens=1)
+    running, completed, jobs = [Beam()], list[Beam](), [job]
+    numbers = count(1)
+    for _ in range(num_steps):
+        found = await _next_tokens(jobs, run)
+        running, ended = extend(running, found, options)
+        completed += ended
+        jobs = [_job(beam, jobs[beam.source], next(numbers)) for beam in running]
+    return ranked([*completed, *running], len(job.request.token_ids), options)
+
+
+def extend(
+    beams: Sequence[Beam], found: Sequence[LogprobEntry], options: BeamOptions
+) -> tuple[list[Beam], list[Beam]]:
+    """Returns the beams that go on, and those that end, by the most likely tokens after each."""
+    candidates = [
+        Beam(
+            (*beam.token_ids, token_id),
+            beam.logprob + logprob,
+            source,
+            is_ended=not options.ignores_end and token_id in options.end_token_ids,
+        )
+        for source, (beam, entry) in enumerate(zip(beams, found, strict=True))
+        for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+    ]
+    going_on = [beam for beam in candidates if not beam.is_ended]
+    going_on.sort(key=lambda beam: beam.logprob, reverse=True)  # stable
+    return going_on[: options.width], [beam for beam in candidates if beam.is_ended]
+
+
+def ranked(beams: Sequence[Beam], num_prompt_tokens: int, options: BeamOptions) -> list[Beam]:
+    """Returns the best beams of all, the best first."""
+
+    def score(beam: Beam) -> float:
+        ends = bool(beam.token_ids) and beam.token_ids[-1] in options.end_token_ids
+        num_tokens = num_prompt_tokens + len(beam.token_ids) - ends
+        return float(beam.logprob / num_tokens**options.length_penalty)
+
+    return sorted(beams, key=score, reverse=True)[: options.width]
+
+
+async def _next_tokens(
+    jobs: Sequence[Job], run: Callable[[Job], AsyncGenerator[Step, None]]
+) -> list[LogprobEntry]:
+    """Runs all jobs to their end; returns what each found most likely next."""
+    found: dict[int, LogprobEntry] = {}
+    async with aclosing(interleave([run(job) for job in jobs])) as steps:
+        async for index, step in steps:
+            if step.logprobs:
+                found[index] = step.logprobs[0]
+    for job in jobs:
+        job.parent = None  # else each step keeps all before it
+    return [found[index] for index in range(len(jobs))]
+
+
+def _job(beam: Beam, source: Job, index: int) -> Job:
+    """Returns the job for the token after a beam; `source` is the job that made its last token."""
+    request = replace(source.request, max_tokens=len(beam.token_ids) + 1)
+    progress = Progress(
+        list(source.progress.block_hashes),
+        Timeline(),
+        list(beam.token_ids),
+        num_lost=source.progress.num_lost,  # over all steps: a beam that crashes workers ends
+    )
+    return Job(request, progress, index=index, parent=source)

@@ -1,0 +1,49 @@
+"""The jobs of one request that asks for several completions of its prompt.
+
+    child 0       as the job of a request with n = 1 is
+    child 1...    they begin once child 0's prompt is committed at its decode worker, or child 0 is
+                  over; they are placed on that worker if it takes them, and share its blocks there
+
+So the prompt is computed once, its KV crosses once, and no block is shared that a read may still
+write. Each child has its own tokens and its own way: refusal, preemption, migration and loss are
+those of any request.
+"""
+
+from dataclasses import replace
+
+from tandem.router.metrics.timeline import Timeline
+from tandem.router.request.job import Job, Progress
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Returns the seed of a child: the request's for child 0, else number `index` of SplitMix64
+    that begins at the request's seed (Steele, Lea and Flood, 2014)."""
+    if not index:
+        return seed
+    z = (seed + index * _GAMMA) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def children(job: Job, count: int) -> list[Job]:
+    """Returns the jobs of a request: `job`, and `count` - 1 others that fork of it."""
+    return [job, *(_child(job, index) for index in range(1, count))]
+
+
+def _child(parent: Job, index: int) -> Job:
+    request = replace(
+        parent.request,
+        seed=child_seed(parent.request.seed, index),
+        prompt_logprobs=None,  # the parent's are all of theirs
+    )
+    timeline = Timeline(parent.progress.timeline.span)
+    return Job(
+        request,
+        Progress(list(parent.progress.block_hashes), timeline),
+        index=index,
+        parent=parent,
+    )

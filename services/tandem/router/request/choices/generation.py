@@ -1,0 +1,176 @@
+"""One admitted request: its choices, their deltas, and what it took of its tenant's limits.
+
+Each choice follows a job of its own (children.py). The request is over when all have ended: the
+last delta of all has the `total`, and the reservation is settled before it goes out.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from tandem.config.autoscale import AutoscaleConfig
+from tandem.errors import DeadlineExceeded
+from tandem.router.limits.limiter import Reservation
+from tandem.router.limits.meter import TenantMeter
+from tandem.router.metrics.router import Metrics
+from tandem.router.request.delta import Delta, Usage
+from tandem.router.request.dispatcher import Dispatcher
+from tandem.router.request.job import Job, JobState, Step
+from tandem.router.request.log import RequestRecord
+from tandem.router.request.text import Piece, TextStream
+from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
+
+
+@dataclass(slots=True)
+class Choice:
+    """One completion: the job that makes its tokens, and their text."""
+
+    index: int
+    job: Job
+    text: TextStream
+    num_sent: int = 0  # tokens
+    is_begun: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What all generations of a router use."""
+
+    dispatcher: Dispatcher
+    metrics: Metrics
+    tenants: TenantMeter
+    slo: AutoscaleConfig
+    deadline_s: float  # of a request
+
+
+class Generation:
+    """`record` has the request's jobs, the first one being child 0; `deadline` is the loop's."""
+
+    def __init__(
+        self,
+        means: Means,
+        record: RequestRecord,
+        reservation: Reservation,
+        *,
+        num_choices: int,
+        deadline: float,
+    ) -> None:
+        self._means = means
+        self._record = record
+        self._reservation = reservation
+        self._first = record.jobs[0]
+        self._num_open = num_choices
+        self._deadline = deadline
+
+    async def follow(self, choice: Choice) -> AsyncGenerator[Delta, None]:
+        """Yields the deltas of a choice, until it ends."""
+        async with aclosing(self.steps(choice.job)) as steps:
+            async for step in steps:
+                if choice.job.request.client.max_tokens == 0:  # a worker makes one at least
+                    piece = choice.text.push([], "length")
+                else:
+                    piece = choice.text.push(step.token_ids, step.finish_reason)
+                self._note(choice, len(piece.token_ids))
+                if piece.finish_reason:
+                    # Before the last delta, so that the worker is free however slow the client is,
+                    # and a client that asks again at once finds its tenant's limits as they are.
+                    await steps.aclose()
+                yield self._delta(choice, piece, step.logprobs)
+                if piece.finish_reason:
+                    return
+
+    def whole(self, choice: Choice, token_ids: list[int], finish_reason: str) -> Delta:
+        """Returns the one delta of a choice that was made elsewhere."""
+        piece = choice.text.push(token_ids, finish_reason)
+        self._note(choice, len(piece.token_ids))
+        return self._delta(choice, piece, [])
+
+    async def steps(self, job: Job) -> AsyncGenerator[Step, None]:
+        """Yields the steps of a job. Raises DeadlineExceeded when the request's time is over."""
+        async with aclosing(self._means.dispatcher.run(job)) as steps:
+            while True:
+                try:
+                    async with asyncio.timeout_at(self._deadline):
+                        step = await anext(steps)
+                except TimeoutError:
+                    raise DeadlineExceeded(
+                        f"the request took longer than {self._means.deadline_s:g} s"
+                    ) from None
+                except StopAsyncIteration:
+                    return
+                yield step
+
+    def _delta(self, choice: Choice, piece: Piece, logprobs: list[LogprobEntry]) -> Delta:
+        """Returns the delta of new text; the one that ends the last open choice settles all."""
+        job, record, first = choice.job, self._record, self._first
+        num_tokens = len(piece.token_ids)
+        choice.num_sent += num_tokens
+        record.num_sent += num_tokens
+        self._means.metrics.generation_tokens.inc(num_tokens)
+        cached_tokens = first.progress.cached_tokens
+        prompt_token_ids = first.request.token_ids
+        total = None
+        if piece.finish_reason:
+            self._num_open -= 1
+            if not self._num_open:
+                self.settle()
+                self._means.metrics.demand.ended(self._num_made)
+                total = Usage(len(prompt_token_ids), record.num_sent, cached_tokens)
+        is_first, choice.is_begun = not choice.is_begun, True
+        return Delta(
+            text=piece.text,
+            token_ids=piece.token_ids,
+            usage=Usage(len(prompt_token_ids), choice.num_sent, cached_tokens),
+            finish_reason=piece.finish_reason,
+            prompt_token_ids=prompt_token_ids if is_first else None,
+            stop_reason=piece.stop_reason,
+            logprobs=logprobs[: len(piece.token_ids)],
+            prompt_logprobs=first.progress.prompt_logprobs if is_first else [],
+            placement=job.routing.routed.reason if job.routing.routed else "",
+            timeline=record.timeline,
+            limit_headers=self._reservation.headers,
+            reasoning=piece.reasoning,
+            tool_calls=piece.tool_calls,
+            index=choice.index,
+            total=total,
+        )
+
+    def settle(self) -> None:
+        """Counts what the request took of its tenant's limits, once; nothing if it was refused."""
+        if any(_took(job) for job in self._record.jobs):
+            self._means.tenants.settle(
+                self._reservation,
+                self._first.request.client.tenant,
+                prompt=len(self._first.request.token_ids),
+                cached=self._first.progress.cached_tokens,
+                completion=self._record.num_sent,
+            )
+
+    @property
+    def _num_made(self) -> int:
+        of_jobs = sum(len(job.progress.output_token_ids) for job in self._record.jobs)
+        return max(of_jobs, self._record.num_sent)
+
+    def _note(self, choice: Choice, num_tokens: int) -> None:
+        """Observes the latency of new tokens; the autoscaler's meter gets it as a share of what its
+        service level allows. The request's first token is child 0's."""
+        if not num_tokens:
+            return
+        now, timeline = time.monotonic(), choice.job.progress.timeline
+        elapsed_s, slo, metrics = now - timeline.last_token_s, self._means.slo, self._means.metrics
+        timeline.note_tokens(now, num_tokens)
+        if choice.num_sent:
+            for _ in range(num_tokens):
+                metrics.itl_s.observe(elapsed_s / num_tokens)
+            metrics.demand.next_tokens(elapsed_s / num_tokens / slo.itl_s, num_tokens)
+        elif not choice.index:
+            metrics.ttft_s.observe(elapsed_s)
+            allowed_s = slo.ttft_s + slo.ttft_token_s * len(choice.job.request.token_ids)
+            metrics.demand.first_token(elapsed_s / allowed_s)
+
+
+def _took(job: Job) -> bool:
+    was_left = job.state is JobState.CANCELLED and job.routing.num_submissions > 0
+    return bool(job.progress.output_token_ids) or job.state is JobState.ENDED or was_left
