@@ -1,6 +1,7 @@
 """Measures what a JSON schema costs a decode step, at batch 1, 8 and 32.
 
     .venv/bin/python benchmarks/structured.py [--model smollm2] [--tokens 48] [--repeats 3]
+        [--forced-max 0]
 
 Each batch runs with and without the schema in turn; the fastest of the repeats counts.
 """
@@ -52,10 +53,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--forced-max", type=int, default=EngineConfig(model="").forced_max)
     asked = parser.parse_args()
     folder = resolve(asked.model)
     config = EngineConfig(
-        model=asked.model, num_threads=asked.threads, num_blocks=1024, itl_target_s=0.0
+        model=asked.model,
+        num_threads=asked.threads,
+        num_blocks=1024,
+        itl_target_s=0.0,
+        forced_max=asked.forced_max,
     )
     compiler = GrammarCompiler.of(folder)
     engine = Engine(config, ModelRunner(folder, config), folder.fingerprint, compiler)

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tandem.models.source import ModelFolder, read_folder
+from tandem.models.source import ModelFolder, read_folder, resolve
 
 _SIZES = {
     "vocab_size": 203,
@@ -82,3 +82,14 @@ def make_tiny_model(family: str, path: Path) -> tuple[ModelFolder, PreTrainedMod
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
     return read_folder(path), model
+
+
+def make_random_speaker(path: Path) -> ModelFolder:
+    """A tiny random model in fp32 with the built-in model's tokenizer and chat template."""
+    torch.manual_seed(7)
+    config = LlamaConfig(**(_SIZES | {"vocab_size": 49152, "head_dim": 16, "eos_token_id": 2}))
+    LlamaForCausalLM(config).save_pretrained(path)
+    for file in resolve("smollm2").path.iterdir():
+        if not (path / file.name).exists() and file.suffix != ".safetensors":
+            (path / file.name).symlink_to(file)
+    return read_folder(path)

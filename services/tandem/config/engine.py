@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from tandem.config.groups import ENGINE, ModelName, ModelRevision
 from tandem.errors import ConfigError
-from tandem.options import Options, Positive, PositiveOrNone, Seconds
+from tandem.options import Constant, Options, Positive, PositiveOrNone, Seconds
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -68,3 +68,6 @@ class EngineConfig(EngineOptions):
 
     model: ModelName
     model_revision: ModelRevision = ""
+    # Tokens that a grammar forces in a row are computed together, so many at most: more of them
+    # would delay the other sequences. 0: one by one. It changes no token.
+    forced_max: Constant[int] = 16

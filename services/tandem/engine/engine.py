@@ -317,8 +317,8 @@ class Engine:
             sequence.status = Status.HELD
             self._pending.prefilled(sequence, token_id, logprobs)
         else:
-            sequence.append(token_id)
-            self._end_if_over(sequence, token_id, logprobs=logprobs)
+            new = sequence.append_drawn(token_id, self.max_model_len, self._config.forced_max)
+            self._end_if_over(sequence, *new, logprobs=logprobs)
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
         """Lets others find what became full. A block that is there already takes its place."""

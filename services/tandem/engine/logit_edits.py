@@ -76,7 +76,11 @@ class LogitEdits:
         banned = self._banned()
         mask = None
         if self.grammar is not None:
-            mask = _without(self.grammar.mask, banned)
+            forced = self.grammar.forced
+            if forced is not None and forced not in banned:
+                mask = _only(forced, len(self.grammar.mask))
+            else:
+                mask = _without(self.grammar.mask, banned)
             banned = []
         size = len(self._places)
         if not (size or banned or mask is not None):
@@ -89,6 +93,11 @@ class LogitEdits:
             banned,
             mask,
         )
+
+    def find_forced(self) -> int | None:
+        """Returns the next token if it is certain, whatever the model says."""
+        forced = None if self.grammar is None else self.grammar.find_forced()
+        return None if forced is None or forced in self._banned() else forced
 
     def _banned(self) -> list[int]:
         banned = list(self._bad_tokens)
@@ -109,6 +118,13 @@ class LogitEdits:
             self._scales = np.concatenate((self._scales, np.ones_like(self._scales)))
         self._ids[place] = token_id
         return place
+
+
+def _only(token_id: int, num_words: int) -> Mask:
+    """Returns a mask that allows one token."""
+    words = np.zeros(num_words, np.uint32)
+    words[token_id // 32] = 1 << token_id % 32
+    return words.view(np.int32)
 
 
 def _without(mask: Mask, banned: list[int]) -> Mask:

@@ -182,6 +182,23 @@ class Sequence:
             parent = self.block_hashes[-1] if self.block_hashes else self.chain_root
             self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_size :]))
 
+    def append_drawn(self, token_id: int, max_model_len: int, forced_max: int) -> list[int]:
+        """Appends a drawn token and at most `forced_max` that its grammar forces after it. Returns
+        all of them; none follows one that ends the sequence."""
+        self.append(token_id)
+        new = [token_id]
+        edits, wants_logprobs = self.edits, self.spec.sampling.logprobs is not None
+        if edits is None or wants_logprobs:  # the model's logits tell the log probabilities
+            return new
+        while len(new) <= forced_max:
+            if finish_reason(self.spec, self.token_ids, max_model_len):
+                break
+            if (forced := edits.find_forced()) is None:
+                break
+            self.append(forced)
+            new.append(forced)
+        return new
+
     def hold(
         self, block_table: list[int], num_cached_blocks: int, parent: Sequence | None = None
     ) -> BlockCopy | None:

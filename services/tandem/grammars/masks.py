@@ -4,8 +4,12 @@
     mask thread      while the model computes a step: takes the tokens since the last step into
                      account, then fills the mask, a bit for each token of the vocabulary
 
-Both run without the GIL for most of their time. A matcher that fails, because its work exceeds
-llguidance's limits or because a token is not allowed, stays failed: the engine ends its sequence.
+Where the grammar leaves only one text, its usual tokens are forced: no other spelling of it may
+come. So the engine may append them without asking the model, and does not have to.
+
+Both threads run without the GIL for most of their time. A matcher that fails, because its work
+exceeds llguidance's limits or because a token is not allowed, stays failed: the engine ends its
+sequence.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ class GrammarMatcher:
         # llguidance fills whole words, of its own vocabulary.
         self._vocab_size = vocab_size
         self.mask: Mask = np.zeros(-(-vocab_size // 32), np.int32)
+        self.forced: int | None = None  # the token that `mask` allows in the first place
         self.error = ""
 
     @property
@@ -50,19 +55,20 @@ class GrammarMatcher:
         """Takes a token of the completion into account, with the next `update`."""
         self._token_ids.append(token_id)
 
+    def find_forced(self) -> int | None:
+        """Returns the next token if the grammar forces it. It follows from the tokens so far."""
+        if (matcher := self._catch_up()) is None:
+            return None
+        forced = matcher.compute_ff_tokens()
+        is_known = bool(forced) and forced[0] < self._vocab_size
+        return forced[0] if is_known else None
+
     def update(self) -> None:
         """Makes the mask of the next token, or sets `error`."""
-        if self.error:
+        self.forced = self.find_forced()
+        matcher = self._matcher
+        if self.error or matcher is None:
             return
-        try:
-            matcher = self._matcher
-            if matcher is None:
-                matcher = self._matcher = self._compiled.result().deep_copy()
-        except TandemError as error:
-            self.error = error.message
-            return
-        matcher.consume_tokens(self._token_ids[self._num_consumed :])
-        self._num_consumed = len(self._token_ids)
         words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(self.mask)].copy()
         if past := self._vocab_size % 32:
             words[-1] &= (1 << past) - 1
@@ -71,6 +77,20 @@ class GrammarMatcher:
             self.error = next(iter(matcher.get_error().splitlines()), "the matcher failed")
         elif not words.any():
             self.error = "no token may follow"
+
+    def _catch_up(self) -> LLMatcher | None:
+        """Returns the matcher after all tokens; None, with `error`, without one."""
+        if self.error:
+            return None
+        try:
+            if self._matcher is None:
+                self._matcher = self._compiled.result().deep_copy()
+        except TandemError as error:
+            self.error = error.message
+            return None
+        self._matcher.consume_tokens(self._token_ids[self._num_consumed :])
+        self._num_consumed = len(self._token_ids)
+        return self._matcher
 
 
 class GrammarMasks:

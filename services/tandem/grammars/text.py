@@ -8,7 +8,8 @@ import llguidance
 
 from tandem.errors import BadRequest
 
-Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+# "lark" is Tandem's own grammar: no client writes one.
+Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark"]
 
 SOURCE_BYTES_MAX = 128 << 10
 DEPTH_MAX = 100  # of nested brackets in a schema
@@ -51,6 +52,8 @@ def grammar_text(wanted: StructuredOutput) -> str:
                 return llguidance.LLMatcher.grammar_from_regex(wanted.source)
             case "grammar":
                 return llguidance.grammar_from("grammar", wanted.source)
+            case "lark":
+                return llguidance.LLMatcher.grammar_from_lark(wanted.source)
     except (ValueError, RecursionError) as error:
         raise refused(wanted.field, str(error)) from None
 
@@ -61,22 +64,21 @@ def refused(field: str, why: str) -> BadRequest:
     return BadRequest(f"{field} cannot be followed: {reason[:300]}", param=field)
 
 
-def tool_calls_schema(tools: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the JSON schema of one call of one of the tools, given the schemas of their
-    arguments by name: `{"name": ..., "arguments": {...}}`. A named tool is given alone."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": arguments or {"type": "object"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name, arguments in tools.items()
-    ]
-    return {"anyOf": calls}
+def embedded_schema(schema: object, *, is_lenient: bool) -> str:
+    """Returns a schema with the compiler's options in it, as JSON to embed in a grammar. Raises
+    ValueError for what is no schema."""
+    options = {"whitespace_pattern": _WHITESPACE, "lenient": is_lenient}
+    return json.dumps({**_checked_schema(schema), "x-guidance": options})
 
 
 def _json_grammar(schema: object, *, lenient: bool) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        json.dumps(_checked_schema(schema)),
+        overrides={"whitespace_pattern": _WHITESPACE, "lenient": lenient},
+    )
+
+
+def _checked_schema(schema: object) -> dict[str, Any]:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -84,10 +86,7 @@ def _json_grammar(schema: object, *, lenient: bool) -> str:
     if _depth(schema) > DEPTH_MAX:
         raise ValueError(f"the schema is nested more than {DEPTH_MAX} deep")
     # Ours, not the schema's: it must not set the compiler's options.
-    schema = {name: value for name, value in schema.items() if name != "x-guidance"}
-    return llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE, "lenient": lenient}
-    )
+    return {name: value for name, value in schema.items() if name != "x-guidance"}
 
 
 def _depth(value: object) -> int:

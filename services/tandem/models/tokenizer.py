@@ -45,6 +45,7 @@ class Tokenizer:
             added = self._tokenizer.get_added_tokens_decoder()
             self._control_strings = ControlStrings(self._tokenizer, nonce or secrets.token_hex(16))
         self._strips_spaces = any(token.lstrip or token.rstrip for token in added.values())
+        self._added_ids = frozenset(added)
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._pieces: dict[int, bytes] = {}
         self.is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
@@ -191,6 +192,11 @@ class Tokenizer:
     def nonce(self) -> str:
         """The nonce for further tokenizers of this folder. No client may learn it."""
         return self._control_strings.nonce
+
+    def added_token_id(self, string: str) -> int | None:
+        """Returns the id of a token that is never made of others, special or not."""
+        token_id: int | None = self._tokenizer.token_to_id(string)
+        return token_id if token_id in self._added_ids else None
 
     def special_ids(self, strings: Iterable[str]) -> frozenset[int]:
         """Returns the ids of those strings that are special tokens."""

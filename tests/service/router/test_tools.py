@@ -12,49 +12,19 @@ import pytest
 
 from tandem.client import InferenceStub
 from tandem.client import inference as pb
-from tandem.models.source import resolve
+from tests.harness.models import HERMES_TEMPLATE, with_template
 from tests.harness.scripted_worker import saying
 from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 EOS = 2
-# The shape of Qwen 3's template, and Hermes' calls.
-TEMPLATE = """{%- if tools %}
-{{- '<|im_start|>system\\n# Tools\\n' }}
-{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
-{%- else %}
-{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
-{%- for call in m.tool_calls or [] %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments | tojson + '}\\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}
-{{- '<think>\\n\\n</think>\\n\\n' }}
-{%- endif %}
-{%- endif %}
-"""
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model with another chat template."""
-    folder: Path = tmp_path_factory.mktemp("model") / "tiny"
-    folder.mkdir()
-    for file in resolve("smollm2").path.iterdir():
-        (folder / file.name).symlink_to(file)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return with_template(tmp_path_factory.mktemp("model") / "tiny", HERMES_TEMPLATE)
 
 
 WEATHER = {
@@ -186,8 +156,9 @@ def forced(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("field", "value", "says_what"),
     [
-        ("tool_choice", "required", "need a grammar"),
-        ("tool_choice", forced("get_weather"), "need a grammar"),
+        ("tool_choice", "always", "required or one of them"),
+        ("tool_choice", forced("other"), "no tool has the name 'other'"),
+        ("tool_choice", {"type": "function"}, "required or one of them"),
         ("tools", [{"type": "web_search"}], 'must be "function"'),
         ("tools", [{"type": "function", "function": {"parameters": {}}}], "must have a name"),
         ("tools", [{"type": "function", "function": {"name": "f", "parameters": []}}], "schema"),
@@ -207,6 +178,24 @@ async def test_each_refusal_names_the_field(
         await ask(router, extra_body={field: value})
     assert raised.value.param == field
     assert says_what in raised.value.message
+    assert not router.submitted
+
+
+async def test_a_choice_that_nothing_fits_is_refused(router: RunningRouter) -> None:
+    for body, named in (
+        ({"tool_choice": "required", "tools": []}, "there are no tools"),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "only one of tool_choice and response_format",
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError, match=named) as raised:
+            await ask(router, **body)
+        assert raised.value.param == "tool_choice"
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/$defs/x"}}}
+    with pytest.raises(openai.BadRequestError, match="cannot be followed") as raised:
+        await ask(router, tools=[broken], tool_choice="required")
+    assert raised.value.param == "tools"
     assert not router.submitted
 
 
@@ -237,6 +226,12 @@ async def test_the_same_over_grpc(router: RunningRouter) -> None:
             (pb.Chat(tools=["5"]), "tools"),
             (pb.Chat(tools=['{"type": "web_search"}']), "tools"),
             (pb.Chat(tool_choice="required"), "tool_choice"),
+            (pb.Chat(tool_choice="always"), "tool_choice"),
+            (pb.Chat(function="get_weather", tools=[json.dumps(WEATHER)]), "function"),
+            (
+                pb.Chat(tool_choice="required", function="other", tools=[json.dumps(WEATHER)]),
+                "tool_choice",
+            ),
             (pb.Chat(chat_template_kwargs="[]"), "chat_template_kwargs"),
             (pb.Chat(reasoning_effort="high"), "reasoning_effort"),
         ):

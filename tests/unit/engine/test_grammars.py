@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from tandem.config.engine import EngineConfig
@@ -20,7 +21,7 @@ from tandem.grammars.text import StructuredOutput, grammar_text
 from tandem.models.source import ModelFolder, resolve
 from tandem.models.tokenizer import Tokenizer
 from tests.engine_driver import Outcome, drive, make_spec
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_random_speaker, make_tiny_model
 
 EOS = 2
 FOLDER = resolve("smollm2").path
@@ -98,3 +99,86 @@ def test_what_left_its_grammar_fails_alone(tiny: tuple[ModelFolder, PreTrainedMo
     failed = [each for report in outcome.reports for each in report.failed]
     assert [(each.sequence_id, each.code) for each in failed] == [("left", "invalid_request")]
     assert outcome.ends["right"].finish_reason == "stop"
+
+
+# Its names and its space are forced, in runs of several tokens.
+NAMES = "weather forecast", "temperature", "observations of clouds"
+FORCING = "".join(rf'"{name}": (1|22|"x+"),\n' for name in NAMES)
+FORCED_TEXT = grammar_text(StructuredOutput("x", "regex", FORCING))
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """A tiny random model with a real vocabulary."""
+    return make_random_speaker(tmp_path_factory.mktemp("speaker"))
+
+
+def speaking(folder: ModelFolder, **settings: Any) -> Engine:
+    settings = {"kernels": "native", "block_size": 4, "num_blocks": 128, **settings}
+    config = EngineConfig(
+        model="", device="cpu", numerics="invariant", itl_target_s=0.0, **settings
+    )
+    return Engine(config, ModelRunner(folder, config), "tiny", GrammarCompiler.of(folder))
+
+
+def forced_spec(sequence_id: str = "a", **fields: Any) -> SequenceSpec:
+    asked = {"sampling": SamplingParams(temperature=1.0, seed=9), "grammar": FORCED_TEXT, **fields}
+    return spec(sequence_id, asked.pop("prompt", [5, 9, 11]), **asked)
+
+
+def num_steps(outcome: Outcome) -> int:
+    return sum(bool(report.num_decode_tokens) for report in outcome.reports)
+
+
+def test_forced_tokens_take_no_step_and_change_no_token(speaker: ModelFolder) -> None:
+    one_by_one = drive_compiled(speaking(speaker, forced_max=0), forced_spec())
+    together = drive_compiled(speaking(speaker), forced_spec())
+    tokens = one_by_one.token_ids["a"]
+    assert together.token_ids["a"] == tokens
+    assert tokens[-1] == EOS
+    assert num_steps(one_by_one) == len(tokens) - 1
+    assert num_steps(together) < len(tokens) // 2
+    # A small budget of tokens cuts the runs into chunks.
+    settings: dict[str, Any] = {"max_tokens_per_step": 3, "max_num_seqs": 2}
+    pair = [forced_spec(), forced_spec("b", sampling=SamplingParams(temperature=1.0, seed=1))]
+    cut = drive_compiled(speaking(speaker, **settings), *pair)
+    assert cut.token_ids["a"] == tokens
+    assert max(report.num_decode_tokens for report in cut.reports) <= 3
+    # The model's log probabilities take its steps.
+    measured = replace(forced_spec().sampling, logprobs=2)
+    told = drive_compiled(speaking(speaker), forced_spec(sampling=measured))
+    assert told.token_ids["a"] == tokens
+    assert num_steps(told) == len(tokens) - 1
+    assert len([one for r in told.reports for n in r.new_tokens for one in n.logprobs]) == len(
+        tokens
+    )
+
+
+def test_forced_tokens_end_where_drawn_ones_would(speaker: ModelFolder) -> None:
+    tokens = drive_compiled(speaking(speaker), forced_spec()).token_ids["a"]
+    ends: list[dict[str, Any]] = [{"max_tokens": n} for n in range(1, len(tokens))]
+    ends += [{"stop_token_ids": [EOS, tokens[n]]} for n in (1, 3, 8)]
+    ends.append({"sampling": replace(forced_spec().sampling, min_tokens=7, bad_words=[[28]])})
+    specs = [forced_spec(str(n), **fields) for n, fields in enumerate(ends)]
+    settings = {"num_blocks": 2000, "max_num_seqs": 64}
+    one_by_one = drive_compiled(speaking(speaker, forced_max=0, **settings), *specs)
+    together = drive_compiled(speaking(speaker, **settings), *specs)
+    assert together.token_ids == one_by_one.token_ids
+    for name, end in one_by_one.ends.items():
+        assert together.ends[name].finish_reason == end.finish_reason
+
+
+def test_forced_tokens_of_a_moved_or_preempted_sequence(speaker: ModelFolder) -> None:
+    prompt = [*range(40, 60)]
+    specs = [forced_spec(prompt=prompt), forced_spec("b", prompt=prompt[::-1])]
+    whole = drive_compiled(speaking(speaker), *specs)
+    preempted = drive_compiled(speaking(speaker, num_blocks=18), *specs)
+    assert max(end.num_preemptions for end in preempted.ends.values()) > 0
+    assert preempted.token_ids == whole.token_ids
+    made = whole.token_ids["a"]
+    moved = [
+        forced_spec(str(n), prompt=[*prompt, *made[:n]], num_prompt_tokens=len(prompt))
+        for n in range(1, len(made))
+    ]
+    rest = drive_compiled(speaking(speaker, num_blocks=2000), *moved).token_ids
+    assert rest == {str(n): made[n:] for n in range(1, len(made))}

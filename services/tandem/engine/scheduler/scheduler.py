@@ -178,7 +178,8 @@ class Scheduler:
             if len(schedule.chunks) >= self._max_num_seqs:
                 break
             if sequence.status is Status.RUNNING and self._grow(sequence):
-                schedule.add(sequence, sequence.num_missing_tokens)
+                tokens_left = self._max_tokens - schedule.work.num_tokens
+                schedule.add(sequence, min(sequence.num_missing_tokens, tokens_left))
         return len(self.waiting) > num_waiting
 
     def _admit(self, schedule: Schedule) -> None:

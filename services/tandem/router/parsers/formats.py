@@ -7,7 +7,7 @@ Each is written from the public description of its family: model cards and chat 
 # ruff: noqa: RUF001
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,15 +27,44 @@ def _kimi_name(written: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallFrame:
+    """The text around calls, where an answer is nothing but calls. `%s` is a function's name, and
+    `%d` the number of a call, from 0."""
+
+    before: str  # a call's arguments
+    after: str
+    opens: str = ""  # the first call
+    between: str = ""
+    closes: str = ""  # the last call
+    # The text before and after each parameter's value, where the arguments are no JSON object;
+    # `%s` is the parameter's name.
+    pair: tuple[str, str] | None = None
+    sign: str = ""  # the frame is only for models that know this string
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """The way a family of models writes calls. `start` is the state in which an answer begins."""
 
     states: Mapping[str, State]
+    frames: Sequence[CallFrame] = ()  # the first whose sign the model knows counts
     start: str = "content"
     make_id: Callable[[str], str] = call_id
     name_of: Callable[[str], str] = _as_written
     known_names_only: bool = False
     trims_lines: bool = False
+
+
+def _listed(opens: str, closes: str, sign: str = "") -> CallFrame:
+    """Returns the frame of calls that are a list of JSON objects."""
+    return CallFrame(
+        opens=opens,
+        before='{"name": "%s", "arguments": ',
+        after="}",
+        between=", ",
+        closes=closes,
+        sign=sign,
+    )
 
 
 class ReasoningTags(NamedTuple):
@@ -50,7 +79,14 @@ _HERMES = ToolFormat(
         "content": State(Text.CONTENT, {"<tool_call>": "call"}),
         "call": State(Text.CALLS, {"</tool_call>": "between"}),
         "between": State(Text.BETWEEN, {"<tool_call>": "call"}),
-    }
+    },
+    frames=[
+        CallFrame(
+            before='<tool_call>\n{"name": "%s", "arguments": ',
+            after="}\n</tool_call>",
+            between="\n",
+        )
+    ],
 )
 
 _QWEN3_CODER = ToolFormat(
@@ -66,6 +102,14 @@ _QWEN3_CODER = ToolFormat(
             {"</tool_call>": "between", "<tool_call>": "call", "<function=": "name"},
         ),
     },
+    frames=[
+        CallFrame(
+            before="<tool_call>\n<function=%s>\n",
+            pair=("<parameter=%s>\n", "\n</parameter>\n"),
+            after="</function>\n</tool_call>",
+            between="\n",
+        )
+    ],
     trims_lines=True,
 )
 
@@ -76,6 +120,7 @@ _LLAMA3 = ToolFormat(
         "call": State(Text.CALLS, {"<|python_tag|>": "call"}),
         "content": State(Text.CONTENT, {"<|python_tag|>": "call"}),
     },
+    frames=[CallFrame(before='{"name": "%s", "parameters": ', after="}", between="; ")],
     start="start",
     known_names_only=True,
 )
@@ -89,6 +134,10 @@ _MISTRAL = ToolFormat(
         "id": State(Text.SKIPPED, {"[ARGS]": "arguments"}),
         "arguments": State(Text.ARGUMENTS, {"[TOOL_CALLS]": "call"}),
     },
+    frames=[
+        CallFrame(before="[TOOL_CALLS]%s[ARGS]", after="", sign="[ARGS]"),
+        _listed("[TOOL_CALLS][", "]"),
+    ],
     make_id=mistral_call_id,
 )
 
@@ -105,14 +154,31 @@ _DEEPSEEK_V3 = ToolFormat(
         "name": State(Text.NAME, {"\n```json\n": "arguments"}),
         "arguments": State(Text.ARGUMENTS, {"\n```": "fence", "<｜tool▁call▁end｜>": "calls"}),
         "fence": State(Text.INSIDE, {"<｜tool▁call▁end｜>": "calls"}),
-    }
+    },
+    frames=[
+        CallFrame(
+            opens="<｜tool▁calls▁begin｜>",
+            before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n",
+            after="\n```<｜tool▁call▁end｜>",
+            between="\n",
+            closes="<｜tool▁calls▁end｜>",
+        )
+    ],
 )
 _DEEPSEEK_V3_1 = ToolFormat(
     states={
         **_DEEPSEEK_SECTION,
         "call": State(Text.NAME, {"<｜tool▁sep｜>": "arguments"}),
         "arguments": State(Text.ARGUMENTS, {"<｜tool▁call▁end｜>": "calls"}),
-    }
+    },
+    frames=[
+        CallFrame(
+            opens="<｜tool▁calls▁begin｜>",
+            before="<｜tool▁call▁begin｜>%s<｜tool▁sep｜>",
+            after="<｜tool▁call▁end｜>",
+            closes="<｜tool▁calls▁end｜>",
+        )
+    ],
 )
 
 _GLM45 = ToolFormat(
@@ -124,7 +190,15 @@ _GLM45 = ToolFormat(
         "value": State(Text.VALUE, {"</arg_value>": "body"}),
         "body": State(Text.INSIDE, {"<arg_key>": "key", "</tool_call>": "between"}),
         "between": State(Text.BETWEEN, {"<tool_call>": "name"}),
-    }
+    },
+    frames=[
+        CallFrame(
+            before="<tool_call>%s\n",
+            pair=("<arg_key>%s</arg_key>\n<arg_value>", "</arg_value>\n"),
+            after="</tool_call>",
+            between="\n",
+        )
+    ],
 )
 
 _KIMI_K2 = ToolFormat(
@@ -137,6 +211,14 @@ _KIMI_K2 = ToolFormat(
         "name": State(Text.NAME, {"<|tool_call_argument_begin|>": "arguments"}),
         "arguments": State(Text.ARGUMENTS, {"<|tool_call_end|>": "calls"}),
     },
+    frames=[
+        CallFrame(
+            opens="<|tool_calls_section_begin|>",
+            before="<|tool_call_begin|>functions.%s:%d<|tool_call_argument_begin|>",
+            after="<|tool_call_end|>",
+            closes="<|tool_calls_section_end|>",
+        )
+    ],
     make_id=kimi_call_id,
     name_of=_kimi_name,
 )
@@ -145,7 +227,8 @@ _PHI4_MINI = ToolFormat(
     states={
         "content": State(Text.CONTENT, {"<|tool_call|>": "calls", "functools": "calls"}),
         "calls": State(Text.CALLS, {"<|/tool_call|>": "content"}),
-    }
+    },
+    frames=[_listed("<|tool_call|>[", "]<|/tool_call|>")],
 )
 
 _GRANITE = ToolFormat(
@@ -153,12 +236,14 @@ _GRANITE = ToolFormat(
         "content": State(Text.CONTENT, {"<|tool_call|>": "calls", "<tool_call>": "calls"}),
         "calls": State(Text.CALLS, {"</tool_call>": "between"}),
         "between": State(Text.BETWEEN, {"<|tool_call|>": "calls", "<tool_call>": "calls"}),
-    }
+    },
+    frames=[_listed("<|tool_call|>[", "]", sign="<|tool_call|>"), _listed("<tool_call>[", "]")],
 )
 
 # A model without a format of its own: its whole answer is a call, or a list of calls.
 _JSON = ToolFormat(
     states={"start": State(Text.CALLS), "content": State(Text.CONTENT)},
+    frames=[_listed("[", "]")],
     start="start",
     known_names_only=True,
 )

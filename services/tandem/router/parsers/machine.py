@@ -84,6 +84,7 @@ class Rules:
     schemas: Mapping[str, Any]  # of the parameters, by the function's name
     known_names_only: bool = False  # other names make no call: for formats without a mark
     one_call_only: bool = False
+    finish_reason: str = "tool_calls"  # of an answer that has a call and ends by itself
     trims_lines: bool = False  # a parameter's value stands on lines of its own
 
 
@@ -110,6 +111,11 @@ class Machine:
         self._pairs: PairArguments | None = None
         self.num_calls = 0
         self.is_done = False  # no more is read
+
+    @property
+    def finish_reason(self) -> str:
+        """Returns why an answer with this text ended, if it ended by itself."""
+        return self._rules.finish_reason if self.num_calls else "stop"
 
     @property
     def terminals(self) -> set[str]:

@@ -8,7 +8,9 @@ from typing import Any
 
 from tandem.config.answers import AnswerConfig
 from tandem.errors import BadRequest
+from tandem.grammars.text import StructuredOutput
 from tandem.models.tokenizer import Tokenizer
+from tandem.router.parsers.forced_calls import write_grammar
 from tandem.router.parsers.formats import (
     HARMONY_SIGN,
     REASONING_TAGS,
@@ -38,6 +40,8 @@ class ModelFormat:
         self.tool_parser = choose_tool_format(source) if tools == "auto" else tools
         self.reasoning_parser = choose_reasoning(source) if reasoning == "auto" else reasoning
         self._has_known_format = HARMONY_SIGN not in source or tools != "auto"
+        self._source = source
+        self._added_token_id = tokenizer.added_token_id
         self._tokenizer = tokenizer
         self._reasoning = REASONING_TAGS[self.reasoning_parser]
         self._variables = frozenset() if template is None else template.variables
@@ -91,8 +95,10 @@ class ModelFormat:
         prompt_token_ids: Sequence[int],
         *,
         one_call_only: bool,
+        finish_reason: str = "tool_calls",
     ) -> Machine | None:
-        """Returns the parser of an answer to a chat; None if all of its text is content."""
+        """Returns the parser of an answer to a chat; None if all of its text is content.
+        `finish_reason` is that of an answer with calls."""
         if not tools and self._reasoning is None:
             return None
         functions = [tool["function"] for tool in tools]
@@ -101,15 +107,40 @@ class ModelFormat:
             self._reasoning,
             schemas={f["name"]: f.get("parameters") for f in functions},
             one_call_only=one_call_only,
+            finish_reason=finish_reason,
             begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
         )
 
+    def forced_calls(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        prompt_token_ids: Sequence[int],
+        *,
+        one_call_only: bool,
+    ) -> StructuredOutput:
+        """Returns the form of an answer that has to call tools. Raises BadRequest."""
+        reasoning = self._reasoning
+        if reasoning is not None and self._ends_with(prompt_token_ids, reasoning.closes):
+            reasoning = None  # the template has written it: this answer is to have none
+        grammar = write_grammar(
+            tools,
+            TOOL_FORMATS[self.tool_parser],
+            reasoning,
+            knows=lambda sign: sign in self._source or self._added_token_id(sign) is not None,
+            added_token_id=self._added_token_id,
+            begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
+            one_call_only=one_call_only,
+        )
+        return StructuredOutput("tools", "lark", grammar)
+
     def _begins_in_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
-        if self._reasoning is None:
-            return False
+        return self._reasoning is not None and self._ends_with(
+            prompt_token_ids, self._reasoning.opens
+        )
+
+    def _ends_with(self, prompt_token_ids: Sequence[int], tag: str) -> bool:
         tail = prompt_token_ids[-_TAIL_TOKENS:]
-        text = self._tokenizer.decode(tail, skip_special_tokens=False)
-        return text.rstrip().endswith(self._reasoning.opens)
+        return self._tokenizer.decode(tail, skip_special_tokens=False).rstrip().endswith(tag)
 
 
 def machine_of(
@@ -118,6 +149,7 @@ def machine_of(
     *,
     schemas: Mapping[str, Any],
     one_call_only: bool = False,
+    finish_reason: str = "tool_calls",
     begins_in_reasoning: bool = False,
 ) -> Machine:
     """Returns the machine of one answer. `schemas` are of the functions' parameters, by name."""
@@ -133,6 +165,7 @@ def machine_of(
         schemas=schemas,
         known_names_only=tool_format.known_names_only,
         one_call_only=one_call_only,
+        finish_reason=finish_reason,
         trims_lines=tool_format.trims_lines,
     )
     return Machine(states, start, rules)

@@ -34,7 +34,7 @@ class PairArguments:
         self._held = ""
 
     def begin_value(self, key: str) -> str:
-        self._types = _types(self._properties.get(key))
+        self._types = types_of(self._properties.get(key))
         self._is_at_start, self._held = True, ""
         before, self._is_first = "{" if self._is_first else ", ", False
         quote = '"' if self._is_string else ""
@@ -82,14 +82,14 @@ class PairArguments:
         return self._types == {"string"}
 
 
-def _types(schema: Any) -> set[str]:
+def types_of(schema: Any) -> set[str]:
     """Returns the names of a schema's types; empty if it does not say."""
     if not isinstance(schema, dict):
         return set()
     told = schema.get("type")
     found = {t for t in (told if isinstance(told, list) else [told]) if isinstance(t, str)}
     for alternative in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
-        found |= _types(alternative)
+        found |= types_of(alternative)
     values = _list(schema.get("enum"))
     if not found and values and all(isinstance(v, str) for v in values):
         found = {"string"}

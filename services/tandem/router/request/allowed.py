@@ -30,8 +30,9 @@ ALLOWED = {
     'and a content that is a string or a list of {"type": "text", "text": ...} parts',
     "tools": f'a list of at most {TOOLS_MAX} tools such as {{"type": "function", "function": '
     '{"name": ..., "parameters": ...}}',
-    "tool_choice": "auto or none; required and a named function need a grammar, which is not "
-    "supported yet",
+    "tool_choice": 'auto, none, or with tools: required or one of them, such as {"type": '
+    '"function", "function": {"name": ...}}',
+    "function": "the name of one of the tools, and only with tool_choice=required",
     "parallel_tool_calls": "true or false",
     "reasoning_effort": f"one of {', '.join(REASONING_EFFORTS)}",
     "chat_template_kwargs": "an object with variables of the model's chat template",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tandem.errors import BadRequest
 from tandem.router.request.allowed import REASONING_EFFORTS, ROLES, TOOLS_MAX, refusal, shorten
@@ -59,7 +59,8 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # as the client wrote them
-    may_call: bool = True
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    only_tool: str = ""  # the function that the answer calls; the choice is `required` then
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -72,6 +73,16 @@ class Conversation:
             raise refusal("add_generation_prompt", "true")
         if len(self.tools) > TOOLS_MAX:
             raise refusal("tools", f"a list of {len(self.tools)}")
+        if self.tool_choice == "required" and not self.tools:
+            raise BadRequest(
+                f"{refusal('tool_choice').message}; it is required, and there are no tools",
+                param="tool_choice",
+            )
+        if self.only_tool and not self.callable_tools:
+            raise BadRequest(
+                f"{refusal('tool_choice').message}; no tool has the name {shorten(self.only_tool)}",
+                param="tool_choice",
+            )
         if self.reasoning_effort not in (None, *REASONING_EFFORTS):
             raise refusal("reasoning_effort", self.reasoning_effort)
         calls = [c.arguments for m in self.messages for c in m.tool_calls]
@@ -83,6 +94,19 @@ class Conversation:
             if not _is_nested_within(value, NESTING_MAX + 2):
                 message = f"{name} has values that are nested deeper than {NESTING_MAX} levels"
                 raise BadRequest(message, param=name)
+
+    @property
+    def callable_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the answer may call."""
+        if self.tool_choice == "none":
+            return ()
+        named = (tool for tool in self.tools if tool["function"]["name"] == self.only_tool)
+        return tuple(named)[:1] if self.only_tool else self.tools
+
+    @property
+    def one_call_only(self) -> bool:
+        """True if the answer ends with its first call."""
+        return bool(self.only_tool) or not self.parallel_tool_calls
 
     def template_input(
         self,

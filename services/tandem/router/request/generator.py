@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from tandem.config.router import RouterConfig
 from tandem.errors import InternalError, NoWorkers, QueueFull, TandemError
+from tandem.grammars.text import StructuredOutput
 from tandem.models.source import ModelFolder
 from tandem.models.tokenizer import Tokenizer
 from tandem.observability.traces import NO_TRACING, Attributes, Tracing
@@ -266,7 +267,9 @@ class Generator:
             len(token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
         )
         bad_words = await model.preparer.bad_words(request)
-        grammar = await model.preparer.grammar(request)
+        grammar = await model.preparer.grammar(
+            _wanted_form(model, request, token_ids), request.tenant
+        )
         seed = request.sampling.seed
         logprobs = request.logprobs
         if logprobs is None and request.num_sequences > request.n:
@@ -303,15 +306,29 @@ def _with_template_options(request: ClientRequest, model: LoadedModel) -> Client
     return replace(request, prompt=replace(chat, template_options=options))
 
 
+def _wanted_form(
+    model: LoadedModel, request: ClientRequest, prompt_token_ids: list[int]
+) -> StructuredOutput | None:
+    chat = request.prompt
+    if not isinstance(chat, Conversation) or chat.tool_choice != "required":
+        return request.structured_output
+    return model.answers.forced_calls(
+        chat.callable_tools, prompt_token_ids, one_call_only=chat.one_call_only
+    )
+
+
 def _parser(
     model: LoadedModel, request: ClientRequest, prompt_token_ids: list[int]
 ) -> Machine | None:
     chat = request.prompt
     if not isinstance(chat, Conversation):
         return None
-    tools = chat.tools if chat.may_call else ()
     return model.answers.machine(
-        tools, prompt_token_ids, one_call_only=not chat.parallel_tool_calls
+        chat.callable_tools,
+        prompt_token_ids,
+        one_call_only=chat.one_call_only,
+        # As OpenAI has it.
+        finish_reason="stop" if chat.only_tool else "tool_calls",
     )
 
 

@@ -134,6 +134,12 @@ class ClientRequest:
         if isinstance(self.prompt, Conversation):
             if not 0 < len(self.prompt.messages) <= MESSAGES_MAX:
                 raise refusal("messages", f"a list of {len(self.prompt.messages)}")
+            if self.prompt.tool_choice == "required" and self.structured_output is not None:
+                raise BadRequest(
+                    f"only one of tool_choice and {self.structured_output.field} may give the "
+                    "answer its form",
+                    param="tool_choice",
+                )
         elif not self.prompt:
             raise refusal("prompt", "empty")
         if self.max_tokens is not None:

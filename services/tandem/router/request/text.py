@@ -103,8 +103,8 @@ class TextStream:
 def _parsed(piece: Piece, parser: Machine) -> Piece:
     parts = parser.finish(piece.text) if piece.finish_reason else parser.push(piece.text)
     finish_reason = piece.finish_reason
-    if parser.is_done or (finish_reason == "stop" and parser.num_calls):
-        finish_reason = "tool_calls"
+    if parser.is_done or finish_reason == "stop":
+        finish_reason = parser.finish_reason
     return replace(
         piece,
         text=parts.content,

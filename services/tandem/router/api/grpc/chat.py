@@ -1,7 +1,8 @@
 """Turns a gRPC chat into a Conversation: its messages, tools and options of the template."""
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -11,11 +12,21 @@ from tandem.router.request.allowed import refusal
 from tandem.router.request.conversation import Conversation, Message, ToolCall
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 
+_CHOICES: Mapping[str, Literal["auto", "none", "required"]] = {
+    "": "auto",
+    "auto": "auto",
+    "none": "none",
+    "required": "required",
+}
+
 
 def parse_chat(chat: pb.Chat) -> Conversation:
     """Raises BadRequest naming the field at fault and what is allowed."""
-    if chat.tool_choice not in ("", "auto", "none"):
+    choice = _CHOICES.get(chat.tool_choice)
+    if choice is None:
         raise refusal("tool_choice", chat.tool_choice)
+    if chat.function and choice != "required":
+        raise refusal("function", chat.function)
     try:
         tools = TOOLS.validate_python([_json_object("tools", text) for text in chat.tools])
     except ValidationError as error:
@@ -26,7 +37,8 @@ def parse_chat(chat: pb.Chat) -> Conversation:
     return Conversation(
         tuple(map(_message, chat.messages)),
         tools=tuple(tools),
-        may_call=chat.tool_choice != "none",
+        tool_choice=choice,
+        only_tool=chat.function,
         parallel_tool_calls=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
         reasoning_effort=chat.reasoning_effort if chat.HasField("reasoning_effort") else None,
         template_options=_json_object("chat_template_kwargs", options) if options else {},

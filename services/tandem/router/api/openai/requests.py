@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import drop_unknown, strip_unused
 from tandem.router.api.openai.structured import Strict, StructuredFields
-from tandem.router.api.openai.tools import SentToolCall, Tool, ToolChoice
+from tandem.router.api.openai.tools import SentToolCall, SentToolChoice, Tool, ToolChoice
 from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, LOGPROBS_MAX, name_prompt, refusal
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.request import ClientRequest, Prompt, Sampling
@@ -282,7 +282,7 @@ class ConversationFields(Strict):
     continue_final_message: bool = Field(False, description=ALLOWED["continue_final_message"])
     add_special_tokens: bool = Field(False, description=ALLOWED["add_special_tokens"])
     tools: list[Tool] = Field([], description=ALLOWED["tools"])
-    tool_choice: ToolChoice = Field("auto", description=ALLOWED["tool_choice"])
+    tool_choice: SentToolChoice = Field(ToolChoice(), description=ALLOWED["tool_choice"])
     parallel_tool_calls: bool = Field(True, description=ALLOWED["parallel_tool_calls"])
     reasoning_effort: str | None = Field(None, description=ALLOWED["reasoning_effort"])
     chat_template_kwargs: dict[str, Any] = Field({}, description=ALLOWED["chat_template_kwargs"])
@@ -292,7 +292,8 @@ class ConversationFields(Strict):
         return Conversation(
             tuple(message.to_message() for message in self.messages),
             tools=tuple(self.tools),
-            may_call=self.tool_choice == "auto",
+            tool_choice=self.tool_choice.choice,
+            only_tool=self.tool_choice.function,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning_effort,
             template_options=self.chat_template_kwargs,

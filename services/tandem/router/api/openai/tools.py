@@ -2,9 +2,9 @@
 answered."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from tandem.router.parsers.machine import CallDelta
@@ -33,8 +33,23 @@ def _check_tool(tool: object) -> object:
 
 Tool = Annotated[dict[str, Any], BeforeValidator(_check_tool)]
 TOOLS = TypeAdapter(list[Tool])
-# The choices that force a call need a grammar.
-ToolChoice = Literal["auto", "none"]
+
+
+class ToolChoice(NamedTuple):
+    choice: Literal["auto", "none", "required"] = "auto"
+    function: str = ""  # the only one to call, if it is required
+
+
+def _read_choice(sent: object) -> ToolChoice:
+    match sent:
+        case "auto" | "none" | "required":
+            return ToolChoice(sent)
+        case {"type": "function", "function": {"name": str(name)}} if name:
+            return ToolChoice("required", name)
+    raise _wrong("it is none of these")
+
+
+SentToolChoice = Annotated[ToolChoice, PlainValidator(_read_choice)]
 
 
 class _SentFunction(BaseModel):

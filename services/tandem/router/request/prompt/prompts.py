@@ -134,15 +134,14 @@ class PromptPreparer:
         cost = _TOKEN_COST * max(1, len(token_ids))
         return await self._threads.run(tenant, cost, decode, token_ids)
 
-    async def grammar(self, request: ClientRequest) -> str:
-        """Returns the grammar of the request's completion; empty if it has none. Raises BadRequest
-        for one that cannot be followed."""
-        wanted = request.structured_output
+    async def grammar(self, wanted: StructuredOutput | None, tenant: str) -> str:
+        """Returns the grammar of a completion; empty if it may have any form. Raises BadRequest for
+        one that cannot be followed."""
         if wanted is None:
             return ""
         checked = self._checked.get(wanted)
         if checked is None:
-            checked = await self._check(wanted, request.tenant)
+            checked = await self._check(wanted, tenant)
             self._checked[wanted] = checked
             if len(self._checked) > _CHECKED_MAX:
                 self._checked.popitem(last=False)

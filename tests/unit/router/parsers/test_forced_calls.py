@@ -1,0 +1,244 @@
+"""Every answer that a forced grammar allows is read back as calls that fit their schemas.
+
+The grammars are llguidance's real ones over the real vocabulary. In place of a model, tokens are
+drawn from the masks.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from tandem.config.answers import AnswerConfig
+from tandem.errors import BadRequest
+from tandem.grammars.compiler import GrammarCompiler
+from tandem.grammars.text import grammar_text
+from tandem.models.source import resolve
+from tandem.models.tokenizer import Tokenizer
+from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
+from tandem.router.parsers.machine import CallDelta
+from tandem.router.parsers.model_format import ModelFormat
+from tandem.router.request.text import TextStream
+
+EOS = 2
+TOKENS_MAX = 600
+SEEDS = 6
+CITY = {"type": "string", "minLength": 1, "maxLength": 6}
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": CITY,
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "note": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+        "place": {"$ref": "#/$defs/Place"},
+    },
+    "required": ["city", "place"],
+    "additionalProperties": False,
+    "$defs": {
+        "Place": {
+            "type": "object",
+            "properties": {"at": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+            "required": ["at"],
+            "additionalProperties": False,
+        }
+    },
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS: dict[str, Any] = {"get_weather": WEATHER, "now": NOTHING}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["text", "tokens"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model; then with every string of the formats as a token of its own."""
+    folder: Path = tmp_path_factory.mktemp("model")
+    for file in resolve("smollm2").path.iterdir():
+        if file.name != "tokenizer.json" or not request.param:
+            (folder / file.name).symlink_to(file)
+        else:
+            shutil.copyfile(file, folder / file.name)
+    if request.param:
+        backend = Tokenizer(folder)._tokenizer
+        states = [s for f in TOOL_FORMATS.values() for s in f.states.values()]
+        marks = {t for s in states for t in s.terminals if t[0] in "<[" and t[-1] in ">]"}
+        marks |= {tag for tags in REASONING_TAGS.values() if tags for tag in tags}
+        backend.add_tokens(sorted(m for m in marks if m.startswith("<t")))
+        backend.add_special_tokens(sorted(m for m in marks if not m.startswith("<t")))
+        backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+class Setup:
+    """A model's format, and its grammars compiled as an engine compiles them."""
+
+    def __init__(self, folder: Path, tools: str, reasoning: str = "none") -> None:
+        self.tokenizer = Tokenizer(folder)
+        config = AnswerConfig(tool_parser=tools, reasoning_parser=reasoning)  # type: ignore[arg-type]
+        self.answers = ModelFormat(self.tokenizer, config)
+        size = self.tokenizer.vocab_size
+        self.compiler = GrammarCompiler(folder / "tokenizer.json", size, [EOS])
+
+    def matcher(self, tools: Any, prompt: list[int], *, one: bool) -> LLMatcher:
+        form = self.answers.forced_calls(tools, prompt, one_call_only=one)
+        text = grammar_text(form)
+        assert self.compiler.check(text) == ""
+        return self.compiler.compile(text)
+
+    def read(
+        self, ids: list[int], prompt: list[int], tools: Any, *, one: bool
+    ) -> tuple[str, list[Any]]:
+        """Returns content and calls; the same for the whole answer and for each single token."""
+        found = []
+        for size in (len(ids), 1):
+            parser = self.answers.machine(tools, prompt, one_call_only=one)
+            stream = TextStream(self.tokenizer, (), parser)
+            pieces = [ids[i : i + size] for i in range(0, len(ids), size)]
+            read = [stream.push(p, "stop" if p[-1] == EOS else "") for p in pieces]
+            calls: dict[int, CallDelta] = {}
+            for delta in [call for piece in read for call in piece.tool_calls]:
+                call = calls.setdefault(delta.index, CallDelta(delta.index, "", "", delta.name))
+                call.arguments += delta.arguments
+            content = "".join(piece.text for piece in read)
+            reasons = {piece.finish_reason for piece in read if piece.finish_reason}
+            assert reasons == {"tool_calls"}, (size, reasons)
+            found.append((content, [(c.name, json.loads(c.arguments)) for c in calls.values()]))
+        assert found[0] == found[1]
+        return found[0]
+
+
+def allowed(matcher: LLMatcher, size: int) -> np.ndarray[Any, Any]:
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    assert not matcher.is_error(), matcher.get_error()
+    return np.nonzero(np.unpackbits(bits, bitorder="little")[:size])[0]
+
+
+def drawn(setup: Setup, matcher: LLMatcher, seed: int, begun: list[int]) -> list[int] | None:
+    """Draws an answer that goes on from `begun`; None for one without an end. It ends when it may,
+    half of the times."""
+    draw, ids = random.Random(seed), list(begun)
+    matcher.consume_tokens(begun)
+    while len(ids) < TOKENS_MAX:
+        next_ids = allowed(matcher, setup.tokenizer.vocab_size)
+        ends = EOS in next_ids and (len(next_ids) == 1 or draw.random() < 0.5)
+        token_id = EOS if ends else int(draw.choice(next_ids))
+        ids.append(token_id)
+        if token_id == EOS:
+            return ids
+        matcher.consume_tokens([token_id])
+    return None
+
+
+def is_valid(calls: list[Any]) -> Iterator[bool]:
+    for name, arguments in calls:
+        jsonschema.validate(arguments, SCHEMAS[name])
+        yield True
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_each_format_calls_by_its_schemas(name: str, folder: Path) -> None:
+    setup, num_ended, num_calls = Setup(folder, name), 0, 0
+    matcher = setup.matcher(TOOLS, [1], one=False)
+    for seed in range(SEEDS):
+        ids = drawn(setup, matcher.deep_copy(), seed, [])
+        if ids is None:
+            continue
+        content, calls = setup.read(ids, [1], TOOLS, one=False)
+        assert content == ""
+        assert all(is_valid(calls))
+        num_ended, num_calls = num_ended + 1, num_calls + len(calls)
+    assert num_ended > SEEDS // 2
+    assert num_calls > num_ended
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_one_call_of_a_named_function(name: str, folder: Path) -> None:
+    setup = Setup(folder, name)
+    matcher = setup.matcher(TOOLS[:1], [1], one=True)
+    read = [drawn(setup, matcher.deep_copy(), seed, []) for seed in range(SEEDS)]
+    for ids in filter(None, read):
+        # Without the parser's own rule of one call: the grammar allows no second one.
+        content, [(called, arguments)] = setup.read(ids, [1], TOOLS[:1], one=False)
+        assert (content, called) == ("", "get_weather")
+        jsonschema.validate(arguments, WEATHER)
+    assert any(read)
+
+
+@pytest.mark.parametrize(("reasoning", "tools"), [("think", "hermes"), ("mistral", "mistral")])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_reasoning_comes_before_the_calls(
+    reasoning: str, tools: str, folder: Path, *, is_open: bool
+) -> None:
+    setup, tags = Setup(folder, tools, reasoning), REASONING_TAGS[reasoning]
+    assert tags is not None
+    encode = setup.tokenizer._tokenizer.encode
+    prompt = encode(tags.opens).ids if is_open else [1]
+    thought = f"{'' if is_open else tags.opens}Which one?{tags.closes}\n"
+    begun = encode(thought).ids
+    matcher = setup.matcher(TOOLS, prompt, one=True)
+    if not is_open:  # nobody has to think
+        assert any(drawn(setup, matcher.deep_copy(), seed, []) for seed in range(SEEDS))
+    ids = drawn(setup, matcher, 1, begun)
+    assert ids is not None
+    content, calls = setup.read(ids, prompt, TOOLS, one=True)
+    assert (content, len(calls)) == ("", 1)
+
+
+def test_a_template_that_ends_the_reasoning_leaves_none(folder: Path) -> None:
+    setup = Setup(folder, "hermes", "think")
+    encode = setup.tokenizer._tokenizer.encode
+    matcher = setup.matcher(TOOLS, encode("<think>\n\n</think>\n\n").ids, one=True)
+    matcher.consume_tokens(encode("<think>").ids)
+    assert matcher.is_error()
+
+
+@pytest.mark.parametrize(
+    ("parser", "function", "why"),
+    [
+        ("hermes", {"name": "f", "parameters": {"type": "string"}}, "must be object"),
+        ("mistral", {"name": "a b"}, "a b"),
+        ("glm45", {"name": "f", "parameters": {"anyOf": [{}]}}, "anyOf"),
+        ("glm45", {"name": "f", "parameters": {"properties": {"a b": {}}}}, "a b"),
+        ("glm45", {"name": "f", "parameters": {"properties": {"a": False}}}, "schema"),
+        ("qwen3_coder", {"name": "f", "parameters": {"required": 1}}, "schema"),
+        (
+            "qwen3_coder",
+            {
+                "name": "f",
+                "parameters": {"properties": {"a": {"type": "string", "maxLength": "9"}}},
+            },
+            "length",
+        ),
+        (
+            "qwen3_coder",
+            {
+                "name": "f",
+                "strict": True,
+                "parameters": {"properties": {"a": {"type": "string", "pattern": "x"}}},
+            },
+            "pattern",
+        ),
+    ],
+)
+def test_a_tool_that_cannot_be_forced_is_named(
+    parser: str, function: dict[str, Any], why: str, folder: Path
+) -> None:
+    setup = Setup(folder, parser)
+    tools = [{"type": "function", "function": function}]
+    if parser == "mistral" and not setup.tokenizer.added_token_id("[ARGS]"):
+        return  # its calls are JSON, which takes any name
+    with pytest.raises(BadRequest, match=why) as raised:
+        setup.answers.forced_calls(tools, [1], one_call_only=False)
+    assert raised.value.param == "tools"
