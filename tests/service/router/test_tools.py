@@ -12,49 +12,19 @@ import pytest
 
 from tandem.client import InferenceStub
 from tandem.client import inference as pb
-from tandem.models.source import resolve
 from tests.harness.scripted_worker import saying
+from tests.harness.thinking_model import make_thinking_model
 from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 EOS = 2
-# The shape of Qwen 3's template, and Hermes' calls.
-TEMPLATE = """{%- if tools %}
-{{- '<|im_start|>system\\n# Tools\\n' }}
-{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
-{%- else %}
-{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
-{%- for call in m.tool_calls or [] %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments | tojson + '}\\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}
-{{- '<think>\\n\\n</think>\\n\\n' }}
-{%- endif %}
-{%- endif %}
-"""
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model with another chat template."""
-    folder: Path = tmp_path_factory.mktemp("model") / "tiny"
-    folder.mkdir()
-    for file in resolve("smollm2").path.iterdir():
-        (folder / file.name).symlink_to(file)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return make_thinking_model(tmp_path_factory.mktemp("model"))
 
 
 WEATHER = {

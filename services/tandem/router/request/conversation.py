@@ -62,6 +62,7 @@ class Conversation:
     may_call: bool = True
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+    thinking: bool | None = None  # None: as the model does by itself
     template_options: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -16,6 +16,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0  # of the completion's
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,9 @@ def delta_of(
     return Delta(
         text=piece.text,
         token_ids=piece.token_ids,
-        usage=Usage(len(prompt_token_ids), num_sent, job.progress.cached_tokens),
+        usage=Usage(
+            len(prompt_token_ids), num_sent, job.progress.cached_tokens, piece.num_reasoning
+        ),
         finish_reason=piece.finish_reason,
         prompt_token_ids=prompt_token_ids if is_first else None,
         stop_reason=piece.stop_reason,

@@ -1,0 +1,43 @@
+"""A model folder whose chats have tools and thinking: the built-in model with another template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.models.source import resolve
+
+# The shape of Qwen 3's template, and Hermes' calls.
+TEMPLATE = """{%- if tools %}
+{{- '<|im_start|>system\\n# Tools\\n' }}
+{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}
+{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}
+{%- endif %}
+"""
+
+
+def make_thinking_model(folder: Path) -> Path:
+    """Returns a new folder `tiny` in this one."""
+    made = folder / "tiny"
+    made.mkdir()
+    for file in resolve("smollm2").path.iterdir():
+        (made / file.name).symlink_to(file)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
