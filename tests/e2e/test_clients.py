@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import anthropic
 import grpc
 import httpx
 import openai
@@ -272,24 +271,3 @@ async def test_what_does_not_fit_now_waits_and_a_full_queue_answers_429(
             assert [len(t) for t in await asyncio.gather(*waiting)] == [24, 24]
             assert (await complete(client, prompt, max_tokens=4)).token_ids == expected[:4]
         await asyncio.to_thread(cluster.wait_idle)
-
-
-def test_anthropics_client_streams_the_words_of_the_chat(cluster: LocalCluster) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION}
-    asked["extra_body"] = {"temperature": 0}
-    chat = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none").chat.completions
-    answer = chat.create(max_tokens=30, **asked)
-    client = anthropic.Anthropic(base_url=cluster.url, api_key="none")
-    with client.messages.stream(max_tokens=30, **asked) as stream:
-        text = "".join(stream.text_stream)
-        message = stream.get_final_message()
-    assert text == answer.choices[0].message.content
-    assert answer.usage is not None
-    usage = message.usage
-    num_prompt = usage.input_tokens + (usage.cache_read_input_tokens or 0)
-    assert (num_prompt, usage.output_tokens) == (
-        answer.usage.prompt_tokens,
-        answer.usage.completion_tokens,
-    )
-    counted = client.messages.count_tokens(model=MODEL, messages=asked["messages"])
-    assert counted.input_tokens == num_prompt

@@ -36,3 +36,40 @@ async def test_a_key_in_anthropics_header_opens_anthropics_paths_alone(routers: 
                 assert answer.json()["error"]["type"] == "authentication_error"
     salts = {s.input.cache_salt for s in routers.worker.submitted}  # type: ignore[attr-defined]
     assert salts == {cache_salt(TOKEN, "acme")}
+
+
+async def test_a_kept_response_is_its_tenants(routers: Routers) -> None:
+    url = await routers.start("r1", responses_kept=8)
+    await ready(url)
+    admin = routers.admin_of(url)
+    keys = [await create(admin, tenant) for tenant in ("acme", "other")]
+    own, other = ({"authorization": f"Bearer {key}"} for key in keys)
+    async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        asked = {"input": "x", "max_output_tokens": 1}
+        made = await http.post("/v1/responses", json=asked, headers=own)
+        assert made.json()["store"] is True
+        path = f"/v1/responses/{made.json()['id']}"
+        assert (await http.get(path, headers=other)).status_code == 404
+        assert (await http.delete(path, headers=other)).status_code == 404
+        assert (await http.get(path)).status_code == 401
+        following = {**asked, "previous_response_id": made.json()["id"]}
+        refused = await http.post("/v1/responses", json=following, headers=other)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "previous_response_not_found"
+        assert (await http.get(path, headers=own)).json() == made.json()
+        continued = await http.post("/v1/responses", json=following, headers=own)
+        assert continued.status_code == 200
+        assert (await http.delete(path, headers=own)).json()["deleted"] is True
+        assert (await http.get(path, headers=own)).status_code == 404
+
+
+async def test_nothing_is_kept_unless_the_router_was_told(routers: Routers) -> None:
+    url = await routers.start("r1")
+    await ready(url)
+    async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        asked = {"input": "x", "max_output_tokens": 1, "store": True}
+        made = await http.post("/v1/responses", json=asked)
+        assert (made.status_code, made.json()["store"]) == (200, False)
+        gone = await http.get(f"/v1/responses/{made.json()['id']}")
+        assert gone.status_code == 404
+        assert "--responses-kept" in gone.json()["error"]["message"]

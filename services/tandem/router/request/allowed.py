@@ -97,7 +97,7 @@ def rename(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
     own = error.param
     if own is None or own not in names:
         return error
-    message = re.sub(rf"\b{own}\b", names[own], error.message)
+    message = re.sub(rf"\b{own}\b", names[own], error.message, count=1)
     return type(error)(message, param=names[own])
 
 

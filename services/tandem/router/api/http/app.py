@@ -1,5 +1,5 @@
-"""The public HTTP API: OpenAI's completions and chats, Anthropic's messages, models, requests,
-health.
+"""The public HTTP API: OpenAI's completions, chats and responses, Anthropic's messages, models,
+requests, health.
 
 It only translates: `request` decides what a request may be, `generator` what becomes of it. Each
 API has bodies and replies of its own, and the same way between them (`generation.py`).
@@ -31,9 +31,11 @@ from tandem.router.api.openai.requests import (
 )
 from tandem.router.api.openai.structured import Strict
 from tandem.router.api.openai.tokens import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
+from tandem.router.api.responses.requests import ResponsesBody
 from tandem.router.api.routes.generation import GenerationRoutes
 from tandem.router.api.routes.health import add_health_routes
 from tandem.router.api.routes.messages import add_message_routes
+from tandem.router.api.routes.responses import add_response_routes
 from tandem.router.api.routes.tokens import add_token_routes
 from tandem.router.api.routes.usage import add_usage_route
 from tandem.router.request.generator import Generator
@@ -43,7 +45,7 @@ from tandem.security.key_service import KeyService
 
 Parse = Callable[[dict[str, Any], str], ParsedRequest]
 _BODIES = (
-    *(CompletionBody, ChatBody, MessagesBody, CountTokensBody),
+    *(CompletionBody, ChatBody, MessagesBody, CountTokensBody, ResponsesBody),
     *(TokenizePromptBody, TokenizeChatBody, DetokenizeBody),
 )
 
@@ -70,6 +72,7 @@ def make_app(
     routes = GenerationRoutes(config, generator)
     _add_generation(app, routes)
     add_message_routes(app, routes)
+    add_response_routes(app, routes, trail)
     _add_requests(app, generator, trail)
     add_token_routes(app, routes)
     _add_server(app, generator)

@@ -46,7 +46,7 @@ from tandem.security.keys import KeyRecord
 log = logging.getLogger(__name__)
 
 # Every other route is guarded, so that a new one is guarded without a word here.
-_GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+_GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _UNGUARDED = frozenset(
     (*_GENERATIONS, "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/ping")
 )
@@ -104,7 +104,7 @@ class RequestGuard(ABC):
         if self.checks_host((scope["server"] or ("",))[0]):
             self._check_host(headers.getlist("host"))
         needed = self.need(path)
-        if scope["method"] not in ("GET", "HEAD") and path not in _UNGUARDED:
+        if scope["method"] not in ("GET", "HEAD") and not _is_unguarded(path):
             _check_origin(headers)
             _check_json(headers)
         key = self._access.check(needed, _credentials(scope), now=time.time())
@@ -190,6 +190,10 @@ def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
     forwarded = Headers(scope=scope).get("x-forwarded-for")  # type: ignore[arg-type]
     address = f"{peer} over HTTP" + (f" for {forwarded[:_TEXT_MAX]!r}" if forwarded else "")
     return Caller(address, key.key_id, key.tenant) if key else Caller(address)
+
+
+def _is_unguarded(path: str) -> bool:
+    return path in _UNGUARDED or path.startswith("/v1/responses/")
 
 
 def _credentials(scope: Mapping[str, Any]) -> list[str]:

@@ -385,5 +385,6 @@ def _as_bad_request(error: ValidationError, allowed: Mapping[str, str]) -> BadRe
     # Names of the alternatives of a union, such as `str`, are pydantic's and tell a client nothing.
     inside = [str(part) for part in place[1:7] if part not in _ALTERNATIVES]
     where = ".".join([name, *inside])
-    detail = f" ({where}: {first['msg']})" if inside else ""
+    is_ours = first["type"] == "unsupported"  # pydantic's own says less than what is allowed
+    detail = f" ({where}: {first['msg']})" if inside or is_ours else ""
     return BadRequest(f"{name} {verb} must be {allowed[name]}{detail}", param=name)
