@@ -2,8 +2,8 @@
 that a web page made a browser send. The public listener and the admin listener have one each.
 
 A browser sends a page's call with the user's reach, which includes a router on loopback. Two rules
-stop that. Completions, chats and tokenizing have only the first rule: they change nothing in the
-cluster, and pages of `--cors-origins` call them (`front.py`).
+stop that. Generations of all APIs and tokenizing have only the first rule: they change nothing in
+the cluster, and pages of `--cors-origins` call them (`front.py`).
 
 Host      A page can point its own name at 127.0.0.1 (DNS rebinding). A router on a loopback address
           refuses each call whose `Host` is not a loopback name, its own `host` or an allowed name.
@@ -193,6 +193,7 @@ def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
 
 
 def _is_unguarded(path: str) -> bool:
+    # A page needs a preflight to delete a kept response, and OpenAI's client sends no body with it.
     return path in _UNGUARDED or path.startswith("/v1/responses/")
 
 

@@ -75,7 +75,7 @@ class OutputItems:
         if kind == "message":
             item |= {"role": "assistant", "content": []}
         elif kind == "reasoning":
-            item |= {"summary": [], "content": [], "encrypted_content": None}
+            item |= {"summary": [], "content": []}
         self._item, self._text, self._told = item, "", []
         yield self._placed("output_item.added", item=dict(item))
         if kind in _TEXTS:
