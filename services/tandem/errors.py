@@ -5,6 +5,7 @@
         ContextTooLong      400  INVALID_ARGUMENT
         NeverFits           400  INVALID_ARGUMENT     larger than the whole KV pool
         OverKeyLimit        400  INVALID_ARGUMENT     larger than the API key allows
+        PreviousResponseNotFound  400  INVALID_ARGUMENT  a response that is to be continued
       Unauthenticated       401  UNAUTHENTICATED      no key, or none that works
       Forbidden             403  PERMISSION_DENIED    the key's role does not allow the call
       ScaleRefused          403  PERMISSION_DENIED    by who owns the pools' sizes
@@ -15,6 +16,7 @@
       WorkerNotFound        404  NOT_FOUND
       NotNow                409  FAILED_PRECONDITION  an operator's wish that cannot be met now
       RequestNotFound       404  NOT_FOUND            unknown, or too long ago
+        ResponseNotFound    404  NOT_FOUND            not kept
       BodyTooLate           408  DEADLINE_EXCEEDED    the client did not send its body in time
       BodyTooLarge          413  RESOURCE_EXHAUSTED
       NotJson               415  INVALID_ARGUMENT     the call needs Content-Type: application/json
@@ -93,6 +95,9 @@ class NeverFits(BadRequest, code="kv_capacity_exceeded"): ...
 class OverKeyLimit(BadRequest, code="key_limit_exceeded"): ...
 
 
+class PreviousResponseNotFound(BadRequest, code="previous_response_not_found"): ...
+
+
 class Unauthenticated(TandemError, code="invalid_api_key", http=401, grpc="UNAUTHENTICATED"): ...
 
 
@@ -118,6 +123,9 @@ class WorkerNotFound(TandemError, code="worker_not_found", http=404, grpc="NOT_F
 
 
 class RequestNotFound(TandemError, code="request_not_found", http=404, grpc="NOT_FOUND"): ...
+
+
+class ResponseNotFound(RequestNotFound, code="response_not_found"): ...
 
 
 class NotNow(TandemError, code="not_now", http=409, grpc="FAILED_PRECONDITION"): ...

@@ -19,6 +19,7 @@ from tandem.config.tls import PublicTls, TlsDir
 from tandem.errors import ConfigError
 from tandem.options import (
     Constant,
+    Count,
     Options,
     Port,
     Positive,
@@ -74,6 +75,8 @@ class AdmissionOptions(Options):
     """Seconds that each prompt token adds to that limit."""
     strict_fields: Switch = False
     """Refuse a request with a field that nobody knows. Else the header `warning` names it."""
+    responses_kept: Count = 0
+    """Number of /v1/responses that a router keeps in memory, to read and continue. 0: none."""
     cors_origins: Annotated[tuple[str, ...], _Http, by_comma("ORIGIN,...", _parse_origins)] = ()
     """Origins whose web pages may call the API of users, such as https://app.example. *: any."""
     trust_tenant_header: Switch = False

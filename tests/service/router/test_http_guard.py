@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 JSON = "application/json"
 # They change nothing.
-COMPLETIONS = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+COMPLETIONS = {
+    *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}"),
+}
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -299,7 +299,7 @@ def test_each_prompt_of_a_list_is_a_request_of_its_own(sent: Any, prompts: Any) 
     [
         (["x"] * (PROMPTS_MAX + 1), "a list of at most 128 such prompts"),
         (["a", 5], "(prompt.1: "),
-        ([[1], [2, "x"]], "(prompt.1: Input should be a valid integer)"),
+        ([[1], [2, "x"]], "(prompt.1.1: Input should be a valid integer)"),
         (["a", "b", ""], "prompt 2 (from 0): prompt must be a non-empty string"),
         ([[1], []], "prompt 1 (from 0): prompt must be"),
         ([[[1]]], "(prompt.0: "),

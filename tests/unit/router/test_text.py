@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
+from tandem.router.parsers.formats import REASONING_TAGS
+from tandem.router.parsers.model_format import machine_of
 from tandem.router.request.text import Piece, TextStream
 
 EOS = 2
@@ -103,3 +105,26 @@ def test_no_stop_string_ends_the_first_tokens(tokenizer: Tokenizer, step: int) -
 def test_special_tokens_may_have_their_text(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, [], skip_special_tokens=False, shows_stop=True)
     assert stream.push([*tokenizer.encode("one"), EOS], "stop").text == "one<|im_end|>"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 100])
+@pytest.mark.parametrize("stop", [(), ("Three",)])
+def test_tokens_of_reasoning_are_counted_with_their_tags(
+    tokenizer: Tokenizer, step: int, stop: tuple[str, ...]
+) -> None:
+    thought = tokenizer.encode("<think>\nOne two.\n</think>")
+    ids = [*thought, *tokenizer.encode("Three four.")]
+    parser = machine_of(None, REASONING_TAGS["think"], schemas={})
+    pieces = run(TextStream(tokenizer, stop, parser), [*ids, EOS], step, "stop")
+    assert "".join(p.reasoning for p in pieces) == "One two."
+    assert "".join(p.text for p in pieces) == ("" if stop else "Three four.")
+    assert pieces[-1].num_reasoning == len(thought)
+    num_tokens = len(thought) + 1 if stop else len(ids) + 1
+    assert sum(len(p.token_ids) for p in pieces) == num_tokens
+
+
+def test_an_answer_that_does_not_think_has_no_tokens_of_reasoning(tokenizer: Tokenizer) -> None:
+    for text in ("<b>", "<thin", "Three"):
+        parser = machine_of(None, REASONING_TAGS["think"], schemas={})
+        pieces = run(TextStream(tokenizer, (), parser), tokenizer.encode(text), 1, "length")
+        assert ("".join(p.text for p in pieces), pieces[-1].num_reasoning) == (text, 0)

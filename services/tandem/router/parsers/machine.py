@@ -122,6 +122,17 @@ class Machine:
         """Returns all strings that tell the parts of an answer apart."""
         return {terminal for state in self._states.values() for terminal in state.terminals}
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Returns whether the text so far ends within reasoning."""
+        return self._state.text is Text.REASONING
+
+    @property
+    def may_begin_reasoning(self) -> bool:
+        """Returns whether reasoning may begin with the next text."""
+        states = (self._states[name] for name in self._state.terminals.values())
+        return any(state.text is Text.REASONING for state in states)
+
     def push(self, text: str) -> Parts:
         """Returns the parts that this text completes."""
         self._pending += text

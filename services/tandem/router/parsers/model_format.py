@@ -59,9 +59,12 @@ class ModelFormat:
                 param="tools",
             )
 
-    def template_options(self, asked: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-        """Returns the values of the template's variables for a request's `chat_template_kwargs` and
-        `reasoning_effort`. Raises BadRequest for one that the template does not take."""
+    def template_options(
+        self, asked: Mapping[str, Any], effort: str | None, thinking: bool | None = None
+    ) -> dict[str, Any]:
+        """Returns the values of the template's variables for a request's `chat_template_kwargs`,
+        `reasoning_effort` and `thinking`. Raises BadRequest for one that the model does not
+        take."""
         taken = self._variables - _OWN_VARIABLES
         for name in asked:
             if name not in taken:
@@ -71,7 +74,20 @@ class ModelFormat:
                     f"{allowed}",
                     param="chat_template_kwargs",
                 )
-        return {**self._effort(effort), **asked}
+        return {**self._thinking(thinking), **self._effort(effort), **asked}
+
+    def _thinking(self, wanted: bool | None) -> dict[str, Any]:
+        if wanted is None:
+            return {}
+        if switch := self._switch():
+            return {switch: wanted}
+        if wanted and self._reasoning is None and "reasoning_effort" not in self._variables:
+            raise BadRequest(
+                "thinking is not supported by this model: its chat template has no reasoning; "
+                "leave it out or send null",
+                param="thinking",
+            )
+        return {}  # the model thinks as it does
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         if effort is None:
@@ -79,7 +95,7 @@ class ModelFormat:
         if effort == "none":
             if self._reasoning is None and "reasoning_effort" not in self._variables:
                 return {}
-            if switch := next((s for s in _SWITCHES if s in self._variables), None):
+            if switch := self._switch():
                 return {switch: False}
         if "reasoning_effort" in self._variables:
             return {"reasoning_effort": effort}
@@ -88,6 +104,9 @@ class ModelFormat:
             "not take it; leave it out or send null",
             param="reasoning_effort",
         )
+
+    def _switch(self) -> str | None:
+        return next((s for s in _SWITCHES if s in self._variables), None)
 
     def machine(
         self,

@@ -1,6 +1,8 @@
 """The allowed values of a request's fields, in the words of every refusal, and their bounds."""
 
 import math
+import re
+from collections.abc import Mapping
 
 from tandem.errors import BadRequest
 
@@ -99,6 +101,15 @@ def refusal(name: str, given: object = None) -> BadRequest:
 def name_prompt(error: BadRequest, index: int) -> BadRequest:
     """Returns the same refusal with a message that says which of several prompts it is about."""
     return type(error)(f"prompt {index} (from 0): {error.message}", param=error.param)
+
+
+def rename(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
+    """Returns the same refusal in the words of an API that calls some fields otherwise."""
+    own = error.param
+    if own is None or own not in names:
+        return error
+    message = re.sub(rf"\b{own}\b", names[own], error.message, count=1)
+    return type(error)(message, param=names[own])
 
 
 def shorten(value: object) -> str:

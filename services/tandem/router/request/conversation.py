@@ -63,6 +63,7 @@ class Conversation:
     only_tool: str = ""  # the function that the answer calls; the choice is `required` then
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+    thinking: bool | None = None  # None: as the model does by itself
     template_options: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False

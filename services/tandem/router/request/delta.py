@@ -13,6 +13,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0  # of the completion's
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,7 +302,9 @@ def _with_template_options(request: ClientRequest, model: LoadedModel) -> Client
         return request
     if chat.tools:
         model.answers.check_tools()
-    options = model.answers.template_options(chat.template_options, chat.reasoning_effort)
+    options = model.answers.template_options(
+        chat.template_options, chat.reasoning_effort, chat.thinking
+    )
     return replace(request, prompt=replace(chat, template_options=options))
 
 

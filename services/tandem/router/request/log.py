@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 REQUESTS_MAX = 4096
 RUNNING = "running"
+_REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 
 @dataclass(slots=True)
@@ -150,7 +151,9 @@ class RequestLog:
 
 
 def _request_id(name: str) -> str:
-    return name.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    for prefix in _REPLY_PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
 
 
 def _ms(seconds: float | None) -> float | None:

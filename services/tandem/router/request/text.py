@@ -23,6 +23,7 @@ class Piece:
     stop_reason: str | int | None = None  # the stop string, or the client's stop token, that ended
     reasoning: str = ""
     tool_calls: tuple[CallDelta, ...] = ()
+    num_reasoning: int = 0  # tokens of reasoning so far, its tags included
 
 
 class TextStream:
@@ -54,6 +55,8 @@ class TextStream:
         self._shows_stop = shows_stop
         self._num_unstopped = min_tokens
         self._prompt_text = prompt_text
+        self._num_reasoning = 0
+        self._num_undecided = 0  # tokens that may be the tag before reasoning
 
     def push(self, token_ids: list[int], finish_reason: str) -> Piece:
         """Returns the new text. A `finish_reason` releases all text that was held back.
@@ -61,13 +64,38 @@ class TextStream:
         The token that ended a sequence with "stop" (an end-of-sequence token, or one of the
         client's stop ids) counts, and is not part of the text unless `shows_stop`.
         """
-        piece = self._push(token_ids, finish_reason)
-        if self._parser is not None:
-            piece = _parsed(piece, self._parser)
+        piece = self._parsed(token_ids, finish_reason)
         if self._prompt_text:
             piece = replace(piece, text=self._prompt_text + piece.text)
             self._prompt_text = ""
         return piece
+
+    def _parsed(self, token_ids: list[int], finish_reason: str) -> Piece:
+        """Returns the new text in its parts. Tokens go one by one while the model may think, so
+        that those of reasoning are counted."""
+        parser = self._parser
+        if parser is None:
+            return self._push(token_ids, finish_reason)
+        made: Piece | None = None
+        at = 0
+        while at < len(token_ids) - 1 and (parser.in_reasoning or parser.may_begin_reasoning):
+            one = self._counted(token_ids[at : at + 1], "", parser)
+            made = one if made is None else _joined(made, one)
+            if one.finish_reason:  # a stop string ended the text
+                return made
+            at += 1
+        last = self._counted(token_ids[at:], finish_reason, parser)
+        return last if made is None else _joined(made, last)
+
+    def _counted(self, token_ids: list[int], finish_reason: str, parser: Machine) -> Piece:
+        was_reasoning = parser.in_reasoning
+        piece = _split(self._push(token_ids, finish_reason), parser)
+        self._num_undecided += len(piece.token_ids)
+        if was_reasoning or parser.in_reasoning:
+            self._num_reasoning += self._num_undecided
+        if not parser.may_begin_reasoning:
+            self._num_undecided = 0
+        return replace(piece, num_reasoning=self._num_reasoning)
 
     def _push(self, token_ids: list[int], finish_reason: str) -> Piece:
         is_stopped = finish_reason == "stop" and bool(token_ids)
@@ -100,7 +128,17 @@ class TextStream:
         return self._detokenizer.flush().rstrip("\ufffd") if finish_reason else ""
 
 
-def _parsed(piece: Piece, parser: Machine) -> Piece:
+def _joined(first: Piece, then: Piece) -> Piece:
+    return replace(
+        then,
+        text=first.text + then.text,
+        token_ids=first.token_ids + then.token_ids,
+        reasoning=first.reasoning + then.reasoning,
+        tool_calls=first.tool_calls + then.tool_calls,
+    )
+
+
+def _split(piece: Piece, parser: Machine) -> Piece:
     parts = parser.finish(piece.text) if piece.finish_reason else parser.push(piece.text)
     finish_reason = piece.finish_reason
     if parser.is_done or finish_reason == "stop":

@@ -10,7 +10,7 @@ from tandem.router.api.admin.cluster import add_cluster_routes
 from tandem.router.api.admin.keys import add_key_routes
 from tandem.router.api.http.errors import JsonResponse, install_handlers
 from tandem.router.api.http.guard import AdminGuard
-from tandem.router.api.http.health import add_health_routes
+from tandem.router.api.routes.health import add_health_routes
 from tandem.router.index.audit import IndexAudit
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator

@@ -1,15 +1,11 @@
-"""The public HTTP API: OpenAI's completions and chats, models, requests, health.
+"""The public HTTP API: OpenAI's completions, chats and responses, Anthropic's messages, models,
+requests, health.
 
-It only translates: `request` decides what a request may be, `generator` what becomes of it.
-
-A request that sends `x-tandem-timing: 1` gets its stages back as `Server-Timing` (W3C), which
-browsers and proxies know. Of a stream the header has what lies before the first token, when it is
-sent; all of it follows as a comment before `[DONE]`, which clients of server-sent events ignore.
-Of several prompts the headers tell of one: the first with a token (a stream), or the last to end.
+It only translates: `request` decides what a request may be, `generator` what becomes of it. Each
+API has bodies and replies of its own, and the same way between them (`generation.py`).
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -18,38 +14,40 @@ from starlette.responses import Response
 
 from tandem.config.router import RouterConfig
 from tandem.errors import ModelNotFound, RequestNotFound
-from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of, visible_tenant
+from tandem.router.admission.tenants import visible_tenant
 from tandem.router.api.admin.keys import add_record_route
-from tandem.router.api.http.body import read_json_object
+from tandem.router.api.anthropic.requests import CountTokensBody, MessagesBody
 from tandem.router.api.http.errors import JsonResponse, install_handlers
 from tandem.router.api.http.front import Front
 from tandem.router.api.http.guard import PublicGuard, tell_refusal
-from tandem.router.api.http.health import add_health_routes
-from tandem.router.api.http.stream import EventStream, collect, first_delta, until_disconnect
-from tandem.router.api.http.tokens import add_token_routes
-from tandem.router.api.http.usage import add_usage_route
-from tandem.router.api.openai.choices import generate_choices
-from tandem.router.api.openai.fields import warning
 from tandem.router.api.openai.openapi import ErrorReply, add_schemas, generation_route
 from tandem.router.api.openai.replies import Replies
 from tandem.router.api.openai.requests import (
     ChatBody,
     CompletionBody,
     ParsedRequest,
-    drop_unknown_fields,
     parse_chat,
     parse_completion,
 )
 from tandem.router.api.openai.structured import Strict
-from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
-from tandem.router.request.delta import Delta
+from tandem.router.api.openai.tokens import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
+from tandem.router.api.responses.requests import ResponsesBody
+from tandem.router.api.routes.generation import GenerationRoutes
+from tandem.router.api.routes.health import add_health_routes
+from tandem.router.api.routes.messages import add_message_routes
+from tandem.router.api.routes.responses import add_response_routes
+from tandem.router.api.routes.tokens import add_token_routes
+from tandem.router.api.routes.usage import add_usage_route
 from tandem.router.request.generator import Generator
 from tandem.security.access import Access
 from tandem.security.audit_trail import AuditTrail
 from tandem.security.key_service import KeyService
 
 Parse = Callable[[dict[str, Any], str], ParsedRequest]
-_TRACE_HEADERS = ("traceparent", "tracestate")
+_BODIES = (
+    *(CompletionBody, ChatBody, MessagesBody, CountTokensBody, ResponsesBody),
+    *(TokenizePromptBody, TokenizeChatBody, DetokenizeBody),
+)
 
 
 def make_app(
@@ -68,12 +66,15 @@ def make_app(
         responses={"default": {"description": "An error", "model": ErrorReply}},
     )
     install_handlers(app)
-    add_schemas(app)
+    add_schemas(app, *_BODIES)
     app.add_middleware(PublicGuard, config=config, access=access, trail=trail)
     app.add_middleware(Front, config=config)  # the last one added is the first one called
-    _add_generation(app, config, generator)
+    routes = GenerationRoutes(config, generator)
+    _add_generation(app, routes)
+    add_message_routes(app, routes)
+    add_response_routes(app, routes, trail)
     _add_requests(app, generator, trail)
-    add_token_routes(app, config, generator)
+    add_token_routes(app, routes)
     _add_server(app, generator)
     _add_models(app, generator)
     add_usage_route(app, generator.tenants.usage)
@@ -82,41 +83,12 @@ def make_app(
     return app
 
 
-def _add_generation(app: FastAPI, config: RouterConfig, generator: Generator) -> None:
+def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:
     async def serve(request: Request, parse: Parse, kind: type[Strict]) -> Response:
-        body = await read_json_object(request, config)
-        headers = request.headers
-        request_id, client_id = request.state.request_id, request.state.client_id
-        unknown = [] if config.strict_fields else drop_unknown_fields(kind, body)
-        parsed = parse(body, request_id)
-        tokenizer = generator.model.tokenizer if generator.model is not None else None
-        replies = Replies(parsed, generator.served_name, tokenizer)
-        named = headers.getlist(TENANT_HEADER)
-        tenant = tenant_of(request.state.key, named, trusted=config.trust_tenant_header)
-        limits = limits_of(request.state.key)
-        asked = [
-            replace(r, tenant=tenant, limits=limits, client_id=client_id) for r in parsed.requests
-        ]
-        trace = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
-        deltas = generate_choices(generator, asked, trace)
-        asks_timing = asks(headers.get(TIMING_HEADER))
-
-        def answer_headers(last: Delta) -> dict[str, str]:
-            own = dict(last.limit_headers)
-            if unknown:
-                own["warning"] = warning(unknown)
-            if asks(headers.get(PLACEMENT_HEADER)):
-                own[PLACEMENT_HEADER] = last.placement
-            if last.timeline is not None and asks_timing:
-                own["server-timing"] = last.timeline.server_timing()
-            return own
-
-        if parsed.stream:
-            first = await first_delta(request, deltas)
-            told = answer_headers(first.delta)
-            return EventStream(first, deltas, replies, told, tells_timing=asks_timing)
-        answer, last = await until_disconnect(request.receive, collect(deltas, replies))
-        return JsonResponse(answer, headers=answer_headers(last))
+        body, headers = await routes.read(request, kind)
+        parsed = parse(body, request.state.request_id)
+        replies = Replies(parsed, routes.generator.served_name, routes.tokenizer)
+        return await routes.answer(request, parsed.requests, replies, headers, stream=parsed.stream)
 
     @app.post("/v1/completions", **generation_route(CompletionBody))
     async def completions(request: Request) -> Response:

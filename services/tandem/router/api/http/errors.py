@@ -1,10 +1,8 @@
-"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}.
+"""Answers with an error, in the form of the API whose path was called: Anthropic's or OpenAI's.
 
-One that a retry may help also has `retry_after_s`, as the header `Retry-After` in whole seconds.
-
-After the first streamed byte an error is one more event, `data: {"error": ...}`, and then the
-stream ends. `[DONE]` does not follow it (vLLM sends it): it says that the answer is whole. OpenAI's
-own clients raise at the event and never look for more.
+After the first streamed byte an error is one more event, and then the stream ends. `[DONE]` does
+not follow it (vLLM sends it): it says that the answer is whole. OpenAI's own clients raise at the
+event and never look for more.
 """
 
 from typing import Any
@@ -16,15 +14,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from tandem.errors import InternalError, RateLimited, TandemError
-
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    **dict.fromkeys((400, 405, 408, 413, 415, 431), "invalid_request_error"),
-}
+from tandem.errors import InternalError, TandemError
+from tandem.router.api.anthropic import errors as anthropic
+from tandem.router.api.openai import errors as openai
 
 
 class JsonResponse(Response):
@@ -34,16 +26,8 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-def error_body(error: TandemError) -> dict[str, Any]:
-    body = plain_error(error.http_status, error.message, error.code, error.param)
-    if isinstance(error, RateLimited):  # OpenAI's own words for its limits
-        body["error"]["type"] = "tokens" if error.kind == "tokens" else "requests"
-    if error.retry_after_s is not None:
-        body["error"]["retry_after_s"] = error.retry_after_whole_s
-    return body
-
-
-def error_response(error: TandemError) -> Response:
+def error_response(error: TandemError, path: str = "") -> Response:
+    """Returns the answer to a call of this path."""
     headers = dict(error.headers)
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_whole_s)
@@ -51,15 +35,17 @@ def error_response(error: TandemError) -> Response:
         headers["www-authenticate"] = "Bearer"  # RFC 6750 wants it
     if error.http_status in (408, 413):
         headers["connection"] = "close"
-    return JsonResponse(error_body(error), error.http_status, headers)
+    if anthropic.is_anthropic(path):
+        return JsonResponse(anthropic.error_body(error), anthropic.status_of(error), headers)
+    return JsonResponse(openai.error_body(error), error.http_status, headers)
 
 
 def install_handlers(app: FastAPI) -> None:
     """Installs handlers that give every error of every route the one shape."""
 
-    async def on_tandem(_: Request, error: Exception) -> Response:
+    async def on_tandem(request: Request, error: Exception) -> Response:
         assert isinstance(error, TandemError)
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -68,15 +54,17 @@ def install_handlers(app: FastAPI) -> None:
         if status == 405:
             headers["Allow"] = ", ".join(_allowed_methods(request))
         code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
-        body = plain_error(status, str(error.detail), code)
+        form = anthropic if anthropic.is_anthropic(request.url.path) else openai
+        body = form.plain_error(status, str(error.detail), code)
         return JsonResponse(body, status, headers)
 
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
-    async def on_bug(_: Request, error: Exception) -> Response:
+    async def on_bug(request: Request, error: Exception) -> Response:
         # starlette raises it again after the answer, so that the server logs it.
-        return error_response(InternalError(f"an error inside the router: {type(error).__name__}"))
+        hidden = InternalError(f"an error inside the router: {type(error).__name__}")
+        return error_response(hidden, request.url.path)
 
     app.add_exception_handler(TandemError, on_tandem)
     app.add_exception_handler(HTTPException, on_http)
@@ -91,8 +79,3 @@ def _allowed_methods(request: Request) -> list[str]:
         if route.matches(request.scope)[0] is not Match.NONE:
             found |= route.methods or set()
     return sorted(found | {"HEAD"} if "GET" in found else found)
-
-
-def plain_error(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
-    kind = _TYPES.get(status, "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

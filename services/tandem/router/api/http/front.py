@@ -3,6 +3,7 @@
 HEAD          A call of the method HEAD is answered as a GET; the server leaves the body out.
 x-request-id  Every answer has one. A client that sends its own gets it back and finds the request
               by it; the router has an id of its own for each request, so two clients may use one.
+              Anthropic's clients read it as request-id.
 CORS          Browsers let pages of the origins in `--cors-origins` call the routes that a user's
               key may call. A preflight carries no key, so it is answered here, before the guard.
               Operators' routes, metrics and keys never allow another origin.
@@ -15,12 +16,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.config.router import RouterConfig
+from tandem.router.api.anthropic.errors import is_anthropic
 from tandem.router.api.http.guard import public_need
 from tandem.router.placement.reasons import PLACEMENT_HEADER
 from tandem.router.request.request import REQUEST_ID_HEADER, read_client_id
 
 # Beside those that a page may always read.
-_EXPOSED = (REQUEST_ID_HEADER, "retry-after", "server-timing", "warning", PLACEMENT_HEADER)
+_IDS = (REQUEST_ID_HEADER, "request-id")
+_EXPOSED = (*_IDS, "retry-after", "server-timing", "warning", PLACEMENT_HEADER)
 
 
 class Front:
@@ -47,7 +50,10 @@ class Front:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = client_id or request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = client_id or request_id
+                if is_anthropic(scope["path"]):
+                    headers["request-id"] = client_id or request_id
             await send(message)
 
         if scope["method"] == "HEAD":

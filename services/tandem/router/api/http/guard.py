@@ -2,8 +2,8 @@
 that a web page made a browser send. The public listener and the admin listener have one each.
 
 A browser sends a page's call with the user's reach, which includes a router on loopback. Two rules
-stop that. Completions, chats and tokenizing have only the first rule: they change nothing in the
-cluster, and pages of `--cors-origins` call them (`front.py`).
+stop that. Generations of all APIs and tokenizing have only the first rule: they change nothing in
+the cluster, and pages of `--cors-origins` call them (`front.py`).
 
 Host      A page can point its own name at 127.0.0.1 (DNS rebinding). A router on a loopback address
           refuses each call whose `Host` is not a loopback name, its own `host` or an allowed name.
@@ -36,6 +36,7 @@ from tandem.errors import (
     TandemError,
     Unauthenticated,
 )
+from tandem.router.api.anthropic.errors import is_anthropic
 from tandem.router.api.http.errors import error_response
 from tandem.security.access import Access, Need, is_loopback
 from tandem.security.audit_trail import AuditTrail, Caller
@@ -45,8 +46,9 @@ from tandem.security.keys import KeyRecord
 log = logging.getLogger(__name__)
 
 # Every other route is guarded, so that a new one is guarded without a word here.
+_GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _UNGUARDED = frozenset(
-    ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/ping")
+    (*_GENERATIONS, "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/ping")
 )
 PROBES = ("/health", "/ready", "/started", "/ping")
 _PORTS = {"http": 80, "https": 443}
@@ -84,11 +86,11 @@ class RequestGuard(ABC):
                     place.enter_context(self._access.clients.request(address))
                 self._check(scope)
             except TandemError as error:
-                claimed = self._access.claimed(Headers(scope=scope).getlist("authorization"))
+                claimed = self._access.claimed(_credentials(scope))
                 tell_refusal(self._trail, scope, error, claimed)
                 if isinstance(error, Unauthenticated):
                     await asyncio.sleep(self._access.throttle.fail(address, time.monotonic()))
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
             else:
                 await self._app(scope, receive, send)
 
@@ -102,10 +104,10 @@ class RequestGuard(ABC):
         if self.checks_host((scope["server"] or ("",))[0]):
             self._check_host(headers.getlist("host"))
         needed = self.need(path)
-        if scope["method"] not in ("GET", "HEAD") and path not in _UNGUARDED:
+        if scope["method"] not in ("GET", "HEAD") and not _is_unguarded(path):
             _check_origin(headers)
             _check_json(headers)
-        key = self._access.check(needed, headers.getlist("authorization"), now=time.time())
+        key = self._access.check(needed, _credentials(scope), now=time.time())
         scope.setdefault("state", {})["key"] = key
 
     def _check_host(self, hosts: list[str]) -> None:
@@ -188,6 +190,21 @@ def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
     forwarded = Headers(scope=scope).get("x-forwarded-for")  # type: ignore[arg-type]
     address = f"{peer} over HTTP" + (f" for {forwarded[:_TEXT_MAX]!r}" if forwarded else "")
     return Caller(address, key.key_id, key.tenant) if key else Caller(address)
+
+
+def _is_unguarded(path: str) -> bool:
+    # A page needs a preflight to delete a kept response, and OpenAI's client sends no body with it.
+    return path in _UNGUARDED or path.startswith("/v1/responses/")
+
+
+def _credentials(scope: Mapping[str, Any]) -> list[str]:
+    """Returns the values of the header `Authorization`. Clients of Anthropic's API may send their
+    key as `x-api-key`."""
+    headers = Headers(scope=scope)  # type: ignore[arg-type]
+    sent = headers.getlist("authorization")
+    if sent or not is_anthropic(scope["path"]):
+        return sent
+    return [f"Bearer {key}" for key in headers.getlist("x-api-key")]
 
 
 def _check_origin(headers: Headers) -> None:

@@ -34,8 +34,8 @@ from uvicorn.protocols.http.httptools_impl import (
 from tandem.config.router import RouterConfig
 from tandem.errors import ConfigError
 from tandem.router.api.http.connections import Connections
-from tandem.router.api.http.errors import plain_error
 from tandem.router.api.http.tls import TlsHandshake
+from tandem.router.api.openai.errors import plain_error
 from tandem.rpc.certificates import CertificateFiles
 from tandem.security.clients import Clients
 

@@ -6,25 +6,45 @@ StreamingResponse would notice only when it sends, and a queued request sends no
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.errors import TandemError
-from tandem.router.api.http.errors import error_body
 from tandem.router.api.openai.choices import ChoiceDelta
-from tandem.router.api.openai.replies import Replies
 from tandem.router.request.delta import Delta
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_encode = msgspec.json.Encoder().encode
+
+
+class Answer(Protocol):
+    """The form of the answer to one body, in the words of one API."""
+
+    @property
+    def reply_id(self) -> str:
+        """Returns the id that the client sees."""
+
+    @property
+    def num_choices(self) -> int:
+        """Returns how many choices there are."""
+
+    def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+        """Returns the body of an answer that is not streamed, from all deltas of its choices."""
+
+    def events(self, choice: int, delta: Delta) -> bytes:
+        """Returns the events for a delta of a choice, or nothing."""
+
+    def ending(self) -> bytes:
+        """Returns the events after the last delta of all."""
+
+    def failure(self, error: TandemError) -> bytes:
+        """Returns the last event of a stream that an error ends."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -55,7 +75,7 @@ class EventStream(Response):
         self,
         first: ChoiceDelta,
         rest: AsyncGenerator[ChoiceDelta, None],
-        replies: Replies,
+        replies: Answer,
         headers: Mapping[str, str],
         *,
         tells_timing: bool = False,
@@ -87,17 +107,17 @@ class EventStream(Response):
         try:
             async for last in self._rest:
                 await self._send_delta(send, last)
-            ending = b"data: [DONE]\n\n"
+            ending = self._replies.ending()
             if self._tells_timing and last.delta.timeline is not None:
                 timing = f": server-timing: {last.delta.timeline.server_timing()}\n\n"
                 ending = timing.encode() + ending
         except TandemError as error:
-            ending = b"data: " + _encode(error_body(error)) + b"\n\n"
+            ending = self._replies.failure(error)
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _send_delta(self, send: Send, came: ChoiceDelta) -> None:
-        events = [b"data: " + _encode(c) + b"\n\n" for c in self._replies.chunks(*came)]
-        await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+        events = self._replies.events(*came)
+        await send({"type": "http.response.body", "body": events, "more_body": True})
 
 
 async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
@@ -110,10 +130,10 @@ async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None
 
 
 async def collect(
-    deltas: AsyncGenerator[ChoiceDelta, None], replies: Replies
+    deltas: AsyncGenerator[ChoiceDelta, None], replies: Answer
 ) -> tuple[dict[str, Any], Delta]:
     """Returns the body of an answer that is not streamed, and its last delta."""
-    made: list[list[Delta]] = [[] for _ in range(replies.parsed.num_choices)]
+    made: list[list[Delta]] = [[] for _ in range(replies.num_choices)]
     last: Delta | None = None
     async with aclosing(deltas):
         async for index, last in deltas:

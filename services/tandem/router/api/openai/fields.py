@@ -1,4 +1,5 @@
-"""Fields of the OpenAI API, and of vLLM's and SGLang's additions, that Tandem does not act on.
+"""Fields of an API that Tandem does not act on: here those of OpenAI's completions and chats, and
+of vLLM's and SGLang's additions.
 
 A client that sends one at its neutral value means nothing by it and is served. Any other value
 asks for what Tandem would not do, so the request is refused with the field's name. A field that
@@ -7,6 +8,8 @@ notes and the fields of other servers. `--strict-fields` refuses it.
 """
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.errors import BadRequest
@@ -39,15 +42,29 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("return_hidden_states", "no_stop_trim"), (False,)),
 }
 
+
+@dataclass(frozen=True, slots=True)
+class UnusedFields:
+    """The fields of an API's bodies that have no effect, and those that are refused but for their
+    neutral values."""
+
+    ignored: frozenset[str] = frozenset()
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+CHAT_FIELDS = UnusedFields(IGNORED, _NEUTRAL)
+
 # The header is short, whatever a client sends: so many names, of so many characters.
 _WARNED_MAX = 8
 _WARNED_CHARACTERS_MAX = 40
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]")
 
 
-def drop_unknown(body: dict[str, Any], supported: frozenset[str]) -> list[str]:
+def drop_unknown(
+    body: dict[str, Any], supported: frozenset[str], unused: UnusedFields = CHAT_FIELDS
+) -> list[str]:
     """Takes the fields that are not known out of a body. Returns their names."""
-    known = supported | _NEUTRAL.keys() | IGNORED
+    known = supported | unused.neutral.keys() | unused.ignored
     unknown = [name for name in body if name not in known]
     for name in unknown:
         del body[name]
@@ -62,7 +79,9 @@ def warning(unknown: list[str]) -> str:
     return f'299 tandem "unknown fields are ignored: {", ".join(names)}"'
 
 
-def strip_unused(body: dict[str, Any], supported: frozenset[str]) -> dict[str, Any]:
+def strip_unused(
+    body: dict[str, Any], supported: frozenset[str], unused: UnusedFields = CHAT_FIELDS
+) -> dict[str, Any]:
     """Returns the supported fields that are set (null means missing, as it does at OpenAI).
 
     Raises BadRequest naming the first field that is unknown, or that asks for what is not done.
@@ -72,12 +91,13 @@ def strip_unused(body: dict[str, Any], supported: frozenset[str]) -> dict[str, A
         if name in supported:
             if value is not None:
                 kept[name] = value
-        elif name in _NEUTRAL:
-            if value is not None and not any(_same(value, n) for n in _NEUTRAL[name]):
-                allowed = " or ".join([*map(_json, _NEUTRAL[name]), "null"])
+        elif name in unused.neutral:
+            neutral = unused.neutral[name]
+            if value is not None and not any(_same(value, n) for n in neutral):
+                allowed = " or ".join([*map(_json, neutral), "null"])
                 message = f"{name} is not supported; leave it out or send {allowed}"
                 raise BadRequest(message, param=name)
-        elif name not in IGNORED:
+        elif name not in unused.ignored:
             allowed = ", ".join(sorted(supported))
             raise BadRequest(
                 f"the field {name[:80]!r} is unknown; allowed are: {allowed}", param=name[:80]

@@ -9,9 +9,6 @@ from fastapi import FastAPI
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
-from tandem.router.api.openai.requests import ChatBody, CompletionBody
-from tandem.router.api.openai.tokens import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
-
 _REF = "#/components/schemas/{model}"
 
 
@@ -38,16 +35,15 @@ def body_route(*bodies: type[BaseModel]) -> dict[str, Any]:
 
 
 def generation_route(body: type[BaseModel]) -> dict[str, Any]:
-    """Returns the arguments of a route that takes one of the two bodies and may stream."""
+    """Returns the arguments of a route that takes this body and may stream."""
     return {
         **body_route(body),
         "responses": {200: {"description": "The answer", "content": {"text/event-stream": {}}}},
     }
 
 
-def add_schemas(app: FastAPI) -> None:
+def add_schemas(app: FastAPI, *bodies: type[BaseModel]) -> None:
     """Puts the bodies, and every model that they refer to, where references look for them."""
-    bodies = (CompletionBody, ChatBody, TokenizePromptBody, TokenizeChatBody, DetokenizeBody)
     _, schemas = models_json_schema([(b, "validation") for b in bodies], ref_template=_REF)
     document_routes = app.openapi
 

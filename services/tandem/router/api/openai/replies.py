@@ -5,20 +5,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
+from tandem.errors import TandemError
 from tandem.models.tokenizer import Tokenizer
+from tandem.router.api.openai.errors import error_body
 from tandem.router.api.openai.logprobs import ChoiceLogprobs
 from tandem.router.api.openai.requests import ParsedRequest
 from tandem.router.api.openai.tools import call_body, call_chunk, joined
+from tandem.router.api.sse import DONE, event
 from tandem.router.request.delta import Delta, Usage
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    return {
+    body: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return body
 
 
 def summed(usages: Iterable[Usage]) -> Usage:
@@ -45,6 +51,22 @@ class Replies:
     def reply_id(self) -> str:
         prefix = "chatcmpl-" if self.is_chat else "cmpl-"
         return prefix + self.parsed.request_id
+
+    @property
+    def num_choices(self) -> int:
+        return self.parsed.num_choices
+
+    def events(self, choice: int, delta: Delta) -> bytes:
+        """Returns the events of a delta's chunks."""
+        return b"".join(map(event, self.chunks(choice, delta)))
+
+    def ending(self) -> bytes:
+        """Returns the event that says that the answer is whole."""
+        return DONE
+
+    def failure(self, error: TandemError) -> bytes:
+        """Returns the event that ends a stream before its end."""
+        return event(error_body(error))
 
     def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
         """Returns the answer of these choices, each given by all of its deltas."""

@@ -3,6 +3,7 @@
 pydantic checks types here; ranges are checked in one place for HTTP and gRPC, in `request`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
@@ -340,8 +341,9 @@ class ParsedRequest:
 
 def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:
     """Takes what is not known out of a body of this kind. Returns the names of the fields."""
-    unknown = drop_unknown(body, kind.supported)
-    if isinstance(options := body.get("stream_options"), dict):
+    unknown = drop_unknown(body, kind.supported, kind.unused)
+    options = body.get("stream_options")
+    if "stream_options" in kind.supported and isinstance(options, dict):
         inside = drop_unknown(options, StreamOptions.supported)
         unknown += [f"stream_options.{name}" for name in inside]
     return unknown
@@ -402,19 +404,20 @@ _BodyT = TypeVar("_BodyT", bound=Strict)
 def validate(kind: type[_BodyT], body: dict[str, Any]) -> _BodyT:
     """Raises BadRequest naming the field at fault and what is allowed."""
     try:
-        return kind.model_validate(strip_unused(body, kind.supported))
+        return kind.model_validate(strip_unused(body, kind.supported, kind.unused))
     except ValidationError as error:
-        raise _as_bad_request(error) from None
+        raise _as_bad_request(error, {**_ALLOWED, **kind.allowed}) from None
 
 
-def _as_bad_request(error: ValidationError) -> BadRequest:
+def _as_bad_request(error: ValidationError, allowed: Mapping[str, str]) -> BadRequest:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = first["loc"]
     name = str(place[0])
     is_missing = first["type"] == "missing" and len(place) == 1
     verb = "is missing; it" if is_missing else "is not valid; it"
     # Names of the alternatives of a union, such as `str`, are pydantic's and tell a client nothing.
-    inside = [str(part) for part in place[1:4] if part not in _ALTERNATIVES]
+    inside = [str(part) for part in place[1:7] if part not in _ALTERNATIVES]
     where = ".".join([name, *inside])
-    detail = f" ({where}: {first['msg']})" if inside else ""
-    return BadRequest(f"{name} {verb} must be {_ALLOWED[name]}{detail}", param=name)
+    is_ours = first["type"] == "unsupported"  # pydantic's own says less than what is allowed
+    detail = f" ({where}: {first['msg']})" if inside or is_ours else ""
+    return BadRequest(f"{name} {verb} must be {allowed[name]}{detail}", param=name)

@@ -1,12 +1,14 @@
 """The fields that give a completion its form: OpenAI's `response_format`, and vLLM's additions."""
 
 import json
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tandem.errors import BadRequest
 from tandem.grammars.text import Kind, StructuredOutput
+from tandem.router.api.openai.fields import CHAT_FIELDS, UnusedFields
 from tandem.router.request.allowed import ALLOWED, refusal
 
 _Schema = dict[str, Any] | bool
@@ -18,6 +20,8 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     supported: ClassVar[frozenset[str]]
+    unused: ClassVar[UnusedFields] = CHAT_FIELDS
+    allowed: ClassVar[Mapping[str, str]] = {}  # values of fields that other bodies do not have
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -62,6 +62,7 @@ class Generation:
         self._reservation = reservation
         self._first = record.jobs[0]
         self._num_open = num_choices
+        self._num_reasoning = 0  # of the choices that ended
         self._deadline = deadline
 
     async def follow(self, choice: Choice) -> AsyncGenerator[Delta, None]:
@@ -114,15 +115,18 @@ class Generation:
         total = None
         if piece.finish_reason:
             self._num_open -= 1
+            self._num_reasoning += piece.num_reasoning
             if not self._num_open:
                 self.settle()
                 self._means.metrics.demand.ended(self._num_made)
-                total = Usage(len(prompt_token_ids), record.num_sent, cached_tokens)
+                total = Usage(
+                    len(prompt_token_ids), record.num_sent, cached_tokens, self._num_reasoning
+                )
         is_first, choice.is_begun = not choice.is_begun, True
         return Delta(
             text=piece.text,
             token_ids=piece.token_ids,
-            usage=Usage(len(prompt_token_ids), choice.num_sent, cached_tokens),
+            usage=Usage(len(prompt_token_ids), choice.num_sent, cached_tokens, piece.num_reasoning),
             finish_reason=piece.finish_reason,
             prompt_token_ids=prompt_token_ids if is_first else None,
             stop_reason=piece.stop_reason,

@@ -1,0 +1,322 @@
+"""Bodies of Anthropic's messages, and their way into the chats that `openai.requests` parses.
+
+A message's blocks become messages of a chat: each result of a tool is one of its own, text between
+results is the user's, and an assistant's text, thinking and calls are one message.
+https://platform.claude.com/docs/en/api/messages
+"""
+
+import json
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from tandem.router.api.openai.fields import UnusedFields
+from tandem.router.api.openai.requests import ParsedRequest, parse_chat, validate
+from tandem.router.api.openai.structured import Strict
+from tandem.router.request.allowed import ALLOWED
+from tandem.router.request.conversation import Conversation
+
+# The fields of a chat that have another name here.
+NAMES = {
+    "continue_final_message": "messages",
+    "reasoning_effort": "output_config",
+    "response_format": "output_config",
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice",
+}
+_BOOKKEEPING = ("cache_control", "diagnostics", "inference_geo", "metadata", "service_tier")
+_UNUSED = UnusedFields(
+    ignored=frozenset((*_BOOKKEEPING, "betas", "user_profile_id", "workspace_id")),
+    neutral={
+        "container": (),
+        "context_management": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    },
+)
+_ALLOWED = {
+    "messages": "a non-empty list of messages, each with a role (user, assistant or system) and a "
+    "content that is a string or a non-empty list of blocks: text, tool_use and thinking (of an "
+    "assistant), tool_result (of a user)",
+    "system": "a string or a list of text blocks",
+    "stop_sequences": ALLOWED["stop"],
+    "tools": 'a list of tools such as {"name": ..., "description": ..., "input_schema": {...}}; '
+    "tools that Anthropic's servers run are not supported",
+    "tool_choice": 'an object with the type "auto", "any", "tool" (with name) or "none"',
+    "thinking": 'an object with the type "enabled", "disabled" or "adaptive"',
+    "output_config": 'an object with effort ("low", "medium", "high", "xhigh" or "max") and '
+    'format, such as {"type": "json_schema", "schema": {...}}',
+}
+_KINDS = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+}
+
+
+class _Part(BaseModel):
+    """A part of a body. It ignores further keys: clients mark parts for a cache."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+def _wrong(message: str, **about: object) -> PydanticCustomError:
+    return PydanticCustomError("unsupported", message, about)
+
+
+def _as_blocks(content: object) -> object:
+    """Makes a string one block of text, and refuses blocks of a type that no message has."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    known = {kind for kinds in _KINDS.values() for kind in kinds}
+    for index, block in enumerate(content if isinstance(content, list) else ()):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind not in known:
+            raise _wrong(
+                "block {index} is of the type {kind}, which is not supported; this model takes "
+                "text only",
+                index=index,
+                kind=repr(kind[:40]),
+            )
+    return content
+
+
+class TextBlock(_Part):
+    type: Literal["text"]
+    text: str
+
+
+_Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks)]
+
+
+class ThinkingBlock(_Part):
+    """Thinking of an earlier answer. Its signature is not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(_Part):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(_Part):
+    """A tool's answer. Chat templates have no place for `is_error`; the content says what it is."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Texts = []
+    is_error: bool = False
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+
+
+class InputMessage(_Part):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(_as_blocks), Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> Self:
+        for index, block in enumerate(self.content):
+            if block.type not in _KINDS[self.role]:
+                raise _wrong(
+                    "block {index} is of the type {kind}, which a message of the role {role} does "
+                    "not have",
+                    index=index,
+                    kind=repr(block.type),
+                    role=self.role,
+                )
+        return self
+
+    def to_chat(self) -> list[dict[str, Any]]:
+        """Returns the messages of a chat that say the same."""
+        if self.role == "assistant":
+            return [self._as_assistant()]
+        messages: list[dict[str, Any]] = []
+        for block in self.content:
+            if isinstance(block, ToolResultBlock):
+                result = {"tool_call_id": block.tool_use_id, "content": _text(block.content)}
+                messages.append({"role": "tool", **result})
+            elif isinstance(block, TextBlock):
+                if not messages or messages[-1]["role"] == "tool":
+                    messages.append({"role": self.role, "content": ""})
+                messages[-1]["content"] += block.text
+        return messages
+
+    def _as_assistant(self) -> dict[str, Any]:
+        texts = [b for b in self.content if isinstance(b, TextBlock)]
+        thoughts = [b.thinking for b in self.content if isinstance(b, ThinkingBlock)]
+        calls = [_call(b) for b in self.content if isinstance(b, ToolUseBlock)]
+        message: dict[str, Any] = {"role": "assistant", "content": _text(texts) if texts else None}
+        if thoughts:
+            message["reasoning_content"] = "".join(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+
+class Tool(_Part):
+    """A function of the client's own. Anthropic's other tools have a type with a date."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = self.input_schema
+        if self.strict is not None:
+            function["strict"] = self.strict
+        return {"type": "function", "function": function}
+
+
+def _check_tool(tool: object) -> object:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        raise _wrong(
+            "its type is {kind}; only tools of the client's own are supported",
+            kind=repr(kind[:40]),
+        )
+    return tool
+
+
+class ToolChoice(_Part):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise _wrong('the type "tool" has a name, and no other has one')
+        return self
+
+    def to_chat(self) -> str | dict[str, Any]:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(_Part):
+    """`budget_tokens` has no effect: nothing but `max_tokens` bounds what a model thinks."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized"] | None = None  # all of it is shown
+
+    def wanted(self) -> bool | None:
+        """Returns whether the model is to think; None: as it does by itself."""
+        return {"enabled": True, "disabled": False}.get(self.type)
+
+
+class OutputFormat(_Part):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if self.effort is not None:
+            fields["reasoning_effort"] = "xhigh" if self.effort == "max" else self.effort
+        if self.format is not None:
+            schema = {"name": "output", "schema": self.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+
+class CountTokensBody(Strict):
+    """The fields that say what the prompt is."""
+
+    unused = _UNUSED
+    allowed = _ALLOWED
+
+    model: str = Field("", description=ALLOWED["model"])
+    messages: list[InputMessage] = Field(description=_ALLOWED["messages"])
+    system: _Texts = Field([], description=_ALLOWED["system"])
+    tools: list[Annotated[Tool, BeforeValidator(_check_tool)]] = Field(
+        [], description=_ALLOWED["tools"]
+    )
+    tool_choice: ToolChoice | None = Field(None, description=_ALLOWED["tool_choice"])
+    thinking: Thinking | None = Field(None, description=_ALLOWED["thinking"])
+    output_config: OutputConfig | None = Field(None, description=_ALLOWED["output_config"])
+
+    def to_chat(self) -> dict[str, Any]:
+        """Returns the body of a chat that asks for the same. A final message of the assistant is
+        the beginning of the answer."""
+        messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        for message in self.messages:
+            messages += message.to_chat()
+        chat: dict[str, Any] = {"model": self.model, "messages": messages}
+        if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+            chat |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self.tools:
+            chat["tools"] = [tool.to_chat() for tool in self.tools]
+        if self.tool_choice is not None:
+            chat["tool_choice"] = self.tool_choice.to_chat()
+            chat["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.output_config is not None:
+            chat |= self.output_config.to_chat()
+        return chat
+
+
+class MessagesBody(CountTokensBody):
+    max_tokens: int = Field(description=ALLOWED["max_tokens"])
+    stop_sequences: list[str] = Field([], description=_ALLOWED["stop_sequences"])
+    stream: bool = Field(False, description=ALLOWED["stream"])
+    temperature: float = Field(1.0, description=ALLOWED["temperature"])
+    top_p: float = Field(1.0, description=ALLOWED["top_p"])
+    top_k: int = Field(0, description=ALLOWED["top_k"])
+
+    def to_chat(self) -> dict[str, Any]:
+        """Returns the body of a chat that asks for the same answer."""
+        same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        return {
+            **super().to_chat(),
+            **{name: getattr(self, name) for name in same},
+            "stop": self.stop_sequences,
+        }
+
+
+def parse_messages(body: dict[str, Any], request_id: str) -> ParsedRequest:
+    """Returns the request for an answer. Raises BadRequest, for some fields in the words of a chat:
+    `NAMES` has those of this API."""
+    return _parse(validate(MessagesBody, body), request_id)
+
+
+def parse_count(body: dict[str, Any], request_id: str) -> ParsedRequest:
+    """Returns a request with the prompt. Raises BadRequest in the same way."""
+    return _parse(validate(CountTokensBody, body), request_id)
+
+
+def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
+    parsed = parse_chat(body.to_chat(), request_id)
+    (request,) = parsed.requests
+    thinking = body.thinking.wanted() if body.thinking is not None else None
+    assert isinstance(request.prompt, Conversation)
+    chat = replace(request.prompt, thinking=thinking)
+    return replace(parsed, requests=(replace(request, prompt=chat),))
+
+
+def _text(blocks: list[TextBlock]) -> str:
+    return "".join(block.text for block in blocks)
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": json.dumps(block.input)}
+    return {"id": block.id, "type": "function", "function": function}

@@ -1,0 +1,32 @@
+"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}.
+
+One that a retry may help also has `retry_after_s`, as the header `Retry-After` in whole seconds.
+"""
+
+from typing import Any
+
+from tandem.errors import RateLimited, TandemError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    **dict.fromkeys((400, 405, 408, 413, 415, 431), "invalid_request_error"),
+}
+
+
+def error_body(error: TandemError) -> dict[str, Any]:
+    """Returns the body of an answer with this error."""
+    body = plain_error(error.http_status, error.message, error.code, error.param)
+    if isinstance(error, RateLimited):  # OpenAI's own words for its limits
+        body["error"]["type"] = "tokens" if error.kind == "tokens" else "requests"
+    if error.retry_after_s is not None:
+        body["error"]["retry_after_s"] = error.retry_after_whole_s
+    return body
+
+
+def plain_error(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
+    """Returns the body of an error that HTTP itself knows."""
+    kind = _TYPES.get(status, "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,152 @@
+"""The input items of a response, and their way into the messages of a chat.
+
+Items of the assistant that follow each other are one message, as a chat has them: reasoning, then
+text, then calls.
+https://platform.openai.com/docs/api-reference/responses/create
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+
+class Part(BaseModel):
+    """A part of a body. It ignores further keys: clients send items as they got them."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+def _wrong(message: str, **about: object) -> PydanticCustomError:
+    return PydanticCustomError("unsupported", message, about)
+
+
+_TEXTS = ("input_text", "output_text", "text")
+
+
+def _as_texts(content: object) -> object:
+    """Makes a string one part, and refuses parts that are no text."""
+    if isinstance(content, str):
+        return [{"type": "input_text", "text": content}]
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in _TEXTS:
+            raise _wrong(
+                "part {index} is of the type {kind}; this model takes text only",
+                index=index,
+                kind=repr(kind[:40]),
+            )
+    return content
+
+
+class TextPart(Part):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+_Texts = Annotated[list[TextPart], BeforeValidator(_as_texts)]
+
+
+class MessageItem(Part):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: _Texts
+
+
+class FunctionCallItem(Part):
+    """A call of an earlier response."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutputItem(Part):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Texts
+
+
+class ReasoningPart(Part):
+    text: str
+
+
+class ReasoningItem(Part):
+    """Reasoning of an earlier response. `encrypted_content` of other servers says nothing here."""
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningPart] = []
+    content: list[ReasoningPart] | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or self.summary)
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _as_items(sent: object) -> object:
+    """Makes a string one message, and refuses items of other types."""
+    if isinstance(sent, str):
+        return [{"type": "message", "role": "user", "content": sent}]
+    items = []
+    for index, item in enumerate(sent if isinstance(sent, list) else ()):
+        if not isinstance(item, dict):
+            return sent
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if isinstance(kind, str) and kind not in _KINDS:
+            raise _wrong(
+                "item {index} is of the type {kind}, which is not supported",
+                index=index,
+                kind=repr(kind[:40]),
+            )
+        items.append({**item, "type": kind})
+    return items if isinstance(sent, list) else sent
+
+
+Item = Annotated[
+    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
+    Field(discriminator="type"),
+]
+Items = Annotated[list[Item], BeforeValidator(_as_items)]
+
+
+def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Returns the messages of a chat that say the same."""
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None  # the assistant's message that further items may extend
+
+    def assistant(*taken: str) -> dict[str, Any]:
+        """Returns the message to extend: a new one if the last has one of these keys."""
+        nonlocal turn
+        if turn is None or any(turn.get(key) is not None for key in taken):
+            turn = {"role": "assistant", "content": None}
+            messages.append(turn)
+        return turn
+
+    for item in items:
+        if isinstance(item, ReasoningItem):
+            if item.text:
+                said = assistant("content", "tool_calls")
+                said["reasoning_content"] = said.get("reasoning_content", "") + item.text
+        elif isinstance(item, FunctionCallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            assistant().setdefault("tool_calls", []).append(call)
+        elif isinstance(item, FunctionCallOutputItem):
+            turn = None
+            text = _text(item.output)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+        elif item.role == "assistant":
+            assistant("content", "tool_calls")["content"] = _text(item.content)
+        else:
+            turn = None
+            messages.append({"role": item.role, "content": _text(item.content)})
+    return messages
+
+
+def _text(parts: Sequence[TextPart]) -> str:
+    return "".join(part.text for part in parts)

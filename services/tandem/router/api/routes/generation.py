@@ -1,0 +1,120 @@
+"""The way of a generation over HTTP, which the APIs share: from a body to its answer or its stream.
+
+    read (bounded, unknown fields out) --> the API parses --> answer: as a whole, or as events
+
+A request that sends `x-tandem-timing: 1` gets its stages back as `Server-Timing` (W3C), which
+browsers and proxies know. Of a stream the header has what lies before the first token, when it is
+sent; all of it follows as a comment before the stream's ending, which clients of server-sent events
+ignore. Of several prompts the headers tell of one: the first with a token (a stream), or the last
+to end.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.config.router import RouterConfig
+from tandem.errors import BadRequest
+from tandem.models.tokenizer import Tokenizer
+from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of
+from tandem.router.api.http.body import read_json_object
+from tandem.router.api.http.errors import JsonResponse
+from tandem.router.api.http.stream import (
+    Answer,
+    EventStream,
+    collect,
+    first_delta,
+    until_disconnect,
+)
+from tandem.router.api.openai.choices import generate_choices
+from tandem.router.api.openai.fields import warning
+from tandem.router.api.openai.requests import drop_unknown_fields
+from tandem.router.api.openai.structured import Strict
+from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
+from tandem.router.request.allowed import rename
+from tandem.router.request.delta import Delta
+from tandem.router.request.generator import Generator
+from tandem.router.request.request import ClientRequest
+
+_TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+class GenerationRoutes:
+    """The steps that the routes of all APIs share."""
+
+    def __init__(self, config: RouterConfig, generator: Generator) -> None:
+        self.config = config
+        self.generator = generator
+
+    async def read(
+        self, request: Request, kind: type[Strict] | Callable[[dict[str, Any]], type[Strict]]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns the body without the fields that nobody knows, and the answer's headers, which
+        name these fields. A body of several kinds tells its own. Raises what `read_json_object`
+        does."""
+        body = await read_json_object(request, self.config)
+        own = kind if isinstance(kind, type) else kind(body)
+        unknown = [] if self.config.strict_fields else drop_unknown_fields(own, body)
+        return body, {"warning": warning(unknown)} if unknown else {}
+
+    def tenant(self, request: Request) -> str:
+        """Returns the tenant of a call. Raises BadRequest for a malformed header."""
+        named = request.headers.getlist(TENANT_HEADER)
+        return tenant_of(request.state.key, named, trusted=self.config.trust_tenant_header)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Returns the model's tokenizer; None until the model is loaded."""
+        return self.generator.model.tokenizer if self.generator.model is not None else None
+
+    async def answer(
+        self,
+        request: Request,
+        requests: Sequence[ClientRequest],
+        replies: Answer,
+        headers: Mapping[str, str],
+        *,
+        stream: bool,
+    ) -> Response:
+        """Returns the answer to a call: one generation for each of `requests`."""
+        sent = request.headers
+        asked = [
+            replace(
+                one,
+                tenant=self.tenant(request),
+                limits=limits_of(request.state.key),
+                client_id=request.state.client_id,
+            )
+            for one in requests
+        ]
+        trace = {name: sent[name] for name in _TRACE_HEADERS if name in sent}
+        deltas = generate_choices(self.generator, asked, trace)
+        tells_timing = asks(sent.get(TIMING_HEADER))
+
+        def answer_headers(last: Delta) -> dict[str, str]:
+            own = {**last.limit_headers, **headers}
+            if asks(sent.get(PLACEMENT_HEADER)):
+                own[PLACEMENT_HEADER] = last.placement
+            if last.timeline is not None and tells_timing:
+                own["server-timing"] = last.timeline.server_timing()
+            return own
+
+        if stream:
+            first = await first_delta(request, deltas)
+            told = answer_headers(first.delta)
+            return EventStream(first, deltas, replies, told, tells_timing=tells_timing)
+        body, last = await until_disconnect(request.receive, collect(deltas, replies))
+        return JsonResponse(body, headers=answer_headers(last))
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Gives refusals the names that an API has for fields of a chat."""
+    try:
+        yield
+    except BadRequest as error:
+        raise rename(error, names) from None

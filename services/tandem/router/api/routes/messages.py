@@ -1,0 +1,43 @@
+"""Routes of Anthropic's API: messages, and the number of tokens of their prompt."""
+
+from dataclasses import replace
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from tandem.router.api.anthropic.errors import PATH
+from tandem.router.api.anthropic.replies import MessageReplies
+from tandem.router.api.anthropic.requests import (
+    NAMES,
+    CountTokensBody,
+    MessagesBody,
+    parse_count,
+    parse_messages,
+)
+from tandem.router.api.http.errors import JsonResponse
+from tandem.router.api.http.stream import until_disconnect
+from tandem.router.api.openai.openapi import body_route, generation_route
+from tandem.router.api.routes.generation import GenerationRoutes, renamed
+
+
+def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
+    """Adds /v1/messages and /v1/messages/count_tokens."""
+
+    @app.post(PATH, **generation_route(MessagesBody))
+    async def messages(request: Request) -> Response:
+        body, headers = await routes.read(request, MessagesBody)
+        with renamed(NAMES):
+            parsed = parse_messages(body, request.state.request_id)
+            replies = MessageReplies(parsed, routes.generator.served_name)
+            return await routes.answer(
+                request, parsed.requests, replies, headers, stream=parsed.stream
+            )
+
+    @app.post(f"{PATH}/count_tokens", **body_route(CountTokensBody))
+    async def count_tokens(request: Request) -> Response:
+        body, headers = await routes.read(request, CountTokensBody)
+        with renamed(NAMES):
+            (asked,) = parse_count(body, request.state.request_id).requests
+            counting = routes.generator.tokenize(replace(asked, tenant=routes.tenant(request)))
+            token_ids = await until_disconnect(request.receive, counting)
+        return JsonResponse({"input_tokens": len(token_ids)}, headers=headers)

@@ -1,0 +1,74 @@
+"""Routes of OpenAI's responses, and those that the router keeps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import TypeAdapter
+from starlette.responses import Response
+
+from tandem.errors import BadRequest, ResponseNotFound
+from tandem.router.api.http.errors import JsonResponse
+from tandem.router.api.http.guard import tell_refusal
+from tandem.router.api.openai.openapi import generation_route
+from tandem.router.api.openai.requests import validate
+from tandem.router.api.responses.items import Item, Items, to_messages
+from tandem.router.api.responses.kept import KeptResponse, KeptResponses
+from tandem.router.api.responses.replies import ResponseReplies
+from tandem.router.api.responses.requests import NAMES, ResponsesBody, parse_response
+from tandem.router.api.routes.generation import GenerationRoutes, renamed
+from tandem.security.audit_trail import AuditTrail
+
+_PATH = "/v1/responses"
+_ITEMS: TypeAdapter[Sequence[Item]] = TypeAdapter(Items)
+
+
+def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrail) -> None:
+    """Adds /v1/responses, and reading and deleting one that is kept."""
+    kept = KeptResponses(routes.config.responses_kept)
+
+    @app.post(_PATH, **generation_route(ResponsesBody))
+    async def responses(request: Request) -> Response:
+        sent, headers = await routes.read(request, ResponsesBody)
+        tenant = routes.tenant(request)
+        with renamed(NAMES):
+            body = validate(ResponsesBody, sent)
+            earlier = kept.messages_of(body.previous_response_id, tenant)
+            parsed = parse_response(body, earlier, request.state.request_id)
+
+            def keep(response: dict[str, Any]) -> None:
+                said = to_messages(_ITEMS.validate_python(response["output"]))
+                kept.keep(KeptResponse(tenant, response, (*parsed.messages, *said)))
+
+            replies = ResponseReplies(
+                parsed,
+                routes.generator.served_name,
+                routes.tokenizer,
+                keep=keep if kept.is_on and body.store is not False else None,
+            )
+            return await routes.answer(
+                request, parsed.chat.requests, replies, headers, stream=body.stream
+            )
+
+    def refuse_another(request: Request, response_id: str, error: ResponseNotFound) -> None:
+        if kept.is_of_another(response_id, routes.tenant(request)):
+            tell_refusal(trail, request.scope, error)
+
+    @app.get(f"{_PATH}/{{response_id}}")
+    async def retrieve(response_id: str, request: Request) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise BadRequest("stream must be false: a kept response is whole", param="stream")
+        try:
+            return JsonResponse(kept.find(response_id, routes.tenant(request)).body)
+        except ResponseNotFound as error:
+            refuse_another(request, response_id, error)
+            raise
+
+    @app.delete(f"{_PATH}/{{response_id}}")
+    async def delete(response_id: str, request: Request) -> Response:
+        try:
+            kept.delete(response_id, routes.tenant(request))
+        except ResponseNotFound as error:
+            refuse_another(request, response_id, error)
+            raise
+        return JsonResponse({"id": response_id, "object": "response", "deleted": True})

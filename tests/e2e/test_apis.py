@@ -1,0 +1,57 @@
+"""The other APIs say what the chat says: OpenAI's responses and Anthropic's messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import openai
+
+from tests.harness.cluster import LocalCluster
+
+MODEL = "SmolLM2-135M-Instruct"
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def ask_chat(cluster: LocalCluster) -> Any:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
+    return client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=30, temperature=0
+    )
+
+
+def test_anthropics_client_streams_the_words_of_the_chat(cluster: LocalCluster) -> None:
+    answer = ask_chat(cluster)
+    client = anthropic.Anthropic(base_url=cluster.url, api_key="none")
+    with client.messages.stream(
+        model=MODEL, messages=QUESTION, max_tokens=30, extra_body={"temperature": 0}
+    ) as stream:
+        text = "".join(stream.text_stream)
+        message = stream.get_final_message()
+    assert text == answer.choices[0].message.content
+    usage = message.usage
+    num_prompt = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    assert num_prompt == answer.usage.prompt_tokens
+    assert usage.output_tokens == answer.usage.completion_tokens
+    counted = client.messages.count_tokens(model=MODEL, messages=QUESTION)
+    assert counted.input_tokens == num_prompt
+    cluster.wait_idle()
+
+
+def test_responses_have_the_words_of_the_chat(cluster: LocalCluster) -> None:
+    answer = ask_chat(cluster)
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
+    asked: dict[str, Any] = {"model": MODEL, "input": QUESTION, "max_output_tokens": 30}
+    asked |= {"temperature": 0, "top_logprobs": 2}
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        parts = [e.delta for e in stream if e.type == "response.output_text.delta"]
+    assert whole.output_text == "".join(parts) == answer.choices[0].message.content
+    assert whole.usage is not None
+    assert whole.usage.input_tokens == answer.usage.prompt_tokens
+    assert whole.usage.output_tokens == answer.usage.completion_tokens
+    part = whole.output[0].content[0]  # type: ignore[union-attr,index]
+    told = part.logprobs or []  # type: ignore[union-attr]
+    assert "".join(one.token for one in told) == whole.output_text
+    assert {len(one.top_logprobs) for one in told} == {2}
+    cluster.wait_idle()

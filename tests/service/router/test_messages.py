@@ -1,0 +1,326 @@
+"""Anthropic's API with Anthropic's client: real tokens of a Hermes model that thinks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openapi_spec_validator
+import pytest
+import pytest_asyncio
+from anthropic import AsyncAnthropic
+from pydantic import BaseModel
+
+from tests.harness.models import HERMES_TEMPLATE, with_template
+from tests.harness.scripted_worker import refusal, refusing, saying, update
+from tests.service.router.conftest import RunningRouter
+
+pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+
+EOS = 2
+ASKED: list[Any] = [{"role": "user", "content": "Paris or Rome?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER: Any = {"name": "get_weather", "description": "Weather", "input_schema": SCHEMA}
+CALLS = "".join(
+    f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>\n'
+    for city in ("Paris", "Rome")
+)
+TEXT = f"<think>\nTwo cities.\n</think>\n\nLet me look.\n{CALLS}"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model with another chat template."""
+    return with_template(tmp_path_factory.mktemp("model") / "tiny", HERMES_TEMPLATE)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(router: RunningRouter) -> AsyncIterator[AsyncAnthropic]:
+    url = str(router.http.base_url)
+    async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=20) as made:
+        yield made
+
+
+def says(router: RunningRouter, text: str, **more: Any) -> int:
+    """Scripts the next answer, and forgets the requests before it. Returns its tokens."""
+    for worker in router.workers:
+        worker.submitted.clear()
+    ids = [*router.tokenizer.encode(text, add_special_tokens=False), EOS]
+    router.script(saying(ids, finish_reason="stop", **more))
+    return len(ids)
+
+
+async def ask(client: AsyncAnthropic, **body: Any) -> Any:
+    asked = {"model": "tiny", "max_tokens": 200, "messages": ASKED, **body}
+    return await client.messages.create(**asked)
+
+
+def prompt_of(router: RunningRouter) -> str:
+    """Returns the text of the prompt that a worker got since the last `says`."""
+    (submit,) = router.submitted
+    return router.tokenizer.decode(submit.input.token_ids, skip_special_tokens=False)  # type: ignore[attr-defined]
+
+
+async def test_a_message_has_thinking_text_and_calls(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    num_tokens = says(router, TEXT, cached_tokens=7)
+    message = await ask(client, tools=[WEATHER])
+    assert isinstance(message, anthropic.types.Message)
+    assert (message.role, message.model, message.stop_reason) == ("assistant", "tiny", "tool_use")
+    thought, text, *calls = message.content
+    assert (thought.thinking, bool(thought.signature), text.text) == (
+        "Two cities.",
+        True,
+        "Let me look.",
+    )
+    assert [(c.type, c.name, c.input) for c in calls] == [
+        ("tool_use", "get_weather", {"city": city}) for city in ("Paris", "Rome")
+    ]
+    usage = message.usage
+    (submit,) = router.submitted
+    num_prompt = len(submit.input.token_ids)  # type: ignore[attr-defined]
+    assert (usage.input_tokens, usage.cache_read_input_tokens) == (num_prompt - 7, 7)
+    num_thought = len(router.tokenizer.encode("<think>\nTwo cities.\n</think>"))
+    assert usage.output_tokens == num_tokens
+    assert usage.output_tokens_details.thinking_tokens == num_thought
+    found = await router.http.get(f"/v1/requests/{message.id}")
+    assert found.json()["usage"]["completion_tokens"] == num_tokens
+
+
+async def test_a_stream_joins_to_the_message(router: RunningRouter, client: AsyncAnthropic) -> None:
+    says(router, TEXT)
+    whole = await ask(client, tools=[WEATHER])
+    async with client.messages.stream(
+        model="tiny", max_tokens=200, messages=ASKED, tools=[WEATHER]
+    ) as stream:
+        names = [event.type async for event in stream]
+        joined = await stream.get_final_message()
+    ours, theirs = joined.to_dict(), whole.to_dict()
+    for message in (ours, theirs):
+        message.pop("id")
+        message.pop("usage")
+        for block in message["content"]:
+            block.pop("id", None)
+    assert ours == {**theirs, **{k: v for k, v in ours.items() if k not in theirs}}
+    assert joined.usage.output_tokens == whole.usage.output_tokens
+    assert names.count("content_block_start") == names.count("content_block_stop") == 4
+    assert names.count("input_json") > 4, "arguments stream"
+
+
+async def test_the_events_come_in_anthropics_order(router: RunningRouter) -> None:
+    says(router, "Hi!")
+    body = {"model": "tiny", "max_tokens": 20, "messages": ASKED, "stream": True}
+    answer = await router.http.post("/v1/messages", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    events = [event.split("\n") for event in answer.text.strip().split("\n\n")]
+    data = [json.loads(line.removeprefix("data: ")) for _, line in events]
+    assert [name for name, _ in events] == [f"event: {one['type']}" for one in data]
+    kinds = [one["type"] for one in data]
+    assert kinds[:3] == ["message_start", "ping", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert data[0]["message"]["content"] == []
+    assert data[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert data[-2]["usage"]["output_tokens"] == len(router.tokenizer.encode("Hi!")) + 1
+
+
+async def test_a_history_reaches_the_template(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    """A message of the client goes back as it came, and equals the chat that says the same."""
+    says(router, TEXT)
+    said = await ask(client, tools=[WEATHER])
+    calls = [block for block in said.content if block.type == "tool_use"]
+    results: list[Any] = [
+        {"type": "tool_result", "tool_use_id": calls[0].id, "content": "Sunny"},
+        {
+            "type": "tool_result",
+            "tool_use_id": calls[1].id,
+            "content": [{"type": "text", "text": "Rain", "cache_control": {"type": "ephemeral"}}],
+        },
+        {"type": "text", "text": "So?"},
+    ]
+    system: list[Any] = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    history = [*ASKED, said.to_param(), {"role": "user", "content": results}]
+    says(router, "Rome.")
+    answer = await ask(client, messages=history, tools=[WEATHER], system=system)
+    assert (answer.content[0].text, answer.stop_reason) == ("Rome.", "end_turn")
+    prompt = prompt_of(router)
+    assert "<|im_start|>system\nBe brief.<|im_end|>" in prompt
+    assert "Let me look.<tool_call>" in prompt
+    assert "<tool_response>\nSunny\n</tool_response>" in prompt
+    assert "<tool_response>\nRain\n</tool_response><|im_end|>\n<|im_start|>user\nSo?" in prompt
+    counted = await client.messages.count_tokens(
+        model="tiny", messages=history, tools=[WEATHER], system=system
+    )
+    assert counted.input_tokens == answer.usage.input_tokens
+
+
+async def test_an_answer_goes_on_from_the_assistants_words(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    says(router, " blue.")
+    await ask(client, messages=[*ASKED, {"role": "assistant", "content": "The sky is"}])
+    assert prompt_of(router).endswith("assistant\nThe sky is")
+
+
+async def test_thinking_is_switched_by_the_template(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    off = "<think>\n\n</think>\n\n"
+    for thinking, ends_off in (("disabled", True), ("enabled", False), ("adaptive", False)):
+        says(router, "Yes.")
+        budget = {"budget_tokens": 1024} if thinking == "enabled" else {}
+        await ask(client, thinking={"type": thinking, **budget})
+        assert prompt_of(router).endswith(off) == ends_off
+
+
+async def test_why_an_answer_ended(router: RunningRouter, client: AsyncAnthropic) -> None:
+    says(router, "one two three")
+    cut = await ask(client, max_tokens=1)
+    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 1)
+    stopped = await ask(client, stop_sequences=[" two"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " two")
+    assert stopped.content[0].text == "one"
+
+
+async def test_calls_can_be_forbidden_and_be_one(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    says(router, TEXT)
+    none = await ask(client, tools=[WEATHER], tool_choice={"type": "none"})
+    assert [block.type for block in none.content] == ["thinking", "text"]
+    assert none.content[1].text.count("<tool_call>") == 2
+    one = {"type": "auto", "disable_parallel_tool_use": True}
+    single = await ask(client, tools=[WEATHER], tool_choice=one)
+    assert [block.type for block in single.content] == ["thinking", "text", "tool_use"]
+
+
+class City(BaseModel):
+    city: str
+
+
+async def test_an_output_format_gives_the_answer_its_form(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    says(router, '{"city": "Rome"}')
+    parsed = await client.messages.parse(
+        model="tiny", max_tokens=50, messages=ASKED, output_format=City
+    )
+    assert parsed.parsed_output == City(city="Rome")
+    (submit,) = router.submitted
+    assert "city" in submit.input.grammar  # type: ignore[attr-defined]
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+NOT_JSON_SCHEMA = {"type": "json_schema", "schema": {"uniqueItems": True}}
+
+
+def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(blocks)}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "says_what"),
+    [
+        (of_user(IMAGE), "'image'"),
+        (of_user({"type": "wings"}), "'wings'"),
+        (of_user({"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}), "'image'"),
+        (of_user({"type": "tool_result"}), "tool_use_id"),
+        (of_user({"type": "thinking", "thinking": ""}), "the role user does not have"),
+        (of_user(), "content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+        ({"messages": []}, "messages must be"),
+        ({"max_tokens": 0}, "max_tokens must be"),
+        ({"max_tokens": 5000}, "max_tokens must be at most"),
+        ({"max_tokens": None}, "max_tokens is missing"),
+        ({"stop_sequences": [""]}, "stop_sequences must be"),
+        ({"temperature": 3}, "temperature must be"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [{"name": "f"}]}, "input_schema"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"thinking": {"type": "between_tools"}}, "thinking"),
+        ({"output_config": {"effort": "high"}}, "output_config 'high' is not supported"),
+        ({"output_config": {"format": NOT_JSON_SCHEMA}}, "output_config cannot"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
+    ],
+)
+async def test_each_refusal_names_the_field(
+    router: RunningRouter, client: AsyncAnthropic, body: dict[str, Any], says_what: str
+) -> None:
+    with pytest.raises(anthropic.BadRequestError) as raised:
+        await ask(client, extra_body=body)
+    error = raised.value.body
+    assert isinstance(error, dict)
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert says_what in error["error"]["message"]
+    assert not router.submitted
+
+
+async def test_errors_have_anthropics_form_and_status(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        await ask(client, model="claude")
+    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    assert missing.value.request_id
+    router.script(refusing("queue_full", 3.0))
+    with pytest.raises(anthropic.APIStatusError) as full:
+        await ask(client)
+    assert full.value.status_code == 529
+    assert full.value.body["error"]["type"] == "overloaded_error"  # type: ignore[index]
+    assert int(full.value.response.headers["retry-after"]) >= 1
+    for method, path, status in (
+        ("GET", "/v1/messages", 405),
+        ("GET", "/v1/messages/batches", 404),
+        ("POST", "/v1/messages", 415),
+    ):
+        headers = {"content-type": "text/plain"}
+        answer = await router.http.request(method, path, headers=headers)
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+
+
+async def test_an_error_in_mid_stream_is_an_event(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    async def breaks(submit: Any, say: Any) -> None:
+        say(update(submit, [router.tokenizer.encode("Hi")[0]]))
+        say(refusal(submit, "internal_error"))
+
+    router.script(breaks)
+    stream = await ask(client, stream=True)
+    seen = []
+
+    async def follow() -> None:
+        async for event in stream:
+            seen.append(event.type)
+
+    with pytest.raises(anthropic.APIStatusError) as raised:
+        await follow()
+    assert seen[0] == "message_start"
+    assert "message_stop" not in seen
+    assert raised.value.body["error"]["type"] == "api_error"  # type: ignore[index]
+
+
+async def test_unknown_fields_are_named(router: RunningRouter, client: AsyncAnthropic) -> None:
+    says(router, "Hi!")
+    raw = await client.messages.with_raw_response.create(
+        model="tiny",
+        max_tokens=9,
+        messages=ASKED,
+        metadata={"user_id": "me"},
+        extra_body={"wings": 2},
+    )
+    assert raw.headers["warning"] == '299 tandem "unknown fields are ignored: wings"'
+
+
+async def test_openapi_has_the_bodies(router: RunningRouter) -> None:
+    document = (await router.http.get("/openapi.json")).json()
+    openapi_spec_validator.validate(document)
+    assert {"MessagesBody", "CountTokensBody", "ToolResultBlock"} <= document["components"][
+        "schemas"
+    ].keys()

@@ -1,0 +1,388 @@
+"""OpenAI's responses with OpenAI's client: real tokens of a Hermes model that thinks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import openapi_spec_validator
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from tests.harness.models import HERMES_TEMPLATE, with_template
+from tests.harness.scripted_worker import refusal, saying, update
+from tests.service.router.conftest import RunningRouter
+
+pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+
+KEPT_MAX = 4
+ROUTER = {"responses_kept": KEPT_MAX}
+EOS = 2
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": None,
+}
+CALLS = "".join(
+    f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>\n'
+    for city in ("Paris", "Rome")
+)
+TEXT = f"<think>\nTwo cities.\n</think>\n\nLet me look.\n{CALLS}"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model with another chat template."""
+    return with_template(tmp_path_factory.mktemp("model") / "tiny", HERMES_TEMPLATE)
+
+
+def says(router: RunningRouter, text: str, **more: Any) -> int:
+    """Scripts the next answer, and forgets the requests before it. Returns its tokens."""
+    for worker in router.workers:
+        worker.submitted.clear()
+    ids = [*router.tokenizer.encode(text, add_special_tokens=False), EOS]
+    router.script(saying(ids, finish_reason="stop", **more))
+    return len(ids)
+
+
+async def ask(router: RunningRouter, **body: Any) -> Any:
+    return await router.openai.responses.create(
+        **{"model": "tiny", "input": "Paris or Rome?", **body}
+    )
+
+
+def prompt_of(router: RunningRouter) -> str:
+    """Returns the text of the prompt that a worker got since the last `says`."""
+    (submit,) = router.submitted
+    return router.tokenizer.decode(submit.input.token_ids, skip_special_tokens=False)  # type: ignore[attr-defined]
+
+
+async def events_of(router: RunningRouter, **body: Any) -> list[dict[str, Any]]:
+    """Returns the data of a stream's events, each valid for OpenAI's own models."""
+    asked = {"model": "tiny", "input": "Paris or Rome?", "stream": True, **body}
+    answer = await router.http.post("/v1/responses", json=asked)
+    assert answer.status_code == 200, answer.text
+    *events, done = answer.text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    told = []
+    for event in events:
+        name, data = event.split("\n")
+        told.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {told[-1]['type']}"
+        EVENT.validate_python(told[-1], strict=False)
+    assert [one["sequence_number"] for one in told] == list(range(len(told)))
+    return told
+
+
+def without_ids(response: dict[str, Any]) -> Any:
+    """Returns a response without what differs between two equal ones."""
+    text = json.dumps(response).replace(response["id"].removeprefix("resp_"), "ID")
+    plain = json.loads(text)
+    for item in plain["output"]:
+        item.pop("call_id", None)
+    return {k: v for k, v in plain.items() if k not in ("created_at", "completed_at")}
+
+
+async def test_a_response_has_reasoning_text_and_calls(router: RunningRouter) -> None:
+    num_tokens = says(router, TEXT, cached_tokens=7)
+    response = await ask(router, tools=[WEATHER], metadata={"a": "b"}, max_output_tokens=200)
+    Response.model_validate(response.model_dump())
+    assert (response.status, response.model, response.output_text) == (
+        "completed",
+        "tiny",
+        "Let me look.",
+    )
+    reasoning, message, *calls = response.output
+    assert [part.text for part in reasoning.content] == ["Two cities."]
+    assert (message.role, message.status) == ("assistant", "completed")
+    assert [(c.type, c.name, json.loads(c.arguments)) for c in calls] == [
+        ("function_call", "get_weather", {"city": city}) for city in ("Paris", "Rome")
+    ]
+    usage = response.usage
+    (submit,) = router.submitted
+    assert usage.input_tokens == len(submit.input.token_ids)  # type: ignore[attr-defined]
+    assert usage.input_tokens_details.cached_tokens == 7
+    assert usage.output_tokens == num_tokens
+    thought = router.tokenizer.encode("<think>\nTwo cities.\n</think>")
+    assert usage.output_tokens_details.reasoning_tokens == len(thought)
+    assert (response.metadata, response.max_output_tokens) == ({"a": "b"}, 200)
+    assert response.tools[0].name == "get_weather"
+    found = await router.http.get(f"/v1/requests/{response.id}")
+    assert found.json()["usage"]["completion_tokens"] == num_tokens
+
+
+async def test_a_stream_builds_up_the_response(router: RunningRouter) -> None:
+    says(router, TEXT)
+    whole = (
+        await router.http.post("/v1/responses", json={"input": "x", "tools": [WEATHER]})
+    ).json()
+    events = await events_of(router, input="x", tools=[WEATHER])
+    assert [e["type"] for e in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[0]["response"]["output"] == []
+    assert events[-1]["type"] == "response.completed"
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+    done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+    for index, item in enumerate(done):
+        own = [e for e in events if e.get("output_index") == index]
+        assert own[0]["type"] == "response.output_item.added"
+        assert own[0]["item"]["status"] == "in_progress"
+        assert {e["item_id"] for e in own if "item_id" in e} == {item["id"]}
+        deltas = "".join(e["delta"] for e in own if e["type"].endswith(".delta"))
+        text = item["arguments"] if "arguments" in item else item["content"][0]["text"]
+        assert deltas == text
+    pieces = [e for e in events if e["type"] == "response.function_call_arguments.delta"]
+    assert len(pieces) > 4, "arguments stream"
+
+
+async def test_the_clients_stream_and_parse(router: RunningRouter) -> None:
+    class City(BaseModel):
+        city: str
+
+    says(router, '{"city": "Rome"}')
+    parsed = await router.openai.responses.parse(model="tiny", input="x", text_format=City)
+    assert parsed.output_parsed == City(city="Rome")
+    (submit,) = router.submitted
+    assert "city" in submit.input.grammar  # type: ignore[attr-defined]
+    says(router, TEXT)
+    async with router.openai.responses.stream(model="tiny", input="x", tools=[WEATHER]) as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_response()
+    assert final.output_text == "Let me look."
+    assert [item.type for item in final.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+
+
+async def test_items_reach_the_template_as_a_chat_does(router: RunningRouter) -> None:
+    says(router, TEXT)
+    said = await ask(router, tools=[WEATHER])
+    outputs = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": text}
+        for item, text in zip(
+            said.output[2:], ("Sunny", [{"type": "input_text", "text": "Rain"}]), strict=True
+        )
+    ]
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Paris or Rome?"}]},
+        *said.model_dump()["output"],
+        *outputs,
+    ]
+    says(router, "Rome.")
+    answer = await ask(router, input=items, tools=[WEATHER], instructions="Be brief.")
+    assert answer.output_text == "Rome."
+    prompt = prompt_of(router)
+    message = said.output[1].content[0].text
+    calls = [
+        {
+            "id": call.call_id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in said.output[2:]
+    ]
+    chat: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Paris or Rome?"},
+        {"role": "assistant", "content": message, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": calls[0]["id"], "content": "Sunny"},
+        {"role": "tool", "tool_call_id": calls[1]["id"], "content": "Rain"},
+    ]
+    tool = {k: v for k, v in WEATHER.items() if k not in ("type", "strict")}
+    says(router, "Rome.")
+    await router.openai.chat.completions.create(
+        model="tiny", messages=chat, tools=[{"type": "function", "function": tool}]
+    )
+    assert prompt_of(router) == prompt
+    assert "<tool_response>\nRain\n</tool_response>" in prompt
+
+
+async def test_a_kept_response_is_read_continued_and_deleted(router: RunningRouter) -> None:
+    says(router, "<think>\nHm.\n</think>\n\nRome.")
+    first = await ask(router, instructions="Be brief.")
+    assert first.model_dump()["store"] is True
+    read = await router.openai.responses.retrieve(first.id)
+    assert read.to_dict() == first.to_dict()
+    says(router, "Because.")
+    second = await ask(router, input="Why?", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    prompt = prompt_of(router)
+    assert "user\nParis or Rome?<|im_end|>\n<|im_start|>assistant\nRome.<|im_end|>" in prompt
+    assert prompt.endswith("user\nWhy?<|im_end|>\n<|im_start|>assistant\n")
+    assert "Be brief." not in prompt
+    says(router, "So.")
+    events = await events_of(router, input="And?", previous_response_id=second.id)
+    third = events[-1]["response"]["id"]
+    assert "assistant\nBecause.<|im_end|>\n<|im_start|>user\nAnd?" in prompt_of(router)
+    assert (await router.openai.responses.retrieve(third)).id == third
+    await router.openai.responses.delete(third)
+    with pytest.raises(openai.NotFoundError) as gone:
+        await router.openai.responses.retrieve(third)
+    assert gone.value.code == "response_not_found"
+    with pytest.raises(openai.NotFoundError):
+        await router.openai.responses.delete(third)
+    with pytest.raises(openai.BadRequestError) as lost:
+        await ask(router, previous_response_id=third)
+    assert (lost.value.code, lost.value.param) == (
+        "previous_response_not_found",
+        "previous_response_id",
+    )
+
+
+async def test_the_oldest_are_forgotten_and_some_are_never_kept(router: RunningRouter) -> None:
+    says(router, "Hi!")
+    unkept = await ask(router, store=False)
+    assert unkept.model_dump()["store"] is False
+    with pytest.raises(openai.NotFoundError):
+        await router.openai.responses.retrieve(unkept.id)
+    ids = [(await ask(router)).id for _ in range(KEPT_MAX + 1)]
+    for response_id in ids[1:]:
+        await router.openai.responses.retrieve(response_id)
+    with pytest.raises(openai.NotFoundError):
+        await router.openai.responses.retrieve(ids[0])
+
+
+async def test_an_answer_that_is_cut_is_incomplete(router: RunningRouter) -> None:
+    says(router, "one two three")
+    cut = await ask(router, max_output_tokens=1)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert cut.output[0].status == "incomplete"
+    events = await events_of(router, max_output_tokens=1)
+    assert events[-1]["type"] == "response.incomplete"
+
+
+async def test_an_answer_without_text_has_an_empty_message(router: RunningRouter) -> None:
+    says(router, "")
+    empty = await ask(router)
+    assert (empty.output_text, [item.type for item in empty.output]) == ("", ["message"])
+
+
+async def test_log_probabilities_are_with_the_text(router: RunningRouter) -> None:
+    text = "One two"
+    ids = router.tokenizer.encode(text)
+
+    async def script(submit: Any, say: Any) -> None:
+        for index, token_id in enumerate([*ids, EOS]):
+            entry = {"logprob": -0.5, "rank": 1, "top_ids": [token_id], "top_logprobs": [-0.5]}
+            reason = "stop" if index == len(ids) else ""
+            say(update(submit, [token_id], reason, logprobs=[entry]))
+
+    router.script(script)
+    include: list[Any] = ["message.output_text.logprobs"]
+    response = await ask(router, include=include, top_logprobs=1)
+    part = response.output[0].content[0]
+    assert "".join(one.token for one in part.logprobs) == text
+    assert [len(one.top_logprobs) for one in part.logprobs] == [1] * len(ids)
+    events = await events_of(router, include=include, top_logprobs=1)
+    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    assert "".join(one["token"] for e in deltas for one in e["logprobs"]) == text
+
+
+async def test_an_error_in_mid_stream_fails_the_response(router: RunningRouter) -> None:
+    async def breaks(submit: Any, say: Any) -> None:
+        say(update(submit, [router.tokenizer.encode("Hi")[0]]))
+        say(refusal(submit, "internal_error"))
+
+    router.script(breaks)
+    asked = {"input": "x", "stream": True}
+    answer = await router.http.post("/v1/responses", json=asked)
+    assert "[DONE]" not in answer.text
+    data = [
+        json.loads(event.split("\n")[1].removeprefix("data: "))
+        for event in answer.text.strip().split("\n\n")
+    ]
+    error, failed = data[-2:]
+    assert (error["type"], error["code"]) == ("error", "internal_error")
+    assert failed["type"] == "response.failed"
+    assert (failed["response"]["status"], failed["response"]["error"]["code"]) == (
+        "failed",
+        "server_error",
+    )
+    for event in (error, failed):
+        EVENT.validate_python(event)
+    with pytest.raises(openai.NotFoundError):
+        await router.openai.responses.retrieve(failed["response"]["id"])
+
+
+IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
+NO_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says_what"),
+    [
+        ("input", [IMAGE], "'input_image'"),
+        ("input", [{"type": "web_search_call", "id": "x"}], "'web_search_call'"),
+        ("input", [{"type": "function_call", "name": "f"}], "call_id"),
+        ("input", [], "input must be"),
+        ("input", 5, "input is not valid"),
+        ("tools", [{"type": "web_search"}], "'web_search'"),
+        ("tools", [{"type": "function"}], "name"),
+        ("tool_choice", {"type": "web_search"}, "tool_choice"),
+        ("background", True, "background is not supported"),
+        ("conversation", "conv_1", "conversation is not supported"),
+        ("include", ["file_search_call.results"], "include"),
+        ("text", NO_SCHEMA, "text cannot"),
+        ("text", {"verbosity": "high"}, "verbosity"),
+        ("reasoning", {"effort": "high"}, "reasoning 'high' is not supported"),
+        ("max_output_tokens", 0, "max_output_tokens must be"),
+        ("max_output_tokens", 5000, "max_output_tokens must be at most"),
+        ("temperature", 3.0, "temperature must be"),
+        ("top_logprobs", 21, "top_logprobs"),
+        ("truncation", "middle", "truncation"),
+        ("previous_response_id", "resp_other", "knows no response"),
+        ("metadata", {"a": 1}, "metadata"),
+    ],
+)
+async def test_each_refusal_names_the_field(
+    router: RunningRouter, field: str, value: Any, says_what: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        await ask(router, extra_body={field: value})
+    assert raised.value.param == field
+    assert says_what in raised.value.message
+    assert not router.submitted
+
+
+async def test_a_long_input_is_cut_only_if_asked(router: RunningRouter) -> None:
+    says(router, "Hi!")
+    long = "word " * 3000
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as raised:
+        await ask(router, input=long)
+    assert raised.value.code == "context_length_exceeded"
+    assert raised.value.param == "input"
+    cut = await ask(router, input=long, truncation="auto", max_output_tokens=20)
+    assert cut.usage.input_tokens == 2048 - 20
+
+
+async def test_small_rules(router: RunningRouter) -> None:
+    says(router, "Hi!")
+    raw = await router.openai.responses.with_raw_response.create(
+        model="tiny", input="x", user="me", extra_body={"wings": 2}
+    )
+    assert raw.headers["warning"] == '299 tandem "unknown fields are ignored: wings"'
+    for method, path, status in (
+        ("GET", "/v1/responses", 405),
+        ("PUT", "/v1/responses/resp_1", 405),
+        ("GET", "/v1/responses/resp_1", 404),
+        ("GET", "/v1/responses/resp_1?stream=true", 400),
+        ("DELETE", "/v1/responses/resp_1", 404),
+    ):
+        headers = {"content-type": "application/json"}
+        answer = await router.http.request(method, path, headers=headers)
+        assert answer.status_code == status, (method, path)
+        if path.endswith("resp_1") and status == 405:
+            assert answer.headers["allow"] == "DELETE, GET, HEAD"
+    document = (await router.http.get("/openapi.json")).json()
+    openapi_spec_validator.validate(document)
+    assert {"ResponsesBody", "FunctionCallItem"} <= document["components"]["schemas"].keys()
