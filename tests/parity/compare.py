@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from tests.parity.ways import Answer, Asked, Way
 # A sequence that was computed anew, in other chunks, may differ in a last bit of fp32.
 LOGPROB_ABS = 1e-5
 REFERENCE_ABS = 1e-4
+Told = tuple[int, int, float]  # position in prompt and completion, token id, log probability
 _KEPT = ("prompt", "messages", "return_token_ids", "max_tokens", "seed")
 
 
@@ -70,33 +70,36 @@ def assert_as_transformers(model: PreTrainedModel, asked: Asked, answer: Answer)
     is_chat = path != "/v1/completions"
     prompt = answer["prompt_token_ids"] if is_chat else body["prompt"]
     for choice in answer["choices"]:
+        told = _of_prompt(answer, choice) + _of_completion(choice, len(prompt))
+        if not told:
+            continue
         with torch.inference_mode():
-            logits = model(torch.tensor([prompt + choice["token_ids"]])).logits[0].double()
-        expected = torch.log_softmax(logits, -1)
-        if (told := choice.get("logprobs")) is not None:
-            rows = expected[len(prompt) - 1 :]
-            found = (
-                [entry["logprob"] for entry in told["content"]]
-                if is_chat
-                else told["token_logprobs"]
-            )
-            tokens = choice["token_ids"][: len(found)]
-            assert found == pytest.approx(_at(rows, tokens), abs=REFERENCE_ABS)
-        for position, token_id, logprob in _of_prompt(answer, choice, prompt):
-            assert logprob == pytest.approx(
-                float(expected[position - 1, token_id]), abs=REFERENCE_ABS
-            )
+            logits = model(torch.tensor([prompt + choice["token_ids"]])).logits[0]
+            sums = logits.logsumexp(-1)
+        positions, token_ids, logprobs = zip(*told, strict=True)
+        before = torch.tensor(positions) - 1
+        expected = logits[before, torch.tensor(token_ids)] - sums[before]
+        assert list(logprobs) == pytest.approx(expected.tolist(), abs=REFERENCE_ABS)
 
 
-def _at(rows: torch.Tensor, tokens: list[int]) -> list[float]:
-    return [float(row[token_id]) for row, token_id in zip(rows, tokens, strict=False)]
+def _of_completion(choice: dict[str, Any], num_prompt_tokens: int) -> list[Told]:
+    told = choice.get("logprobs")
+    if told is None:
+        return []
+    content = told.get("content")  # of a chat
+    logprobs = told["token_logprobs"] if content is None else [one["logprob"] for one in content]
+    return [
+        (position, token_id, logprob)
+        for position, (token_id, logprob) in enumerate(
+            zip(choice["token_ids"], logprobs, strict=True), num_prompt_tokens
+        )
+    ]
 
 
-def _of_prompt(
-    answer: Answer, choice: dict[str, Any], prompt: list[int]
-) -> Iterator[tuple[int, int, float]]:
-    """Yields position, token id and log probability of what was told of the prompt's tokens."""
+def _of_prompt(answer: Answer, choice: dict[str, Any]) -> list[Told]:
     told = answer.get("prompt_logprobs") or choice.get("prompt_logprobs") or []
-    for position, entries in enumerate(told):
-        for token_id, entry in (entries or {}).items():
-            yield position, int(token_id), entry["logprob"]
+    return [
+        (position, int(token_id), entry["logprob"])
+        for position, entries in enumerate(told)
+        for token_id, entry in (entries or {}).items()
+    ]

@@ -87,7 +87,7 @@ class Row:
         body: dict[str, Any] = {"n": int(count), "return_token_ids": True}
         is_chat = self.path != "/v1/completions"
         if is_chat:
-            words = " ".join(str(token_id) for token_id in prompt[:40])
+            words = " ".join(str(token_id) for token_id in prompt[:8])
             body["messages"] = [{"role": "user", "content": f"Describe {words}"}]
         else:
             body["prompt"] = prompt

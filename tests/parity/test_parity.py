@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.models.source import resolve
+from tests.harness.models import HERMES_TEMPLATE, with_template
 from tests.parity.compare import assert_as_transformers, difference, shrunk
 from tests.parity.rows import Row, drawn, pairwise
 from tests.parity.ways import Way, five_ways
@@ -53,6 +54,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMode
     for name in _TOKENIZER:
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)
+    (folder / "chat_template.jinja").write_text(HERMES_TEMPLATE)
     return folder, model
 
 
@@ -100,7 +102,7 @@ def test_long(ways: dict[str, Way], tiny: tuple[Path, PreTrainedModel]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_long_on_a_real_model(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
-    folder = resolve("smollm2").path
+    folder = with_template(tmp_path / "model", HERMES_TEMPLATE)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with five_ways(redis_server, tmp_path, "smollm2") as ways:
+    with five_ways(redis_server, tmp_path, str(folder)) as ways:
         check(ways, model, pairwise(3) + pairwise(4))
