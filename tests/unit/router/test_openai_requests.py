@@ -7,12 +7,12 @@ from openai.types.chat import ChatCompletion
 
 from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import _NEUTRAL, warning
+from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.replies import Replies
 from tandem.router.api.openai.requests import (
     PROMPTS_MAX,
     ChatBody,
     CompletionBody,
-    ParsedRequest,
     drop_unknown_fields,
     parse_chat,
     parse_completion,

@@ -4,7 +4,7 @@ pydantic checks types here; ranges are checked in one place for HTTP and gRPC, i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import drop_unknown, strip_unused
+from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.structured import Strict, StructuredFields
 from tandem.router.api.openai.tools import SentToolCall, SentToolChoice, Tool, ToolChoice
 from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, LOGPROBS_MAX, name_prompt, refusal
@@ -315,28 +316,6 @@ class ChatBody(ConversationFields, _Body):
         if is_refused or not 0 <= self.top_logprobs <= LOGPROBS_MAX:
             raise _refusal("top_logprobs")
         return self.top_logprobs if self.logprobs else None
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedRequest:
-    """The requests of one body, one for each prompt, and the form of the answer to them."""
-
-    request_id: str
-    requests: tuple[ClientRequest, ...]  # not empty, all of one kind
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool  # in each chunk: its choice's so far
-    return_token_ids: bool
-    prompt_logprobs: int | None  # as the client asked; an echo may ask the workers for more
-    tokens_as_ids: bool
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.requests) * self.requests[0].n
-
-    def request_of(self, choice: int) -> ClientRequest:
-        """Returns the request of a choice: those of a prompt follow each other."""
-        return self.requests[choice // self.requests[0].n]
 
 
 def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:
