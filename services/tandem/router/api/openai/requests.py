@@ -34,11 +34,9 @@ _SAMPLING = {field.name for field in fields(Sampling)}
 _ROLE_ALIASES = {"developer": "system"}
 _ALTERNATIVES = ("str", "list[int]", "list[str]")
 COMPLETION_LOGPROBS_MAX = 5  # OpenAI's, of completions
-# Each prompt is a request of its own for the workers, which queue 256 by default.
-PROMPTS_MAX = CHOICES_MAX
 _ALLOWED = {
     **ALLOWED,
-    "prompt": f"{ALLOWED['prompt']}, or a list of at most {PROMPTS_MAX} such prompts",
+    "prompt": f"{ALLOWED['prompt']}, or a list of at most {CHOICES_MAX} such prompts",
     "logprobs": f"an integer from 0 to {COMPLETION_LOGPROBS_MAX} for a completion, and true or "
     "false for a chat",
     "top_logprobs": f"an integer from 0 to {LOGPROBS_MAX}, and only with logprobs=true",
@@ -233,7 +231,7 @@ def _prompt_kind(prompt: object) -> str | None:
 _Text = Annotated[str, Tag("str")]
 _TokenIds = Annotated[list[int], Tag("list[int]")]
 _Prompt = Annotated[_Text | _TokenIds, Discriminator(_prompt_kind)]
-_Prompts = Annotated[list[_Prompt], Field(max_length=PROMPTS_MAX), Tag("list[str]")]
+_Prompts = Annotated[list[_Prompt], Field(max_length=CHOICES_MAX), Tag("list[str]")]
 
 
 class CompletionBody(_Body):
