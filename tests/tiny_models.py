@@ -71,9 +71,13 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
 FAMILIES = tuple(_FAMILIES)
 
 
-def make_tiny_model(family: str, path: Path) -> tuple[ModelFolder, PreTrainedModel]:
-    """A folder as from the hub, and transformers' own model of it, both in fp32."""
+def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, PreTrainedModel]:
+    """A folder as from the hub, and transformers' own model of it, both in fp32.
+
+    `more` are settings of its config.
+    """
     model_class, config_class, beyond = _FAMILIES[family]
+    beyond = beyond | more
     torch.manual_seed(7)
     model = model_class(config_class(**(_SIZES | beyond))).eval()
     with torch.no_grad():

@@ -96,7 +96,7 @@ class HttpBodies(_OfRouter):
 
     def check(self, value: tuple[str, dict[str, Any]]) -> None:
         path, body = value
-        for name in ("max_tokens", "max_completion_tokens", "n"):  # a valid large one is only slow
+        for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):  # large ones are slow
             if isinstance(body.get(name), int | float) and body[name] > 3:
                 body = body | {name: 3}
         text = json.dumps(body)

@@ -280,3 +280,89 @@ async def test_over_grpc(router: RunningRouter) -> None:
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert says in (raised.value.details() or "")
         assert len(router.submitted) == num_submitted
+
+
+async def test_children_whose_worker_is_lost_go_on_with_their_tokens(router: RunningRouter) -> None:
+    begun: list[str] = []
+
+    async def script(submit: pb.SubmitSequence, say: Say) -> None:
+        made = list(submit.input.token_ids[submit.input.num_prompt_tokens :])
+        token_id = 1000 + child_of(submit)
+        if submit.attempt:
+            assert made == [token_id]
+            say(update(submit, [token_id] * 2, "length"))
+            return
+        say(update(submit, [token_id], is_committed=True))
+        begun.append(submit.request_id)
+
+    router.script(script)
+    asked = asyncio.create_task(post(router, n=3))
+    await eventually(lambda: len(begun) == 3)
+    (lost,) = [worker for worker in router.workers if worker.submitted]
+    lost.break_streams()
+    answer = (await asked).json()
+    assert [c["token_ids"] for c in answer["choices"]] == [[1000 + i] * 3 for i in range(3)]
+    record = (await router.http.get(f"/v1/requests/{answer['id']}")).json()
+    assert (record["moves"], record["workers_lost"]) == (3, 3)
+
+
+async def test_beams_are_jobs_of_one_token_near_each_other(router: RunningRouter) -> None:
+    """The second token is as likely as the first, so that all beams come of both."""
+    lost = False
+
+    async def script(submit: pb.SubmitSequence, say: Say) -> None:
+        nonlocal lost
+        num_made = len(submit.input.token_ids) - submit.input.num_prompt_tokens
+        if num_made == 1 and not lost:  # one beam's worker is lost: it is asked for again
+            lost = True
+            say(refusal(submit, "worker_lost"))
+            return
+        top = pb.LogprobEntry(
+            logprob=-1.0,
+            rank=1,
+            top_ids=[1000, 1001, 1002, 1003],
+            top_logprobs=[-1.0, -1.5, -3.0, -9.0],
+        )
+        say(update(submit, [1000], "length", is_committed=True, logprobs=[top]))
+
+    router.script(script)
+    answer = await post(router, n=2, use_beam_search=True, temperature=2.0, max_tokens=3)
+    assert answer.status_code == 200, answer.text
+    assert [c["token_ids"] for c in answer.json()["choices"]] == [
+        [1000, 1000, 1000],
+        [1000, 1000, 1001],
+    ]
+    assert all(s.input.sampling.logprobs == 4 for s in router.submitted)
+    assert all(s.input.sampling.temperature == 0 for s in router.submitted)
+    assert len(router.submitted) == 1 + 2 + 2 + 1
+    assert answer.json()["usage"]["completion_tokens"] == 6
+
+
+async def test_openai_python(router: RunningRouter) -> None:
+    router.script(count_up)
+    message = {"role": "user", "content": "Hello!"}
+    chat = await router.openai.chat.completions.create(
+        model="tiny",
+        messages=[message],  # type: ignore[list-item]
+        n=3,
+        max_tokens=2,
+    )
+    assert [choice.index for choice in chat.choices] == [0, 1, 2]
+    expected = [router.tokenizer.decode([1000 + i] * 2) for i in range(3)]
+    assert [choice.message.content for choice in chat.choices] == expected
+    best = await router.openai.completions.create(
+        model="tiny", prompt="x", n=2, best_of=2, max_tokens=2
+    )
+    assert [choice.text for choice in best.choices] == expected[:2]
+    texts: dict[int, str] = {}
+    stream = await router.openai.chat.completions.create(
+        model="tiny",
+        messages=[message],  # type: ignore[list-item]
+        n=3,
+        max_tokens=2,
+        stream=True,
+    )
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+    assert [texts[i] for i in range(3)] == expected

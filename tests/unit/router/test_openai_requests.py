@@ -7,17 +7,16 @@ from openai.types.chat import ChatCompletion
 
 from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import _NEUTRAL, warning
+from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.replies import Replies
 from tandem.router.api.openai.requests import (
-    PROMPTS_MAX,
     ChatBody,
     CompletionBody,
-    ParsedRequest,
     drop_unknown_fields,
     parse_chat,
     parse_completion,
 )
-from tandem.router.request.allowed import ALLOWED
+from tandem.router.request.allowed import ALLOWED, CHOICES_MAX
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.delta import Delta, Usage
 
@@ -282,7 +281,7 @@ def test_how_the_prompt_of_a_chat_ends() -> None:
         ([5], [(5,)]),
         (["a", "b", "a"], ["a", "b", "a"]),
         ([[1], [2, 3]], [(1,), (2, 3)]),
-        (["x"] * PROMPTS_MAX, ["x"] * PROMPTS_MAX),
+        (["x"] * CHOICES_MAX, ["x"] * CHOICES_MAX),
     ],
 )
 def test_each_prompt_of_a_list_is_a_request_of_its_own(sent: Any, prompts: Any) -> None:
@@ -297,7 +296,7 @@ def test_each_prompt_of_a_list_is_a_request_of_its_own(sent: Any, prompts: Any) 
 @pytest.mark.parametrize(
     ("sent", "says"),
     [
-        (["x"] * (PROMPTS_MAX + 1), "a list of at most 128 such prompts"),
+        (["x"] * (CHOICES_MAX + 1), "a list of at most 128 such prompts"),
         (["a", 5], "(prompt.1: "),
         ([[1], [2, "x"]], "(prompt.1.1: Input should be a valid integer)"),
         (["a", "b", ""], "prompt 2 (from 0): prompt must be a non-empty string"),

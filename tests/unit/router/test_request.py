@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
+from tandem.grammars.text import StructuredOutput
 from tandem.router.request.allowed import ALLOWED
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.request import ClientRequest, Sampling
 from tandem.security.limits import Limits
 
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
 BAD_SAMPLING = [
     ("temperature", -0.01),
     ("temperature", 2.01),
@@ -150,6 +153,65 @@ def test_a_key_bounds_prompts_and_completions() -> None:
     ):
         with pytest.raises(OverKeyLimit, match=word):
             request.completion_limit(prompt, 1000)
+
+
+def test_a_key_bounds_all_completions_together() -> None:
+    named = partial(ClientRequest, prompt="x", n=4)
+    of_one, of_all = Limits(max_completion_tokens=20), Limits(tokens_per_minute=60)
+    assert named(limits=of_one).completion_limit(10, 1000) == 5
+    assert named(limits=of_all).completion_limit(20, 1000) == 10
+    assert named(limits=of_all, best_of=8).completion_limit(20, 1000) == 5
+    for request, prompt, says in (
+        (named(max_tokens=6, limits=of_one), 10, "max_tokens is 6; it must be at most 5"),
+        (named(limits=of_all), 57, "n is 4; it must be at most 3"),
+        (named(limits=of_all, best_of=8), 53, "best_of is 8; it must be at most 7"),
+    ):
+        with pytest.raises(OverKeyLimit, match=says):
+            request.completion_limit(prompt, 1000)
+
+
+def test_beams_are_refused_with_fields_that_they_do_not_follow() -> None:
+    refused: dict[str, dict[str, Any]] = {
+        "presence_penalty": {"sampling": Sampling(presence_penalty=1.0)},
+        "frequency_penalty": {"sampling": Sampling(frequency_penalty=1.0)},
+        "repetition_penalty": {"sampling": Sampling(repetition_penalty=2.0)},
+        "logit_bias": {"sampling": Sampling(logit_bias={1: 1.0})},
+        "min_tokens": {"sampling": Sampling(min_tokens=1)},
+        "bad_words": {"sampling": Sampling(bad_words=("x",))},
+        "guided_regex": {"structured_output": StructuredOutput("guided_regex", "regex", "x")},
+        "stop": {"stop": ("x",)},
+        "stop_token_ids": {"stop_token_ids": (1,)},
+        "logprobs": {"logprobs": 0},
+        "prompt_logprobs": {"prompt_logprobs": 0},
+        "echo": {"echo": True},
+        "tools": {"prompt": Conversation((Message("user", "x"),), tools=(TOOL,))},
+    }
+    ClientRequest("x", n=16, use_beam_search=True, length_penalty=-10.0)
+    for name, fields in refused.items():
+        with pytest.raises(BadRequest, match=f"{name} cannot be used with use_beam_search") as got:
+            ClientRequest(**{"prompt": "x", "use_beam_search": True, **fields})
+        assert got.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": 17, "use_beam_search": True}, "n"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"n": 2, "best_of": 3, "use_beam_search": True}, "best_of"),
+        ({"prompt": Conversation((Message("user", "x"),)), "best_of": 2}, "best_of"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"length_penalty": 10.5, "use_beam_search": True}, "length_penalty"),
+        ({"length_penalty": float("nan"), "use_beam_search": True}, "length_penalty"),
+    ],
+)
+def test_numbers_of_completions_out_of_range_are_refused(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        ClientRequest(**{"prompt": "x", **fields})
+    assert raised.value.param == name
 
 
 def test_no_tokens_are_only_for_an_echo_which_no_chat_has() -> None:

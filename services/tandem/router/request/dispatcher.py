@@ -130,6 +130,8 @@ class Dispatcher:
                     raise
                 waited_s = time.monotonic() - routing.homeless_since
                 if isinstance(error, NoWorkers) or waited_s > self._config.hold_deadline_s:
+                    if job.parent is not None and not job.progress.num_lost:
+                        raise
                     raise lost_for_good(job, f"no other took it; {error.message}") from error
                 await asyncio.sleep(min(error.retry_after_s or math.inf, RETRY_AFTER_DEFAULT_S))
                 routing.ask_all_again()

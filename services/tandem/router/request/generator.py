@@ -31,7 +31,7 @@ from tandem.router.request.choices.beams import BeamOptions, search
 from tandem.router.request.choices.best_of import best_of
 from tandem.router.request.choices.children import children
 from tandem.router.request.choices.generation import Choice, Generation, Means
-from tandem.router.request.choices.interleave import interleave
+from tandem.router.request.choices.interleave import interleave, items_of
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.delta import Delta
 from tandem.router.request.dispatcher import Dispatcher
@@ -354,25 +354,32 @@ def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
     )
 
 
-async def _deltas(
+def _deltas(
     generation: Generation,
     choices: Sequence[Choice],
     request: ClientRequest,
     model: LoadedModel,
 ) -> AsyncGenerator[Delta, None]:
-    """Yields the deltas of all choices: beams, the best of several, or each as it is made."""
+    """Returns the deltas of all choices: beams, the best of several, or each as it is made."""
     if request.use_beam_search:
-        ends = model.tokenizer.eos_token_ids
-        options = BeamOptions(request.n, request.length_penalty, ends, request.ignore_eos)
-        beams = await search(choices[0].job, options, generation.steps)
-        for choice, beam in zip(choices, beams, strict=True):
-            finish_reason = "stop" if beam.is_ended else "length"
-            yield generation.whole(choice, list(beam.token_ids), finish_reason)
-        return
-    made = interleave([generation.follow(choice) for choice in choices])
-    deltas = (delta async for _, delta in made)
-    if request.num_sequences > request.n:
-        deltas = best_of(deltas, request.n, shows_logprobs=request.logprobs is not None)
-    async with aclosing(made), aclosing(deltas):
-        async for delta in deltas:
-            yield delta
+        return _beams(generation, choices, request, model)
+    if len(choices) == 1:
+        return generation.follow(choices[0])
+    deltas = items_of(interleave([generation.follow(choice) for choice in choices]))
+    if len(choices) == request.n:
+        return deltas
+    return best_of(deltas, request.n, shows_logprobs=request.logprobs is not None)
+
+
+async def _beams(
+    generation: Generation,
+    choices: Sequence[Choice],
+    request: ClientRequest,
+    model: LoadedModel,
+) -> AsyncGenerator[Delta, None]:
+    ends = model.tokenizer.eos_token_ids
+    options = BeamOptions(request.n, request.length_penalty, ends, request.ignore_eos)
+    beams = await search(choices[0].job, options, generation.steps)
+    for choice, beam in zip(choices, beams, strict=True):
+        finish_reason = "stop" if beam.is_ended else "length"
+        yield generation.whole(choice, list(beam.token_ids), finish_reason)

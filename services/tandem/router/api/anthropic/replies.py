@@ -16,7 +16,7 @@ from typing import Any
 from tandem.errors import TandemError
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.api.anthropic.errors import error_body
-from tandem.router.api.openai.requests import ParsedRequest
+from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.tools import arguments_of
 from tandem.router.api.sse import event
 from tandem.router.parsers.machine import CallDelta

@@ -13,7 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from tandem.router.api.openai.fields import UnusedFields
-from tandem.router.api.openai.requests import ParsedRequest, parse_chat, validate
+from tandem.router.api.openai.parsed import ParsedRequest
+from tandem.router.api.openai.requests import parse_chat, validate
 from tandem.router.api.openai.structured import Strict
 from tandem.router.request.allowed import ALLOWED
 from tandem.router.request.conversation import Conversation

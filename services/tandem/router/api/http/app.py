@@ -21,11 +21,11 @@ from tandem.router.api.http.errors import JsonResponse, install_handlers
 from tandem.router.api.http.front import Front
 from tandem.router.api.http.guard import PublicGuard, tell_refusal
 from tandem.router.api.openai.openapi import ErrorReply, add_schemas, generation_route
+from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.replies import Replies
 from tandem.router.api.openai.requests import (
     ChatBody,
     CompletionBody,
-    ParsedRequest,
     parse_chat,
     parse_completion,
 )

@@ -7,7 +7,7 @@ itself, so they are exact where no character spans two tokens.
 from typing import Any
 
 from tandem.models.tokenizer import Tokenizer
-from tandem.router.api.openai.requests import ParsedRequest
+from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.request.delta import Delta
 from tandem.router.request.request import ClientRequest
 from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry

@@ -9,7 +9,7 @@ from tandem.errors import TandemError
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.api.openai.errors import error_body
 from tandem.router.api.openai.logprobs import ChoiceLogprobs
-from tandem.router.api.openai.requests import ParsedRequest
+from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.tools import call_body, call_chunk, joined
 from tandem.router.api.sse import DONE, event
 from tandem.router.request.delta import Delta, Usage

@@ -4,7 +4,7 @@ pydantic checks types here; ranges are checked in one place for HTTP and gRPC, i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import drop_unknown, strip_unused
+from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.structured import Strict, StructuredFields
 from tandem.router.api.openai.tools import SentToolCall, SentToolChoice, Tool, ToolChoice
 from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, LOGPROBS_MAX, name_prompt, refusal
@@ -33,11 +34,9 @@ _SAMPLING = {field.name for field in fields(Sampling)}
 _ROLE_ALIASES = {"developer": "system"}
 _ALTERNATIVES = ("str", "list[int]", "list[str]")
 COMPLETION_LOGPROBS_MAX = 5  # OpenAI's, of completions
-# Each prompt is a request of its own for the workers, which queue 256 by default.
-PROMPTS_MAX = CHOICES_MAX
 _ALLOWED = {
     **ALLOWED,
-    "prompt": f"{ALLOWED['prompt']}, or a list of at most {PROMPTS_MAX} such prompts",
+    "prompt": f"{ALLOWED['prompt']}, or a list of at most {CHOICES_MAX} such prompts",
     "logprobs": f"an integer from 0 to {COMPLETION_LOGPROBS_MAX} for a completion, and true or "
     "false for a chat",
     "top_logprobs": f"an integer from 0 to {LOGPROBS_MAX}, and only with logprobs=true",
@@ -232,7 +231,7 @@ def _prompt_kind(prompt: object) -> str | None:
 _Text = Annotated[str, Tag("str")]
 _TokenIds = Annotated[list[int], Tag("list[int]")]
 _Prompt = Annotated[_Text | _TokenIds, Discriminator(_prompt_kind)]
-_Prompts = Annotated[list[_Prompt], Field(max_length=PROMPTS_MAX), Tag("list[str]")]
+_Prompts = Annotated[list[_Prompt], Field(max_length=CHOICES_MAX), Tag("list[str]")]
 
 
 class CompletionBody(_Body):
@@ -315,28 +314,6 @@ class ChatBody(ConversationFields, _Body):
         if is_refused or not 0 <= self.top_logprobs <= LOGPROBS_MAX:
             raise _refusal("top_logprobs")
         return self.top_logprobs if self.logprobs else None
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedRequest:
-    """The requests of one body, one for each prompt, and the form of the answer to them."""
-
-    request_id: str
-    requests: tuple[ClientRequest, ...]  # not empty, all of one kind
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool  # in each chunk: its choice's so far
-    return_token_ids: bool
-    prompt_logprobs: int | None  # as the client asked; an echo may ask the workers for more
-    tokens_as_ids: bool
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.requests) * self.requests[0].n
-
-    def request_of(self, choice: int) -> ClientRequest:
-        """Returns the request of a choice: those of a prompt follow each other."""
-        return self.requests[choice // self.requests[0].n]
 
 
 def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:

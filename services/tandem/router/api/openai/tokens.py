@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tandem.router.api.openai.requests import PROMPTS_MAX, ConversationFields, validate
+from tandem.router.api.openai.requests import ConversationFields, validate
 from tandem.router.api.openai.structured import Strict
-from tandem.router.request.allowed import ALLOWED
+from tandem.router.request.allowed import ALLOWED, CHOICES_MAX
 from tandem.router.request.request import ClientRequest
 
 
@@ -24,7 +24,7 @@ class _TokenizeFields(Strict):
 class TokenizePromptBody(_TokenizeFields):
     """One prompt, or several: then the answer has a list of tokens and a count for each."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=PROMPTS_MAX)]
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=CHOICES_MAX)]
     add_special_tokens: bool = Field(True, description=ALLOWED["add_special_tokens"])
 
     def requests(self) -> list[ClientRequest]:

@@ -13,7 +13,8 @@ from pydantic_core import PydanticCustomError
 
 from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import UnusedFields
-from tandem.router.api.openai.requests import ParsedRequest, StreamOptions, parse_chat
+from tandem.router.api.openai.parsed import ParsedRequest
+from tandem.router.api.openai.requests import StreamOptions, parse_chat
 from tandem.router.api.openai.structured import Strict
 from tandem.router.api.responses.items import Items, Part, to_messages
 from tandem.router.request.allowed import ALLOWED, LOGPROBS_MAX

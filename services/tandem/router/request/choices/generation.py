@@ -36,7 +36,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What all generations of a router use."""
+    """Holds what all generations of a router use."""
 
     dispatcher: Dispatcher
     metrics: Metrics

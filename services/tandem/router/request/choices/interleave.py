@@ -46,6 +46,15 @@ async def interleave(
             await asyncio.wait(tasks)
 
 
+async def items_of(
+    interleaved: AsyncGenerator[tuple[int, _T], None],
+) -> AsyncGenerator[_T, None]:
+    """Yields the items without their indexes."""
+    async with aclosing(interleaved):
+        async for _, item in interleaved:
+            yield item
+
+
 async def _pass_on(
     index: int, part: AsyncGenerator[_T, None], arrived: asyncio.Queue[tuple[int, _T] | _End]
 ) -> None:

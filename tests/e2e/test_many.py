@@ -1,0 +1,209 @@
+"""Several completions of one prompt: each is as if it were asked for alone, whichever way.
+
+A tiny random fp32 model over gRPC with two decode workers, and SmolLM2 over NIXL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedModel
+
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.operate import drain_worker
+from tandem.models.source import resolve
+from tandem.router.request.choices.children import child_seed
+from tests.harness.beam_reference import beams_of
+from tests.harness.client import (
+    EDITED,
+    golden,
+    metric,
+    migrations,
+    open_client,
+    stream_completion,
+)
+from tests.harness.cluster import LocalCluster
+from tests.tiny_models import make_tiny_model
+
+VOCABULARY = 2048  # the first of SmolLM2's, whose tokenizer it has
+ENDS = list(range(0, VOCABULARY, 20))  # so many that random beams meet some
+DRAWN = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
+NUM_BLOCKS = 270  # four long completions fit, and eight do not
+LONG = 1000  # tokens: a fault comes before they are made
+
+
+class Tiny:
+    """The cluster, and transformers' own model."""
+
+    def __init__(self, cluster: LocalCluster, model: PreTrainedModel) -> None:
+        self.cluster = cluster
+        self.model = model
+        self._num_prompts = 0
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Returns one that no other shares a block with."""
+        self._num_prompts += 1
+        return [(37 * i + 1009 * self._num_prompts) % VOCABULARY for i in range(num_tokens)]
+
+
+@pytest.fixture(scope="module")
+def tiny(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
+    path = tmp_path_factory.mktemp("tiny")
+    _, model = make_tiny_model(
+        "llama", path, vocab_size=VOCABULARY, eos_token_id=ENDS, max_position_embeddings=2048
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve("smollm2").path / name, path)
+    cluster = LocalCluster(redis_server, tmp_path_factory.mktemp("many"), model=str(path))
+    cluster.options = [
+        *("--numerics", "invariant", "--dtype", "float32", "--transport", "grpc"),
+        *("--prefill-at", "remote", "--num-blocks", str(NUM_BLOCKS)),
+    ]
+    try:
+        yield Tiny(cluster.start(prefill=1, decode=2), model)
+    finally:
+        cluster.close()
+
+
+async def ask(client: httpx.AsyncClient, prompt: list[int], **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "ignore_eos": True, "return_token_ids": True, **fields}
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+async def alone(
+    client: httpx.AsyncClient, prompt: list[int], count: int, seed: int, **fields: Any
+) -> list[dict[str, Any]]:
+    """Returns the choices of requests with n = 1 and the children's seeds."""
+    choices = []
+    for child in range(count):
+        answer = await ask(client, prompt, **{**fields, "seed": child_seed(seed, child)})
+        choices += answer["choices"]
+    return [{**choice, "index": index} for index, choice in enumerate(choices)]
+
+
+@pytest.mark.parametrize("num_tokens", [20, 96, 97])  # computed here, and pulled
+@pytest.mark.parametrize(
+    "fields", [DRAWN, EDITED, {"temperature": 0}], ids=["drawn", "edited", "greedy"]
+)
+async def test_each_child_is_as_if_asked_for_alone(
+    tiny: Tiny, num_tokens: int, fields: dict[str, Any]
+) -> None:
+    prompt = tiny.prompt(num_tokens)
+    asked = {**fields, "max_tokens": 24, "logprobs": 2}
+    async with open_client(tiny.cluster) as client:
+        together = await ask(client, prompt, n=4, **asked)
+        seed = asked.pop("seed", 0)
+        assert together["choices"] == await alone(client, prompt, 4, seed, **asked)
+    texts = {choice["text"] for choice in together["choices"]}
+    assert len(texts) == (1 if fields == {"temperature": 0} else 4)
+    tiny.cluster.wait_idle()
+
+
+async def test_preempted_children_are_as_if_asked_for_alone(tiny: Tiny) -> None:
+    def preempted() -> float:
+        workers = [w for w in tiny.cluster.workers if w.startswith("decode")]
+        return sum(metric(tiny.cluster, w, "tandem_preemptions_total") for w in workers)
+
+    prompt, before = tiny.prompt(90), preempted()
+    asked = {**DRAWN, "max_tokens": 600}
+    async with open_client(tiny.cluster) as client:
+        together = await ask(client, prompt, n=8, **asked)
+        assert preempted() > before
+        seed = asked.pop("seed")
+        assert together["choices"][:3] == await alone(client, prompt, 3, seed, **asked)
+        (last,) = await alone(client, prompt, 1, child_seed(seed, 7), **asked)
+        assert together["choices"][7] == {**last, "index": 7}
+    tiny.cluster.wait_idle()
+
+
+@pytest.mark.parametrize("num_tokens", [10, 90])  # computed here, and pulled
+async def test_beams_are_the_reference(tiny: Tiny, num_tokens: int) -> None:
+    ended = 0
+    async with open_client(tiny.cluster) as client:
+        for width, length_penalty, ignores in ((1, 1.0, False), (4, 1.0, True), (4, -2.0, False)):
+            prompt = tiny.prompt(num_tokens)
+            answer = await ask(
+                client,
+                prompt,
+                n=width,
+                use_beam_search=True,
+                length_penalty=length_penalty,
+                ignore_eos=ignores,
+                max_tokens=20,
+            )
+            expected = beams_of(
+                tiny.model,
+                prompt,
+                width=width,
+                max_tokens=20,
+                length_penalty=length_penalty,
+                end_token_ids=ENDS,
+                ignore_eos=ignores,
+            )
+            assert [c["token_ids"] for c in answer["choices"]] == expected
+            ended += sum(c["finish_reason"] == "stop" for c in answer["choices"])
+            num_made = sum(map(len, expected))
+            assert answer["usage"]["completion_tokens"] == num_made
+            assert answer["usage"]["prompt_tokens"] == num_tokens
+    assert ended
+    tiny.cluster.wait_idle()
+
+
+async def test_the_kv_of_a_prompt_crosses_once(cluster: LocalCluster) -> None:
+    prompt = golden(6)[0][0]
+    pulled = []
+    async with open_client(cluster) as client:
+        for n in (1, 4):
+            fresh = [100 + n, *prompt[1:]]  # nothing of it is cached
+            before = metric(cluster, "decode-0", "tandem_kv_bytes_pulled_total", transport="nixl")
+            answer = await ask(client, fresh, n=n, max_tokens=8, **DRAWN)
+            after = metric(cluster, "decode-0", "tandem_kv_bytes_pulled_total", transport="nixl")
+            pulled.append(after - before)
+            record = (await client.get(f"/v1/requests/{answer['id']}")).json()
+            assert record["bytes_pulled"] == pulled[-1]
+        asked = {**DRAWN, "max_tokens": 8}
+        assert answer["choices"] == await alone(client, fresh, 4, int(asked.pop("seed")), **asked)
+    assert 0 < pulled[1] <= 1.02 * pulled[0]
+    cluster.wait_idle()
+
+
+async def test_a_client_that_leaves_frees_all_children(tiny: Tiny) -> None:
+    async with open_client(tiny.cluster) as client:
+        for fields in ({}, {"use_beam_search": True}):
+            body = {"prompt": tiny.prompt(50), "n": 4, "max_tokens": LONG, "ignore_eos": True}
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/v1/completions", json={**body, **fields}, timeout=0.5)
+            await asyncio.to_thread(tiny.cluster.wait_idle)
+
+
+async def test_migrated_children_are_as_if_asked_for_alone(tiny: Tiny) -> None:
+    prompt = tiny.prompt(90)
+    asked = {**DRAWN, "max_tokens": LONG}
+    cluster = tiny.cluster
+    made: dict[int, list[int]] = {}
+    fault: asyncio.Task[None] | None = None
+    async with open_client(cluster) as client:
+        async for event in stream_completion(client, prompt, n=4, **asked):
+            for choice in event["choices"]:
+                made.setdefault(choice["index"], []).extend(choice["token_ids"])
+            if fault is None and len(made) == 4 and min(map(len, made.values())) > 3:
+                record = (await client.get(f"/v1/requests/{event['id']}")).json()
+                left = record["decode_worker"]
+                drain = asyncio.to_thread(drain_worker, cluster.admin_url, left, deadline_s=60)
+                fault = asyncio.create_task(drain)
+        assert fault is not None
+        await fault
+        record = (await client.get(f"/v1/requests/{event['id']}")).json()
+        assert record["moves"] == migrations(cluster, "drain") == 4
+        assert cluster.workers[left].process.wait(30) == 0
+        del cluster.workers[left]  # this is the last test of the cluster
+        expected = (await ask(client, prompt, n=4, **asked))["choices"]
+    assert [made[index] for index in range(4)] == [choice["token_ids"] for choice in expected]
+    cluster.wait_idle()
