@@ -44,10 +44,68 @@ class Edit:
 
 def apply_edit(logits: Floats, edit: Edit) -> None:
     """Edits a row of logits [vocab] in place."""
-    values = logits[edit.token_ids] + edit.bias
-    values = np.where(values > 0, values / edit.scales, values * edit.scales)
-    logits[edit.token_ids] = values - edit.penalties
+    logits[edit.token_ids] = _edited(logits[edit.token_ids], edit)
     logits[list(edit.banned)] = -np.inf
     if edit.mask is not None:
-        allowed = np.unpackbits(edit.mask.view(np.uint8), count=len(logits), bitorder="little")
-        np.putmask(logits, allowed == 0, -np.inf)
+        logits[_ids_of(~edit.mask, len(logits))] = -np.inf
+
+
+def may_come(logits: Floats, edit: Edit) -> tuple[Floats, Ids | None]:
+    """Returns what an edit makes of a row of logits [vocab], and of which tokens, in order; None
+    for all. Where a mask leaves few of them, the others are not computed."""
+    if edit.mask is not None and 2 * _num_bits(edit.mask) < len(logits):
+        left = _ids_of(edit.mask, len(logits))
+        return _of_few(logits, edit, left), left
+    edited = logits.copy()
+    apply_edit(edited, edit)
+    return edited, None
+
+
+def most_likely_after(logits: Floats, edit: Edit, most_likely: int) -> int:
+    """Returns the most likely token of a row of logits [vocab] after an edit, of equals the first,
+    given the one before."""
+    is_edited = most_likely in edit.banned or bool((edit.token_ids == most_likely).any())
+    if edit.mask is not None or is_edited:
+        values, ids = may_come(logits, edit)
+        best = int(values.argmax())
+        return best if ids is None else int(ids[best])
+    # All that is left of the row is less likely, or comes later.
+    values = _edited(logits[edit.token_ids], edit)
+    for token_id in edit.banned:
+        values[edit.token_ids == token_id] = -np.inf
+    most = values.max(initial=-np.inf)
+    rivals = edit.token_ids[values == most].tolist()
+    if most < logits[most_likely]:
+        return most_likely
+    first: int = min(rivals if most > logits[most_likely] else [*rivals, most_likely])
+    return first
+
+
+def _edited(values: Floats, edit: Edit) -> Floats:
+    """Returns the logits of the edit's tokens after bias and penalties."""
+    biased = values + edit.bias
+    scaled: Floats = np.where(biased > 0, biased / edit.scales, biased * edit.scales)
+    return scaled - edit.penalties
+
+
+def _of_few(logits: Floats, edit: Edit, left: Ids) -> Floats:
+    """Returns the edited logits of the tokens `left`, which are in order."""
+    values = logits[left]
+    if len(edit.token_ids):
+        edited = _edited(logits[edit.token_ids], edit)
+        places = np.minimum(np.searchsorted(left, edit.token_ids), len(left) - 1)
+        is_left = left[places] == edit.token_ids
+        values[places[is_left]] = edited[is_left]
+    if edit.banned:
+        values[np.isin(left, edit.banned)] = -np.inf
+    return values
+
+
+def _ids_of(mask: Ids, vocab: int) -> Ids:
+    """Returns the tokens whose bits are set, in order."""
+    bits = np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little")
+    return np.flatnonzero(bits.view(np.bool_)).astype(np.int32)
+
+
+def _num_bits(mask: Ids) -> int:
+    return int.from_bytes(mask.tobytes()).bit_count()

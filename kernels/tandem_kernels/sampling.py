@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem_kernels.edits import Edit, apply_edit
+from tandem_kernels.edits import Edit, may_come, most_likely_after
 from tandem_kernels.philox import uniform
 
 _HEAD_TOKENS = 256  # ranked first; a draw beyond them ranks more
@@ -60,13 +60,22 @@ def sample(
         if draw.temperature > 0 or (draw.edit is not None and not draw.edit.keeps(token))
     ]
     if sampled:
-        rows = logits[sampled].cpu().numpy()
-        for i, row in zip(sampled, rows, strict=True):
-            draw = draws[i]
-            if draw.edit is not None:
-                apply_edit(row, draw.edit)
-            tokens[i] = _draw(row, draw) if draw.temperature > 0 else int(row.argmax())
+        on_host = logits.device.type == "cpu"
+        rows = (logits if on_host else logits[sampled].cpu()).numpy()
+        for place, i in enumerate(sampled):
+            tokens[i] = _sample_row(rows[i if on_host else place], draws[i], tokens[i])
     return tokens
+
+
+def _sample_row(logits: Floats, draw: Draw, most_likely: int) -> int:
+    """Returns the token of one row, whose logits stay as they are."""
+    if draw.edit is None:
+        return _draw(logits, draw)
+    if draw.temperature == 0:
+        return most_likely_after(logits, draw.edit, most_likely)
+    edited, ids = may_come(logits, draw.edit)
+    token = _draw(edited, draw)
+    return token if ids is None else int(ids[token])
 
 
 def _draw(logits: Floats, draw: Draw) -> int:

@@ -130,6 +130,8 @@ def _only(token_id: int, num_words: int) -> Mask:
 def _without(mask: Mask, banned: list[int]) -> Mask:
     """Returns the mask less the banned tokens, or as it is if that would leave none: the form of
     the completion counts for more than `min_tokens` and `bad_words`."""
+    if not banned:
+        return mask
     left = mask.view(np.uint32).copy()
     for token_id in banned:
         left[token_id // 32] &= ~np.uint32(1 << token_id % 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem_kernels.edits import Edit, apply_edit
+from tandem_kernels.edits import Edit, apply_edit, may_come
 from tandem_kernels.logprobs import Logprobs, logprobs
 from tandem_kernels.native.library import Library, Model, load
 from tandem_kernels.sampling import Draw, sample
@@ -66,6 +67,28 @@ def test_an_edit_rounds_after_each_operation(edit: Edit, seed: int) -> None:
                 expected[token_id] = -np.inf
     apply_edit(row, edit)
     assert row.tobytes() == expected.tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(edit=edits(), seed=st.integers(0, 9), num_left=st.integers(1, VOCAB))
+def test_what_an_edit_leaves_is_the_edited_row(edit: Edit, seed: int, num_left: int) -> None:
+    """A mask that leaves few tokens has a way of its own, and so has the most likely token."""
+    row = random_logits(seed, 1)
+    if edit.mask is not None:
+        bits = np.zeros(32 * len(edit.mask), np.uint8)
+        bits[np.random.default_rng(seed).permutation(VOCAB)[:num_left]] = 1
+        edit = replace(edit, mask=np.packbits(bits, bitorder="little").view(np.int32))
+    edited = row[0].numpy().copy()
+    apply_edit(edited, edit)
+    values, ids = may_come(row[0].numpy(), edit)
+    if ids is None:
+        assert values.tobytes() == edited.tobytes()
+    else:
+        assert values.tobytes() == edited[ids].tobytes()
+        assert np.isneginf(np.delete(edited, ids)).all()
+    if np.isfinite(edited).any():
+        greedy = Draw(0.0, 0, 1.0, 0.0, 1, 1, edit)
+        assert sample(row, [greedy]) == [int(edited.argmax())]
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,0 +1,143 @@
+"""Answers of a random model that follow JSON schemas, each checked by the library jsonschema.
+
+The model knows nothing and draws at temperature 1, so the grammar alone makes the answers. A bias
+towards the marks that end strings, lists and objects lets most of them come to an end.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.errors import BadRequest
+from tandem.grammars.compiler import GrammarCompiler
+from tandem.grammars.text import StructuredOutput, grammar_text
+from tandem.models.source import ModelFolder
+from tandem.models.tokenizer import Tokenizer
+
+EOS = 2
+_ENDS = frozenset('"]},:')
+_BIAS = 8.0
+_AT_ONCE = 32  # an engine keeps as many grammars
+
+
+@dataclass
+class Counts:
+    """What became of the schemas, and of the answers to those that are supported."""
+
+    refused: Counter[str] = field(default_factory=Counter)  # schemas, by reason
+    followed: int = 0  # schemas
+    ended: int = 0  # answers that end by `stop`
+    cut: int = 0  # by max_tokens
+    failed: Counter[str] = field(default_factory=Counter)  # answers that the engine ended
+    invalid: list[tuple[str, str, str]] = field(default_factory=list)  # schema, answer, reason
+
+    def __str__(self) -> str:
+        reasons = "".join(f"\n  {n:5} {why}" for why, n in self.refused.most_common())
+        failed = "".join(f"\n  {n:5} {why}" for why, n in self.failed.most_common())
+        wrong = "".join(f"\n  {name}: {text[:200]!r}: {why}" for name, text, why in self.invalid)
+        return (
+            f"{self.followed} schemas are followed, {self.refused.total()} refused{reasons}\n"
+            f"{self.ended} answers end by stop, {len(self.invalid)} of them invalid{wrong}\n"
+            f"{self.cut} answers are cut, {self.failed.total()} fail{failed}"
+        )
+
+
+class SchemaAnswers:
+    """An engine with a random model. `check` adds to `counts`."""
+
+    def __init__(self, folder: ModelFolder, *, seeds: int, max_tokens: int) -> None:
+        self._tokenizer = Tokenizer(folder.path)
+        self._compiler = GrammarCompiler.of(folder)
+        config = EngineConfig(model="", num_blocks=_AT_ONCE * (max_tokens // 16 + 2))
+        self._engine = Engine(config, ModelRunner(folder, config), "random", self._compiler)
+        self._seeds, self._max_tokens = seeds, max_tokens
+        vocabulary = range(self._tokenizer.vocab_size)
+        pieces = ((t, self._tokenizer.piece(t).decode(errors="replace")) for t in vocabulary)
+        self._bias = {t: _BIAS for t, text in pieces if text and _ENDS.issuperset(text)} | {
+            EOS: 20.0
+        }
+        self.counts = Counts()
+
+    def check(self, schemas: Mapping[str, Any]) -> None:
+        """Draws answers to each schema by its name, and validates them."""
+        specs = self._specs(schemas)
+        while batch := list(islice(specs, _AT_ONCE)):
+            for spec in batch:
+                self._engine.add(spec)
+            self._drive(schemas, batch)
+
+    def _specs(self, schemas: Mapping[str, Any]) -> Iterator[SequenceSpec]:
+        for name, schema in schemas.items():
+            try:
+                source = json.dumps(schema)
+                text = grammar_text(StructuredOutput("schema", "json_schema", source))
+                if why := self._compiler.check(text):
+                    raise BadRequest(why)
+            except BadRequest as error:
+                self.counts.refused[error.message.splitlines()[0][:90]] += 1
+                continue
+            self.counts.followed += 1
+            for seed in range(self._seeds):
+                yield SequenceSpec(
+                    sequence_id=f"{name} {seed}",
+                    token_ids=[1, 2, 3],
+                    num_prompt_tokens=3,
+                    mode=Mode.LOCAL,
+                    sampling=SamplingParams(temperature=1.0, seed=seed, logit_bias=self._bias),
+                    max_tokens=self._max_tokens,
+                    stop_token_ids=[EOS],
+                    grammar=text,
+                )
+
+    def _drive(self, schemas: Mapping[str, Any], batch: Iterable[SequenceSpec]) -> None:
+        made: dict[str, list[int]] = {spec.sequence_id: [] for spec in batch}
+        while self._engine.has_work() or self._engine.awaits_grammars():
+            if not self._engine.has_work():
+                time.sleep(0.001)
+                continue
+            report = self._engine.step()
+            self.counts.failed.update(failed.message[:90] for failed in report.failed)
+            for new in report.new_tokens:
+                made[new.sequence_id] += new.token_ids
+                if new.finish_reason == "stop":
+                    name = new.sequence_id.rpartition(" ")[0]
+                    self._validate(name, schemas[name], made[new.sequence_id][:-1])
+                elif new.finish_reason:
+                    self.counts.cut += 1
+
+    def _validate(self, name: str, schema: Any, token_ids: list[int]) -> None:
+        self.counts.ended += 1
+        text = self._tokenizer.decode(token_ids)
+        kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+        try:
+            kind(schema).validate(json.loads(text))
+        except (ValueError, jsonschema.ValidationError) as error:
+            reason = str(error).splitlines()[0]
+            self.counts.invalid.append((name, text, reason[:200]))
+
+
+def read_schemas(folder: Path) -> dict[str, Any]:
+    """Returns the schemas of a folder's JSON files by name. A file has one schema, or, as those of
+    the JSON-Schema-Test-Suite, a list of groups with one each."""
+    schemas: dict[str, Any] = {}
+    for file in sorted(folder.rglob("*.json")):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content, list):
+            for place, group in enumerate(content):
+                schemas[f"{file.stem}/{place}"] = group["schema"]
+        else:
+            schemas[file.stem] = content
+    return schemas
