@@ -90,6 +90,10 @@ class ToyRunner:
 
     logprobs = staticmethod(logprobs)
 
+    def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
+        """Returns what rows of the last step's logits were made of."""
+        return [[float(self._wanted[row])] for row in rows]
+
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
         wanted: list[int] = []
         for piece in batch.slices:
@@ -97,6 +101,7 @@ class ToyRunner:
             wanted += values[len(values) - piece.num_logits :]
         if on_kv_written is not None:
             on_kv_written()
+        self._wanted = wanted
         return torch.stack([logits_of(kv) for kv in wanted]) if wanted else torch.empty(0)
 
     def fill(self, block_table: list[int], token_ids: list[int], first_block: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import anthropic
 import openai
+import pytest
 
 from tests.harness.cluster import LocalCluster
 
@@ -54,4 +55,26 @@ def test_responses_have_the_words_of_the_chat(cluster: LocalCluster) -> None:
     told = part.logprobs or []  # type: ignore[union-attr]
     assert "".join(one.token for one in told) == whole.output_text
     assert {len(one.top_logprobs) for one in told} == {2}
+    cluster.wait_idle()
+
+
+def test_embeddings_are_the_same_however_they_are_asked(cluster: LocalCluster) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
+    texts = [
+        "The capital of France is Paris, which lies on the river Seine.",
+        "Paris, on the river Seine, is the capital city of France.",
+        "def add(a, b):\n    return a + b  # sums up two numbers",
+    ]
+    together = client.embeddings.create(model=MODEL, input=texts)
+    alone = [client.embeddings.create(model=MODEL, input=text) for text in texts]
+    as_floats = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    vectors = [one.embedding for one in together.data]
+    for index, vector in enumerate(vectors):
+        assert sum(value * value for value in vector) == pytest.approx(1.0, abs=1e-5)
+        assert alone[index].data[0].embedding == vector
+        assert as_floats.data[index].embedding == pytest.approx(vector, abs=1e-7)
+    similar, other = (
+        sum(a * b for a, b in zip(vectors[0], vectors[index], strict=True)) for index in (1, 2)
+    )
+    assert similar > other
     cluster.wait_idle()

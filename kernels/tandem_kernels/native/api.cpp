@@ -1,5 +1,6 @@
 // What ctypes calls. Nothing thrown leaves: 0 is success, 1 is no memory.
 
+#include <cmath>
 #include <new>
 
 #include "decoder.h"
@@ -106,6 +107,21 @@ int tandem_to_logits(void* decoder, const tandem::Step* step) {
 void tandem_measure(void* decoder, const float* logits, const tandem::Measure* measure) {
     const Decoder& d = *static_cast<Decoder*>(decoder);
     d.entry.measure(logits, d.model.vocab, *measure, d.model.num_threads);
+}
+
+// Of rows of the last step, after the final norm: [num_rows, hidden]. One at a time and in one
+// order, so that what else shared the step changes no bit.
+void tandem_final_hidden(void* decoder, const int32_t* rows, int32_t num_rows, float* to) {
+    Decoder& d = *static_cast<Decoder*>(decoder);
+    const int hidden = d.model.hidden;
+    for (int row = 0; row < num_rows; ++row, to += hidden) {
+        const float* x = d.scratch.hidden.of(0) + static_cast<size_t>(rows[row]) * hidden;
+        double squares = 0;
+        for (int i = 0; i < hidden; ++i) squares += static_cast<double>(x[i]) * x[i];
+        const double scale = 1 / std::sqrt(squares / hidden + d.model.norm_eps);
+        for (int i = 0; i < hidden; ++i)
+            to[i] = static_cast<float>(x[i] * scale * d.model.final_norm[i]);
+    }
 }
 
 // Seconds of each Stage since the last time.

@@ -158,6 +158,7 @@ class Library:
             "tandem_destroy": (None, [c_void_p]),
             "tandem_to_last_kv": (c_int, [c_void_p, POINTER(Step)]),
             "tandem_to_logits": (c_int, [c_void_p, POINTER(Step)]),
+            "tandem_final_hidden": (None, [c_void_p, c_void_p, c_int32, c_void_p]),
             "tandem_measure": (None, [c_void_p, c_void_p, POINTER(Measure)]),
         }
         for name, (result, arguments) in signatures.items():
@@ -234,6 +235,14 @@ class Library:
         arrays = (rows, token_ids, found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
         measure = Measure(*map(address, arrays), num_rows=num_rows, num_top=num_top)
         self._library.tandem_measure(decoder, logits, byref(measure))
+        return found
+
+    def final_hidden(
+        self, decoder: int, rows: npt.NDArray[np.int32], hidden_size: int
+    ) -> npt.NDArray[np.float32]:
+        """Returns the states after the final norm of some rows of the decoder's last step."""
+        found = np.empty((len(rows), hidden_size), np.float32)
+        self._library.tandem_final_hidden(decoder, address(rows), len(rows), address(found))
         return found
 
     def take_stages(self, decoder: int) -> dict[Stage, float]:

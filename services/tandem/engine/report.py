@@ -76,6 +76,7 @@ class PendingReport:
                 sequence.num_cached_tokens or 0,
                 logprobs,
                 sequence.prompt_logprobs,
+                sequence.embedding,
             )
         )
 
@@ -96,9 +97,10 @@ class PendingReport:
                 num_preemptions=sequence.num_preemptions,
                 logprobs=[] if logprobs is None else [logprobs],
                 prompt_logprobs=sequence.prompt_logprobs,
+                embedding=sequence.embedding,
             )
         )
-        sequence.prompt_logprobs = []
+        sequence.prompt_logprobs, sequence.embedding = [], []
 
     def failed(self, sequence: Sequence, why: str) -> None:
         """Reports that the sequence ends because of what its client asked for."""

@@ -45,3 +45,7 @@ class Runner(Protocol):
     ) -> Logprobs:
         """Log probabilities of `token_ids`, one of each of `rows` of the last step's logits, and of
         the `num_top` most likely tokens there (fewer if the vocabulary has no more)."""
+
+    def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
+        """Hidden states after the final norm, of `rows` of the last step's logits; of slices with
+        `wants_hidden` only."""

@@ -75,6 +75,7 @@ class Sequence:
     pull_lag_s: float = 0.0
     edits: LogitEdits | None = None  # of the next token's logits; None: none were asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as far as computed
+    embedding: list[float] = field(default_factory=list)  # of its prompt, until it is reported
 
     @classmethod
     def from_spec(
@@ -143,6 +144,11 @@ class Sequence:
             and len(self.token_ids) == self.spec.num_prompt_tokens
             and len(self.prompt_logprobs) < self.spec.num_prompt_tokens - 1
         )
+
+    @property
+    def wants_embedding(self) -> bool:
+        """True before the first token of a sequence whose prompt is to be embedded."""
+        return self.spec.embed and len(self.token_ids) == self.spec.num_prompt_tokens
 
     @property
     def may_wait_for_remote_kv(self) -> bool:

@@ -64,6 +64,7 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     # Most likely tokens to report at each token of the prompt; None: no log probabilities of it.
     # They come with the first token, and are computed anew: cached blocks have no logits.
     prompt_logprobs: int | None = None
+    embed: bool = False  # report the hidden state of the prompt's last token, with the first token
     grammar: str = ""  # of the completion, as llguidance reads it; empty: any text
     # A sequence here that has the same first tokens: what of its half-filled block they share is
     # copied at admission, if only one token is left to compute then. Else it changes nothing.
@@ -118,6 +119,7 @@ class Prefilled(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0  # of token_ids, not computed for it: cached here or at a peer
     logprobs: TokenLogprobs | None = None  # of the first token
     prompt_logprobs: list[TokenLogprobs] = []  # of the prompt from its second token on
+    embedding: list[float] = []  # of the prompt, if it was asked for
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -137,6 +139,7 @@ class NewTokens(msgspec.Struct, frozen=True):
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] = []  # of token_ids, one each, if they were asked for
     prompt_logprobs: list[TokenLogprobs] = []  # with the first token: as Prefilled has them
+    embedding: list[float] = []  # the same
 
 
 class Failed(msgspec.Struct, frozen=True):

@@ -39,6 +39,7 @@ def sequence_spec(
         cache_salt=message.cache_salt,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         grammar=message.grammar,
+        embed=message.embed,
         remote_prefill_min_tokens=remote_prefill_min_tokens,
         first_wanted_block=first_wanted_block,
         consumer_rate=consumer_rate,
@@ -56,6 +57,7 @@ def sequence_input(spec: SequenceSpec) -> pb.SequenceInput:
         cache_salt=spec.cache_salt,
         prompt_logprobs=spec.prompt_logprobs,
         grammar=spec.grammar,
+        embed=spec.embed,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.grammars.text import StructuredOutput
-from tandem.router.request.allowed import ALLOWED
+from tandem.router.request.allowed import ALLOWED, refusal, rename
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.request import ClientRequest, Sampling
 from tandem.security.limits import Limits
@@ -250,3 +250,16 @@ def test_a_truncated_prompt_leaves_room(
     assert request.prompt_tokens_max(20) == kept
     if kept is not None:
         request.check_against(model="", vocab_size=5, max_model_len=20)
+
+
+def test_a_refusal_takes_the_names_of_another_api() -> None:
+    names = {"messages": "input", "prompt": "input"}
+    error = rename(refusal("messages", "a list of 0"), names)
+    assert error.param == "input"
+    assert error.message.startswith("input must be a non-empty list of messages")
+    long = ContextTooLong("the context is 8 tokens; the prompt has 9 tokens", param="prompt")
+    renamed = rename(long, names)
+    assert (type(renamed), renamed.param) == (ContextTooLong, "input")
+    assert renamed.message == "the context is 8 tokens; the input has 9 tokens"
+    other = refusal("seed", "x")
+    assert rename(other, names) is other

@@ -52,7 +52,11 @@ class DecodeGraphs:
             log.info("recorded decode steps of %s rows", ", ".join(map(str, self._sizes)))
 
     def fits(self, slices: Sequence[SequenceSlice]) -> bool:
-        return 0 < len(slices) <= self._sizes[-1] and all(s.num_tokens == 1 for s in slices)
+        """Returns whether these slices are a decode step without hidden states, which a replayed
+        graph does not keep."""
+        return 0 < len(slices) <= self._sizes[-1] and all(
+            s.num_tokens == 1 and not s.wants_hidden for s in slices
+        )
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Returns fp32 logits [slices, vocab], of every slice."""

@@ -31,6 +31,7 @@ class Decoder:
         self._frequencies = rope_frequencies(config).to(weights.embedding.device)
         scaling = config.rope_scaling
         self._angle_scale = scaling.attention_factor if scaling else 1.0
+        self.final_hidden = weights.embedding[:0]  # what the last step's logits were made of
 
     def forward(
         self,
@@ -89,6 +90,7 @@ class Decoder:
         num_padding = -rows.shape[0] % self._kernels.row_multiple
         last = x[torch.nn.functional.pad(rows, (0, num_padding))]
         normed = self._norm(last, self._weights.final_norm)
+        self.final_hidden = normed[: rows.shape[0]]
         logits = self._kernels.linear(normed, self._weights.output, None)
         return logits[: rows.shape[0]].float()
 

@@ -75,6 +75,7 @@ class NativeDecoder:
         self._panels = np.frombuffer(own_pages(self._packed_bytes(weights)), np.uint8)
         self._num_packed = 0
         self._results = _Results(0, config.vocab_size)
+        self._logit_rows: list[int] = []  # of the last step
         self._kv: torch.Tensor | None = None
         layers = (Layer * config.num_layers)(*map(self._layer, weights.layers))
         embedding = weights.embedding.contiguous()
@@ -140,6 +141,7 @@ class NativeDecoder:
         if on_kv_written is not None:
             on_kv_written()
         self._library.to_logits(self._decoder, step)
+        self._logit_rows = inputs.logit_rows
         return results.logits
 
     def sample(
@@ -158,6 +160,13 @@ class NativeDecoder:
         num_top = min(num_top, self._config.vocab_size)
         chosen = np.array(rows, np.int32), np.array(token_ids, np.int32)
         return self._library.measure(self._decoder, logits.data_ptr(), *chosen, num_top)
+
+    def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
+        """Returns what the last step's logits were made of, for some of their rows."""
+        of_step = np.array([self._logit_rows[row] for row in rows], np.int32)
+        size = self._config.hidden_size
+        states = self._library.final_hidden(self._decoder, of_step, size)
+        return [state.tolist() for state in states]
 
     def take_stages(self) -> dict[Stage, float]:
         """Seconds spent in each stage since the last time."""
@@ -313,6 +322,7 @@ class _Inputs:
             tables += table[: -(-piece.context_len // block_size)]
             logit_rows += range(len(token_ids) - piece.num_logits, len(token_ids))
         self.num_rows = len(token_ids)
+        self.logit_rows = logit_rows
         self.num_logit_rows = len(logit_rows)
         self.positions_end = max(piece.context_len for piece in batch.slices)
         self._numbers = array("i")  # OverflowError beyond what an int32 holds

@@ -156,6 +156,10 @@ class ModelRunner:
         """Log probabilities of a token of each of `rows` of the last step's logits."""
         return self._last.logprobs(logits, rows, token_ids, num_top)
 
+    def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
+        """Returns what some rows of the last step's logits were made of."""
+        return self._last.final_hidden(rows)
+
 
 def _choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():

@@ -99,10 +99,19 @@ class StepSampler:
                 sequence.prompt_logprobs.append(one)
             for place, one in zip(places, found[len(self._prompts) :], strict=True):
                 drawn[place] = one
+        self._embed(runner)
         return [
             Sampled(sequence, token_id, one)
             for (sequence, _), token_id, one in zip(self._drawn, token_ids, drawn, strict=True)
         ]
+
+    def _embed(self, runner: Runner) -> None:
+        """Gives each sequence that is to be embedded the state of its prompt's last token."""
+        wanted = [(sequence, row) for sequence, row in self._drawn if sequence.wants_embedding]
+        if wanted:
+            found = runner.final_hidden([row for _, row in wanted])
+            for (sequence, _), embedding in zip(wanted, found, strict=True):
+                sequence.embedding = embedding
 
 
 def _prompt_tokens(chunk: Chunk, first_row: int) -> Iterable[tuple[Sequence, _Wanted]]:

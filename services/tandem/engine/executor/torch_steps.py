@@ -29,6 +29,11 @@ class TorchSteps:
 
     logprobs = staticmethod(logprobs)
 
+    def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
+        """Returns what Runner.final_hidden does."""
+        states: list[list[float]] = self._decoder.final_hidden[rows].float().tolist()
+        return states
+
     @torch.inference_mode()
     def forward(
         self,

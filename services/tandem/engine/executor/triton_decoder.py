@@ -35,6 +35,8 @@ class TritonDecoder:
         self._frequencies = rope_frequencies(config).to(weights.embedding.device)
         scaling = config.rope_scaling
         self._angle_scale = scaling.attention_factor if scaling else 1.0
+        # What the last step's logits were made of; a step that is replayed does not set it.
+        self.final_hidden = weights.embedding[:0]
 
     def forward(
         self,
@@ -75,6 +77,7 @@ class TritonDecoder:
         assert delta is not None
         last, last_delta = x[step.logit_rows], delta[step.logit_rows]
         final = add_rms_norm(last, last_delta, self._weights.final_norm, eps)
+        self.final_hidden = final
         return linear(final, self._weights.output).float()
 
     def _attend(

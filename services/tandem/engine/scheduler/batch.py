@@ -19,6 +19,7 @@ class SequenceSlice:
     block_table: list[int]  # block ids that cover at least context_len tokens, in order
     wants_logits: bool  # whether the last token's logits are needed (not for inner chunks)
     all_logits: bool = False  # those of all its tokens are
+    wants_hidden: bool = False  # the last token's hidden state is, too
 
     @property
     def num_tokens(self) -> int:

@@ -59,6 +59,7 @@ class Chunk:
             block_table=sequence.block_table,
             wants_logits=self.samples,
             all_logits=self.all_logits,
+            wants_hidden=self.samples and sequence.spec.embed,
         )
 
 

@@ -108,7 +108,8 @@ def rename(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
     own = error.param
     if own is None or own not in names:
         return error
-    message = re.sub(rf"\b{own}\b", names[own], error.message, count=1)
+    # Where it is the subject: elsewhere the same word may be plain English.
+    message = re.sub(rf"\b{own}\b(?= (must|has|is|cannot|\d|'))", names[own], error.message)
     return type(error)(message, param=names[own])
 
 

@@ -33,6 +33,7 @@ class Delta:
     logprobs: list[LogprobEntry] = field(default_factory=list)  # of token_ids, if asked for
     # In the first, if asked for: of the prompt from its second token on.
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
+    embedding: list[float] = field(default_factory=list)  # the same: its last token's hidden state
     placement: str = ""  # why it was placed where it was
     timeline: Timeline | None = None  # where its time went until now
     limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`

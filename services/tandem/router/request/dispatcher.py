@@ -259,6 +259,7 @@ class Dispatcher:
                     token_ids.extend(update.token_ids)
                     logprobs.extend(update.logprobs)
                     progress.prompt_logprobs.extend(update.prompt_logprobs)
+                    progress.embedding.extend(update.embedding)
                     if update.HasField("timings"):
                         num_output_tokens = len(progress.output_token_ids) + len(token_ids)
                         progress.timeline.take(update.timings, num_output_tokens)

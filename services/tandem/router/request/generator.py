@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 # Beyond it a router refuses: each open request costs memory and a share of the event loop.
 REQUESTS_MAX = 4096
 _NO_TRACE: Mapping[str, str] = {}
+# As OpenTelemetry's conventions for generative models call them.
+_OPERATIONS = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,7 @@ class Generator:
             self._metrics.on_end(record)
 
     def _open(self, request: ClientRequest, trace: Mapping[str, str]) -> RequestRecord:
-        operation = "chat" if request.kind == "chat" else "text_completion"
+        operation = _OPERATIONS[request.kind]
         attributes: Attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.request.model": self.served_name,

@@ -89,6 +89,7 @@ class Progress:
     output_token_ids: list[int] = field(default_factory=list)
     # Of the prompt from its second token on, if they were asked for.
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
+    embedding: list[float] = field(default_factory=list)  # the same: its last token's hidden state
     cached_tokens: int = 0  # of the prompt, where its first token was made
     timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
     num_migrations: int = 0
@@ -217,6 +218,7 @@ def submission(
             cache_salt=request.cache_salt,
             prompt_logprobs=request.prompt_logprobs,
             grammar=request.grammar,
+            embed=request.client.embed,
         ),
         prefill_candidates=[
             pb.PrefillCandidate(

@@ -117,6 +117,7 @@ class ClientRequest:
     prompt_logprobs: int | None = None  # the same of the prompt's tokens
     structured_output: StructuredOutput | None = None  # the form of the completion; None: any
     echo: bool = False  # the text begins with the prompt's
+    embed: bool = False  # the prompt's last hidden state is wanted, and no text
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # the prompt's last tokens that are kept; -1: all fit
@@ -143,7 +144,7 @@ class ClientRequest:
         elif not self.prompt:
             raise refusal("prompt", "empty")
         if self.max_tokens is not None:
-            least = 0 if self.echo else 1
+            least = 0 if self.echo or self.embed else 1
             if not least <= self.max_tokens <= MAX_TOKENS_MAX:
                 raise refusal("max_tokens", self.max_tokens)
             if self.sampling.min_tokens > self.max_tokens:
@@ -310,7 +311,9 @@ class ClientRequest:
         )
 
     @property
-    def kind(self) -> Literal["chat", "completion"]:
+    def kind(self) -> Literal["chat", "completion", "embedding"]:
+        if self.embed:
+            return "embedding"
         return "chat" if isinstance(self.prompt, Conversation) else "completion"
 
     @property

@@ -65,7 +65,12 @@ class LiveSequences:
         )
         sequence.pulled = stats
         token_id = prefilled.first_token_id
-        update = _update(sequence, token_ids=[token_id], prompt_logprobs=prefilled.prompt_logprobs)
+        update = _update(
+            sequence,
+            token_ids=[token_id],
+            prompt_logprobs=prefilled.prompt_logprobs,
+            embedding=prefilled.embedding,
+        )
         if prefilled.HasField("logprobs"):
             update.logprobs.append(prefilled.logprobs)
         self._send_tokens(sequence, update)
@@ -81,6 +86,7 @@ class LiveSequences:
             token_ids=new.token_ids,
             logprobs=map(logprobs_message, new.logprobs),
             prompt_logprobs=map(logprobs_message, new.prompt_logprobs),
+            embedding=new.embedding,
             is_committed=sequence.num_sent < 2,
         )
         self._send_tokens(sequence, update)

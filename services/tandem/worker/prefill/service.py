@@ -204,6 +204,7 @@ class PrefillService:
                         cached_tokens=event.num_cached_tokens,
                         queue_ms=lease.queue_s * 1000,
                         prompt_logprobs=map(logprobs_message, event.prompt_logprobs),
+                        embedding=event.embedding,
                     )
                     if event.logprobs is not None:
                         prefilled.logprobs.CopyFrom(logprobs_message(event.logprobs))

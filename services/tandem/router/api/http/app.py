@@ -20,6 +20,7 @@ from tandem.router.api.anthropic.requests import CountTokensBody, MessagesBody
 from tandem.router.api.http.errors import JsonResponse, install_handlers
 from tandem.router.api.http.front import Front
 from tandem.router.api.http.guard import PublicGuard, tell_refusal
+from tandem.router.api.openai.embeddings import POOLING, EmbeddingsBody
 from tandem.router.api.openai.openapi import ErrorReply, add_schemas, generation_route
 from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.replies import Replies
@@ -32,6 +33,7 @@ from tandem.router.api.openai.requests import (
 from tandem.router.api.openai.structured import Strict
 from tandem.router.api.openai.tokens import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
 from tandem.router.api.responses.requests import ResponsesBody
+from tandem.router.api.routes.embeddings import add_embedding_route
 from tandem.router.api.routes.generation import GenerationRoutes
 from tandem.router.api.routes.health import add_health_routes
 from tandem.router.api.routes.messages import add_message_routes
@@ -46,7 +48,7 @@ from tandem.security.key_service import KeyService
 Parse = Callable[[dict[str, Any], str], ParsedRequest]
 _BODIES = (
     *(CompletionBody, ChatBody, MessagesBody, CountTokensBody, ResponsesBody),
-    *(TokenizePromptBody, TokenizeChatBody, DetokenizeBody),
+    *(EmbeddingsBody, TokenizePromptBody, TokenizeChatBody, DetokenizeBody),
 )
 
 
@@ -73,6 +75,7 @@ def make_app(
     _add_generation(app, routes)
     add_message_routes(app, routes)
     add_response_routes(app, routes, trail)
+    add_embedding_route(app, routes)
     _add_requests(app, generator, trail)
     add_token_routes(app, routes)
     _add_server(app, generator)
@@ -116,6 +119,7 @@ def _add_requests(app: FastAPI, generator: Generator, trail: AuditTrail) -> None
 
 def _add_models(app: FastAPI, generator: Generator) -> None:
     def model_body() -> dict[str, Any]:
+        size = generator.model.folder.config.hidden_size if generator.model else 0
         return {
             "id": generator.served_name,
             "object": "model",
@@ -124,6 +128,7 @@ def _add_models(app: FastAPI, generator: Generator) -> None:
             "root": generator.model.folder.name if generator.model else "",
             "parent": None,
             "max_model_len": generator.max_model_len,
+            "embedding": {**POOLING, "dimensions": size} if size else None,
         }
 
     @app.get("/v1/models")

@@ -47,9 +47,8 @@ log = logging.getLogger(__name__)
 
 # Every other route is guarded, so that a new one is guarded without a word here.
 _GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
-_UNGUARDED = frozenset(
-    (*_GENERATIONS, "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/ping")
-)
+_TOKENS = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
+_UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/ping"))
 PROBES = ("/health", "/ready", "/started", "/ping")
 _PORTS = {"http": 80, "https": 443}
 _TEXT_MAX = 100  # characters of what a client sent, in messages and logs

@@ -219,7 +219,7 @@ def _by_token_id(logit_bias: dict[str, float]) -> dict[int, float]:
         raise refusal("logit_bias", "one with a key that is no token id") from None
 
 
-def _prompt_kind(prompt: object) -> str | None:
+def prompt_kind(prompt: object) -> str | None:
     if isinstance(prompt, str):
         return "str"
     if not isinstance(prompt, list):
@@ -228,16 +228,16 @@ def _prompt_kind(prompt: object) -> str | None:
 
 
 # Told apart by a function, so that an error says where the prompt that was meant is wrong.
-_Text = Annotated[str, Tag("str")]
-_TokenIds = Annotated[list[int], Tag("list[int]")]
-_Prompt = Annotated[_Text | _TokenIds, Discriminator(_prompt_kind)]
-_Prompts = Annotated[list[_Prompt], Field(max_length=CHOICES_MAX), Tag("list[str]")]
+TextPrompt = Annotated[str, Tag("str")]
+TokenIdsPrompt = Annotated[list[int], Tag("list[int]")]
+OnePrompt = Annotated[TextPrompt | TokenIdsPrompt, Discriminator(prompt_kind)]
+_Prompts = Annotated[list[OnePrompt], Field(max_length=CHOICES_MAX), Tag("list[str]")]
 
 
 class CompletionBody(_Body):
     default_max_tokens = COMPLETION_MAX_TOKENS
 
-    prompt: Annotated[_Text | _TokenIds | _Prompts, Discriminator(_prompt_kind)] = Field(
+    prompt: Annotated[TextPrompt | TokenIdsPrompt | _Prompts, Discriminator(prompt_kind)] = Field(
         description=_ALLOWED["prompt"]
     )
     logprobs: Annotated[int | None, BeforeValidator(lambda v: None if v is False else v)] = Field(
@@ -269,7 +269,7 @@ class CompletionBody(_Body):
 
     def prompts(self) -> list[str] | list[str | list[int]]:
         """Returns the prompts, at least one."""
-        if _prompt_kind(self.prompt) == "list[str]":
+        if prompt_kind(self.prompt) == "list[str]":
             return cast("list[str | list[int]]", self.prompt)
         return [cast("str | list[int]", self.prompt)]
 

@@ -71,6 +71,20 @@ class GenerationRoutes:
         """Returns the model's tokenizer; None until the model is loaded."""
         return self.generator.model.tokenizer if self.generator.model is not None else None
 
+    def of_caller(self, request: Request, asked: Sequence[ClientRequest]) -> list[ClientRequest]:
+        """Returns the requests with what is known of who sent them."""
+        caller = {
+            "tenant": self.tenant(request),
+            "limits": limits_of(request.state.key),
+            "client_id": request.state.client_id,
+        }
+        return [replace(one, **caller) for one in asked]
+
+    def trace(self, request: Request) -> dict[str, str]:
+        """Returns the headers of the client's trace."""
+        sent = request.headers
+        return {name: sent[name] for name in _TRACE_HEADERS if name in sent}
+
     async def answer(
         self,
         request: Request,
@@ -82,17 +96,8 @@ class GenerationRoutes:
     ) -> Response:
         """Returns the answer to a call: one generation for each of `requests`."""
         sent = request.headers
-        asked = [
-            replace(
-                one,
-                tenant=self.tenant(request),
-                limits=limits_of(request.state.key),
-                client_id=request.state.client_id,
-            )
-            for one in requests
-        ]
-        trace = {name: sent[name] for name in _TRACE_HEADERS if name in sent}
-        deltas = generate_choices(self.generator, asked, trace)
+        asked = self.of_caller(request, requests)
+        deltas = generate_choices(self.generator, asked, self.trace(request))
         tells_timing = asks(sent.get(TIMING_HEADER))
 
         def answer_headers(last: Delta) -> dict[str, str]:

@@ -132,6 +132,7 @@ class Generation:
             stop_reason=piece.stop_reason,
             logprobs=logprobs[: len(piece.token_ids)],
             prompt_logprobs=first.progress.prompt_logprobs if is_first else [],
+            embedding=first.progress.embedding if is_first else [],
             placement=job.routing.routed.reason if job.routing.routed else "",
             timeline=record.timeline,
             limit_headers=self._reservation.headers,
