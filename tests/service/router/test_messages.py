@@ -200,6 +200,19 @@ async def test_calls_can_be_forbidden_and_be_one(
     assert [block.type for block in single.content] == ["thinking", "text", "tool_use"]
 
 
+async def test_calls_can_be_forced(router: RunningRouter, client: AsyncAnthropic) -> None:
+    for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        says(router, CALLS.split("\n</tool_call>")[0] + "\n</tool_call>")
+        message = await ask(client, tools=[WEATHER], tool_choice=choice)
+        assert (message.stop_reason, [b.type for b in message.content]) == (
+            "tool_use",
+            ["tool_use"],
+        )
+        assert message.content[0].input == {"city": "Paris"}
+        (submit,) = router.submitted
+        assert "get_weather" in submit.input.grammar  # type: ignore[attr-defined]
+
+
 class City(BaseModel):
     city: str
 
@@ -243,6 +256,8 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tools": [{"name": "f"}]}, "input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "there are no tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "has the name 'f'"),
         ({"thinking": {"type": "between_tools"}}, "thinking"),
         ({"output_config": {"effort": "high"}}, "output_config 'high' is not supported"),
         ({"output_config": {"format": NOT_JSON_SCHEMA}}, "output_config cannot"),

@@ -141,6 +141,16 @@ async def test_a_stream_builds_up_the_response(router: RunningRouter) -> None:
     assert len(pieces) > 4, "arguments stream"
 
 
+async def test_calls_can_be_forced(router: RunningRouter) -> None:
+    for choice in ("required", {"type": "function", "name": "get_weather"}):
+        says(router, CALLS.split("\n</tool_call>")[0] + "\n</tool_call>")
+        response = await ask(router, tools=[WEATHER], tool_choice=choice)
+        assert response.status == "completed"
+        assert [item.type for item in response.output] == ["function_call"]
+        (submit,) = router.submitted
+        assert "get_weather" in submit.input.grammar  # type: ignore[attr-defined]
+
+
 async def test_the_clients_stream_and_parse(router: RunningRouter) -> None:
     class City(BaseModel):
         city: str
@@ -329,6 +339,7 @@ NO_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueIt
         ("tools", [{"type": "web_search"}], "'web_search'"),
         ("tools", [{"type": "function"}], "name"),
         ("tool_choice", {"type": "web_search"}, "tool_choice"),
+        ("tool_choice", "required", "there are no tools"),
         ("background", True, "background is not supported"),
         ("conversation", "conv_1", "conversation is not supported"),
         ("include", ["file_search_call.results"], "include"),

@@ -130,8 +130,7 @@ class Machine:
     @property
     def may_begin_reasoning(self) -> bool:
         """Returns whether reasoning may begin with the next text."""
-        states = (self._states[name] for name in self._state.terminals.values())
-        return any(state.text is Text.REASONING for state in states)
+        return any(self._states[n].text is Text.REASONING for n in self._state.terminals.values())
 
     def push(self, text: str) -> Parts:
         """Returns the parts that this text completes."""
@@ -142,7 +141,6 @@ class Machine:
         """Takes the last text; returns its parts, and those of what was held until now."""
         self._pending += text
         parts = self._run(final=True)
-        self._parts = parts
         if self._is_open and self._pairs is not None:
             is_cut = self._state.text is Text.VALUE
             self._add_arguments(self._pairs.cut() if is_cut else self._pairs.end())
@@ -350,8 +348,7 @@ class Machine:
             self._add_arguments(self._pairs.end())
         self._is_open, self._after_call = False, True
         self._call = self._arguments = self._pairs = None
-        self._is_raw = False
-        self._raw = ""
+        self._is_raw, self._raw = False, ""
         self.is_done = self._rules.one_call_only
 
     # Parts
