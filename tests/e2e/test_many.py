@@ -157,20 +157,28 @@ async def test_beams_are_the_reference(tiny: Tiny, num_tokens: int) -> None:
 
 
 async def test_the_kv_of_a_prompt_crosses_once(cluster: LocalCluster) -> None:
+    def work() -> tuple[float, float]:
+        pulled = metric(cluster, "decode-0", "tandem_kv_bytes_pulled_total", transport="nixl")
+        return pulled, metric(cluster, "decode-0", "tandem_prefill_tokens_total")
+
     prompt = golden(6)[0][0]
-    pulled = []
+    assert len(prompt) % 16 > 1, "its last block is partly filled"
+    pulled, computed = [], []
+    asked = {**DRAWN, "max_tokens": 32}
     async with open_client(cluster) as client:
         for n in (1, 4):
             fresh = [100 + n, *prompt[1:]]  # nothing of it is cached
-            before = metric(cluster, "decode-0", "tandem_kv_bytes_pulled_total", transport="nixl")
-            answer = await ask(client, fresh, n=n, max_tokens=8, **DRAWN)
-            after = metric(cluster, "decode-0", "tandem_kv_bytes_pulled_total", transport="nixl")
-            pulled.append(after - before)
+            before = work()
+            answer = await ask(client, fresh, n=n, **asked)
+            after = work()
+            pulled.append(after[0] - before[0])
+            computed.append(after[1] - before[1])
             record = (await client.get(f"/v1/requests/{answer['id']}")).json()
             assert record["bytes_pulled"] == pulled[-1]
-        asked = {**DRAWN, "max_tokens": 8}
-        assert answer["choices"] == await alone(client, fresh, 4, int(asked.pop("seed")), **asked)
+        seed = int(asked.pop("seed"))
+        assert answer["choices"] == await alone(client, fresh, 4, seed, **asked)
     assert 0 < pulled[1] <= 1.02 * pulled[0]
+    assert computed == [0, 3], "a fork computes one token"
     cluster.wait_idle()
 
 

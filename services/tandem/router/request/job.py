@@ -243,7 +243,7 @@ def submission(
 
 def _fork_of(job: Job, placement: Placement) -> str:
     parent = job.parent
-    if parent is None or parent.is_over or (worker := parent.worker) is None:
+    if parent is None or (worker := parent.worker) is None:
         return ""
     return parent.request_id if worker.epoch == placement.decode.epoch else ""
 

@@ -136,11 +136,14 @@ class DecodeService:
         candidates = [c for c in submit.prefill_candidates if c.worker_id != self._config.worker_id]
         if transfer.prefill_at == "local":
             candidates = []
+        local_tokens_max = transfer.local_prefill_max_tokens
+        if submit.fork_of:  # all but its last block is likely here, also if its parent is gone
+            local_tokens_max = max(local_tokens_max, self._config.engine.block_size)
         spec = sequence_spec(
             submit.input,
             sequence_id=sequence_id,
             mode=Mode.WAITING_FOR_REMOTE_KV if candidates else Mode.LOCAL,
-            remote_prefill_min_tokens=transfer.local_prefill_max_tokens + 1,
+            remote_prefill_min_tokens=local_tokens_max + 1,
             fork_of=self._sequences.find(stream, submit.fork_of),
         )
         holders = [h for h in submit.prefix_holders if h.worker_id != self._config.worker_id]
