@@ -24,6 +24,7 @@ from typing import Any
 
 from tandem.router.parsers.json_text import SPACE, CallText, JsonText, in_json
 from tandem.router.parsers.pair_arguments import PairArguments
+from tandem.router.parsers.terminals import split
 
 _WORD = re.compile(r"\s*[^\s<>{}\[\]\"]{0,256}\s*")
 
@@ -392,17 +393,3 @@ class Machine:
             self._parts.reasoning += space
         else:
             self._parts.content += space
-
-
-def split(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
-    """Returns the text before the first terminal, and that terminal if it is whole.
-
-    What may be the beginning of a terminal is in neither, unless the text is `final`.
-    """
-    end = min((at for t in terminals if (at := text.find(t)) >= 0), default=len(text))
-    if not final:
-        longest = max(map(len, terminals), default=1)
-        for at in range(max(0, len(text) - longest + 1), end):
-            if any(t.startswith(text[at:]) for t in terminals):
-                return text[:at], ""
-    return text[:end], next((t for t in terminals if text.startswith(t, end)), "")

@@ -191,13 +191,6 @@ def harmony(*calls: tuple[str, Any]) -> str:
     )
 
 
-def harmony_by_role(*calls: tuple[str, Any]) -> str:
-    return "<|start|>assistant".join(
-        f" to=functions.{name}<|channel|>commentary json<|message|>{json.dumps(arguments)}<|call|>"
-        for name, arguments in calls
-    )
-
-
 def bare_list(*calls: tuple[str, Any]) -> str:
     return json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
 
@@ -219,7 +212,6 @@ WRITERS = {
     functools: ("phi4_mini", True),
     granite: ("granite", True),
     harmony: ("harmony", False),  # all of it stands in messages
-    harmony_by_role: ("harmony", False),
     bare_list: ("json", False),
 }
 NAMES = {writer.__name__: writer for writer in WRITERS}
@@ -394,38 +386,6 @@ def test_reasoning_then_calls() -> None:
     assert (said.reasoning, said.content, values(said)) == ("I call <tool_call>.", "", [PARIS])
     said = whole(make("json", "think"), "<think>a</think>\n" + bare_list(PARIS))
     assert (said.reasoning, said.content, values(said)) == ("a", "", [PARIS])
-
-
-HARMONY = [
-    (
-        "<|channel|>analysis<|message|>The final answer: 1 < 2.<|end|><|start|>assistant"
-        "<|channel|>final<|message|>Yes, 2 is more.",
-        Said("The final answer: 1 < 2.", "Yes, 2 is more.", []),
-    ),
-    ("<|channel|>final<|message|>An analysis.", Said("", "An analysis.", [])),
-    ("<|message|>Hi", Said("", "Hi", [])),
-    (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>"
-        "Let me look.<|end|><|start|>assistant" + harmony(PARIS),
-        Said("Hm.", "Let me look.", [(PARIS[0], json.dumps(PARIS[1]))]),
-    ),
-    (
-        "<|channel|>commentary to=functions.now<|message|>{}<|end|><|start|>assistant"
-        "<|channel|>final<|message|>Noon.",
-        Said("", "Noon.", [("now", "{}")]),
-    ),
-    ("<|channel|>analysis<|message|>Hm", Said("Hm", "", [])),
-    ("<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|chan", Said("Hm", "", [])),
-    ("<|channel|>commentary to=python code<|message|>1 + 1", Said("", "1 + 1", [])),
-]
-
-
-@pytest.mark.parametrize(("text", "said"), HARMONY)
-def test_harmony_is_a_row_of_messages(text: str, said: Said) -> None:
-    assert whole(make("harmony"), text) == said
-    for place in range(len(text)):
-        assert cut(make("harmony"), text, [place]) == said
-    assert cut(make("harmony"), text, list(range(len(text)))) == said
 
 
 def test_answers_without_reasoning_are_content() -> None:
