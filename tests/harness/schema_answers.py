@@ -35,7 +35,7 @@ _AT_ONCE = 32  # an engine keeps as many grammars
 
 @dataclass
 class Counts:
-    """What became of the schemas, and of the answers to those that are supported."""
+    """The counts say what became of schemas, and of the answers to those that are supported."""
 
     refused: Counter[str] = field(default_factory=Counter)  # schemas, by reason
     followed: int = 0  # schemas

@@ -22,6 +22,7 @@ ToolParser = Literal[
     "kimi_k2",
     "phi4_mini",
     "granite",
+    "harmony",
     "json",
 ]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "granite"]

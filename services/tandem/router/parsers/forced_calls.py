@@ -36,7 +36,8 @@ def write_grammar(
     """Returns the grammar, in llguidance's variant of Lark. `knows` tells whether a string is in
     the model's chat template or vocabulary. Raises BadRequest for a tool that cannot be called."""
     frame = next(f for f in tool_format.frames if not f.sign or knows(f.sign))
-    tags = [] if reasoning is None else list(reasoning)
+    # A format's own tags consist of its terminals.
+    tags = () if reasoning is None or reasoning is tool_format.thought else reasoning
     terminals = {t for state in tool_format.states.values() for t in state.terminals}
     grammar = _Grammar(frame, [*terminals, *tags], added_token_id)
     calls = grammar.calls([tool["function"] for tool in tools], one_call_only=one_call_only)
@@ -68,7 +69,7 @@ class _Grammar:
 
         first = one_of('"0"')
         written = f"{self._text(frame.opens)} {first}"
-        if not one_call_only:
+        if not (one_call_only or frame.is_single):
             further = one_of("/[1-9][0-9]{0,3}/") if "%d" in frame.before else first
             written += f" ({self._text(frame.between)} {further})*"
         return f"{written} {self._text(frame.closes)}"
@@ -136,7 +137,8 @@ class _Grammar:
 
     def _up_to(self, end: str, characters: str = "/(?s:.*)/") -> str:
         """Returns the rule of a text without the terminal in `end`, and of the `end` after it."""
-        closes = max((t for t in self.terminals if t in end), key=len)
+        found = (t for t in self.terminals if t in end)
+        closes = min(found, key=lambda t: (end.index(t), -len(t)))
         number = len(self.rules)
         bare = re.escape(closes).replace("/", r"\/")
         self.rules.append(f"T{number}: {characters} & ~/(?s:.*){bare}(?s:.*)/")

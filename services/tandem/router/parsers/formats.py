@@ -26,6 +26,10 @@ def _kimi_name(written: str) -> str:
     return found[1] if found else written
 
 
+def _harmony_name(written: str) -> str:
+    return written.removeprefix("functions.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFrame:
     """The text around calls, where an answer is nothing but calls. `%s` is a function's name, and
@@ -40,6 +44,14 @@ class CallFrame:
     # `%s` is the parameter's name.
     pair: tuple[str, str] | None = None
     sign: str = ""  # the frame is only for models that know this string
+    is_single: bool = False  # an answer has one call
+
+
+class ReasoningTags(NamedTuple):
+    """Strings around reasoning. The prompt may end with the first of them."""
+
+    opens: str
+    closes: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +65,8 @@ class ToolFormat:
     name_of: Callable[[str], str] = _as_written
     known_names_only: bool = False
     trims_lines: bool = False
+    # Around reasoning, where the format itself tells it from content: it reads every answer.
+    thought: ReasoningTags | None = None
 
 
 def _listed(opens: str, closes: str, sign: str = "") -> CallFrame:
@@ -65,13 +79,6 @@ def _listed(opens: str, closes: str, sign: str = "") -> CallFrame:
         closes=closes,
         sign=sign,
     )
-
-
-class ReasoningTags(NamedTuple):
-    """Strings around reasoning. The prompt may end with the first of them."""
-
-    opens: str
-    closes: str
 
 
 _HERMES = ToolFormat(
@@ -248,6 +255,47 @@ _JSON = ToolFormat(
     known_names_only=True,
 )
 
+# OpenAI's gpt-oss. An answer is a row of messages; a head names the channel and a call's function:
+# <|channel|>commentary to=functions.find <|constrain|>json<|message|>{...}<|call|>
+_NEXT_MESSAGE = {"<|end|>": "start", "<|call|>": "start", "<|start|>": "start"}
+_HARMONY = ToolFormat(
+    states={
+        "start": State(
+            Text.HEAD,
+            {
+                "analysis": "thought",
+                **dict.fromkeys(("final", "commentary"), "head"),
+                "to=": "name",
+                "<|message|>": "content",
+            },
+        ),
+        "thought": State(Text.HEAD, {"to=": "name", "<|message|>": "reasoning"}),
+        "head": State(Text.HEAD, {"to=": "name", "<|message|>": "content"}),
+        "reasoning": State(Text.REASONING, _NEXT_MESSAGE),
+        "content": State(Text.CONTENT, _NEXT_MESSAGE),
+        "name": State(
+            Text.NAME,
+            {
+                **dict.fromkeys((" ", "<|channel|>", "<|constrain|>"), "call"),
+                "<|message|>": "arguments",
+            },
+        ),
+        "call": State(Text.HEAD, {"<|message|>": "arguments"}),
+        "arguments": State(Text.ARGUMENTS, _NEXT_MESSAGE),
+    },
+    frames=[
+        CallFrame(
+            before="<|channel|>commentary to=functions.%s <|constrain|>json<|message|>",
+            after="",
+            is_single=True,
+        )
+    ],
+    start="start",
+    name_of=_harmony_name,
+    known_names_only=True,
+    thought=ReasoningTags("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+)
+
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": _HERMES,
     "qwen3_coder": _QWEN3_CODER,
@@ -259,6 +307,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "kimi_k2": _KIMI_K2,
     "phi4_mini": _PHI4_MINI,
     "granite": _GRANITE,
+    "harmony": _HARMONY,
     "json": _JSON,
 }
 
@@ -269,11 +318,9 @@ REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "none": None,
 }
 
-# OpenAI's gpt-oss writes several messages in one answer, which no format here reads.
-HARMONY_SIGN = "<|channel|>"
-
 # The first format whose strings all stand in the chat template.
 _SIGNS_OF_TOOLS = (
+    ("harmony", ("<|channel|>", "<|message|>")),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("glm45", ("<arg_key>",)),
     ("kimi_k2", ("<|tool_call_argument_begin|>",)),

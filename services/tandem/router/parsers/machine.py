@@ -24,6 +24,7 @@ from typing import Any
 
 from tandem.router.parsers.json_text import SPACE, CallText, JsonText, in_json
 from tandem.router.parsers.pair_arguments import PairArguments
+from tandem.router.parsers.terminals import split
 
 _WORD = re.compile(r"\s*[^\s<>{}\[\]\"]{0,256}\s*")
 
@@ -39,11 +40,12 @@ class Text(Enum):
     SKIPPED = "a word of a call that tells nothing"
     ARGUMENTS = "a JSON object"
     CALLS = "calls as JSON objects, or a list of them"
+    HEAD = "what stands before a message and tells its kind"
     KEY = "a parameter's name"
     VALUE = "a parameter's value"
 
 
-_OUTSIDE = (Text.CONTENT, Text.REASONING, Text.BETWEEN)
+_OUTSIDE = (Text.CONTENT, Text.REASONING, Text.BETWEEN, Text.HEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,8 @@ class Machine:
         elif not self._is_open and not (self._after_call and next_kind in (*_OUTSIDE, Text.INSIDE)):
             self._raw = terminal if self._after_call else self._raw + terminal
             self._after_call = False
+        if kind is Text.HEAD:
+            self._raw = ""
         if kind is Text.NAME and not self._end_name(next_kind):
             name = "content"
         if kind is Text.KEY and self._pairs is not None:
@@ -202,6 +206,8 @@ class Machine:
             self._end_call()
         if kind is Text.REASONING:
             self._raw, self._strips_start = "", True
+        if kind is Text.HEAD:
+            self._raw = ""
         if kind is Text.CONTENT:
             raw, self._raw = self._raw, ""
             self._strips_start = self._strips_start or self._after_call
@@ -224,7 +230,7 @@ class Machine:
             self._add_arguments(self._pairs.push(text))
         elif kind in (Text.NAME, Text.SKIPPED):
             return self._take_word(text)
-        elif text:
+        elif text and kind is not Text.HEAD:
             return self._take_space(text)
         return ""
 
@@ -325,7 +331,7 @@ class Machine:
     def _end_name(self, next_kind: Text) -> bool:
         """Returns whether a call may go on after its name; it opens here if it has parameters."""
         self._name = self._word.strip()
-        if next_kind in (Text.ARGUMENTS, Text.SKIPPED):
+        if next_kind in (Text.ARGUMENTS, Text.SKIPPED, Text.HEAD):
             return bool(self._name)
         return self._open_call(self._name, has_pairs=True)
 
@@ -384,17 +390,3 @@ class Machine:
             self._parts.reasoning += space
         else:
             self._parts.content += space
-
-
-def split(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
-    """Returns the text before the first terminal, and that terminal if it is whole.
-
-    What may be the beginning of a terminal is in neither, unless the text is `final`.
-    """
-    end = min((at for t in terminals if (at := text.find(t)) >= 0), default=len(text))
-    if not final:
-        longest = max(map(len, terminals), default=1)
-        for at in range(max(0, len(text) - longest + 1), end):
-            if any(t.startswith(text[at:]) for t in terminals):
-                return text[:at], ""
-    return text[:end], next((t for t in terminals if text.startswith(t, end)), "")

@@ -12,7 +12,6 @@ from tandem.grammars.text import StructuredOutput
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.parsers.forced_calls import write_grammar
 from tandem.router.parsers.formats import (
-    HARMONY_SIGN,
     REASONING_TAGS,
     TOOL_FORMATS,
     ReasoningTags,
@@ -39,11 +38,12 @@ class ModelFormat:
         tools, reasoning = config.tool_parser, config.reasoning_parser
         self.tool_parser = choose_tool_format(source) if tools == "auto" else tools
         self.reasoning_parser = choose_reasoning(source) if reasoning == "auto" else reasoning
-        self._has_known_format = HARMONY_SIGN not in source or tools != "auto"
         self._source = source
         self._added_token_id = tokenizer.added_token_id
         self._tokenizer = tokenizer
-        self._reasoning = REASONING_TAGS[self.reasoning_parser]
+        self._format = TOOL_FORMATS[self.tool_parser]
+        self._reads_all = self._format.thought is not None
+        self._reasoning = None if self._reads_all else REASONING_TAGS[self.reasoning_parser]
         self._variables = frozenset() if template is None else template.variables
 
     def check_tools(self) -> None:
@@ -51,11 +51,6 @@ class ModelFormat:
         if "tools" not in self._variables:
             raise BadRequest(
                 "tools are not supported by this model: its chat template takes none",
-                param="tools",
-            )
-        if not self._has_known_format:
-            raise BadRequest(
-                "tools are not supported for models that write in OpenAI's harmony format",
                 param="tools",
             )
 
@@ -118,11 +113,11 @@ class ModelFormat:
     ) -> Machine | None:
         """Returns the parser of an answer to a chat; None if all of its text is content.
         `finish_reason` is that of an answer with calls."""
-        if not tools and self._reasoning is None:
+        if not (tools or self._reads_all or self._reasoning):
             return None
         functions = [tool["function"] for tool in tools]
         return machine_of(
-            TOOL_FORMATS[self.tool_parser] if tools else None,
+            self._format if tools or self._reads_all else None,
             self._reasoning,
             schemas={f["name"]: f.get("parameters") for f in functions},
             one_call_only=one_call_only,
@@ -143,8 +138,8 @@ class ModelFormat:
             reasoning = None  # the template has written it: this answer is to have none
         grammar = write_grammar(
             tools,
-            TOOL_FORMATS[self.tool_parser],
-            reasoning,
+            self._format,
+            self._format.thought or reasoning,
             knows=lambda sign: sign in self._source or self._added_token_id(sign) is not None,
             added_token_id=self._added_token_id,
             begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),

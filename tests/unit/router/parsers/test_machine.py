@@ -183,6 +183,14 @@ def granite(*calls: tuple[str, Any]) -> str:
     return f"<|tool_call|>[{', '.join(map(as_json, calls))}]"
 
 
+def harmony(*calls: tuple[str, Any]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        f"{json.dumps(arguments)}<|call|>"
+        for name, arguments in calls
+    )
+
+
 def bare_list(*calls: tuple[str, Any]) -> str:
     return json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
 
@@ -203,6 +211,7 @@ WRITERS = {
     phi4_mini: ("phi4_mini", True),
     functools: ("phi4_mini", True),
     granite: ("granite", True),
+    harmony: ("harmony", False),  # all of it stands in messages
     bare_list: ("json", False),
 }
 NAMES = {writer.__name__: writer for writer in WRITERS}
@@ -263,6 +272,8 @@ def test_no_text_is_lost_or_depends_on_where_it_is_cut(parser: str, data: st.Dat
     assert cut(make(parser, reasoning, opened=opened, one=one), text, places) == said
     characters = list(range(len(text)))
     assert cut(make(parser, reasoning, opened=opened, one=one), text, characters) == said
+    if parser == "harmony":  # its heads are nobody's
+        return
     if not one and not said.calls and not said.reasoning and reasoning == "none":
         assert "".join(said.content.split()) == "".join(text.split())
 

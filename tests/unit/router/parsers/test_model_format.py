@@ -29,6 +29,7 @@ TEMPLATES = {
     "granite": "{{ tools }}<|start_of_role|>",
     "phi4_mini": "{{ tools }}<|tool|>",
     "llama3": "{{ tools }}<|start_header_id|>",
+    "harmony": "{{ tools }}<|start|>assistant<|channel|>x<|message|>",
     "json": "{{ tools }}",
 }
 
@@ -58,11 +59,20 @@ def test_the_template_chooses_and_an_option_overrides(name: str, tmp_path: Path)
 
 def test_tools_are_never_dropped_in_silence(tmp_path: Path) -> None:
     ModelFormat(load(tmp_path, "{{ tools }}"), AnswerConfig()).check_tools()
-    for template in ("{{ messages }}", "{{ tools }}<|channel|>"):
-        (tmp_path / "chat_template.jinja").write_text(template)
-        with pytest.raises(BadRequest, match="tools are not supported") as raised:
-            ModelFormat(Tokenizer(tmp_path), AnswerConfig()).check_tools()
-        assert raised.value.param == "tools"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(BadRequest, match="tools are not supported") as raised:
+        ModelFormat(Tokenizer(tmp_path), AnswerConfig()).check_tools()
+    assert raised.value.param == "tools"
+
+
+def test_harmony_is_read_without_tools_too(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, TEMPLATES["harmony"])
+    machine = ModelFormat(tokenizer, AnswerConfig()).machine((), [1], one_call_only=False)
+    assert machine is not None
+    said = machine.finish(
+        "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Hi"
+    )
+    assert (said.reasoning, said.content) == ("Hm", "Hi")
 
 
 def test_the_prompt_may_open_the_reasoning(tmp_path: Path) -> None:

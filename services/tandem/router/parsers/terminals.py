@@ -1,0 +1,17 @@
+"""Finds the strings that tell the parts of an answer apart, in text that comes in pieces."""
+
+from collections.abc import Mapping
+
+
+def split(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
+    """Returns the text before the first terminal, and that terminal if it is whole.
+
+    What may be the beginning of a terminal is in neither, unless the text is `final`.
+    """
+    end = min((at for t in terminals if (at := text.find(t)) >= 0), default=len(text))
+    if not final:
+        longest = max(map(len, terminals), default=1)
+        for at in range(max(0, len(text) - longest + 1), end):
+            if any(t.startswith(text[at:]) for t in terminals):
+                return text[:at], ""
+    return text[:end], next((t for t in terminals if text.startswith(t, end)), "")
