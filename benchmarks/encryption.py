@@ -154,7 +154,7 @@ async def measure(
 
 async def first_token(client: httpx.AsyncClient, prompt: list[int]) -> float:
     """Returns the seconds from the request until the first event of its answer."""
-    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True}
     started = time.perf_counter()
     async with client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()

@@ -20,7 +20,7 @@ _KEPT = ("prompt", "messages", "return_token_ids", "max_tokens", "seed")
 
 
 def difference(found: Answer, expected: Answer) -> str:
-    """Returns where two answers differ; empty if nowhere. Names that are drawn anew are left out"""
+    """Returns where two answers differ; empty if nowhere. Ids that are drawn anew do not count."""
     for key in ("choices", "prompt_logprobs", "prompt_token_ids"):
         if reason := _difference(found.get(key), expected.get(key), key):
             return reason

@@ -132,7 +132,7 @@ def pairwise(seed: int) -> list[Row]:
 
 
 def drawn(seed: int, count: int) -> list[Row]:
-    """So many rows at random; their numbers differ by the seed."""
+    """Returns so many rows at random; their numbers differ by the seed."""
     rng = random.Random(seed)
     values = list(_all_values())
     return [Row(1_000_000 * (1 + seed) + i, **rng.choice(values)) for i in range(count)]

@@ -8,8 +8,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 
 from tandem.config.router import RouterConfig
 from tandem.errors import NeverFits, NoWorkers, QueueFull, TandemError, WorkerLost
@@ -66,6 +66,17 @@ class Dispatcher:
     def num_pending(self) -> int:
         """Requests that wait here because no decode worker is ready."""
         return self._pending.num_pending
+
+    @contextmanager
+    def looking_up(self, job: Job) -> Iterator[None]:
+        """Looks the job up in the prefix tree beside the body, for its first placing."""
+        hashes = job.hashes(self._view.compatibility())
+        job.routing.lookup = lookup = asyncio.create_task(self._match(hashes), name="lookup")
+        try:
+            yield
+        except BaseException:
+            lookup.cancel()
+            raise
 
     async def run(self, job: Job) -> AsyncGenerator[Step, None]:
         """Yields steps until the end; closing the iterator cancels the job where it runs.
@@ -143,7 +154,8 @@ class Dispatcher:
         timeline = job.progress.timeline
         with timeline.stage("route"):
             block_hashes = job.hashes(compatibility)
-            matches = await self._match(block_hashes)
+            lookup, job.routing.lookup = job.routing.lookup, None
+            matches = await (lookup or self._match(block_hashes))
             waits = self._admission.must_wait()
             turn = self._turn(job, work, matches)
         if waits and job.parent is None and not job.routing.num_submissions:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from tandem.config.router import RouterConfig
@@ -228,11 +228,14 @@ class Generator:
             with record.timeline.stage("tokenize"):
                 job = await self._prepare(request, model, record.timeline)
                 made_max = job.request.max_tokens * request.num_sequences
-                reservation = await held.enter_async_context(
-                    self.tenants.reserved(
-                        request.tenant, request.limits, len(job.request.token_ids) + made_max
+                # Limits and the prefix tree are both in Redis: one wait for both.
+                are_counted = request.limits.are_counted
+                with self._means.dispatcher.looking_up(job) if are_counted else nullcontext():
+                    reservation = await held.enter_async_context(
+                        self.tenants.reserved(
+                            request.tenant, request.limits, len(job.request.token_ids) + made_max
+                        )
                     )
-                )
                 if together is not None:
                     await together.wait()
             num_jobs = 1 if request.use_beam_search else request.num_sequences

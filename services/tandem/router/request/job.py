@@ -23,6 +23,7 @@ and sampling is seeded by position: so it makes the same tokens there.
 
 import asyncio
 import math
+from asyncio import Task
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -111,6 +112,7 @@ class Routing:
     seconds."""
 
     routed: Routed | None = None
+    lookup: Task[dict[str, int]] | None = None  # in the prefix tree, begun before its first placing
     num_submissions: int = 0
     asked: tuple[str, int, float] | None = None  # a prefill worker: who, for how many tokens, when
     is_admitted: bool = False
