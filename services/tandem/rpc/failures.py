@@ -1,7 +1,9 @@
 """Failures of a call as its gRPC status: what callers act on, without a traceback in the log."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from inspect import isasyncgenfunction
 from typing import Any, NoReturn
 
 import grpc.aio
@@ -22,11 +24,11 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError)
 
 
 class FailureInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends a unary call by the TandemError or TimeoutError that it raises; streams say theirs in
-    their events.
+    """Ends a call by the TandemError or TimeoutError that its handler raises. Handlers that are
+    coroutines and stream their answer report their own.
 
-    It also parses the message of a unary call. gRPC would answer bytes that are no message with
-    UNKNOWN, and log a traceback, before any code of ours ran.
+    It also parses the messages. gRPC would answer bytes that are no message with UNKNOWN, and log a
+    traceback, before any code of ours ran.
     """
 
     async def intercept_service(
@@ -35,27 +37,62 @@ class FailureInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None:
-            return handler
-        serve, method = handler.unary_unary, handler_call_details.method
-        parse = handler.request_deserializer
-
-        async def answer(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            try:
-                return await serve(_parsed(parse, body, method) if parse else body, context)
-            except TandemError as error:
-                await abort(context, error)
-            except TimeoutError:
-                await abort(context, DeadlineExceeded(f"no answer in time to {method}"))
-
-        return grpc.unary_unary_rpc_method_handler(
-            answer, response_serializer=handler.response_serializer
-        )
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        if handler.unary_unary is not None:
+            return _unary(handler, method)
+        serve = handler.stream_stream or handler.unary_stream
+        return _stream(handler, serve, method) if isasyncgenfunction(serve) else handler
 
 
-def _parsed(parse: Callable[[bytes], Any], body: bytes, method: str) -> Any:
+def _unary(handler: Any, method: str) -> Any:
+    async def answer(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async with _reporting(context, method):
+            return await handler.unary_unary(_parsed(handler, body, method), context)
+
+    return grpc.unary_unary_rpc_method_handler(
+        answer, response_serializer=handler.response_serializer
+    )
+
+
+def _stream(handler: Any, serve: Callable[..., AsyncGenerator[Any, None]], method: str) -> Any:
+    async def parsed(bodies: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for body in bodies:
+            yield _parsed(handler, body, method)
+
+    async def answer(sent: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async with _reporting(context, method):
+            request = parsed(sent) if handler.request_streaming else _parsed(handler, sent, method)
+            async with aclosing(serve(request, context)) as answers:
+                async for message in answers:
+                    yield message
+
+    make = (
+        grpc.stream_stream_rpc_method_handler
+        if handler.request_streaming
+        else grpc.unary_stream_rpc_method_handler
+    )
+    return make(answer, response_serializer=handler.response_serializer)
+
+
+@asynccontextmanager
+async def _reporting(
+    context: grpc.aio.ServicerContext[Any, Any], method: str
+) -> AsyncIterator[None]:
     try:
-        return parse(body)
+        yield
+    except TandemError as error:
+        await abort(context, error)
+    except TimeoutError:
+        await abort(context, DeadlineExceeded(f"no answer in time to {method}"))
+
+
+def _parsed(handler: Any, body: bytes, method: str) -> Any:
+    """Returns the message. Raises BadRequest."""
+    parse = handler.request_deserializer
+    try:
+        return parse(body) if parse else body
     except (DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(
             f"{method} takes a valid message whose strings are UTF-8: {error}"

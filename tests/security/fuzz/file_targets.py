@@ -1,48 +1,87 @@
-"""Targets that are files of a model: GGUF, and folders with safetensors, JSON and a tokenizer."""
+"""Targets that are files of a model: GGUF, safetensors, and whole folders."""
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-import psutil
+import torch
 from hypothesis import strategies as st
 
+from tandem.engine.executor.weights import load_weights
+from tandem.errors import ConfigError
+from tandem.models.gguf.layout import check_layout
+from tandem.models.source import ModelFolder, resolve
+from tests.security.fuzz.parser_targets import ParserTarget
 from tests.unit.models import test_malformed_files as files
 
 
-class BrokenFiles:
-    """Files that `tests/unit/models/test_malformed_files.py` breaks, as chance has it."""
+class _Chance:
+    """Inputs that are numbers; a target breaks a file as the number has it."""
 
-    def __init__(self, name: str, fuzz: Callable[..., int], whole: object, folder: Path) -> None:
-        self.name = name
-        self.inputs = st.integers(0, 1 << 62).map(random.Random)
+    seeds = st.just(0)
+
+    def input_of(self, seeds: Sequence[int], chance: random.Random) -> int:
+        return chance.getrandbits(62)
+
+
+class _BrokenBytes:
+    """A file of a folder, which is broken and read."""
+
+    def __init__(self, whole: Path, folder: Path, read: Callable[[Path], object]) -> None:
+        self.source = _Chance()
+        self._whole = whole.read_bytes()
+        self._file = folder / f"broken{whole.suffix}"
+        self._read = read
+
+    def check(self, value: int) -> None:
+        self._file.write_bytes(files.mutated(self._whole, random.Random(value)))
+        with suppress(ConfigError):
+            self._read(self._file)
+
+
+class _BrokenModel:
+    """A model that `tests/unit/models/test_malformed_files.py` breaks and loads as a worker does."""
+
+    def __init__(self, fuzz: Callable[..., int], whole: object, folder: Path) -> None:
+        self.source = _Chance()
         self._fuzz = fuzz
         self._whole = whole
         self._folder = folder
 
-    def rss_bytes(self) -> int:
-        return int(psutil.Process(os.getpid()).memory_info().rss)
-
-    def check(self, value: random.Random) -> None:
-        self._fuzz(self._whole, self._folder, 1, value)
+    def check(self, value: int) -> None:
+        self._fuzz(self._whole, self._folder, 1, random.Random(value))
 
 
-def file_targets(folder: Path) -> list[BrokenFiles]:
-    """Returns a target for GGUF files and one for model folders; both work in this folder."""
+def write_tiny_model(folder: Path) -> ModelFolder:
+    """Writes a GGUF file and the folder that it becomes, with a chat template; the model has two
+    layers of random weights."""
     from tests.unit.models.conftest import TOKENS, gguf_tensors, write_gguf
 
-    folder.mkdir(exist_ok=True)
-    path = folder / "tiny.gguf"
     tensors = gguf_tensors(files.tiny_llama(len(TOKENS)))
-    whole = write_gguf(path, tensors).read_bytes()
-    model = shutil.copytree(
-        files.resolve(str(path), cache_dir=folder / "whole").path, folder / "model"
-    )
-    return [
-        BrokenFiles("gguf", files.fuzz_gguf, whole, folder),
-        BrokenFiles("model-folder", files.fuzz_folder, model, folder),
-    ]
+    path = write_gguf(folder / "tiny.gguf", tensors)
+    made = resolve(str(path), cache_dir=folder / "whole")
+    files.set_chat_template(made.path)
+    return made
+
+
+def file_targets(folder: Path) -> dict[str, ParserTarget]:
+    """Returns targets that work in this folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    model = write_tiny_model(folder)
+    copy = shutil.copytree(model.path, folder / "model")
+
+    def read_weights(file: Path) -> None:
+        load_weights([file], model.config, dtype=torch.float32, device=torch.device("cpu"))
+
+    gguf = folder / "tiny.gguf"
+    return {
+        "gguf-layout": _BrokenBytes(gguf, folder, check_layout),
+        "safetensors": _BrokenBytes(model.weight_files[0], folder, read_weights),
+        "gguf": _BrokenModel(files.fuzz_gguf, gguf.read_bytes(), folder),
+        "model-folder": _BrokenModel(files.fuzz_folder, copy, folder),
+    }

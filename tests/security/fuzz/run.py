@@ -2,10 +2,10 @@
 
     python -m tests.security.fuzz.run --inputs 1000000 --seed 1 --state /tmp/fuzz.json
 
-Targets take turns, a batch each, until each has its part of the inputs. The state says how far each
-target is: the same command goes on from there after an end of any kind. At the end it prints the
-inputs, the failures and the growth of memory by target, and exits with status 1 if an input failed
-or a process grew too much.
+Parsers get their inputs in a child process, and at the same time a router and a worker get theirs
+by sockets. The state says how far each target is: the same command goes on from there after an end
+of any kind. At the end it prints the inputs, the failures and the growth of memory by target, and
+exits with status 1 if an input failed or a process grew too much.
 """
 
 from __future__ import annotations
@@ -16,38 +16,60 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tests.harness.cluster import LocalCluster
-from tests.harness.router_process import RouterProcess, started_router
+from tests.security.fuzz.child import FAILURES_MAX, Outcome, ParserProcess
 from tests.security.fuzz.file_targets import file_targets
-from tests.security.fuzz.inputs import Target
-from tests.security.fuzz.router_targets import HttpBodies, RawHttp, RedisRecords, RouterCalls
-from tests.security.fuzz.worker_targets import EngineMessages, WorkerCalls
+from tests.security.fuzz.inputs import batch_of
+from tests.security.fuzz.parser_targets import (
+    Bodies,
+    EngineMessages,
+    GrpcMessages,
+    ParserTarget,
+    Records,
+)
+from tests.security.fuzz.served import Served, serving
+from tests.security.fuzz.socket_targets import (
+    HttpBodies,
+    RawHttp,
+    RedisRecords,
+    RouterCalls,
+    SocketTarget,
+    WorkerCalls,
+)
 
-GROWTH_BYTES_MAX = 64 << 20  # of a process in one run
-BATCH = 2000
-# Parts of all inputs, as fast as each target is: a model's files take 20 ms.
-PARTS = {
-    "engine-messages": 0.30,
-    "http-bytes": 0.15,
-    "http-bodies": 0.15,
-    "grpc-router": 0.15,
-    "redis-records": 0.20,
-    "grpc-worker": 0.04,
-    "gguf": 0.005,
-    "model-folder": 0.005,
+GROWTH_BYTES_MAX = 64 << 20  # of a process in one run, after its first batch
+BATCH_MAX = 5000
+# Parts of a million inputs: 700,000 for parsers, 200,000 for a router by HTTP and Redis, 100,000 by
+# gRPC. Most parsers take some microseconds; a whole model takes milliseconds.
+PARSERS = {
+    "engine-messages": 200_000,
+    "records": 120_000,
+    "grpc-messages": 90_000,
+    "bodies": 90_000,
+    "gguf-layout": 100_000,
+    "safetensors": 60_000,
+    "gguf": 15_000,
+    "model-folder": 25_000,
 }
+# Records come last: a key among them that is valid closes the router to clients without one.
+SOCKETS: dict[str, tuple[int, Callable[[Served], SocketTarget]]] = {
+    "http-bytes": (100_000, RawHttp),
+    "http-bodies": (80_000, HttpBodies),
+    "grpc-router": (60_000, RouterCalls),
+    "grpc-worker": (40_000, WorkerCalls),
+    "redis-records": (20_000, RedisRecords),
+}
+NAMES = (*PARSERS, *SOCKETS)
 
 
 class Progress(msgspec.Struct):
-    """The progress of one target. `start_bytes` is the memory before its first input."""
+    """The progress of one target. `start_bytes` is the memory of its process after the first batch
+    of the last run."""
 
     num_inputs: int = 0
     num_batches: int = 0
@@ -61,105 +83,134 @@ class Progress(msgspec.Struct):
         return self.end_bytes - self.start_bytes
 
 
-def run_batch(target: Target, progress: Progress, base_seed: int, size: int) -> None:
-    """Gives the target its next batch, which depends on the seed and its number only."""
-    count = 0
+class Run:
+    """The progress of all targets, which is saved after each batch."""
 
-    @seed(base_seed * 1_000_003 + progress.num_batches)
-    @settings(
-        max_examples=size,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(target.inputs)
-    def check(value: object) -> None:
-        nonlocal count
-        count += 1
-        target.check(value)
+    def __init__(self, num_inputs: int, base_seed: int, state: Path | None) -> None:
+        self._num_inputs = num_inputs
+        self._seed = base_seed
+        self._state = state
+        self._lock = threading.Lock()  # two threads make progress
+        kept = dict[str, Progress]
+        saved = state.read_bytes() if state is not None and state.is_file() else b"{}"
+        self.progress = msgspec.json.decode(saved, type=kept)
 
-    started = time.monotonic()
+    def next_batch(self, name: str, part: int) -> tuple[int, int] | None:
+        """Returns the seed and the size of the target's next batch, or None if it has its part."""
+        progress = self.progress.setdefault(name, Progress())
+        left = -(-self._num_inputs * part // 1_000_000) - progress.num_inputs
+        if left <= 0:
+            return None
+        return self._seed * 1_000_003 + progress.num_batches, min(left, BATCH_MAX)
+
+    def add(self, name: str, size: int, outcome: Outcome, seconds: float, *, first: bool) -> None:
+        """Notes that a batch is done."""
+        with self._lock:
+            progress = self.progress[name]
+            progress.num_inputs += size
+            progress.num_batches += 1
+            progress.seconds += seconds
+            progress.failures += outcome.failures
+            progress.end_bytes = outcome.rss_bytes
+            if first:
+                progress.start_bytes = outcome.rss_bytes
+            if self._state is not None:
+                unfinished = self._state.with_suffix(".new")
+                unfinished.write_bytes(msgspec.json.encode(self.progress))
+                unfinished.replace(self._state)
+
+
+def parser_targets(folder: Path) -> Mapping[str, ParserTarget]:
+    """Returns the targets of the child process."""
+    return {
+        "engine-messages": EngineMessages(),
+        "records": Records(),
+        "grpc-messages": GrpcMessages(),
+        "bodies": Bodies(),
+        **file_targets(folder / "files"),
+    }
+
+
+def fuzz_parsers(run: Run, names: Sequence[str]) -> None:
+    """Gives each of these parsers its part."""
+    child = ParserProcess(parser_targets)
     try:
-        check()
-    except Exception as error:  # hypothesis groups several
-        notes = " ".join(getattr(error, "__notes__", []))
-        progress.failures.append(f"batch {progress.num_batches}: {error!r:.1000} {notes:.1000}")
-    progress.num_inputs += count
-    progress.num_batches += 1
-    progress.seconds += time.monotonic() - started
-    progress.end_bytes = target.rss_bytes()
-
-
-@contextmanager
-def running_router(folder: Path) -> Iterator[RouterProcess]:
-    """Runs the scripted worker of a router in a thread with an event loop of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    made = started_router(folder)
-    router = asyncio.run_coroutine_threadsafe(made.__aenter__(), loop).result()
-    try:
-        yield router
+        for name in names:
+            first = True
+            while batch := run.next_batch(name, PARSERS[name]):
+                base_seed, size = batch
+                started = time.monotonic()
+                outcome = child.run(name, base_seed, size)
+                run.add(name, size, outcome, time.monotonic() - started, first=first)
+                first = False
     finally:
-        over = made.__aexit__(None, None, None)
-        asyncio.run_coroutine_threadsafe(over, loop).result()
-        loop.call_soon_threadsafe(loop.stop)
+        child.close()
 
 
-@contextmanager
-def running_targets(folder: Path, names: Sequence[str]) -> Iterator[list[Target]]:
-    """Starts what the targets of these names need."""
-    with ExitStack() as stack:
-        found: list[Target] = []
-        routed = {
-            "http-bytes": RawHttp,
-            "http-bodies": HttpBodies,
-            "grpc-router": RouterCalls,
-            "redis-records": RedisRecords,
-        }
-        if routed.keys() & set(names):
-            router = stack.enter_context(running_router(folder))
-            found += [make(router) for name, make in routed.items() if name in names]
-        if "grpc-worker" in names:
-            cluster = LocalCluster(stack.enter_context(EmbeddedRedis()), folder)
-            stack.callback(cluster.close)
-            cluster.start(prefill=0, decode=1)
-            worker = WorkerCalls(cluster.workers["decode-0"])
-            stack.callback(worker.check_integrity)
-            found.append(worker)
-        if "engine-messages" in names:
-            found.append(EngineMessages())
-        if {"gguf", "model-folder"} & set(names):
-            found += [t for t in file_targets(folder / "files") if t.name in names]
-        yield found
+async def fuzz_sockets(run: Run, served: Served, names: Sequence[str]) -> None:
+    """Gives each of these targets its part."""
+    for name in names:
+        part, make = SOCKETS[name]
+        target = make(served)
+        first = True
+        while batch := run.next_batch(name, part):
+            base_seed, size = batch
+            started = time.monotonic()
+            failures = await _failures(target, batch_of(target.source, base_seed, size))
+            try:
+                await served.check()
+            except Exception as error:
+                failures.append(f"after the inputs of seed {base_seed}: {error!r}")
+            outcome = Outcome(failures[:FAILURES_MAX], target.rss_bytes())
+            run.add(name, size, outcome, time.monotonic() - started, first=first)
+            first = False
+        await target.close()
+
+
+async def _failures(target: SocketTarget, inputs: Sequence[Any]) -> list[str]:
+    """Gives the inputs to the target, some at once. Returns what went wrong."""
+    failures: list[str] = []
+    left = iter(inputs)
+
+    async def client() -> None:
+        for value in left:
+            try:
+                await target.check(value)
+            except Exception as error:
+                failures.append(f"{value!r:.400}: {error!r:.1000}")
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(target.at_once):
+            clients.create_task(client())
+    return failures
 
 
 def fuzz(
-    names: Sequence[str], num_inputs: int, base_seed: int, state: Path | None, batch: int
+    names: Sequence[str], num_inputs: int, base_seed: int, state: Path | None
 ) -> dict[str, Progress]:
     """Runs until each target has its part of the inputs; returns how far each is."""
-    kept = dict[str, Progress]
-    done = msgspec.json.decode(state.read_bytes(), type=kept) if state and state.is_file() else {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running_targets(Path(folder), names) as targets,
-    ):
-        for target in targets:  # memory is compared within one run of the processes
-            progress = done.setdefault(target.name, Progress())
-            progress.start_bytes = progress.end_bytes = target.rss_bytes()
-        under_way = list(targets)
-        while under_way:
-            for target in list(under_way):
-                progress = done[target.name]
-                left = round(num_inputs * PARTS[target.name]) - progress.num_inputs
-                if left <= 0:
-                    under_way.remove(target)
-                    continue
-                size = min(left, max(20, round(batch * PARTS[target.name] / max(PARTS.values()))))
-                run_batch(target, progress, base_seed, size)
-                if state is not None:
-                    state.write_bytes(msgspec.json.encode(done))
-    return done
+    run = Run(num_inputs, base_seed, state)
+    parsers = [name for name in PARSERS if name in names]
+    sockets = [name for name in SOCKETS if name in names]
+    errors: list[Exception] = []
+
+    def of_parsers() -> None:
+        try:
+            fuzz_parsers(run, parsers)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=of_parsers)
+    thread.start()
+    try:
+        if any(run.next_batch(name, SOCKETS[name][0]) for name in sockets):
+            with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as served:
+                asyncio.run(fuzz_sockets(run, served, sockets))
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return run.progress
 
 
 def main() -> int:
@@ -169,11 +220,10 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=1_000_000, help="of all targets together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--state", type=Path, help="JSON file to go on from")
-    parser.add_argument("--batch", type=int, default=BATCH, help="inputs between two saves")
-    parser.add_argument("--targets", default=",".join(PARTS))
+    parser.add_argument("--targets", default=",".join(NAMES))
     arguments = parser.parse_args()
     names = arguments.targets.split(",")
-    done = fuzz(names, arguments.inputs, arguments.seed, arguments.state, arguments.batch)
+    done = fuzz(names, arguments.inputs, arguments.seed, arguments.state)
     for name, progress in done.items():
         print(
             f"{name:16} {progress.num_inputs:8,} inputs in {progress.seconds:6.0f} s, "

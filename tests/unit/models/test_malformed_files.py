@@ -114,6 +114,12 @@ def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes, **heads))
 
 
+def set_chat_template(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+
+
 @pytest.fixture(scope="module")
 def whole_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     from tests.unit.models.conftest import TOKENS, gguf_tensors, write_gguf
@@ -128,9 +134,7 @@ def whole_folder(whole_gguf: bytes, tmp_path_factory: pytest.TempPathFactory) ->
     path = tmp_path_factory.mktemp("folder")
     (path / "tiny.gguf").write_bytes(whole_gguf)
     folder = resolve(str(path / "tiny.gguf"), cache_dir=path / "cache").path
-    tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
-    tokenizer_config["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    set_chat_template(folder)
     return folder
 
 

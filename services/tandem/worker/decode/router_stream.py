@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections import deque
 
-from tandem.errors import WorkerLost
+from tandem.errors import TandemError, WorkerLost
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class RouterStream:
         self._changed = asyncio.Event()
         self._draining = draining
         self._closed = False
+        self._error: TandemError = WorkerLost("the stream was cut off")  # why it is closed
         self._ended = False
 
     def push(self, update: pb.SequenceUpdate) -> None:
@@ -51,10 +52,15 @@ class RouterStream:
 
     def on_consumer_done(self, task: asyncio.Task[None]) -> None:
         """A consumer that broke ends the stream: its router must not wait on a deaf one."""
-        if not task.cancelled() and task.exception() is not None:
-            log.error("reading a router's commands broke", exc_info=task.exception())
-            self._closed = True
-            self._changed.set()
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if isinstance(error, TandemError):  # the router's fault, which its status says
+            self._error = error
+        else:
+            log.error("reading a router's commands broke", exc_info=error)
+        self._closed = True
+        self._changed.set()
 
     def tell_draining(self, draining: bool) -> None:
         """Every message says from now on whether the worker leaves; one goes out at once."""
@@ -70,7 +76,7 @@ class RouterStream:
         """All that gathered since the last message; waits until there is something. None: ended."""
         await self._changed.wait()
         if self._closed:
-            raise WorkerLost("the stream was cut off")
+            raise self._error
         if self._ended and not self._updates:
             return None
         if not self._ended:

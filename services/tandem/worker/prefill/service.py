@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 
 from tandem.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Reserved
-from tandem.errors import QueueFull
+from tandem.errors import BadRequest, QueueFull
 from tandem.observability.logs import about
 from tandem.observability.traces import NO_SPAN
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -227,10 +227,13 @@ class PrefillService:
     async def _read_commands(
         self, lease: Lease, commands: AsyncIterator[pb.PrefillCommand]
     ) -> None:
-        async for command in commands:
-            if command.WhichOneof("command") == "release":
-                lease.events.put_nowait(command.release)
-                return
+        try:
+            async for command in commands:
+                if command.WhichOneof("command") == "release":
+                    lease.events.put_nowait(command.release)
+                    return
+        except BadRequest as error:
+            lease.events.put_nowait(Failed(lease.lease_id, error.code, error.message))
 
 
 def _refused(message: str, *, wait_estimate_s: float = 0.0) -> pb.PrefillEvent:
