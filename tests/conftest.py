@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import torch
+from httpx._transports import default
 from hypothesis import settings
 from redis.asyncio import Redis
 
@@ -18,6 +20,10 @@ from tandem.store.client import connect
 if not torch.cuda.is_available():
     # Triton reads it when it is imported first, which any test may bring about.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# httpx reads the system's roots for each client, which takes 20 ms of CPU time, and a harness that
+# polls until a cluster is ready makes hundreds of clients. All of a test run trust the same roots.
+default.create_ssl_context = functools.cache(default.create_ssl_context)
 
 # No example is slow by itself; a busy machine must not make one look so.
 settings.register_profile("tandem", deadline=None)

@@ -17,6 +17,7 @@ from cyclopts import Argument, Group
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.config.cluster import ClusterConfig
 from tandem.config.groups import MEASUREMENT, PROCESS
+from tandem.config.redis_front import RedisFrontOptions
 from tandem.config.router import RouterOptions
 from tandem.config.tls import Kind
 from tandem.config.worker import WorkerOptions
@@ -31,6 +32,7 @@ PROGRAMS = {
     "tandem up": LaunchOptions,
     "tandem router": RouterOptions,
     "tandem worker": WorkerOptions,
+    "tandem redis-front": RedisFrontOptions,
     "tandem simulate": SimulateOptions,
 }
 _INTRODUCTION = """

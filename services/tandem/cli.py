@@ -255,6 +255,7 @@ for words, run, text in (
     ("simulate", program("tandem.simulator"), "Replay a trace on simulated workers"),
     ("router", program("tandem.router"), "Run one router"),
     ("worker", program("tandem.worker"), "Run one worker"),
+    ("redis-front", program("tandem.security.redis_front"), "Run a TLS port before a Redis server"),
     ("bench transfer", program("tandem_bench.transfer"), "Compare NIXL and gRPC, and each raw"),
     ("bench index", program("tandem_bench.index"), "Time the prefix tree in Redis"),
     ("bench engine", program("tandem_bench.engine"), "Time prefill and decode of the model"),

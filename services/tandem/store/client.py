@@ -18,6 +18,7 @@ from redis import RedisCluster as SyncRedisCluster
 from redis import Sentinel as SyncSentinel
 from redis.asyncio import Redis, RedisCluster, Sentinel
 from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode as SyncClusterNode
@@ -96,6 +97,15 @@ def wait_until_answers(
         time.sleep(0.01)
 
 
+class _RenewedConnection(SSLConnection):
+    """Reads the files of certificates whenever it connects. redis-py would read them once for each
+    connection of a pool, which lives as long as the process."""
+
+    def _connection_arguments(self) -> Any:
+        self.ssl_context.context = None
+        return super()._connection_arguments()
+
+
 def _client(url: str, kinds: tuple[Any, Any, Any, Any], **bounds: Any) -> Any:
     """Returns a client of one of the `kinds`, which are redis-py's for asyncio or for threads."""
     address = parse(url)
@@ -106,6 +116,8 @@ def _client(url: str, kinds: tuple[Any, Any, Any, Any], **bounds: Any) -> Any:
         match address.kind:
             case "server":
                 client = server.from_url(url, **options)
+                if address.tls and server is Redis:
+                    client.connection_pool.connection_class = _RenewedConnection
             case "sentinel":
                 bounded = ("socket_connect_timeout", "socket_timeout", "retry")
                 own = {name: options[name] for name in bounded} | address.sentinel_options

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
 import threading
@@ -91,6 +92,7 @@ class Run:
         self._seed = base_seed
         self._state = state
         self._lock = threading.Lock()  # two threads make progress
+        self.is_stopping = False  # no further batch begins
         kept = dict[str, Progress]
         saved = state.read_bytes() if state is not None and state.is_file() else b"{}"
         self.progress = msgspec.json.decode(saved, type=kept)
@@ -98,6 +100,8 @@ class Run:
     def next_batch(self, name: str, part: int) -> tuple[int, int] | None:
         """Returns the seed and the size of the target's next batch, or None if it has its part."""
         progress = self.progress.setdefault(name, Progress())
+        if self.is_stopping:
+            return None
         left = -(-self._num_inputs * part // 1_000_000) - progress.num_inputs
         if left <= 0:
             return None
@@ -206,6 +210,9 @@ def fuzz(
         if any(run.next_batch(name, SOCKETS[name][0]) for name in sockets):
             with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as served:
                 asyncio.run(fuzz_sockets(run, served, sockets))
+    except BaseException:
+        run.is_stopping = True
+        raise
     finally:
         thread.join()
     if errors:
@@ -223,6 +230,7 @@ def main() -> int:
     parser.add_argument("--targets", default=",".join(NAMES))
     arguments = parser.parse_args()
     names = arguments.targets.split(",")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; the same command goes on"))
     done = fuzz(names, arguments.inputs, arguments.seed, arguments.state)
     for name, progress in done.items():
         print(

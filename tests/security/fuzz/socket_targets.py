@@ -76,24 +76,43 @@ class RawHttp:
 
 
 class HttpBodies:
-    """Bodies, on connections that are kept."""
+    """Bodies, on connections that are kept. A library for clients would take longer than routers."""
 
     at_once = 32
 
     def __init__(self, served: Served) -> None:
         self.source = body_source()
         self.rss_bytes = served.router_bytes
-        self._client = httpx.AsyncClient(base_url=served.url, timeout=DEADLINE_S)
+        self._port = served.http_port
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def check(self, value: tuple[str, bytes]) -> None:
         name, body = value
-        headers = {"content-type": "application/json"}
-        path = name.partition("#")[0]
-        answer = await self._client.post(path, content=body, headers=headers)
-        assert answer.status_code < 500, answer.text
+        head = _HEAD % (b"POST", name.partition("#")[0].encode())
+        async with asyncio.timeout(DEADLINE_S):
+            if not self._idle:
+                self._idle.append(await asyncio.open_connection("127.0.0.1", self._port))
+            reader, writer = connection = self._idle.pop()
+            writer.write(head + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+            status, answer = await _read_answer(reader)
+        assert status < 500, answer
+        self._idle.append(connection)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        for _, writer in self._idle:
+            writer.close()
+
+
+async def _read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Returns the status and the body, as chunks if it came so."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    _, has_length, after = head.partition(b"content-length: ")
+    if has_length:
+        answer = await reader.readexactly(int(after.partition(b"\r\n")[0]))
+    else:
+        assert b"transfer-encoding: chunked" in head, head
+        answer = await reader.readuntil(b"\r\n0\r\n\r\n")
+    return int(head.split()[1]), answer
 
 
 def _calls(calls: dict[str, list[Any]]) -> OneOf:
