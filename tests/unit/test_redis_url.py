@@ -70,7 +70,7 @@ def test_clients_of_each_kind(tmp_path: Path) -> None:
     one, watched = connect(f"rediss://a{tls}"), connect(f"rediss+sentinel://a/main{tls}")
     assert isinstance(one, Redis)
     assert isinstance(watched, Redis)
-    assert one.connection_pool.connection_class is SSLConnection
+    assert issubclass(one.connection_pool.connection_class, SSLConnection)
     assert watched.connection_pool.connection_class is SentinelManagedSSLConnection
     assert watched.connection_pool.connection_kwargs["ssl_ca_certs"] == f"{tmp_path}/ca.pem"
     assert isinstance(connect("redis+cluster://a"), RedisCluster)

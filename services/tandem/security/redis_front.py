@@ -114,7 +114,7 @@ class RedisFront:
                 return
             _, server = await loop.create_unix_connection(_Side, self._options.socket)
         except (OSError, TimeoutError) as error:  # ssl.SSLError is an OSError
-            log.info("a connection of %s ended before it was joined: %s", address, error)
+            log.info("a connection of %s ended before it was joined: %r", address, error)
             accepted.close()
             if hasattr(client, "transport"):
                 client.transport.abort()

@@ -44,7 +44,7 @@ class _BrokenBytes:
 
 
 class _BrokenModel:
-    """A model that `tests/unit/models/test_malformed_files.py` breaks and loads as a worker does."""
+    """A model that `tests/unit/models/test_malformed_files.py` breaks, and loads as workers do."""
 
     def __init__(self, fuzz: Callable[..., int], whole: object, folder: Path) -> None:
         self.source = _Chance()

@@ -1,8 +1,8 @@
 """Inputs of targets: hypothesis makes the first of a batch, and chance makes the others of those.
 
-hypothesis takes some milliseconds for an input, and most parsers take some microseconds. So it makes one input
-of `PER_SEED`; each of the others is one or two of these with a few changes. A batch depends on its
-seed only.
+hypothesis takes some milliseconds for an input, where most parsers take some microseconds. So it
+makes one input of `PER_SEED`; each of the others is one or two of these with a few changes. A batch
+depends on its seed only.
 """
 
 from __future__ import annotations

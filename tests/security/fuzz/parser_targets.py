@@ -88,7 +88,11 @@ class Bodies:
                     drop_unknown_fields(ChatBody, body)
                     _check_requests(*parse_chat(body, "r").requests)
         except TandemError as error:
-            assert error.http_status < 500, error
+            _check_status(error)
+
+
+def _check_status(error: TandemError) -> None:
+    assert error.http_status < 500, error
 
 
 def _check_requests(*requests: ClientRequest) -> None:
@@ -119,7 +123,7 @@ class GrpcMessages:
                 spec = sequence_spec(submit.input, sequence_id="s", mode=Mode.LOCAL)
                 check_spec(spec, layout=_LAYOUT, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
         except TandemError as error:
-            assert error.http_status < 500, error
+            _check_status(error)
 
 
 class Records:

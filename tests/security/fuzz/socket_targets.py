@@ -76,7 +76,7 @@ class RawHttp:
 
 
 class HttpBodies:
-    """Bodies, on connections that are kept. A library for clients would take longer than routers."""
+    """Bodies, on connections that are kept. A client library would take longer than a router."""
 
     at_once = 32
 
