@@ -33,7 +33,8 @@ def pods() -> Iterator[LocalPods]:
     laptop["decode"] = {"options": {"prefillAt": "remote", "localPrefillMaxTokens": 0}}
     started = LocalPods(render(laptop), CACHE)
     try:
-        started.start("redis")
+        started.start("redis", name="redis")
+        started.start("redis", name="tls")
         started.start("ray-head", port=free_port())
         started.start("prefill")
         started.start("decode")
@@ -85,7 +86,7 @@ def test_strangers_are_refused_and_prometheus_key_reads_metrics_alone(pods: Loca
 
 
 def test_workers_and_router_go_in_order_when_told_to(pods: LocalPods) -> None:
-    for component in ("router", "decode", "prefill", "redis"):
+    for component in ("router", "decode", "prefill", "redis/tls", "redis/redis"):
         assert pods.pods[component].end(60) == 0, pods.pods[component].words()
 
 

@@ -27,6 +27,7 @@ from tests.harness.chart import NAMESPACE, RELEASE, Object, command_line, contai
 ROOT = Path(__file__).parents[2]
 KEYS = "/etc/tandem/keys/"
 _TLS = "/etc/tandem/tls"
+_SOCKETS = "/run/redis"
 
 
 @dataclass
@@ -81,22 +82,26 @@ class LocalPods:
         (self.folder / "bin").mkdir()
         (self.folder / "bin" / "valkey-server").symlink_to(get_binary_path())
 
-    def start(self, component: str, *, host_option: str = "", port: int = 0) -> LocalPod:
-        """`host_option`: the one whose value becomes the pod's own address.
+    def start(
+        self, component: str, *, name: str = "", host_option: str = "", port: int = 0
+    ) -> LocalPod:
+        """`name`: of one of several containers, which is then kept as COMPONENT/NAME.
+
+        `host_option`: the one whose value becomes the pod's own address.
 
         `port`: a free one instead of the container's only port, where it listens on all addresses.
         """
-        made = container(self.objects, component)
+        made = container(self.objects, component, name)
         if port:
             (fixed,) = (p["containerPort"] for p in made["ports"])
             made = json.loads(json.dumps(made).replace(str(fixed), str(port)))
         address = self.address(component)
         variables = self.variables(component, made)
-        tls = str(self._tls(component))
-        command = [self._mounted(word).replace(_TLS, tls) for word in command_line(made, variables)]
+        command = [self._mounted(word, component) for word in command_line(made, variables)]
         if host_option:
             command[command.index(host_option) + 1] = address
-        log = self.folder / f"{component}.log"
+        kept = f"{component}/{name}" if name else component
+        log = self.folder / f"{kept.replace('/', '-')}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -106,14 +111,14 @@ class LocalPods:
                 stderr=output,
                 start_new_session=True,
             )
-        self.pods[component] = LocalPod(component, made, address, variables, process, log)
-        return self.pods[component]
+        self.pods[kept] = LocalPod(kept, made, address, variables, process, log)
+        return self.pods[kept]
 
     def _tls(self, component: str) -> Path:
         """Writes the Secret with the certificate of a component, as kubelet mounts it."""
         folder = self.folder / f"tls-{component}"
-        folder.mkdir()
-        kind = "router" if component == "router" else "worker"
+        folder.mkdir(exist_ok=True)
+        kind = component if component in ("router", "redis") else "worker"
         for made in self.objects:
             if made["metadata"]["name"] == f"{RELEASE}-tandem-tls-{kind}":
                 for name, value in made["data"].items():
@@ -133,6 +138,10 @@ class LocalPods:
             service = f"{RELEASE}-tandem-{other}:"
             at = f"{self.address(other.removesuffix('-admin'))}:"
             found = {k: v.replace(service, at) for k, v in found.items()}
+        if "TANDEM_REDIS_URL" in found:
+            # Redis's certificate names the Service, and not the address here.
+            url = f"{found['TANDEM_REDIS_URL']}&ssl_check_hostname=no"
+            found["TANDEM_REDIS_URL"] = url.replace(_TLS, str(self._tls(component)))
         if "TANDEM_CACHE_DIR" in found:
             found["TANDEM_CACHE_DIR"] = str(self.cache)
         return {
@@ -153,8 +162,11 @@ class LocalPods:
         )
         return {key: base64.b64decode(value) for key, value in data.items()}
 
-    def _mounted(self, word: str) -> str:
-        """Writes the file of keys that the pod would mount; returns the word with its path."""
+    def _mounted(self, word: str, component: str) -> str:
+        """Writes the files that the pod would mount; returns the word with their path."""
+        word = word.replace(_SOCKETS, str(self.folder))
+        if _TLS in word:
+            return word.replace(_TLS, str(self._tls(component)))
         if not word.startswith(KEYS):
             return word
         for name, content in self.secret("key-records").items():

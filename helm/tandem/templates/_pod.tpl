@@ -77,7 +77,12 @@ failureThreshold: 3
   valueFrom:
     {{- include "tandem.redisPassword" (dict "root" . "kind" $kind) | nindent 4 }}
 - name: TANDEM_REDIS_URL
-  value: redis://{{ $kind }}:$(REDIS_PASSWORD)@{{ include "tandem.fullname" . }}-redis:6379/0
+  {{- $at := printf "%s:$(REDIS_PASSWORD)@%s-redis:6379/0" $kind (include "tandem.fullname" .) }}
+  {{- if .Values.tls.internal.enabled }}
+  value: rediss://{{ $at }}?ssl_ca_certs=/etc/tandem/tls/ca.crt&ssl_certfile=/etc/tandem/tls/tls.crt&ssl_keyfile=/etc/tandem/tls/tls.key
+  {{- else }}
+  value: redis://{{ $at }}
+  {{- end }}
 {{- else }}
 - name: TANDEM_REDIS_URL
   valueFrom:

@@ -1,8 +1,19 @@
-{{/* Certificates of routers and workers, by kind. Names as in services/tandem/config/tls.py. */}}
+{{/* Certificates of routers, workers and the chart's Redis, by kind. Names as in
+services/tandem/config/tls.py. */}}
 
 {{/* The DNS name in the certificates of one kind: root, kind. */}}
 {{- define "tandem.certificateName" -}}
 {{- printf "%s.%s.%s.tandem" .kind .root.Release.Namespace (include "tandem.fullname" .root) | lower -}}
+{{- end -}}
+
+{{/* All DNS names in the certificates of one kind, as JSON: root, kind. Clients of Redis look for its
+Service. */}}
+{{- define "tandem.certificateNames" -}}
+{{- $names := list (include "tandem.certificateName" .) -}}
+{{- if eq .kind "redis" -}}
+{{- $names = append $names (printf "%s-redis" (include "tandem.fullname" .root)) -}}
+{{- end -}}
+{{- toJson $names -}}
 {{- end -}}
 
 {{/* The Secret with ca.crt, tls.crt and tls.key: root, kind. */}}

@@ -1,7 +1,7 @@
 """Runs parsers in a child process, in batches of thousands of inputs.
 
-The parent notices an input that does not end, and one that ends the process, by a counter in shared
-memory. It starts another child, which goes on behind that input. An input whose parser takes much
+The parent notices an input that does not end, by a counter in shared memory, and one that ends the
+process. It starts another child, which goes on behind that input. An input whose parser takes much
 memory is a failure, too.
 """
 
@@ -37,7 +37,8 @@ class _Batch(NamedTuple):
     name: str
     seed: int
     size: int
-    first: int  # index of the first input that is given
+    first: int = 0  # index of the first input that is given
+    ended: str = ""  # what the input before it did to an earlier child
 
 
 Targets = Callable[[Path], Mapping[str, Any]]
@@ -46,24 +47,26 @@ Targets = Callable[[Path], Mapping[str, Any]]
 class ParserProcess:
     """A child process that gives inputs to the targets that a function makes of a folder."""
 
-    def __init__(self, make_targets: Targets) -> None:
+    def __init__(self, make_targets: Targets, *, hang_s: float = HANG_S) -> None:
         self._make_targets = make_targets
+        self._hang_s = hang_s
         self._folder = tempfile.TemporaryDirectory(dir=_memory_folder())
-        self._index = _spawn.Value("Q", 0)
+        self._num_given = _spawn.Value("Q", 0)  # inputs of the batch, with the one under way
         self._start()
 
     def run(self, name: str, seed: int, size: int) -> Outcome:
         """Gives a target the inputs of a batch."""
         failures: list[str] = []
-        first = 0
+        batch = _Batch(name, seed, size)
         while True:
-            self._index.value = first
-            self._pipe.send(_Batch(name, seed, size, first))
-            if (ended := self._wait()) is None:
-                told, rss_bytes = self._pipe.recv()
-                return Outcome(failures + told, rss_bytes)
-            failures.append(f"input {self._index.value} of seed {seed}: {ended}")
-            first = self._index.value + 1
+            self._num_given.value = 0
+            self._pipe.send(batch)
+            told = self._wait(failures)
+            if isinstance(told, int):
+                return Outcome(failures, told)
+            # An end before the first input is no input's fault: it comes again, or never.
+            assert self._num_given.value, told
+            batch = batch._replace(first=self._num_given.value, ended=told)
             self.close_process()
             self._start()
 
@@ -79,41 +82,56 @@ class ParserProcess:
 
     def _start(self) -> None:
         self._pipe, theirs = _spawn.Pipe()
-        arguments = (self._make_targets, Path(self._folder.name), theirs, self._index)
+        arguments = (self._make_targets, Path(self._folder.name), theirs, self._num_given)
         self._process = _spawn.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
-    def _wait(self) -> str | None:
-        """Returns why the child ended before the batch did, or None when the batch is done."""
-        seen, since = -1, time.monotonic()
-        while not self._pipe.poll(0.2):
-            if not self._process.is_alive():
+    def _wait(self, failures: list[str]) -> int | str:
+        """Returns the memory of the child at the end of the batch, or why the batch has none."""
+        seen, since = 0, time.monotonic()
+        while True:
+            try:
+                if self._pipe.poll(0.2):
+                    told = self._pipe.recv()
+                    if isinstance(told, int):
+                        return told
+                    failures.append(told)
+            except (EOFError, ConnectionError):
+                self._process.join()
                 return f"the process ended with {self._process.exitcode}"
-            if (index := self._index.value) != seen or not index:  # making inputs takes time, too
-                seen, since = index, time.monotonic()
-            elif time.monotonic() - since > HANG_S:
-                return f"no end within {HANG_S:g} s"
-        return None
+            if (num_given := self._num_given.value) != seen or not seen:
+                seen, since = num_given, time.monotonic()
+            elif time.monotonic() - since > self._hang_s:
+                return f"no end within {self._hang_s:g} s"
 
 
-def _serve(make_targets: Targets, folder: Path, pipe: Connection, index: Any) -> None:
+def _serve(make_targets: Targets, folder: Path, pipe: Connection, num_given: Any) -> None:
     targets = make_targets(folder)
     while True:
         batch = _Batch(*pipe.recv())
         target = targets[batch.name]
         inputs = batch_of(target.source, batch.seed, batch.size)
-        failures: list[str] = []
+        if batch.ended:
+            pipe.send(f"{inputs[batch.first - 1]!r:.400}: {batch.ended}")
+        num_failures = 0
         for number in range(batch.first, len(inputs)):
-            index.value = number + 1
-            before = _peak_bytes()
-            try:
-                target.check(inputs[number])
-                grown = _peak_bytes() - before
-                assert grown < GROWTH_OF_INPUT_BYTES_MAX, f"it took {grown >> 20} MiB"
-            except Exception as error:
-                failures.append(f"{inputs[number]!r:.400}: {error!r:.1000}")
-        pipe.send((failures[:FAILURES_MAX], psutil.Process().memory_info().rss))
+            num_given.value = number + 1
+            if failure := _failure(target, inputs[number]):
+                num_failures += 1
+                if num_failures <= FAILURES_MAX:
+                    pipe.send(f"{inputs[number]!r:.400}: {failure:.1000}")
+        pipe.send(int(psutil.Process().memory_info().rss))
+
+
+def _failure(target: Any, value: object) -> str:
+    before = _peak_bytes()
+    try:
+        target.check(value)
+    except Exception as error:
+        return repr(error)
+    grown = _peak_bytes() - before
+    return f"it took {grown >> 20} MiB" if grown > GROWTH_OF_INPUT_BYTES_MAX else ""
 
 
 def _peak_bytes() -> int:

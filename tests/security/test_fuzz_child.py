@@ -1,0 +1,78 @@
+"""The child process of the fuzzing notices what its targets do."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from tests.security.fuzz.child import ParserProcess
+
+pytestmark = [pytest.mark.service, pytest.mark.timeout(120)]
+SIZE = 20
+
+
+class Numbers:
+    """Inputs from 0 to 7."""
+
+    seeds = st.just(0)
+
+    def input_of(self, seeds: Sequence[int], chance: random.Random) -> int:
+        return chance.randrange(8)
+
+
+class Bad:
+    """A target that does harm with the input 3."""
+
+    source = Numbers()
+
+    def __init__(self, harm: Callable[[], object]) -> None:
+        self._harm = harm
+
+    def check(self, value: int) -> None:
+        if value == 3:
+            self._harm()
+
+
+def _raise() -> None:
+    raise ValueError("bad")
+
+
+def bad_targets(folder: Path) -> dict[str, Bad]:
+    return {
+        "raises": Bad(_raise),
+        "grows": Bad(lambda: bytearray(os.urandom(1 << 20) * 400)),
+        "ends": Bad(lambda: os._exit(9)),
+        "hangs": Bad(lambda: time.sleep(60)),
+    }
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[ParserProcess]:
+    child = ParserProcess(bad_targets, hang_s=0.5)
+    yield child
+    child.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("raises", "3: ValueError('bad')"),
+        ("ends", "3: the process ended with 9"),
+        ("hangs", "3: no end within 0.5 s"),
+        ("grows", "3: it took "),
+    ],
+)
+def test_harm_is_told_and_the_batch_goes_on(child: ParserProcess, target: str, told: str) -> None:
+    chance = random.Random(5)
+    num_bad = [chance.randrange(8) for _ in range(SIZE)].count(3)
+    outcome = child.run(target, 5, SIZE)
+    assert outcome.rss_bytes > 0
+    assert all(failure.startswith(told) for failure in outcome.failures), outcome.failures
+    # The peak of the memory shows the first input that takes so much, and no second one.
+    assert len(outcome.failures) == (1 if target == "grows" else num_bad)
