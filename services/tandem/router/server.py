@@ -10,6 +10,7 @@ import contextlib
 import logging
 import signal
 import socket
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,7 @@ from tandem.store.url import parse
 log = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 1.0
+_CANCEL_AGAIN_S = 1.0
 
 
 class Router:
@@ -219,9 +221,7 @@ class Router:
         named = {task.get_name(): task for task in work}
         await asyncio.gather(self._grpc.stop(deadline_s), named.pop("http"), return_exceptions=True)
         await self.admin.stop(named.pop("admin-http"))
-        for task in named.values():
-            task.cancel()
-        await asyncio.wait(named.values())
+        await _cancel(named.values())
         if self.generator.model is not None:
             self.generator.model.preparer.close()
         await self._redis.aclose()
@@ -274,6 +274,17 @@ def serve(config: RouterConfig) -> TandemError | None:
         return None
 
     return asyncio.run(main())
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Returns when the tasks are over. One that a library kept from its cancellation gets another."""
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
+        for task in left:
+            log.warning("%s goes on after its cancellation; once more", task.get_name())
 
 
 def _public_certificate(config: RouterConfig) -> CertificateFiles | None:

@@ -3,13 +3,17 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 
 from tandem.router.request.prompt.fair_executor import FairExecutor
+from tests.service.router.conftest import eventually
 
 
 class Jobs:
@@ -136,3 +140,26 @@ async def test_a_dead_process_is_replaced_once(tmp_path: object) -> None:
         assert fair._num_free == 1
     finally:
         fair.close()
+
+
+def work_long(path: Path) -> None:
+    path.touch()
+    time.sleep(3600)
+
+
+async def test_close_ends_a_process_with_a_long_job(tmp_path: Path) -> None:
+    made: list[ProcessPoolExecutor] = []
+
+    def make() -> ProcessPoolExecutor:
+        made.append(ProcessPoolExecutor(1))
+        return made[-1]
+
+    fair = FairExecutor(make, num_workers=1)
+    process = psutil.Process(await fair.run("a", 1.0, os.getpid))
+    running = asyncio.create_task(fair.run("a", 1.0, work_long, tmp_path / "begun"))
+    await eventually(lambda: (tmp_path / "begun").exists())
+    fair.close()
+    with pytest.raises(BrokenExecutor):
+        await running
+    await eventually(lambda: not process.is_running())
+    assert len(made) == 1  # no other is started for the job

@@ -32,6 +32,7 @@ class FairExecutor:
         self._executor = make_executor()
         self._num_free = self._num_workers = num_workers
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._closed = False
 
     @property
     def num_waiting(self) -> int:
@@ -51,10 +52,19 @@ class FairExecutor:
         try:
             return await self._run_once(tenant, cost, function, *arguments)
         except BrokenExecutor:
+            if self._closed:
+                raise
             return await self._run_once(tenant, cost, function, *arguments)
 
     def close(self) -> None:
+        """Ends the workers. Processes are killed: one that still starts, or runs a long job, would
+        outlive its router."""
+        self._closed = True
+        # Python has `kill_workers` from 3.14 on.
+        processes = list((getattr(self._executor, "_processes", None) or {}).values())
         self._executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
 
     async def _run_once(
         self, tenant: str, cost: float, function: Callable[..., _T], *arguments: Any
@@ -94,7 +104,8 @@ class FairExecutor:
     def _on_end(self, executor: Executor, error: BaseException | None) -> None:
         """Frees the worker of a job that is over."""
         # Several jobs may tell of the same dead process.
-        if isinstance(error, BrokenExecutor) and executor is self._executor:
+        is_lost = isinstance(error, BrokenExecutor) and executor is self._executor
+        if is_lost and not self._closed:
             log.error("a process died; starting anew", exc_info=error)
             executor.shutdown(wait=False)
             self._executor = self._make_executor()
