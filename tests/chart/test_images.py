@@ -47,7 +47,8 @@ def test_dockerfile_agrees_with_the_rest() -> None:
     )
     assert model == f"{BUILT_IN_PACKAGE}=={BUILT_IN_VERSION}"
     bases = re.findall(r"^FROM (\S+)", text, re.M)
-    assert all("PYTHON" in b or b in ("build", "runtime") for b in bases)
+    assert set(bases) == {"${BUILD_BASE}", "${RUNTIME_BASE}", "build", "runtime"}
+    assert all("PYTHON" in base for base in re.findall(r"^ARG \w+_BASE=(\S+)$", text, re.M))
     assert re.search(r"^ARG PYTHON=3\.1[12]\.\d+$", text, re.M)
     security = chart().values["podSecurityContext"]
     assert f"USER {security['runAsUser']}:{security['runAsGroup']}" in text

@@ -277,7 +277,7 @@ def serve(config: RouterConfig) -> TandemError | None:
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Returns when the tasks are over. One that a library kept from its cancellation gets another."""
+    """Returns when the tasks are over. One that went on after its cancellation gets another."""
     left = {task for task in tasks if not task.done()}
     while left:
         for task in left:

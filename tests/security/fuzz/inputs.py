@@ -147,7 +147,7 @@ def _nested(value: Any, chance: random.Random) -> Any:
 
 
 class JsonBytes(Objects):
-    """JSON of objects, of which every second is changed as bytes."""
+    """Objects as JSON, of which every second is changed as bytes."""
 
     def input_of(self, seeds: Sequence[Fields], chance: random.Random) -> bytes:
         text = json.dumps(super().input_of(seeds, chance)).encode()
@@ -155,7 +155,7 @@ class JsonBytes(Objects):
 
 
 class PackedBytes(Objects):
-    """msgpack of objects, of which every second is changed as bytes."""
+    """Objects as msgpack, of which every second is changed as bytes."""
 
     def input_of(self, seeds: Sequence[Fields], chance: random.Random) -> bytes:
         try:
