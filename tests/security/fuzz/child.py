@@ -8,7 +8,7 @@ memory is a failure, too.
 from __future__ import annotations
 
 import multiprocessing
-import resource
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -107,7 +107,7 @@ class ParserProcess:
 
 
 def _serve(make_targets: Targets, folder: Path, pipe: Connection, num_given: Any) -> None:
-    targets = make_targets(folder)
+    targets, memory = make_targets(folder), _PeakMemory()
     while True:
         batch = _Batch(*pipe.recv())
         target = targets[batch.name]
@@ -117,25 +117,37 @@ def _serve(make_targets: Targets, folder: Path, pipe: Connection, num_given: Any
         num_failures = 0
         for number in range(batch.first, len(inputs)):
             num_given.value = number + 1
-            if failure := _failure(target, inputs[number]):
+            if failure := _failure(target, inputs[number], memory):
                 num_failures += 1
                 if num_failures <= FAILURES_MAX:
                     pipe.send(f"{inputs[number]!r:.400}: {failure:.1000}")
         pipe.send(int(psutil.Process().memory_info().rss))
 
 
-def _failure(target: Any, value: object) -> str:
-    before = _peak_bytes()
+def _failure(target: Any, value: object, memory: _PeakMemory) -> str:
     try:
         target.check(value)
     except Exception as error:
         return repr(error)
-    grown = _peak_bytes() - before
+    grown = memory.growth_bytes()
     return f"it took {grown >> 20} MiB" if grown > GROWTH_OF_INPUT_BYTES_MAX else ""
 
 
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+class _PeakMemory:
+    """The largest memory of this process so far. `resource` would begin with the parent's."""
+
+    def __init__(self) -> None:
+        self._status = os.open("/proc/self/status", os.O_RDONLY)
+        self._known = self._bytes()
+
+    def growth_bytes(self) -> int:
+        """Returns the growth since the last call."""
+        before, self._known = self._known, self._bytes()
+        return self._known - before
+
+    def _bytes(self) -> int:
+        _, _, after = os.pread(self._status, 4096, 0).partition(b"VmHWM:")
+        return int(after.split(maxsplit=1)[0]) * 1024
 
 
 def _memory_folder() -> str | None:
