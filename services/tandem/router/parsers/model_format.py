@@ -46,13 +46,10 @@ class ModelFormat:
         self._reasoning = None if self._reads_all else REASONING_TAGS[self.reasoning_parser]
         self._variables = frozenset() if template is None else template.variables
 
-    def check_tools(self) -> None:
-        """Raises BadRequest if tools would not reach the model, or its calls not the client."""
-        if "tools" not in self._variables:
-            raise BadRequest(
-                "tools are not supported by this model: its chat template takes none",
-                param="tools",
-            )
+    @property
+    def takes_tools(self) -> bool:
+        """True if the chat template writes tools into the prompt."""
+        return "tools" in self._variables
 
     def template_options(
         self, asked: Mapping[str, Any], effort: str | None, thinking: bool | None = None

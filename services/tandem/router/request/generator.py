@@ -38,6 +38,7 @@ from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.job import Job, PreparedRequest, Progress
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
 from tandem.router.request.prompt.prompts import PromptPreparer
+from tandem.router.request.prompt.told_tools import with_told_tools
 from tandem.router.request.request import ClientRequest, Sampling, check_token_ids
 from tandem.router.request.text import TextStream
 from tandem.router.workers.cluster_view import ClusterView
@@ -305,8 +306,8 @@ def _with_template_options(request: ClientRequest, model: LoadedModel) -> Client
     chat = request.prompt
     if not isinstance(chat, Conversation):
         return request
-    if chat.tools:
-        model.answers.check_tools()
+    if not model.answers.takes_tools:
+        chat = with_told_tools(chat)
     options = model.answers.template_options(
         chat.template_options, chat.reasoning_effort, chat.thinking
     )

@@ -11,7 +11,6 @@ from typing import get_args
 import pytest
 
 from tandem.config.answers import AnswerConfig, ReasoningParser, ToolParser
-from tandem.errors import BadRequest
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
@@ -57,12 +56,10 @@ def test_the_template_chooses_and_an_option_overrides(name: str, tmp_path: Path)
     assert (named.tool_parser, named.reasoning_parser) == ("llama3", "think")
 
 
-def test_tools_are_never_dropped_in_silence(tmp_path: Path) -> None:
-    ModelFormat(load(tmp_path, "{{ tools }}"), AnswerConfig()).check_tools()
+def test_the_template_tells_whether_it_takes_tools(tmp_path: Path) -> None:
+    assert ModelFormat(load(tmp_path, "{{ tools }}"), AnswerConfig()).takes_tools
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(BadRequest, match="tools are not supported") as raised:
-        ModelFormat(Tokenizer(tmp_path), AnswerConfig()).check_tools()
-    assert raised.value.param == "tools"
+    assert not ModelFormat(Tokenizer(tmp_path), AnswerConfig()).takes_tools
 
 
 def test_harmony_is_read_without_tools_too(tmp_path: Path) -> None:

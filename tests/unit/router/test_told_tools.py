@@ -1,0 +1,46 @@
+"""Tools, calls and results as words, for templates that know none of them."""
+
+from __future__ import annotations
+
+import json
+
+from tandem.router.request.conversation import Conversation, Message, ToolCall
+from tandem.router.request.prompt.told_tools import with_told_tools
+
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Wetter für Orte"}}
+ASKED = Message("user", "Rome?")
+
+
+def test_tools_stand_in_the_system_message() -> None:
+    chat = with_told_tools(Conversation((ASKED,), tools=(WEATHER,)))
+    system, asked = chat.messages
+    assert (system.role, asked) == ("system", ASKED)
+    assert system.content is not None
+    assert json.loads(system.content.splitlines()[-1]) == WEATHER["function"]
+    assert "Wetter für Orte" in system.content
+    assert chat.tools == (WEATHER,)
+
+
+def test_a_system_message_keeps_its_own_text() -> None:
+    own = Message("system", "Be kind.")
+    (system, _) = with_told_tools(Conversation((own, ASKED), tools=(WEATHER,))).messages
+    assert system.content is not None
+    assert system.content.startswith("Be kind.\n\nYou may call functions.")
+
+
+def test_calls_and_results_are_told_in_order() -> None:
+    call = ToolCall("call-1", "weather", {"city": "Rome"})
+    called = Message("assistant", None, tool_calls=(call,))
+    result = Message("tool", "18 degrees", tool_call_id="call-1")
+    chat = with_told_tools(Conversation((ASKED, called, result)))
+    assert chat.messages[1].content == '[{"name": "weather", "arguments": {"city": "Rome"}}]'
+    assert not chat.messages[1].tool_calls
+    assert (chat.messages[2].role, chat.messages[2].content) == (
+        "user",
+        "Result of the call call-1:\n18 degrees",
+    )
+
+
+def test_a_chat_without_tools_is_as_it_was() -> None:
+    chat = Conversation((ASKED, Message("tool", "18 degrees")))
+    assert with_told_tools(chat) is chat
