@@ -29,7 +29,7 @@ from tandem.models.source import resolve
 
 HERE = Path(__file__).parent
 FOLDERS = ("tests/entrypoints/openai", "tests/v1/entrypoints/openai")
-_MODEL = re.compile(r"^MODEL_NAME = .*$", re.MULTILINE)
+_MODEL = re.compile(r"\b(MODEL_NAME|model_name) = \".*\"$", re.MULTILINE)
 
 
 def copy_tests(
@@ -37,14 +37,15 @@ def copy_tests(
 ) -> None:
     """Copies the tests that apply, for the served model."""
     for folder in FOLDERS:
-        for file in sorted((sources / folder).rglob("*.py")):
+        files = [(sources / folder).parent / "conftest.py", *(sources / folder).rglob("*.py")]
+        for file in sorted(files):
             name = str(file.relative_to(sources / "tests"))
-            is_left_out = _reason(name, not_applicable) or not fnmatch.fnmatchcase(name, only)
-            if file.name == "conftest.py" or is_left_out:
+            is_wanted = file.name == "conftest.py" or fnmatch.fnmatchcase(name, only)
+            if _reason(name, not_applicable) or not is_wanted:
                 continue
             copy = target / file.relative_to(sources)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(_MODEL.sub(f'MODEL_NAME = "{model}"', file.read_text()))
+            copy.write_text(_MODEL.sub(f'\\1 = "{model}"', file.read_text()))
     for folder in [path for path in (target / "tests").rglob("*") if path.is_dir()]:
         (folder / "__init__.py").touch()
     (target / "tests" / "__init__.py").touch()

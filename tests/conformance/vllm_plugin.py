@@ -10,13 +10,16 @@ from __future__ import annotations
 import base64
 import importlib.abc
 import importlib.machinery
+import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
+import huggingface_hub
 import openai
 import pytest
 
@@ -24,7 +27,6 @@ URL = os.environ["TANDEM_URL"]
 TIMEOUT_S = 60.0
 # Options of vLLM's server that choose a feature; without it the test has nothing to test.
 FEATURES = {
-    "--enable-lora": "LoRA",
     "--root-path": "a path before the routes",
     "--task": "another task than generation",
     "--runner": "another task than generation",
@@ -77,6 +79,16 @@ def get_tokenizer(*_: Any, **__: Any) -> Any:
     return AutoTokenizer.from_pretrained(os.environ["TANDEM_TOKENIZER"])
 
 
+class Served:
+    """The configuration of the served model, as far as tests read it."""
+
+    def get_vocab_size(self) -> int:
+        """Returns the size of the vocabulary."""
+        config = Path(os.environ["TANDEM_TOKENIZER"]) / "config.json"
+        size: int = json.loads(config.read_text())["vocab_size"]
+        return size
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds every module of vLLM; its names are mocks, which no test calls that can pass here."""
 
@@ -90,6 +102,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == "vllm.transformers_utils.tokenizer":
             module.get_tokenizer = get_tokenizer  # type: ignore[attr-defined]
+        if module.__name__ == "vllm.config":
+            module.ModelConfig = lambda *_, **__: Served()  # type: ignore[attr-defined]
         if module.__name__ == "vllm.version":
             module.__version__ = os.environ["TANDEM_VERSION"]  # type: ignore[attr-defined]
         module.__getattr__ = lambda name: MagicMock(name=name)  # type: ignore[method-assign]
@@ -103,5 +117,7 @@ def _utils() -> ModuleType:
 
 
 sys.meta_path.insert(0, _Finder())
+# A fixture loads adapters, whose tests are not run.
+huggingface_hub.snapshot_download = lambda **_: ""
 sys.modules["tests.utils"] = _utils()
 sys.modules.setdefault("pybase64", base64)

@@ -351,7 +351,7 @@ NO_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueIt
         ("temperature", 3.0, "temperature must be"),
         ("top_logprobs", 21, "top_logprobs"),
         ("truncation", "middle", "truncation"),
-        ("previous_response_id", "resp_other", "knows no response"),
+        ("previous_response_id", "resp_other", "not found"),
         ("metadata", {"a": 1}, "metadata"),
     ],
 )

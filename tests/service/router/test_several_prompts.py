@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tests.harness.scripted_worker import Say, Script, refusal, silent, update
+from tests.harness.scripted_worker import Say, Script, refusal, saying, silent, update
 from tests.service.router.conftest import RunningRouter, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
@@ -72,6 +72,25 @@ async def test_each_prompt_has_the_choice_of_its_index(
         assert {**choice, "index": 0} == other["choices"][0]
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert whole["usage"][name] == sum(other["usage"][name] for other in alone)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_echoes_its_final_assistant_message(
+    router: RunningRouter, stream: bool
+) -> None:
+    router.script(saying(router.tokenizer.encode(" away"), finish_reason="length"))
+    begun = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "The doctor"}]
+    continued = {"continue_final_message": True, "add_generation_prompt": False}
+    cases: list[Any] = [(begun, continued, "The doctor away"), (begun[:1], {}, " away")]
+    for messages, fields, expected in cases:
+        body = {"messages": messages, "max_tokens": 1, "stream": stream, "echo": True, **fields}
+        answer = await router.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        if stream:
+            deltas = [c["delta"] for event in events(answer.text) for c in event["choices"]]
+            assert "".join(delta.get("content") or "" for delta in deltas) == expected
+        else:
+            assert answer.json()["choices"][0]["message"]["content"] == expected
 
 
 async def test_a_stream_has_the_chunks_of_all_one_usage_and_one_end(router: RunningRouter) -> None:

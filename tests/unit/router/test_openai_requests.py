@@ -203,7 +203,7 @@ def test_both_limits_are_ambiguous() -> None:
 
 @pytest.mark.parametrize("name", sorted(_NEUTRAL))
 def test_neutral_values_pass_and_others_name_the_field(name: str) -> None:
-    is_of_chats = name in ("echo", "best_of")  # a completion has them
+    is_of_chats = name == "best_of"  # a completion has it
     parse, body = (chat, {"messages": HELLO}) if is_of_chats else (completion, {"prompt": "x"})
     for neutral in (None, *_NEUTRAL[name]):
         parse(**{name: neutral})
@@ -330,7 +330,7 @@ def test_log_probabilities_are_asked_for_as_each_endpoint_does() -> None:
     for wrong in ({"top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}):
         assert refused({"messages": HELLO, **wrong}, chats=True).param == "top_logprobs"
     assert refused({"prompt": "x", "prompt_logprobs": 0, "stream": True}).param == "prompt_logprobs"
-    assert refused({"messages": HELLO, "echo": True}, chats=True).param == "echo"
+    assert chat(echo=True, logprobs=True).requests[0].prompt_logprobs is None
 
 
 def test_edits_and_forms_of_text_arrive() -> None:

@@ -217,8 +217,8 @@ def test_numbers_of_completions_out_of_range_are_refused(fields: dict[str, Any],
 def test_no_tokens_are_only_for_an_echo_which_no_chat_has() -> None:
     assert ClientRequest("x", max_tokens=0, echo=True).completion_limit(3, 10) == 0
     with pytest.raises(BadRequest) as raised:
-        ClientRequest(Conversation((Message("user", "x"),)), echo=True)
-    assert raised.value.param == "echo"
+        ClientRequest(Conversation((Message("user", "x"),)), max_tokens=0, echo=True)
+    assert raised.value.param == "max_tokens"
 
 
 def test_min_tokens_are_at_most_max_tokens_or_its_default() -> None:

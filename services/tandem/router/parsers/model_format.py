@@ -58,6 +58,8 @@ class ModelFormat:
         `reasoning_effort` and `thinking`. Raises BadRequest for one that the model does not
         take."""
         taken = self._variables - _OWN_VARIABLES
+        # Clients send the switches of reasoning to all models.
+        asked = {name: v for name, v in asked.items() if name in taken or name not in _SWITCHES}
         for name in asked:
             if name not in taken:
                 allowed = ", ".join(sorted(taken)) or "nothing"

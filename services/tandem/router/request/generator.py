@@ -343,11 +343,7 @@ def _parser(
 def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
     client, tokenizer = request.client, model.tokenizer
     skips = client.skip_special_tokens
-    prompt_text = ""
-    if client.echo and isinstance(client.prompt, str) and client.truncate_prompt_tokens is None:
-        prompt_text = client.prompt
-    elif client.echo:
-        prompt_text = tokenizer.decode(request.token_ids, skip_special_tokens=skips)
+    prompt_text = _echoed(tokenizer, request) if client.echo else ""
     return TextStream(
         tokenizer,
         client.stop,
@@ -358,6 +354,18 @@ def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
         min_tokens=client.sampling.min_tokens,
         prompt_text=prompt_text,
     )
+
+
+def _echoed(tokenizer: Tokenizer, request: PreparedRequest) -> str:
+    """Returns the text before the completion's: a text as it was sent, whatever it has."""
+    prompt, is_cut = request.client.prompt, request.client.truncate_prompt_tokens is not None
+    if isinstance(prompt, Conversation):
+        final = prompt.messages[-1]
+        return final.content or "" if final.role == "assistant" else ""
+    if isinstance(prompt, str) and not is_cut:
+        return prompt
+    skips = request.client.skip_special_tokens and isinstance(prompt, str)
+    return tokenizer.decode(request.token_ids, skip_special_tokens=skips)
 
 
 def _deltas(

@@ -116,7 +116,7 @@ class ClientRequest:
     logprobs: int | None = None  # most likely tokens with each token's; None: no log probabilities
     prompt_logprobs: int | None = None  # the same of the prompt's tokens
     structured_output: StructuredOutput | None = None  # the form of the completion; None: any
-    echo: bool = False  # the text begins with the prompt's
+    echo: bool = False  # the text begins with the prompt's, or a chat's final assistant message
     embed: bool = False  # the prompt's last hidden state is wanted, and no text
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -144,7 +144,7 @@ class ClientRequest:
         elif not self.prompt:
             raise refusal("prompt", "empty")
         if self.max_tokens is not None:
-            least = 0 if self.echo or self.embed else 1
+            least = 0 if self.echoes_prompt or self.embed else 1
             if not least <= self.max_tokens <= MAX_TOKENS_MAX:
                 raise refusal("max_tokens", self.max_tokens)
             if self.sampling.min_tokens > self.max_tokens:
@@ -158,8 +158,6 @@ class ClientRequest:
         for name in ("logprobs", "prompt_logprobs"):
             if not 0 <= (getattr(self, name) or 0) <= LOGPROBS_MAX:
                 raise refusal(name, getattr(self, name))
-        if self.echo and isinstance(self.prompt, Conversation):
-            raise refusal("echo", "true")
         kept = self.truncate_prompt_tokens
         if kept is not None and kept != -1 and kept < 1:
             raise refusal("truncate_prompt_tokens", kept)
@@ -311,6 +309,11 @@ class ClientRequest:
         )
 
     @property
+    def echoes_prompt(self) -> bool:
+        """True if the prompt's tokens are part of the answer."""
+        return self.echo and not isinstance(self.prompt, Conversation)
+
+    @property
     def kind(self) -> Literal["chat", "completion", "embedding"]:
         if self.embed:
             return "embedding"
@@ -352,6 +355,7 @@ def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> Non
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise BadRequest(
-                f"{name} has the token id {token_id}; ids must be from 0 to {vocab_size - 1}",
+                f"{name} has the token id {token_id}, which is out of vocabulary; ids must be "
+                f"from 0 to {vocab_size - 1} (vocabulary size: {vocab_size})",
                 param=name,
             )

@@ -22,13 +22,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),  # of a chat
     "priority": (0,),
     "top_logprobs": (0,),  # of a completion, whose `logprobs` is a number
-    "echo": (False,),  # of a chat
     "continue_final_message": (False,),
     **dict.fromkeys(("add_generation_prompt", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "chat_template_kwargs": ({},),
     "suffix": ("",),
+    "prompt_embeds": ([],),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     # Any value but null asks for something.
@@ -36,7 +36,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("web_search_options", "chat_template"), ()),
     **dict.fromkeys(("allowed_token_ids", "cache_salt"), ()),
     "kv_transfer_params": (),
-    **dict.fromkeys(("documents", "prompt_embeds", "mm_processor_kwargs", "structural_tag"), ()),
+    **dict.fromkeys(("documents", "mm_processor_kwargs", "structural_tag"), ()),
     **dict.fromkeys(("logits_processors", "custom_logit_processor", "vllm_xargs"), ()),
     **dict.fromkeys(("regex", "ebnf", "stop_regex", "lora_path", "session_params"), ()),
     **dict.fromkeys(("return_hidden_states", "no_stop_trim"), (False,)),

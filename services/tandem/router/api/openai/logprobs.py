@@ -40,7 +40,7 @@ class ChoiceLogprobs:
         }
         num_top = self._request.logprobs or 0
         tokens: list[tuple[int, LogprobEntry | None]] = []
-        if self._request.echo and delta.prompt_token_ids:
+        if self._request.echoes_prompt and delta.prompt_token_ids:
             told = [None, *delta.prompt_logprobs]  # nothing comes before the first token
             tokens += zip(delta.prompt_token_ids, told, strict=True)
         tokens += zip(delta.token_ids, delta.logprobs, strict=True)

@@ -74,8 +74,9 @@ class Replies:
         body["choices"] = [self._whole_choice(i, deltas) for i, deltas in enumerate(choices)]
         if self.parsed.return_token_ids and self.is_chat:
             body["prompt_token_ids"] = choices[0][0].prompt_token_ids
-        if self.parsed.prompt_logprobs is not None and self.is_chat:
-            body["prompt_logprobs"] = self._of_choice(0).prompt(choices[0][0])
+        if self.is_chat:
+            asked = self.parsed.prompt_logprobs is not None
+            body["prompt_logprobs"] = self._of_choice(0).prompt(choices[0][0]) if asked else None
         totals = (delta.total for deltas in choices for delta in deltas)
         body["usage"] = usage_body(summed(total for total in totals if total is not None))
         return body
@@ -88,11 +89,11 @@ class Replies:
             "finish_reason": deltas[-1].finish_reason,
             "stop_reason": deltas[-1].stop_reason,
         }
-        if self.parsed.prompt_logprobs is not None and not self.is_chat:
-            choice["prompt_logprobs"] = self._of_choice(index).prompt(deltas[0])
         if self.is_chat:
             choice["message"] = _message(text, deltas)
         else:
+            asked = self.parsed.prompt_logprobs is not None
+            choice["prompt_logprobs"] = self._of_choice(index).prompt(deltas[0]) if asked else None
             choice["text"] = text
         if self.parsed.return_token_ids:
             choice["token_ids"] = [t for delta in deltas for t in delta.token_ids]
@@ -187,12 +188,11 @@ class Replies:
 
 
 def _message(text: str, deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Returns the message of a whole answer; keys for tools and reasoning only if it has them."""
+    """Returns the message of a whole answer; a key for tools only if it has calls."""
     calls = joined([call for delta in deltas for call in delta.tool_calls])
     content = text or (None if calls else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if reasoning := "".join(delta.reasoning for delta in deltas):
-        message["reasoning_content"] = reasoning
+    message["reasoning_content"] = "".join(delta.reasoning for delta in deltas) or None
     if calls:
         message["tool_calls"] = list(map(call_body, calls))
     return message

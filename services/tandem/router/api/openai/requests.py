@@ -150,6 +150,7 @@ class _Body(StructuredFields):
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(None, description=ALLOWED["truncate_prompt_tokens"])
     return_tokens_as_token_ids: bool = False
+    echo: bool = False
     add_special_tokens: bool = Field(True, description=ALLOWED["add_special_tokens"])
     n: int = Field(1, description=ALLOWED["n"])
     use_beam_search: bool = Field(False, description=ALLOWED["use_beam_search"])
@@ -177,7 +178,7 @@ class _Body(StructuredFields):
             ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs(),
             prompt_logprobs=self.num_prompt_logprobs(),
-            echo=self.echoes(),
+            echo=self.echo,
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -202,10 +203,6 @@ class _Body(StructuredFields):
     def num_prompt_logprobs(self) -> int | None:
         """Returns the same for the prompt's tokens, as the workers are asked."""
         return self.prompt_logprobs
-
-    def echoes(self) -> bool:
-        """Returns whether the text begins with the prompt's."""
-        return False
 
 
 def _refusal(name: str) -> BadRequest:
@@ -243,7 +240,6 @@ class CompletionBody(_Body):
     logprobs: Annotated[int | None, BeforeValidator(lambda v: None if v is False else v)] = Field(
         None, description=_ALLOWED["logprobs"]
     )
-    echo: bool = False
     best_of: int | None = Field(None, description=ALLOWED["best_of"])
 
     def num_made(self) -> int | None:
@@ -262,10 +258,6 @@ class CompletionBody(_Body):
         """Returns as many as `prompt_logprobs` asks for, or `logprobs` if the prompt is echoed."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((num for num in asked if num is not None), default=None)
-
-    def echoes(self) -> bool:
-        """Returns `echo`."""
-        return self.echo
 
     def prompts(self) -> list[str] | list[str | list[int]]:
         """Returns the prompts, at least one."""

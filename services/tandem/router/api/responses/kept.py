@@ -71,4 +71,6 @@ class KeptResponses:
         keeps = f"it keeps the last {self._num_max} of its own; another replica may know it"
         if not self.is_on:
             keeps = "it keeps none (--responses-kept)"
-        return f"this router knows no response {response_id[:80]!r}: {keeps}"
+        # OpenAI's words begin it: clients look for them.
+        found = f"Response with id {response_id[:80]!r} not found."
+        return f"{found} This router does not know it: {keeps}"
