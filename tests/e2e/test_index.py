@@ -187,6 +187,11 @@ def test_the_first_look_up_of_a_new_router_hits(own: LocalCluster) -> None:
     own.router.wait(30)
     own.start_router()
     own.wait_ready()
+    wait_for(
+        lambda: httpx.get(f"{own.url}/ready", timeout=5).status_code == 200,
+        deadline_s=30,
+        what="the model of the router",
+    )
     assert is_found(own)
     assert router_metric(own, "tandem_prefix_lookups_total", outcome="hit") == 1
     assert router_metric(own, "tandem_prefix_lookups_total") == 1
