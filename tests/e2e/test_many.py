@@ -1,6 +1,7 @@
 """Several completions of one prompt: each is as if it were asked for alone, whichever way.
 
-A tiny random fp32 model over gRPC with two decode workers, and SmolLM2 over NIXL.
+A tiny random fp32 model over gRPC with two decode workers, and SmolLM2 over NIXL. Migrated ones are
+in tests/parity.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import pytest
 from transformers import PreTrainedModel
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.cluster.operate import drain_worker
 from tandem.models.source import resolve
 from tandem.router.request.choices.children import child_seed
 from tests.harness.beam_reference import beams_of
@@ -23,9 +23,7 @@ from tests.harness.client import (
     EDITED,
     golden,
     metric,
-    migrations,
     open_client,
-    stream_completion,
 )
 from tests.harness.cluster import LocalCluster
 from tests.tiny_models import make_tiny_model
@@ -189,29 +187,3 @@ async def test_a_client_that_leaves_frees_all_children(tiny: Tiny) -> None:
             with pytest.raises(httpx.ReadTimeout):
                 await client.post("/v1/completions", json={**body, **fields}, timeout=0.5)
             await asyncio.to_thread(tiny.cluster.wait_idle)
-
-
-async def test_migrated_children_are_as_if_asked_for_alone(tiny: Tiny) -> None:
-    prompt = tiny.prompt(90)
-    asked = {**DRAWN, "max_tokens": LONG}
-    cluster = tiny.cluster
-    made: dict[int, list[int]] = {}
-    fault: asyncio.Task[None] | None = None
-    async with open_client(cluster) as client:
-        async for event in stream_completion(client, prompt, n=4, **asked):
-            for choice in event["choices"]:
-                made.setdefault(choice["index"], []).extend(choice["token_ids"])
-            if fault is None and len(made) == 4 and min(map(len, made.values())) > 3:
-                record = (await client.get(f"/v1/requests/{event['id']}")).json()
-                left = record["decode_worker"]
-                drain = asyncio.to_thread(drain_worker, cluster.admin_url, left, deadline_s=60)
-                fault = asyncio.create_task(drain)
-        assert fault is not None
-        await fault
-        record = (await client.get(f"/v1/requests/{event['id']}")).json()
-        assert record["moves"] == migrations(cluster, "drain") == 4
-        assert cluster.workers[left].process.wait(30) == 0
-        del cluster.workers[left]  # this is the last test of the cluster
-        expected = (await ask(client, prompt, n=4, **asked))["choices"]
-    assert [made[index] for index in range(4)] == [choice["token_ids"] for choice in expected]
-    cluster.wait_idle()
