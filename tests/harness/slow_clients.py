@@ -134,7 +134,9 @@ class SlowClients:
 @contextlib.contextmanager
 def slow_clients(kind: str, port: int, number: int, *, reopen: float = 200.0) -> Iterator[None]:
     """Starts them in a process of their own; inside, all of them have tried to connect."""
-    command = [sys.executable, "-m", "tests.harness.slow_clients", kind, "--port", str(port)]
+    # They stand for other machines: the clients' own work shall not take the router's cores.
+    command = ["nice", "-n", "19", sys.executable, "-m", "tests.harness.slow_clients"]
+    command += [kind, "--port", str(port)]
     command += ["--number", str(number), "--reopen", str(reopen)]
     with subprocess.Popen(
         command,
