@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import selectors
 import socket
 import subprocess
@@ -134,8 +135,7 @@ class SlowClients:
 @contextlib.contextmanager
 def slow_clients(kind: str, port: int, number: int, *, reopen: float = 200.0) -> Iterator[None]:
     """Starts them in a process of their own; inside, all of them have tried to connect."""
-    # They stand for other machines: the clients' own work shall not take the router's cores.
-    command = ["nice", "-n", "19", sys.executable, "-m", "tests.harness.slow_clients"]
+    command = [sys.executable, "-m", "tests.harness.slow_clients"]
     command += [kind, "--port", str(port)]
     command += ["--number", str(number), "--reopen", str(reopen)]
     with subprocess.Popen(
@@ -162,6 +162,8 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=10_000)
     parser.add_argument("--reopen", type=float, default=200.0, help="connections a second")
     arguments = parser.parse_args()
+    # They stand for other machines: the clients' own work shall not take the router's cores.
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     clients = SlowClients(KINDS[arguments.kind], arguments.port, arguments.number, arguments.reopen)
     stdin = selectors.DefaultSelector()
     stdin.register(sys.stdin, selectors.EVENT_READ)

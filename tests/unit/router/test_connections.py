@@ -24,10 +24,10 @@ def test_an_address_exchanges_its_connections_only_so_often() -> None:
     answers = [connections.enter(Waiting(), ADDRESS, 10.0) for _ in range(80)]
     assert answers == [""] * 64 + [FULL] * 16
     assert [one.is_open for one in old] == [False] * 64 + [True] * 36
-    # 50 a second come back; another address has its own.
-    later = [connections.enter(Waiting(), ADDRESS, 10.21) for _ in range(12)]
+    # 20 a second come back; another address has its own.
+    later = [connections.enter(Waiting(), ADDRESS, 10.51) for _ in range(12)]
     assert later == [""] * 10 + [FULL] * 2
-    assert connections.enter(Waiting(), "192.0.2.8", 10.21) == ""
+    assert connections.enter(Waiting(), "192.0.2.8", 10.51) == ""
 
 
 def test_who_left_is_not_exchanged() -> None:

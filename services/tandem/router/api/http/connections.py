@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _FULL_INTERVAL_S = 60.0  # between two lines in the log that say that the server is full
 _SLOW_S = 1.0  # without a byte, before a connection without a request gives way
-_EXCHANGES_A_SECOND = 50.0  # by one address that has its part
+_EXCHANGES_A_SECOND = 20.0  # by one address that has its part
 _EXCHANGES_AT_ONCE = 64.0
 
 

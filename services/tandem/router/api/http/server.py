@@ -45,7 +45,7 @@ _BACKLOG = 2048
 _PIPELINED_MAX = 16  # requests that were sent before the answer to an earlier one
 _LINGER_S = 1.0  # that a client has to read why it is refused, before its unread bytes reset it
 _LINGERING_MAX = 16  # connections at once; beyond it they are closed without delay
-_ACCEPTED_AT_ONCE = 4  # connections between two turns of those that are open
+_ACCEPTED_AT_ONCE = 1  # connections between two turns of those that are open
 _ACCEPT_PAUSE_S = 1.0  # while the system has no file for a new connection
 _OTHER_FILES = 256  # descriptors for everything but HTTP connections
 
