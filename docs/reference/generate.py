@@ -21,6 +21,7 @@ from tandem.config.redis_front import RedisFrontOptions
 from tandem.config.router import RouterOptions
 from tandem.config.tls import Kind
 from tandem.config.worker import WorkerOptions
+from tandem.kv_size.options import KvSizeOptions
 from tandem.options import bounds, choices, make_app, to_text
 from tandem.simulator.options import SimulateOptions
 from tandem.store.roles import rules
@@ -34,6 +35,7 @@ PROGRAMS = {
     "tandem worker": WorkerOptions,
     "tandem redis-front": RedisFrontOptions,
     "tandem simulate": SimulateOptions,
+    "tandem kv-size": KvSizeOptions,
 }
 _INTRODUCTION = """
 `make options` writes this page from the settings in `services/tandem/config/`. Durations are in

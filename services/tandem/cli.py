@@ -253,6 +253,7 @@ PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
 for words, run, text in (
     ("up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),
     ("simulate", program("tandem.simulator"), "Replay a trace on simulated workers"),
+    ("kv-size", program("tandem.kv_size"), "Compute the memory of KV, and the workers of a load"),
     ("router", program("tandem.router"), "Run one router"),
     ("worker", program("tandem.worker"), "Run one worker"),
     ("redis-front", program("tandem.security.redis_front"), "Run a TLS port before a Redis server"),

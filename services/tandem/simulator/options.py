@@ -91,7 +91,7 @@ class SimulateOptions(Options):
             num_decode=self.decode,
             num_prefill=self.prefill,
             kv_tokens=self.kv_tokens,
-            rates=_read_rates(self.rates),
+            rates=read_rates(self.rates),
             rate_error=self.rate_error,
             cores=self.cores,
             report_age_s=self.report_age / 1000,
@@ -132,7 +132,8 @@ class SimulateOptions(Options):
         )
 
 
-def _read_rates(path: str) -> WorkerRates:
+def read_rates(path: str) -> WorkerRates:
+    """Reads a JSON file of rates; the guess if there is none. Raises OSError, MsgspecError."""
     if not path:
         return DEFAULT_RATES
     rates = msgspec.json.decode(Path(path).read_bytes(), type=WorkerRates)

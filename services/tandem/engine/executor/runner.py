@@ -15,7 +15,7 @@ import torch
 
 from tandem.config.engine import EngineConfig
 from tandem.dtypes import compute_dtype, cpu_has_bfloat16
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout, model_layout
 from tandem.engine.cache.pool_memory import own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.native_decoder import NativeDecoder
@@ -106,12 +106,10 @@ class ModelRunner:
         return self._small if isinstance(self._small, NativeDecoder) else None
 
     def layout(self, num_blocks: int) -> BlockLayout:
-        return BlockLayout(
+        return model_layout(
+            self._model_config,
             num_blocks=num_blocks,
-            num_kv_heads=self._model_config.num_kv_heads,
-            num_layers=self._model_config.num_layers,
             block_size=self._block_size,
-            head_dim=self._model_config.head_dim,
             dtype=self.kv_dtype_name,
         )
 

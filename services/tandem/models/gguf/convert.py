@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig
@@ -61,6 +62,16 @@ def model_name(gguf_file: Path) -> str:
     return _QUANTIZATION.sub("", gguf_file.stem)
 
 
+def gguf_config(gguf_file: Path) -> ModelConfig:
+    """Returns the shape of a GGUF file's model from its metadata; converts nothing.
+
+    Raises UnsupportedModel, and ConfigError when the file is no GGUF file.
+    """
+    with naming(gguf_file):
+        _, _, config, generation = _read(gguf_file)
+        return ModelConfig.from_hf(config, generation)
+
+
 def _place(gguf_file: Path, cache_dir: Path | None) -> Path:
     # By content, so that every copy of a file shares one conversion. Both ends tell files of one
     # size apart: the first has the metadata, the last the weights.
@@ -73,25 +84,32 @@ def _place(gguf_file: Path, cache_dir: Path | None) -> Path:
     return (cache_dir or cache_root()) / "models" / f"{model_name(gguf_file)}-{digest.hexdigest()}"
 
 
-def _convert(gguf_file: Path, folder: Path) -> None:
+def _read(gguf_file: Path) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """Returns the reader, the metadata, config.json and generation_config.json."""
     # Slow to import, and needed the first time only.
     import gguf
 
     from tandem.models.gguf.config import GgufMetadata, generation_config, hf_config
     from tandem.models.gguf.layout import check_layout
-    from tandem.models.gguf.tokenizer import write_tokenizer
-    from tandem.models.gguf.weights import read_rope_freqs, write_weights
+    from tandem.models.gguf.weights import read_rope_freqs
 
     check_layout(gguf_file)
+    reader = gguf.GGUFReader(gguf_file)
+    metadata = GgufMetadata(reader)
+    config = hf_config(
+        metadata,
+        tensor_names=frozenset(tensor.name for tensor in reader.tensors),
+        rope_freqs=read_rope_freqs(reader),
+    )
+    return reader, metadata, config, generation_config(metadata)
+
+
+def _convert(gguf_file: Path, folder: Path) -> None:
+    from tandem.models.gguf.tokenizer import write_tokenizer
+    from tandem.models.gguf.weights import write_weights
+
     with naming(gguf_file):
-        reader = gguf.GGUFReader(gguf_file)
-        metadata = GgufMetadata(reader)
-        config = hf_config(
-            metadata,
-            tensor_names=frozenset(tensor.name for tensor in reader.tensors),
-            rope_freqs=read_rope_freqs(reader),
-        )
-        generation = generation_config(metadata)
+        reader, metadata, config, generation = _read(gguf_file)
         ModelConfig.from_hf(config, generation)  # what it refuses is not converted
         _write_json(folder / "config.json", config)
         _write_json(folder / "generation_config.json", generation)

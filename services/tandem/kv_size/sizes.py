@@ -1,0 +1,126 @@
+"""Sizes of a model's KV, and what of it fits on a device. Pure.
+
+All bytes come from `BlockLayout`, which an engine also allocates its pool by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.cache.layout import BlockLayout, model_layout, num_blocks_of
+from tandem.errors import ConfigError
+from tandem.models.config import ModelConfig
+from tandem.models.shape import num_parameters
+from tandem.transfer.tensor_parallel import ParallelLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSize:
+    """The KV of one rank, in bytes. A sequence takes whole blocks."""
+
+    attention: str  # MHA, GQA or MQA
+    kv_heads: int  # of the model
+    dtype: str
+    tensor_parallel: int
+    heads_per_rank: int
+    token_bytes: int | float  # a fraction where a block is padded
+    block_bytes: int
+    sequence_blocks: int
+    sequence_bytes: int
+    batch_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFit:
+    """A device's memory beside its rank's weights, in KV. `free_bytes` is at least 0."""
+
+    dtype: str
+    tensor_parallel: int
+    weights_bytes: int
+    free_bytes: int
+    num_blocks: int
+    num_tokens: int
+    num_sequences: int
+
+
+def attention_name(num_heads: int, num_kv_heads: int) -> str:
+    """Names the kind of attention by its heads (https://arxiv.org/abs/2305.13245)."""
+    if num_kv_heads == num_heads:
+        return "MHA"
+    return "MQA" if num_kv_heads == 1 else "GQA"
+
+
+def side_by_side(model: ModelConfig) -> list[ModelConfig]:
+    """Returns the model with a KV head for each head, as it is, and with one KV head."""
+    heads = sorted({model.num_attention_heads, model.num_kv_heads, 1}, reverse=True)
+    return [replace(model, num_kv_heads=count) for count in heads]
+
+
+def rank_layout(
+    model: ModelConfig, *, num_blocks: int, block_size: int, dtype: str, tensor_parallel: int
+) -> BlockLayout:
+    """Returns the layout of one rank's pool. Raises Incompatible for a degree that divides no
+    heads."""
+    whole = model_layout(model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+    return ParallelLayout(whole, tensor_parallel).rank_layout
+
+
+def kv_size(
+    model: ModelConfig,
+    dtype: str,
+    *,
+    block_size: int,
+    tensor_parallel: int,
+    context: int,
+    batch: int,
+) -> KvSize:
+    """Computes the KV of `batch` sequences of `context` tokens each. Raises Incompatible."""
+    one = rank_layout(
+        model, num_blocks=1, block_size=block_size, dtype=dtype, tensor_parallel=tensor_parallel
+    )
+    blocks = -(-context // block_size)
+    whole, rest = divmod(one.block_bytes, block_size)
+    return KvSize(
+        attention=attention_name(model.num_attention_heads, model.num_kv_heads),
+        kv_heads=model.num_kv_heads,
+        dtype=dtype,
+        tensor_parallel=tensor_parallel,
+        heads_per_rank=one.num_kv_heads,
+        token_bytes=one.block_bytes / block_size if rest else whole,
+        block_bytes=one.block_bytes,
+        sequence_blocks=blocks,
+        sequence_bytes=replace(one, num_blocks=blocks).pool_bytes,
+        batch_bytes=replace(one, num_blocks=batch * blocks).pool_bytes,
+    )
+
+
+def device_fit(
+    model: ModelConfig,
+    size: KvSize,
+    *,
+    block_size: int,
+    memory_bytes: int,
+    weight_bytes: int,
+    reserve_bytes: int,
+) -> DeviceFit:
+    """Computes the KV that fits beside a rank's share of the weights, `weight_bytes` each.
+
+    The engine's own rule makes blocks of the free memory.
+    """
+    weights_bytes = -(-num_parameters(model) * weight_bytes // size.tensor_parallel)
+    free_bytes = max(0, memory_bytes - weights_bytes - reserve_bytes)
+    try:
+        config = EngineConfig(model="", block_size=block_size, kv_bytes_max=max(1, free_bytes))
+        num_blocks = num_blocks_of(config, size.block_bytes)
+    except ConfigError:  # not even one block
+        num_blocks = 0
+    return DeviceFit(
+        dtype=size.dtype,
+        tensor_parallel=size.tensor_parallel,
+        weights_bytes=weights_bytes,
+        free_bytes=free_bytes,
+        num_blocks=num_blocks,
+        num_tokens=num_blocks * block_size,
+        num_sequences=num_blocks // size.sequence_blocks,
+    )

@@ -1,0 +1,70 @@
+"""Reads a model's shape alone: no weights, no tokenizer, no conversion.
+
+Besides what `source.resolve` takes, a config.json will do.
+"""
+
+from pathlib import Path
+
+from tandem.errors import ConfigError
+from tandem.models.broken_files import naming
+from tandem.models.config import ModelConfig
+from tandem.models.gguf.convert import gguf_config
+from tandem.models.source import BUILT_IN, built_in_file, read_json, read_json_if_any
+
+
+def read_shape(model: str, *, revision: str = "") -> ModelConfig:
+    """Reads the shape of a folder, a config.json, a GGUF file, the built-in or a hub's model.
+
+    Raises ConfigError when nothing is found, UnsupportedModel for a model that cannot be run.
+    """
+    path = Path(model).expanduser()
+    if model == BUILT_IN and not path.exists():
+        if (file := built_in_file()) is None:
+            raise ConfigError("the built-in model is not on this machine: `tandem up` downloads it")
+        return gguf_config(file)
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"there is no GGUF file {path}")
+        return gguf_config(path)
+    if path.is_dir():
+        return _read_config(path / "config.json")
+    if path.exists() or path.suffix == ".json" or path.is_absolute() or model[:1] in (".", "~"):
+        return _read_config(path)
+    return _read_config(_from_hub(model, revision))
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Returns the number of weights, biases and norms of the model."""
+    hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
+    kv = model.num_kv_heads * model.head_dim
+    attention = 2 * hidden * (heads + kv)
+    mlp = 3 * hidden * model.intermediate_size
+    norms = 2 * hidden + 2 * model.head_dim * model.qk_norm
+    biases = (heads + 2 * kv) * model.qkv_bias + hidden * model.attention_out_bias
+    biases += (2 * model.intermediate_size + hidden) * model.mlp_bias
+    embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
+    return embeddings + model.num_layers * (attention + mlp + norms + biases) + hidden
+
+
+def _read_config(path: Path) -> ModelConfig:
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no file {path}; give a folder with config.json, a config.json, a .gguf "
+            f"file, {BUILT_IN} or a hub name"
+        )
+    with naming(path):
+        generation = path.with_name("generation_config.json")
+        return ModelConfig.from_hf(read_json(path), read_json_if_any(generation))
+
+
+def _from_hub(name: str, revision: str) -> Path:
+    # Slow to import, and needed for hub names only.
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision or None))
+    except (OSError, ValueError) as error:  # what the library's own errors derive from
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"{name} is no folder here and its config.json cannot be had from the hub ({reason})"
+        ) from error

@@ -1,0 +1,174 @@
+"""Computed sizes equal what a real engine allocates, to the byte, and the documents' figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.executor.runner import ModelRunner
+from tandem.errors import Incompatible
+from tandem.kv_size.sizes import KvSize, device_fit, kv_size, rank_layout, side_by_side
+from tandem.models.config import ModelConfig
+from tandem.models.shape import num_parameters
+from tandem.models.source import ModelFolder
+from tests.tiny_models import make_tiny_model
+
+GIB = 1 << 30
+LLAMA_3_8B = ModelConfig.from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    }
+)
+NUM_BLOCKS = 7
+
+
+def size(model: ModelConfig, dtype: str = "bfloat16", **more: int) -> KvSize:
+    asked = {"block_size": 16, "tensor_parallel": 1, "context": 8192, "batch": 1}
+    return kv_size(model, dtype, **(asked | more))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], ModelFolder]:
+    """Makes a tiny model of a family with so many KV heads, each once."""
+
+    @cache
+    def make(family: str, kv_heads: int) -> ModelFolder:
+        path = tmp_path_factory.mktemp("model")
+        return make_tiny_model(family, path, num_key_value_heads=kv_heads)[0]
+
+    return make
+
+
+def engine_of(folder: Any, **settings: Any) -> tuple[Engine, ModelRunner]:
+    config = EngineConfig(model="", device="cpu", dtype="float32", kernels="torch", **settings)
+    runner = ModelRunner(folder, config)
+    return Engine(config, runner, "fingerprint"), runner
+
+
+@pytest.mark.parametrize("block_size", [1, 12, 16, 64])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "kv_heads", "tensor_parallel"),
+    [
+        ("llama", 6, 1),
+        ("llama", 6, 2),
+        ("llama", 6, 3),
+        ("llama", 6, 6),
+        ("llama", 2, 1),
+        ("llama", 2, 2),
+        ("llama-one-kv-head", 1, 1),
+        ("llama-one-kv-head", 1, 4),
+        ("llama-small-heads", 3, 3),
+        ("mistral-wide-heads", 2, 1),
+        ("qwen2-yarn", 2, 1),
+        ("qwen3", 6, 2),
+    ],
+)
+def test_an_engine_allocates_what_was_computed(
+    tiny: Callable[[str, int], ModelFolder],
+    family: str,
+    kv_heads: int,
+    tensor_parallel: int,
+    dtype: str,
+    block_size: int,
+) -> None:
+    """An engine has one rank; that of a rank's heads is an engine of a model with these heads."""
+    context = NUM_BLOCKS * block_size - block_size // 2
+    computed = size(
+        tiny(family, kv_heads).config,
+        dtype,
+        block_size=block_size,
+        tensor_parallel=tensor_parallel,
+        context=context,
+    )
+    of_rank = max(1, kv_heads // tensor_parallel)
+    assert computed.heads_per_rank == of_rank
+    engine, runner = engine_of(
+        tiny(family, of_rank), kv_dtype=dtype, block_size=block_size, num_blocks=NUM_BLOCKS
+    )
+    assert computed.sequence_blocks == NUM_BLOCKS
+    assert computed.sequence_bytes == engine.layout.pool_bytes == runner.kv.nbytes
+    assert computed.block_bytes == engine.layout.block_bytes == runner.kv[0].nbytes
+    assert computed.token_bytes * block_size == engine.layout.block_bytes
+
+
+def test_a_dtype_that_no_engine_has_yet_is_what_its_tensor_takes() -> None:
+    layout = rank_layout(
+        LLAMA_3_8B, num_blocks=3, block_size=16, dtype="float16", tensor_parallel=1
+    )
+    assert layout.pool_bytes == torch.empty(layout.shape, dtype=torch.float16).nbytes
+
+
+def test_llama_3_8b_in_bf16_has_the_documents_figures() -> None:
+    one = size(LLAMA_3_8B, batch=64)
+    assert one.token_bytes == 131_072
+    assert one.sequence_bytes == GIB
+    assert one.batch_bytes == 64 * GIB
+
+
+def test_mha_gqa_and_mqa_have_the_documents_figures() -> None:
+    sizes = [size(shape, batch=16) for shape in side_by_side(LLAMA_3_8B)]
+    told = {s.attention: (s.kv_heads, s.batch_bytes) for s in sizes}
+    assert told == {"MHA": (32, 64 * GIB), "GQA": (8, 16 * GIB), "MQA": (1, 2 * GIB)}
+
+
+def test_a_model_without_grouped_heads_has_two_kinds_of_attention() -> None:
+    shape = replace(LLAMA_3_8B, num_kv_heads=32)
+    assert [size(s).attention for s in side_by_side(shape)] == ["MHA", "MQA"]
+    shape = replace(LLAMA_3_8B, num_kv_heads=1)
+    assert [size(s).attention for s in side_by_side(shape)] == ["MHA", "MQA"]
+
+
+def test_a_sequence_takes_whole_blocks() -> None:
+    assert size(LLAMA_3_8B, context=17).sequence_bytes == 2 * size(LLAMA_3_8B).block_bytes
+
+
+def test_ranks_that_divide_no_heads_are_refused() -> None:
+    with pytest.raises(Incompatible, match="tensor_parallel 3 does not divide 8 KV heads"):
+        size(LLAMA_3_8B, tensor_parallel=3)
+
+
+def test_an_engine_makes_the_same_blocks_of_the_free_memory(tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("llama", tmp_path)
+    computed = size(folder.config, "float32", context=100)
+    fit = device_fit(
+        folder.config,
+        computed,
+        block_size=16,
+        memory_bytes=5_000_000,
+        weight_bytes=4,
+        reserve_bytes=1_000_000,
+    )
+    assert fit.weights_bytes == 4 * num_parameters(folder.config)
+    assert fit.free_bytes == 4_000_000 - fit.weights_bytes
+    engine, _ = engine_of(folder, kv_dtype="float32", kv_bytes_max=fit.free_bytes)
+    assert fit.num_blocks == engine.layout.num_blocks
+    assert fit.num_tokens == 16 * fit.num_blocks
+    assert fit.num_sequences == fit.num_blocks // 7
+
+
+def test_weights_that_do_not_fit_leave_no_block() -> None:
+    fit = device_fit(
+        LLAMA_3_8B,
+        size(LLAMA_3_8B),
+        block_size=16,
+        memory_bytes=8 * GIB,
+        weight_bytes=2,
+        reserve_bytes=0,
+    )
+    assert (fit.free_bytes, fit.num_blocks, fit.num_sequences) == (0, 0, 0)
