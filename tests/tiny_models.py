@@ -65,6 +65,7 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
         MistralConfig,
         {"head_dim": 32, "sliding_window": None},
     ),
+    "mistral-window": (MistralForCausalLM, MistralConfig, {"sliding_window": 40}),
     "qwen2-yarn": (Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": _YARN}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
 }

@@ -1,6 +1,7 @@
 """Causal attention of a step's queries over paged KV, grouped-query heads.
 
-    out[t, h] = softmax(q[t, h] . K[h / G] / sqrt(D)) V[h / G]     over the keys at or before t
+    out[t, h] = softmax(q[t, h] . K[h / G] / sqrt(D)) V[h / G]     over the keys at or before t,
+                                                               of which a window has the last w
 
 torch's scaled_dot_product_attention over copies gathered per layer: one call for all sequences
 that decode, one for each prefill chunk. Scores and sums are fp32 inside it, whatever the dtype.
@@ -27,12 +28,18 @@ class PagedAttention:
     """One step's attention: index tensors and masks, made once and used in every layer."""
 
     def __init__(
-        self, spans: Sequence[QuerySpan], pool: KvPool, num_heads: int, dtype: torch.dtype
+        self,
+        spans: Sequence[QuerySpan],
+        pool: KvPool,
+        num_heads: int,
+        dtype: torch.dtype,
+        window: int | None = None,
     ) -> None:
         assert num_heads % pool.num_kv_heads == 0
         self._pool = pool
         self._parts = [
-            _MaskedGroup(group, _mask(group, pool, dtype)) for group in make_groups(spans, pool)
+            _MaskedGroup(group, _mask(group, pool, dtype, window))
+            for group in make_groups(spans, pool, window=window)
         ]
 
     def __call__(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
@@ -74,14 +81,19 @@ def _attend_chunk(
     out.view(num_queries, num_kv_heads, group_size, head_dim).copy_(result.permute(2, 0, 1, 3))
 
 
-def _mask(group: AttentionGroup, pool: KvPool, dtype: torch.dtype) -> torch.Tensor | None:
+def _mask(
+    group: AttentionGroup, pool: KvPool, dtype: torch.dtype, window: int | None
+) -> torch.Tensor | None:
     """Returns [B, 1, num_queries, padded context]: 0 where a query sees a key, -inf elsewhere."""
     longest = max(group.context_lens)
-    if group.num_queries == longest and group.num_queries > 1:
+    if group.num_queries == longest > 1 and (window is None or longest <= window):
         return None
     padded = -(-longest // pool.block_size) * pool.block_size
     lens = torch.tensor(group.context_lens, device=pool.device).view(-1, 1, 1, 1)
     queries = torch.arange(1 - group.num_queries, 1, device=pool.device).view(-1, 1)
-    hidden = torch.arange(padded, device=pool.device) >= lens + queries
+    keys, ends = torch.arange(padded, device=pool.device), lens + queries
+    hidden = keys >= ends
+    if window is not None:
+        hidden |= keys < ends - window
     mask = torch.zeros(hidden.shape, dtype=dtype, device=pool.device)
     return mask.masked_fill_(hidden, float("-inf"))

@@ -3,10 +3,15 @@
 Sequences with one query each are gathered side by side, padded to the longest of the group, so a
 group holds only contexts of like length and at most `_GATHERED_TOKENS_MAX` padded tokens. A
 sequence with more queries is a group by itself.
+
+With a sliding window of w tokens the query at position i sees the keys i - w < j <= i. Only the
+part of a context that a group's queries see is gathered: attention knows no positions, so the rest
+is cut off in front, and what the span says is the context's length from there on.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 
@@ -23,7 +28,7 @@ class QuerySpan:
     first_row: int
     num_queries: int
     context_len: int  # tokens
-    block_table: Sequence[int]  # covers the context, may be longer
+    block_table: Sequence[int]  # covers the context, may be longer; of no meaning before a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +55,28 @@ def batch_order(context_lens: Sequence[int], num_queries: Sequence[int]) -> list
 
 
 def make_groups(
-    spans: Sequence[QuerySpan], pool: KvPool, padded_to: int = 1
+    spans: Sequence[QuerySpan], pool: KvPool, padded_to: int = 1, window: int | None = None
 ) -> list[AttentionGroup]:
     """Groups of consecutive spans; `spans` are in `batch_order`.
 
-    Contexts are gathered padded to a multiple of `padded_to` tokens and of the block size.
+    Contexts are gathered padded to a multiple of `padded_to` tokens and of the block size. What is
+    cut off before a window is a multiple of both.
     """
+    if window is not None:
+        spans = [_within(span, window, pool.block_size, padded_to) for span in spans]
     return [_group(part, pool, padded_to) for part in _split(spans)]
+
+
+def _within(span: QuerySpan, window: int, block_size: int, padded_to: int) -> QuerySpan:
+    """Cuts off what even the first query does not see."""
+    first_key = max(0, span.context_len - span.num_queries + 1 - window)
+    num_blocks = first_key // lcm(block_size, padded_to) * lcm(block_size, padded_to) // block_size
+    return QuerySpan(
+        span.first_row,
+        span.num_queries,
+        span.context_len - num_blocks * block_size,
+        span.block_table[num_blocks:],
+    )
 
 
 def _split(spans: Sequence[QuerySpan]) -> Iterator[list[QuerySpan]]:
@@ -84,7 +104,7 @@ def _group(part: list[QuerySpan], pool: KvPool, padded_to: int) -> AttentionGrou
     tables = torch.zeros(len(part), num_blocks, dtype=torch.long)
     for row, span in zip(tables, part, strict=True):
         used = -(-span.context_len // pool.block_size)
-        row[:used] = torch.tensor(span.block_table[:used])
+        row[:used] = torch.tensor(span.block_table[:used]).clamp_(min=0)  # what is cut is hidden
     return AttentionGroup(
         first_row=part[0].first_row,
         num_queries=part[0].num_queries,

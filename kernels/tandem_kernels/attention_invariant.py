@@ -6,7 +6,8 @@ products have one shape, rows [16, D] by keys [64, D], and all sums one order.
     row tile    16 rows (query, head of the KV head's group), padded with zeros
     key tile    64 keys, aligned to position 0
     scores      [key tiles, N, 16, 64]      N row tiles; -inf where hidden
-    out         added up over key tiles from the first; hidden keys add an exact 0
+    out         added up over key tiles from the first; hidden keys add an exact 0, and so tiles
+                that lie before a window may be left out
 
 The maximum is taken over the whole row first, so nothing is ever rescaled.
 """
@@ -28,21 +29,27 @@ KEY_TILE = 64
 class _TiledGroup:
     group: AttentionGroup
     hidden: torch.Tensor  # bool [key tiles, N, 16, 64]
-    first_row_tile: list[int]  # per key tile: the first row tile that sees it; all later ones do
+    first_row_tile: list[int]  # per key tile: the first row tile that sees it, or a key after it
 
 
 class InvariantPagedAttention:
     """One step's attention: index tensors and masks, made once and used in every layer."""
 
     def __init__(
-        self, spans: Sequence[QuerySpan], pool: KvPool, num_heads: int, dtype: torch.dtype
+        self,
+        spans: Sequence[QuerySpan],
+        pool: KvPool,
+        num_heads: int,
+        dtype: torch.dtype,
+        window: int | None = None,
     ) -> None:
         assert dtype == pool.dtype == torch.float32
         self._pool = pool
         self._group_size = num_heads // pool.num_kv_heads
         self._tiles_per_query = -(-self._group_size // ROW_TILE)
         padded_to = math.lcm(KEY_TILE, pool.block_size)
-        self._parts = [self._tiled(group) for group in make_groups(spans, pool, padded_to)]
+        groups = make_groups(spans, pool, padded_to, window)
+        self._parts = [self._tiled(group, window) for group in groups]
 
     def __call__(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Queries [T, heads, D] to [T, heads, D]; the step's own K and V are in the pool."""
@@ -84,9 +91,10 @@ class InvariantPagedAttention:
             used = result[: num_queries * self._group_size]
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
-    def _tiled(self, group: AttentionGroup) -> _TiledGroup:
+    def _tiled(self, group: AttentionGroup, window: int | None) -> _TiledGroup:
         """Tiles a group, with its mask. Row tiles come by their last visible key, so that those
-        that see a key tile are the last ones: sequences by context length, queries by position."""
+        that see a key tile are the last ones: sequences by context length, queries by position.
+        Contexts that a window cut off may come in another order, and differ little."""
         device = self._pool.device
         if group.num_queries == 1:
             tiles_per_sequence = self._pool.num_kv_heads * self._tiles_per_query
@@ -101,11 +109,15 @@ class InvariantPagedAttention:
         num_key_tiles = -(-max(group.context_lens) // KEY_TILE)
         keys = torch.arange(num_key_tiles * KEY_TILE).view(num_key_tiles, 1, 1, KEY_TILE)
         firsts = torch.arange(num_key_tiles) * KEY_TILE
+        ends = visible.unsqueeze(-1)
+        hidden = keys >= ends
+        if window is not None:
+            hidden |= keys < ends - window
         return _TiledGroup(
             group=group,
-            hidden=(keys >= visible.unsqueeze(-1)).to(device),
+            hidden=hidden.to(device),
             first_row_tile=torch.searchsorted(
-                visible.amax(1).contiguous(), firsts, right=True
+                visible.amax(1).cummax(0).values, firsts, right=True
             ).tolist(),
         )
 

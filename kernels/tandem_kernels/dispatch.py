@@ -33,7 +33,12 @@ class Linear(Protocol):
 
 class MakeAttention(Protocol):
     def __call__(
-        self, spans: Sequence[QuerySpan], pool: KvPool, num_heads: int, dtype: torch.dtype
+        self,
+        spans: Sequence[QuerySpan],
+        pool: KvPool,
+        num_heads: int,
+        dtype: torch.dtype,
+        window: int | None,
     ) -> Attention: ...
 
 

@@ -3,7 +3,8 @@
 // A work item is a few rows (query, head of the KV head's group) of one span and one KV head. Keys
 // come in tiles of 64, aligned to position 0; the softmax runs along (arXiv:2205.14135). A tile
 // that a row does not see leaves its sums as they are, bit for bit, so a row does not know which
-// others share its item, where its chunk began, or how the KV is cut into blocks.
+// others share its item, where its chunk began, or how the KV is cut into blocks. With a window the
+// first tile is the one that the item's first row begins to see, and no key before that is read.
 
 namespace tandem::TANDEM_ISA {
 
@@ -201,14 +202,28 @@ inline int in_head(int i, Bf16) {
     return kLanes == kPanel ? i : panel + lane % (kPanel / 2) * 2 + lane / (kPanel / 2);
 }
 
-// Weighs a row's scores, of which it sees the first `num_visible` of the `num_keys` (whole panels)
-// that were computed. Answers what its sums so far are to be multiplied with.
-inline float weigh(float* scores, int num_visible, int num_keys, float& highest, float& mass) {
-    if (num_visible <= 0) {
+// The keys that a row sees; of a tile: less where the tile begins, and so perhaps outside of it.
+struct Seen {
+    int first, end;
+
+    Seen in(int tile) const { return {first - tile, end - tile}; }
+    bool any(int num_keys) const { return end > 0 && first < num_keys; }
+};
+
+inline Seen keys_seen(const Model& model, const Span& span, int query) {
+    const int end = span.context_len - span.num_queries + query + 1;
+    return {model.window > 0 && end > model.window ? end - model.window : 0, end};
+}
+
+// Weighs a row's scores, of which it sees some of the `num_keys` (whole panels) that were computed.
+// Answers what its sums so far are to be multiplied with.
+inline float weigh(float* scores, Seen seen, int num_keys, float& highest, float& mass) {
+    if (!seen.any(num_keys)) {
         std::memset(scores, 0, num_keys * sizeof(float));
         return 1.0f;
     }
-    for (int key = num_visible; key < num_keys; ++key) scores[key] = -INFINITY;
+    for (int key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
+    for (int key = seen.end; key < num_keys; ++key) scores[key] = -INFINITY;
     Floats high[kVectors];
     for (int v = 0; v < kVectors; ++v) high[v] = load(scores + v * kLanes);
     for (int at = kPanel; at < num_keys; at += kPanel)
@@ -228,18 +243,17 @@ inline float weigh(float* scores, int num_visible, int num_keys, float& highest,
 }
 
 template <class T, int MR>
-void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const int* num_visible,
-                 float* scores, float* highest, float* mass, float* out) {
+void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* seen, float* scores,
+                 float* highest, float* mass, float* out) {
     if constexpr (MR > 0) {
         if (num_rows != MR)
-            return attend_rows<T, MR - 1>(num_rows, q, tile, num_visible, scores, highest, mass,
-                                          out);
-        const int most = num_visible[MR - 1] < kKeys ? num_visible[MR - 1] : kKeys;
+            return attend_rows<T, MR - 1>(num_rows, q, tile, seen, scores, highest, mass, out);
+        const int most = seen[MR - 1].end < kKeys ? seen[MR - 1].end : kKeys;
         const int num_keys = (most + kPanel - 1) / kPanel * kPanel;
         score_rows<T, MR>(q, tile.keys, tile.dim, num_keys, scores);
         float factors[MR];
         for (int m = 0; m < MR; ++m)
-            factors[m] = weigh(scores + m * kKeys, num_visible[m], num_keys, highest[m], mass[m]);
+            factors[m] = weigh(scores + m * kKeys, seen[m], num_keys, highest[m], mass[m]);
         if (tile.widened != nullptr)
             gather_rows<MR>(
                 scores, [&](int key, int first) { return tile.widened + key * tile.dim + first; },
@@ -259,11 +273,12 @@ struct Item {
     int span, kv_head, first_row, num_rows;  // rows of the span: query * group + head of the group
 };
 
-// Keys that its last row sees.
-inline int num_keys_of(const Model& model, const Span& span, const Item& item) {
+// Keys that one of its rows sees: from the first row's first to the last row's last.
+inline Seen keys_of(const Model& model, const Span& span, const Item& item) {
     const int group = model.num_heads / model.num_kv_heads;
     const int last_query = (item.first_row + item.num_rows - 1) / group;
-    return span.context_len - span.num_queries + last_query + 1;
+    return {keys_seen(model, span, item.first_row / group).first,
+            keys_seen(model, span, last_query).end};
 }
 
 inline size_t attention_floats(int dim) {
@@ -276,7 +291,7 @@ template <class T>
 struct HeadKv {
     const T* pool;
     const int32_t* table;
-    int block_size, dim, num_keys;
+    int block_size, dim, first_key, num_keys;  // those before and after are not read
     size_t heads_of_block, head;  // keys and values apart
 
     HeadKv(const Model& model, const Step& step, int layer, const Item& item)
@@ -284,24 +299,35 @@ struct HeadKv {
           table(step.block_tables + step.spans[item.span].first_table_entry),
           block_size(step.block_size),
           dim(model.head_dim),
-          num_keys(num_keys_of(model, step.spans[item.span], item)),
+          first_key(keys_of(model, step.spans[item.span], item).first),
+          num_keys(keys_of(model, step.spans[item.span], item).end),
           heads_of_block(static_cast<size_t>(model.num_kv_heads) * model.num_layers * 2),
           head((static_cast<size_t>(item.kv_head) * model.num_layers + layer) * 2) {}
 
     size_t run() const { return static_cast<size_t>(block_size) * dim; }
 
-    // Where the `most` keys of a tile lie; after the last one `nothing`.
+    int first_tile(int most) const { return first_key / most * most; }
+
+    void tile(int most, const T* nothing, const T** rows) const {
+        tile(first_tile(most), most, nothing, rows);
+    }
+
+    // Where the `most` keys of a tile lie; before the first one the first one, which has a value,
+    // too, and after the last one `nothing`.
     void tile(int first, int most, const T* nothing, const T** rows) const {
         const int num = num_keys - first < most ? num_keys - first : most;
-        int i = 0, offset = first % block_size;
-        for (const int32_t* block = table + first / block_size; i < num; ++block, offset = 0) {
+        const int before = first_key > first ? first_key - first : 0;
+        int i = before, offset = (first + i) % block_size;
+        const int32_t* block = table + (first + i) / block_size;
+        for (; i < num; ++block, offset = 0) {
             const T* row = pool + (*block * heads_of_block + head) * run() +
                            static_cast<size_t>(offset) * dim;
             const int here = std::min(block_size - offset, num - i);
             for (int j = 0; j < here; ++j) rows[i + j] = row + static_cast<size_t>(j) * dim;
             i += here;
         }
-        for (; i < most; ++i) rows[i] = nothing;
+        std::fill(rows + i, rows + most, nothing);
+        std::fill(rows, rows + before, rows[before]);
     }
 };
 
@@ -323,27 +349,26 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
     float* nothing = mass + kRowsMax;  // a key and a value: zeros
     std::memset(nothing, 0, dim * sizeof(float));
     const HeadKv<T> kv(model, step, layer, item);
-    const int before = span.context_len - span.num_queries;
-    int sees[kRowsMax];
+    Seen sees[kRowsMax];
     for (int i = 0; i < item.num_rows; ++i) {
         const int query = (item.first_row + i) / group, head = (item.first_row + i) % group;
         const float* from = queries + (span.first_row + query) * stride +
                             static_cast<size_t>(item.kv_head * group + head) * dim;
         std::memcpy(q + i * dim, from, dim * sizeof(float));
-        sees[i] = before + query + 1;
+        sees[i] = keys_seen(model, span, query);
         highest[i] = -INFINITY;
         mass[i] = 0.0f;
     }
     std::memset(out, 0, static_cast<size_t>(item.num_rows) * dim * sizeof(float));
     const T* tiles[2][kKeys];
     const T* const none = reinterpret_cast<const T*>(nothing);
-    kv.tile(0, kKeys, none, tiles[0]);
-    for (int first = 0, now = 0; first < kv.num_keys; first += kKeys, now ^= 1) {
+    kv.tile(kKeys, none, tiles[0]);
+    for (int first = kv.first_tile(kKeys), now = 0; first < kv.num_keys; first += kKeys, now ^= 1) {
         const T** ahead = tiles[now ^ 1];
         if (first + kKeys < kv.num_keys)
             kv.tile(first + kKeys, kKeys, none, ahead);
         else
-            HeadKv<T>(model, step, layer, next).tile(0, kKeys, none, ahead);
+            HeadKv<T>(model, step, layer, next).tile(kKeys, none, ahead);
         const int num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
         transpose(tiles[now], kv.run(), (num + kPanel - 1) / kPanel * kPanel, dim, keys);
         Tile<T> tile{keys, tiles[now], ahead, nullptr, kv.run(), dim};
@@ -353,10 +378,10 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         }
         for (int row = 0; row < item.num_rows; row += kTileRows) {
             const int num_rows = item.num_rows - row < kTileRows ? item.num_rows - row : kTileRows;
-            if (sees[row + num_rows - 1] <= first) continue;
-            int visible[kTileRows];
-            for (int i = 0; i < num_rows; ++i) visible[i] = sees[row + i] - first;
-            attend_rows<T, kTileRows>(num_rows, q + row * dim, tile, visible, scores, highest + row,
+            if (sees[row + num_rows - 1].end <= first || sees[row].first >= first + kKeys) continue;
+            Seen seen[kTileRows];
+            for (int i = 0; i < num_rows; ++i) seen[i] = sees[row + i].in(first);
+            attend_rows<T, kTileRows>(num_rows, q + row * dim, tile, seen, scores, highest + row,
                                       mass + row, out + row * dim);
         }
     }

@@ -284,18 +284,19 @@ struct Sums {
 constexpr float kSlack = 8.0f;
 constexpr float kLog2E = 1.44269504088896341f;
 
-// A row's weights, in place of its scores, of which it sees the first `num_visible` of `num_keys`
-// (whole steps). The mass is that of the weights as they are after rounding.
-inline void weigh(float* scores, int num_visible, int num_keys, Bf16* weights, Sums& sums,
-                  float* out, int dim) {
-    if (num_visible <= 0) {
+// A row's weights, in place of its scores, of which it sees some of `num_keys` (whole steps). The
+// mass is that of the weights as they are after rounding.
+inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& sums, float* out,
+                  int dim) {
+    if (!seen.any(num_keys)) {
         std::memset(weights, 0, num_keys * sizeof(Bf16));
         return;
     }
-    if (num_visible < num_keys) {
-        const int whole = num_visible / kPanel * kPanel;
+    for (int key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
+    if (seen.end < num_keys) {
+        const int whole = seen.end / kPanel * kPanel;
         Floats last = load(scores + whole);
-        last = _mm512_mask_blend_ps((1u << (num_visible - whole)) - 1, all(-INFINITY), last);
+        last = _mm512_mask_blend_ps((1u << (seen.end - whole)) - 1, all(-INFINITY), last);
         store(scores + whole, last);
         for (int key = whole + kPanel; key < num_keys; key += kPanel)
             store(scores + key, all(-INFINITY));
@@ -376,14 +377,18 @@ inline int dot_rows_of_item(const Model& model, const Step& step) {
 // Up to kDotRows rows of an item.
 struct DotRows {
     const DotBuffer& at;
-    const int* sees;  // how many keys of the context each row of the item does
+    const Seen* sees;  // which keys of the context each row of the item does
     int dim;          // whole steps
     int first_row, num_rows;
 
     // Keys of the tile, in whole steps, that any of them sees.
     int num_keys(const DotTile& tile) const {
-        const int most = sees[first_row + num_rows - 1] - tile.first;
+        const int most = sees[first_row + num_rows - 1].end - tile.first;
         return most < kDotKeys ? whole_steps(most) : kDotKeys;
+    }
+
+    bool any(const DotTile& tile) const {
+        return num_keys(tile) > 0 && sees[first_row].first < tile.first + kDotKeys;
     }
 
     void score(int first, int num_keys) const {
@@ -394,7 +399,7 @@ struct DotRows {
 
     void weigh(const DotTile& tile, int num_keys) const {
         for (int i = 0, row = first_row; i < num_rows; ++i, ++row)
-            tandem::TANDEM_ISA::weigh(at.scores.row(i), sees[row] - tile.first, num_keys,
+            tandem::TANDEM_ISA::weigh(at.scores.row(i), sees[row].in(tile.first), num_keys,
                                       at.weights.row(i), at.sums[row], at.out.row(row), dim);
     }
 
@@ -405,7 +410,7 @@ struct DotRows {
 };
 
 // A tile for all rows of an item.
-inline void attend_tile(const DotTile& tile, int head_dim, const DotBuffer& at, const int* sees,
+inline void attend_tile(const DotTile& tile, int head_dim, const DotBuffer& at, const Seen* sees,
                         int num_rows) {
     const int dim = whole_steps(head_dim), num_keys = whole_steps(tile.num_keys);
     if (num_rows <= kDotFewRows) {
@@ -427,8 +432,8 @@ inline void attend_tile(const DotTile& tile, int head_dim, const DotBuffer& at, 
     for (int row = 0; row < num_rows; row += kDotRows) {
         const int rest = num_rows - row;
         const DotRows rows{at, sees, dim, row, rest < kDotRows ? rest : kDotRows};
+        if (!rows.any(tile)) continue;
         const int num_seen = rows.num_keys(tile);
-        if (num_seen <= 0) continue;
         rows.score(0, num_seen);
         rows.weigh(tile, num_seen);
         rows.gather(0, num_seen);
@@ -445,7 +450,7 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
     const DotBuffer at(buffer, dim);
     const HeadKv<Bf16> kv(model, step, layer, item);
     std::memset(at.nothing, 0, padded * sizeof(Bf16));
-    int sees[kDotRowsMax];
+    Seen sees[kDotRowsMax];
     const auto first_column = [&](int i) {
         return (item.kv_head * group + (item.first_row + i) % group) * dim;
     };
@@ -457,18 +462,19 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
         for (int d = 0; d < dim; d += kPanel)
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d),
                                 (__m256i)_mm512_cvtneps_pbh(load(from + d)));
-        sees[i] = span.context_len - span.num_queries + query + 1;
+        sees[i] = keys_seen(model, span, query);
         at.sums[i] = {{}, -INFINITY};
     }
     std::memset(at.out.row(0), 0, static_cast<size_t>(item.num_rows) * padded * sizeof(float));
     const Bf16* tiles[2][kDotKeys];
-    kv.tile(0, kDotKeys, at.nothing, tiles[0]);
-    for (int first = 0, now = 0; first < kv.num_keys; first += kDotKeys, now ^= 1) {
+    const int first_tile = kv.first_tile(kDotKeys);
+    kv.tile(kDotKeys, at.nothing, tiles[0]);
+    for (int first = first_tile, now = 0; first < kv.num_keys; first += kDotKeys, now ^= 1) {
         const Bf16** ahead = tiles[now ^ 1];
         if (first + kDotKeys < kv.num_keys)
             kv.tile(first + kDotKeys, kDotKeys, at.nothing, ahead);
         else
-            HeadKv<Bf16>(model, step, layer, next).tile(0, kDotKeys, at.nothing, ahead);
+            HeadKv<Bf16>(model, step, layer, next).tile(kDotKeys, at.nothing, ahead);
         const int num = kv.num_keys - first < kDotKeys ? kv.num_keys - first : kDotKeys;
         attend_tile({tiles[now], ahead, kv.run(), first, num}, dim, at, sees, item.num_rows);
     }

@@ -64,6 +64,7 @@ struct Model {
     int32_t embedding_kind;
     float norm_eps;
     int32_t num_threads;
+    int32_t window;  // keys that a query sees, its own the last; 0: all before it
 };
 
 struct Span {  // a sequence's query rows, the last `num_queries` tokens of its context

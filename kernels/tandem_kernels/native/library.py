@@ -103,6 +103,7 @@ class Model(Structure):
         ),
         ("norm_eps", c_float),
         ("num_threads", c_int32),
+        ("window", c_int32),
     )
 
 

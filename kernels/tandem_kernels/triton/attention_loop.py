@@ -29,23 +29,29 @@ def attend(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Returns (accumulator, sums, maxima) after the keys `first` to `end` of one KV head.
 
-    A row sees the keys up to its `last_keys`. Not MASKED: every row sees all of them, and they are
-    whole turns. The first turn of all has to hold a key that each row sees: there, a maximum of
-    -inf would make NaN. `paged` is (the head's K in block 0, the sequence's block table, the
+    A row sees the keys up to its `last_keys`, of these the last WINDOW if it is not 0. Not MASKED:
+    every row sees all of them, and they are whole turns. Without a window the first turn of all has
+    to hold a key that each row sees: there, a maximum of -inf would make NaN. No key before the
+    first row's window is read. `paged` is (the head's K in block 0, the sequence's block table, the
     strides of a block and from K to V, the scale in base 2).
     """
     accumulator, sums, maxima = state
     kv, block_table, stride_block, stride_kv, scale = paged
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
+    if WINDOW:
+        first_last_key = tl.min(last_keys, 0)
     for start in range(first, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         if MASKED:
             is_key = keys < end
+            if WINDOW:
+                is_key &= keys > first_last_key - WINDOW
             blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=is_key, other=0)
         else:
             blocks = tl.load(block_table + keys // BLOCK_SIZE)
@@ -64,10 +70,15 @@ def attend(
         scores = _product(queries, k.to(queries.dtype)) * scale
         if MASKED:
             is_seen = (keys[None, :] <= last_keys[:, None]) & is_key[None, :]
+            if WINDOW:
+                is_seen &= keys[None, :] > last_keys[:, None] - WINDOW
             scores = tl.where(is_seen, scores, float("-inf"))
         new_maxima = tl.maximum(maxima, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_maxima[:, None])
-        shrink = tl.exp2(maxima - new_maxima)
+        base = new_maxima
+        if WINDOW:  # a row that has seen nothing yet
+            base = tl.where(base == float("-inf"), 0.0, base)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(maxima - base)
         sums = sums * shrink + tl.sum(weights, 1)
         accumulator = accumulator * shrink[:, None]
         accumulator += _product(weights.to(queries.dtype), v.to(queries.dtype))

@@ -26,6 +26,7 @@ def decode_attention(
     context_lens: torch.Tensor,
     *,
     num_splits: int,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Returns the attention [B, heads, D], in the queries' dtype.
 
@@ -33,6 +34,7 @@ def decode_attention(
     layer_kv      [num_blocks, KV heads, 2, block size, D]: kv_cache.layer_of a pool, any floats
     block_tables  [B, M] int32
     context_lens  [B] int32, the query's own token counted in; 0 gives zeros
+    window        the last keys of each context that are seen; None: all
     """
     num_seqs, num_heads, head_dim = queries.shape
     num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
@@ -67,6 +69,7 @@ def decode_attention(
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
         DEVICE=device_name(queries.device),
     )
     if num_splits > 1:
@@ -102,7 +105,7 @@ def choose_num_splits(
             (128, 8, 5),
         )
     ],
-    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "num_splits"],
+    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "num_splits"],
 )
 @triton.jit(
     do_not_specialize=["num_splits", "stride_table"],
@@ -127,6 +130,7 @@ def _attend_split(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
     DEVICE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -135,8 +139,12 @@ def _attend_split(
     split = tl.program_id(2)
     num_heads = GROUP_SIZE * tl.num_programs(1)
     context_len = tl.load(context_lens + seq)
-    split_len = tl.cdiv(tl.cdiv(context_len, num_splits), KEYS) * KEYS
-    first = split * split_len
+    if WINDOW:
+        start = tl.maximum(context_len - WINDOW, 0) // KEYS * KEYS
+    else:
+        start = 0
+    split_len = tl.cdiv(tl.cdiv(context_len - start, num_splits), KEYS) * KEYS
+    first = start + split * split_len
     end = tl.minimum(first + split_len, context_len)
 
     rows = tl.arange(0, ROWS)
@@ -150,7 +158,18 @@ def _attend_split(
     paged = (head_kv, block_tables + seq * stride_table, stride_block, stride_kv, scale)
     state = start_state(ROWS, BLOCK_D)
     accumulator, sums, maxima = attend(
-        state, q, last_keys, first, end, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, MASKED=True
+        state,
+        q,
+        last_keys,
+        first,
+        end,
+        paged,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_SIZE,
+        KEYS,
+        WINDOW,
+        MASKED=True,
     )
     is_empty = sums == 0.0  # nothing is in this range
     sums = tl.where(is_empty, 1.0, sums)

@@ -5,6 +5,7 @@ head; rows are (query, head of the group) pairs, so that a short chunk fills a t
 
     row r of a sequence    query r // group size, head r % group size of the KV head
     keys                   [ seen by all rows of the tile, no mask | up to the last row, masked ]
+    with a window          [ masked, from the first row's first | seen by all rows | masked ]
 
 FlashAttention-2 (arXiv:2307.08691). Which sequence a program has is found by bisection: sequence s
 gets the tiles from (first row of s) // ROWS + s on, which always are enough, and at most one too
@@ -29,6 +30,7 @@ def prefill_attention(
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     query_starts: torch.Tensor,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Returns [T, heads, D], in the queries' dtype. The chunks' own K and V are in the pool.
 
@@ -38,6 +40,7 @@ def prefill_attention(
     context_lens  [S] int32: prefix and chunk
     query_starts  [S + 1] int32: sequence s has the rows query_starts[s] to query_starts[s + 1],
                   the last tokens of its context; none is allowed; all together have T
+    window        keys that a query sees, its own the last of them; None: all before it
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
@@ -70,6 +73,7 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         BLOCK_D=max(16, next_power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
         DEVICE=device_name(queries.device),
     )
     return out
@@ -88,7 +92,7 @@ def prefill_attention(
             (128, 128, 8, 2),
         )
     ],
-    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "size_class"],
+    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "size_class"],
 )
 @triton.jit(
     do_not_specialize=["num_seqs", "size_class", "stride_table"],
@@ -113,6 +117,7 @@ def _attend_chunks(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
     DEVICE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -144,11 +149,52 @@ def _attend_chunks(
     block_table = block_tables + seq.to(tl.int64) * stride_table
     paged = (head_kv, block_table, stride_block, stride_kv, scale)
     state = start_state(ROWS, BLOCK_D)
+    first = 0
+    if WINDOW:
+        seen_by_last = tl.cdiv(tl.maximum(end - WINDOW, 0), KEYS) * KEYS
+        start = tl.maximum(prefix_len + first_row // GROUP_SIZE + 1 - WINDOW, 0) // KEYS * KEYS
+        first = tl.minimum(seen_by_last, seen_by_all)
+        state = attend(
+            state,
+            q,
+            last_keys,
+            start,
+            first,
+            paged,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_SIZE,
+            KEYS,
+            WINDOW,
+            MASKED=True,
+        )
     state = attend(
-        state, q, last_keys, 0, seen_by_all, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, False
+        state,
+        q,
+        last_keys,
+        first,
+        seen_by_all,
+        paged,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_SIZE,
+        KEYS,
+        WINDOW,
+        MASKED=False,
     )
     accumulator, sums, _maxima = attend(
-        state, q, last_keys, seen_by_all, end, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, True
+        state,
+        q,
+        last_keys,
+        seen_by_all,
+        end,
+        paged,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_SIZE,
+        KEYS,
+        WINDOW,
+        MASKED=True,
     )
     num_heads = GROUP_SIZE * tl.num_programs(1)
     places = (tokens[:, None] * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]

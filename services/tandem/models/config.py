@@ -22,7 +22,9 @@ _ARCHITECTURES = (
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 _DTYPES = ("float32", "bfloat16", "float16")
 _SLIDING_ATTENTION = "sliding_attention"
-_MISTRAL_DEFAULT_WINDOW = 4096  # tokens; what transformers assumes when the key is absent
+# What transformers assumes when the keys are absent.
+_DEFAULT_WINDOW = 4096  # tokens
+_DEFAULT_WINDOW_LAYERS = 28  # Qwen's layers without a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class ModelConfig:
     max_model_len: int  # tokens
     eos_token_ids: tuple[int, ...]
     torch_dtype: str  # of the checkpoint; the engine chooses its own
+    # Tokens that a token sees in every layer, itself and those just before it; None: all before it.
+    sliding_window: int | None = None
 
     @classmethod
     def from_hf(
@@ -58,7 +62,7 @@ class ModelConfig:
         Raises UnsupportedModel naming what cannot be run and what can.
         """
         architecture = _architecture(config)
-        _check_supported(config, architecture)
+        _check_supported(config)
         num_heads = _size(config, "num_attention_heads")
         hidden_size = _size(config, "hidden_size")
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
@@ -70,6 +74,7 @@ class ModelConfig:
         qwen3 = architecture == "Qwen3ForCausalLM"
         max_positions = _size(config, "max_position_embeddings")
         theta, scaling = read_rope(config)
+        max_model_len = scaling.max_model_len(max_positions) if scaling else max_positions
         return cls(
             architecture=architecture,
             vocab_size=_size(config, "vocab_size"),
@@ -87,9 +92,10 @@ class ModelConfig:
             attention_out_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=qwen3,
-            max_model_len=scaling.max_model_len(max_positions) if scaling else max_positions,
+            max_model_len=max_model_len,
             eos_token_ids=read_eos_token_ids(config, generation_config),
             torch_dtype=_dtype(config),
+            sliding_window=_sliding_window(config, architecture, max_model_len),
         )
 
 
@@ -122,7 +128,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return str(named[0])
 
 
-def _check_supported(config: Mapping[str, Any], architecture: str) -> None:
+def _check_supported(config: Mapping[str, Any]) -> None:
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "an unnamed method")
@@ -133,32 +139,47 @@ def _check_supported(config: Mapping[str, Any], architecture: str) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise UnsupportedModel(f"activation {activation!r} is not supported; silu is")
-    window = _sliding_window(config, architecture)
-    if window is not None:
+
+
+def _sliding_window(
+    config: Mapping[str, Any], architecture: str, max_model_len: int
+) -> int | None:
+    """Returns the window in tokens if all layers have one that is shorter than the context.
+
+    Raises UnsupportedModel if only some layers have it.
+    """
+    if not _has_window(config, architecture):
+        return None
+    window = config.get("sliding_window", _DEFAULT_WINDOW)
+    if window is None:
+        return None
+    if type(window) is not int or window < 1:
         raise UnsupportedModel(
-            f"sliding-window attention ({window} tokens) is not supported; full attention is"
+            f"sliding_window is {window!r:.80}; it must be a positive number of tokens or null"
         )
+    return window if window < max_model_len else None
 
 
-def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:
-    """Returns the window in tokens when a layer really has one shorter than the context."""
-    if architecture == "LlamaForCausalLM":
-        return None
-    max_positions = _size(config, "max_position_embeddings")
-    layer_types = config.get("layer_types")
+def _has_window(config: Mapping[str, Any], architecture: str) -> bool:
+    """Returns whether all layers have the window. Raises UnsupportedModel if only some have it."""
     if architecture == "MistralForCausalLM":
-        window = config.get("sliding_window", _MISTRAL_DEFAULT_WINDOW)
-        used = layer_types is None or _SLIDING_ATTENTION in layer_types
+        return True
+    if architecture == "LlamaForCausalLM" or not config.get("use_sliding_window"):
+        return False
+    num_layers = _size(config, "num_hidden_layers")
+    layer_types = config.get("layer_types")
+    if layer_types is not None:
+        num_full = sum(kind != _SLIDING_ATTENTION for kind in layer_types)
+        given = "layer_types"
     else:
-        window = config.get("sliding_window") if config.get("use_sliding_window") else None
-        used = (
-            config.get("max_window_layers", 0) < _size(config, "num_hidden_layers")
-            if layer_types is None
-            else _SLIDING_ATTENTION in layer_types
+        num_full = min(config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS), num_layers)
+        given = "max_window_layers"
+    if 0 < num_full < num_layers:
+        raise UnsupportedModel(
+            f"{given} gives a sliding window to {num_layers - num_full} of {num_layers} layers and "
+            "full attention to the others; supported is one kind for all layers"
         )
-    if window is None or not used or window >= max_positions:
-        return None
-    return int(window)
+    return num_full == 0
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

@@ -38,6 +38,7 @@ class Shape:
     qk_norm: bool = False
     weights: torch.dtype = torch.float32
     kv: torch.dtype = torch.float32
+    window: int | None = None
     num_threads: int = 1
 
 
@@ -48,6 +49,7 @@ SHAPES = (
     *(replace(BASE, block_size=block_size) for block_size in (1, 8, 12, 64)),
     replace(BASE, hidden=1100, inner=2050, bias=True, num_threads=2),  # inputs in several blocks
     replace(BASE, qk_norm=True, hidden=17, inner=1, vocab=1),
+    *(replace(BASE, window=window) for window in (1, 20, 64, 100)),
     replace(BASE, weights=torch.bfloat16, num_threads=3),
     replace(BASE, weights=torch.bfloat16, hidden=1100, inner=2050, bias=True, num_threads=2),
     replace(BASE, weights=torch.bfloat16, qk_norm=True, hidden=17, inner=1, vocab=1),
@@ -79,6 +81,7 @@ def config_of(shape: Shape) -> ModelConfig:
         max_model_len=1000,
         eos_token_ids=(),
         torch_dtype="float32",
+        sliding_window=shape.window,
     )
 
 

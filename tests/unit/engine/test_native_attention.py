@@ -22,7 +22,9 @@ SHAPES = (
     *(replace(OF_BF16, head_dim=head_dim) for head_dim in (16, 48, 80, 112, 128, 256)),
     *(replace(OF_BF16, block_size=block_size) for block_size in (1, 8, 12, 64)),
     replace(OF_BF16, num_kv_heads=3, num_threads=2),
+    *(replace(OF_BF16, window=window) for window in (1, 16, 100, 128)),
 )
+WINDOWS = (*SHAPES[-2:], replace(SHAPES[-2], kv=torch.float32, group=5))
 NUM_TOKENS = 330  # of two tiles and some, of items that one thread alone has and of smaller ones
 
 
@@ -33,7 +35,7 @@ def test_it_computes_what_torch_does(shape: Shape, instructions: str) -> None:
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@pytest.mark.parametrize("shape", SHAPES[1::3], ids=repr)
+@pytest.mark.parametrize("shape", [*SHAPES[1::3], *WINDOWS], ids=repr)
 def test_a_row_does_not_know_its_chunk(shape: Shape, instructions: str) -> None:
     whole = _run(shape, instructions, [NUM_TOKENS])
     for cut in ([1] * NUM_TOKENS, [17, 1, 127, 1, 184], [128, 128, 74]):
@@ -52,10 +54,26 @@ def test_what_lies_after_the_last_token_is_not_read() -> None:
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("shape", WINDOWS, ids=repr)
+def test_what_lies_before_a_window_is_not_read(shape: Shape, instructions: str) -> None:
+    """A block that the window has passed may be another's, or none."""
+    cut = [40, 1, 100, 150, *[1] * 39]
+    whole, _ = _run(shape, instructions, cut)
+    passed, _ = _run(shape, instructions, cut, forgets=True)
+    assert torch.equal(passed, whole)
+
+
 def _run(
-    shape: Shape, instructions: str, cut: Sequence[int], fill: float = 0.0
+    shape: Shape,
+    instructions: str,
+    cut: Sequence[int],
+    fill: float = 0.0,
+    *,
+    forgets: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the last token, and the KV of all: [heads, layers, 2, tokens, head_dim]."""
+    """Logits of the last token, and the KV of all: [heads, layers, 2, tokens, head_dim]. If it
+    `forgets`, blocks before the window become NaN, and the table names them no more."""
     choose = random.Random(5)
     token_ids = [choose.randrange(shape.vocab) for _ in range(sum(cut))]
     table = list(range(-(-len(token_ids) // shape.block_size)))
@@ -69,8 +87,13 @@ def _run(
         instructions=instructions,
     )
     done = 0
+    in_use = table.copy()
     for num in cut:
-        piece = SequenceSlice(token_ids[done : done + num], done + num, table, True)
+        if forgets and shape.window:
+            num_passed = max(0, done + 1 - shape.window) // shape.block_size
+            kv[table[:num_passed]] = torch.nan
+            in_use[:num_passed] = [2**30] * num_passed
+        piece = SequenceSlice(token_ids[done : done + num], done + num, in_use, True)
         logits = decoder.forward(StepBatch([piece]), kv).clone()
         done += num
     in_order = kv[table].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)

@@ -35,7 +35,9 @@ def make_spans(shapes: Sequence[Shape], block_size: int) -> list[QuerySpan]:
     return spans
 
 
-def plain_attention(queries: torch.Tensor, spans: list[QuerySpan], pool: KvPool) -> torch.Tensor:
+def plain_attention(
+    queries: torch.Tensor, spans: list[QuerySpan], pool: KvPool, window: int | None = None
+) -> torch.Tensor:
     """Computes attention in fp64, one query at a time."""
     out = torch.empty(queries.shape, dtype=torch.double)
     for span in spans:
@@ -44,10 +46,11 @@ def plain_attention(queries: torch.Tensor, spans: list[QuerySpan], pool: KvPool)
         kv = kv.repeat_interleave(queries.shape[1] // KV_HEADS, dim=1)
         for i in range(span.num_queries):
             seen = span.context_len - span.num_queries + i + 1
+            keys = slice(max(0, seen - window) if window else 0, seen)
             row = span.first_row + i
             query = queries[row].double().unsqueeze(-1)
-            weights = torch.softmax((kv[0, :, :seen] @ query) / HEAD_DIM**0.5, dim=1)
-            out[row] = (kv[1, :, :seen] * weights).sum(1)
+            weights = torch.softmax((kv[0, :, keys] @ query) / HEAD_DIM**0.5, dim=1)
+            out[row] = (kv[1, :, keys] * weights).sum(1)
     return out
 
 
@@ -85,6 +88,32 @@ def test_longer_contexts_than_a_key_tile() -> None:
         torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("block_size", [1, 16, 24])
+@pytest.mark.parametrize("window", [1, 16, 40, 64, 100, 1000])
+def test_a_window(attention: type[PagedAttention], block_size: int, window: int) -> None:
+    """Blocks that lie before every query's window may be anybody's, or no blocks any more."""
+    num_blocks = 512 // block_size
+    kv = torch.randn(num_blocks, KV_HEADS, LAYERS, 2, block_size, HEAD_DIM)
+    shapes = [(1, 3), (1, 41), (1, 128), (1, 129), (5, 5), (130, 130), (7, 60), (70, 150)]
+    spans, first_row = [], 0
+    for num_queries, context_len in shapes:
+        length = -(-context_len // block_size)
+        table = random.Random(context_len).sample(range(num_blocks), length)
+        spans.append(QuerySpan(first_row, num_queries, context_len, table))
+        first_row += num_queries
+    pool = KvPool(kv)
+    queries = torch.randn(first_row, KV_HEADS * 3, HEAD_DIM)
+    expected = plain_attention(queries, spans, pool, window)
+    for i, span in enumerate(spans):
+        first_key = max(0, span.context_len - span.num_queries + 1 - window)
+        passed = first_key // block_size
+        table = [-1] * passed + list(span.block_table[passed:])
+        spans[i] = QuerySpan(span.first_row, span.num_queries, span.context_len, table)
+    result = attention(spans, pool, queries.shape[1], torch.float32, window)(LAYER, queries)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_keys_may_be_of_another_dtype_than_queries() -> None:
     pool = make_pool(16, torch.bfloat16)
     spans = make_spans([(1, 30), (12, 40)], 16)
@@ -102,8 +131,11 @@ def test_padding_rows_are_left_out() -> None:
     assert not result[13:].any()
 
 
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("group_size", [1, 3, 8, 20])
-def test_a_querys_bits_do_not_depend_on_chunks_batch_or_block_size(group_size: int) -> None:
+def test_a_querys_bits_do_not_depend_on_chunks_batch_or_block_size(
+    group_size: int, window: int | None
+) -> None:
     """One context of 150 tokens: as one chunk, in parts, as decodes side by side."""
     context_len, num_heads = 150, KV_HEADS * group_size
     queries = torch.randn(context_len, num_heads, HEAD_DIM)
@@ -117,7 +149,8 @@ def test_a_querys_bits_do_not_depend_on_chunks_batch_or_block_size(group_size: i
         pool.write(LAYER, pool.token_rows(*slots), kv[0], kv[1])
         edges = [0, *cuts, context_len]
         spans = [QuerySpan(first, end - first, end, table) for first, end in pairwise(edges)]
-        return InvariantPagedAttention(spans, pool, num_heads, torch.float32)(LAYER, queries)
+        attention = InvariantPagedAttention(spans, pool, num_heads, torch.float32, window)
+        return attention(LAYER, queries)
 
     whole = attend(16, [])
     assert torch.equal(attend(16, [1, 2, 3, 67]), whole)

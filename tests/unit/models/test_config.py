@@ -115,29 +115,44 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "num_hidde
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "window"),
     [
-        MISTRAL | {"sliding_window": 128},
-        MISTRAL | {"max_position_embeddings": 32768},  # transformers assumes a window of 4096
-        QWEN2 | {"use_sliding_window": True, "max_window_layers": 2},
-        QWEN2 | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4},
+        (MISTRAL | {"sliding_window": 128}, 128),
+        (MISTRAL | {"max_position_embeddings": 32768}, 4096),  # transformers' default
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0}, 64),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}, 64),
+        (MISTRAL | {"sliding_window": None}, None),
+        (MISTRAL | {"sliding_window": 512}, None),  # as long as the context
+        (QWEN2 | {"use_sliding_window": False}, None),
+        (QWEN2 | {"use_sliding_window": True}, None),  # transformers leaves out 28 layers
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 4}, None),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 4}, None),
+        ({"sliding_window": 64}, None),  # Llama has none, whatever its file says
     ],
 )
-def test_a_window_in_use_is_refused(changes):
-    with pytest.raises(UnsupportedModel, match="sliding-window attention"):
-        ModelConfig.from_hf(llama(**changes), None)
+def test_a_window_of_all_layers(changes, window):
+    assert ModelConfig.from_hf(llama(**changes), None).sliding_window == window
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        MISTRAL | {"sliding_window": None},
-        MISTRAL | {"sliding_window": 512},  # as long as the context
-        QWEN2 | {"use_sliding_window": False},
-        QWEN2 | {"use_sliding_window": True, "max_window_layers": 4},
-        QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 4},
-        {"sliding_window": 64},  # Llama has none, whatever its file says
+        (
+            QWEN2 | {"use_sliding_window": True, "max_window_layers": 1},
+            "max_window_layers gives a sliding window to 3 of 4 layers .* one kind for all layers",
+        ),
+        (
+            QWEN2
+            | {
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            },
+            "layer_types gives a sliding window to 3 of 4 layers",
+        ),
+        (MISTRAL | {"sliding_window": -1}, "sliding_window is -1; it must be a positive number"),
+        (MISTRAL | {"sliding_window": "all"}, "sliding_window is 'all'"),
     ],
 )
-def test_a_window_that_is_not_in_use_does_not_matter(changes):
-    assert ModelConfig.from_hf(llama(**changes), None).max_model_len == 512
+def test_a_window_of_some_layers_is_refused(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        ModelConfig.from_hf(llama(**changes), None)

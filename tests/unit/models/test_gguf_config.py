@@ -72,6 +72,18 @@ def test_the_table_of_llama_3_is_read_back_as_its_parameters(tmp_path, tiny_gguf
     assert scaling.original_max_position_embeddings == 8192
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("llama", "MistralForCausalLM"), ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")],
+)
+def test_a_window(tmp_path, tiny_gguf, architecture, name):
+    window = {"attention.sliding_window": 128}
+    config = convert(tmp_path, tiny_gguf, architecture=architecture, keys=window)
+    assert (config.architecture, config.sliding_window) == (name, 128)
+    longest = {"attention.sliding_window": 512}
+    assert convert(tmp_path, tiny_gguf, architecture=architecture, keys=longest).sliding_window is None
+
+
 def test_another_table_is_refused(tmp_path, tiny_gguf):
     table = {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
     with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight is not one of Llama 3"):
@@ -83,7 +95,10 @@ def test_another_table_is_refused(tmp_path, tiny_gguf):
     [
         ({"architecture": "gemma3"}, "architecture gemma3 .* llama, qwen2, qwen3"),
         ({"keys": {"expert_count": 8}}, "a mixture of 8 experts"),
-        ({"keys": {"attention.sliding_window": 128}}, r"sliding-window attention \(128 tokens\)"),
+        (
+            {"keys": {"attention.sliding_window": 128, "attention.sliding_window_pattern": 6}},
+            "sliding_window_pattern gives a sliding window to some layers",
+        ),
         ({"keys": {"rope.dimension_count": 8}}, "rope.dimension_count 8 .* head size 16"),
         ({"keys": {"attention.head_count_kv": [2, 4]}}, "differs from layer to layer"),
         ({"tokenizer": "llama"}, "tokenizer llama is not supported; gpt2"),

@@ -16,6 +16,7 @@ from tandem.models.gguf.weights import hf_name, unpermute
     [
         ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
         ("llama", {"head_dim": 32}),
+        ("mistral", {"sliding_window": 8}),
         ("qwen2", {}),
         ("qwen3", {"head_dim": 32}),
     ],
@@ -42,6 +43,8 @@ def test_the_converted_model_computes_what_its_origin_did(
     keys = {"attention.key_length": options["head_dim"]} if "head_dim" in options else {}
     if "head_dim" in options:
         keys["attention.value_length"] = options["head_dim"]
+    if architecture == "mistral":  # whose GGUF files say llama
+        architecture, keys = "llama", {"attention.sliding_window": 8}
     file = tiny_gguf.write(
         tmp_path / "tiny.gguf", tiny_gguf.tensors_of(origin), architecture=architecture, keys=keys
     )

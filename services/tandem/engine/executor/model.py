@@ -5,7 +5,7 @@
                 x += W_down (silu(gate) * up)                   gate, up = W_gate_up norm(x)
     logits = W_out norm(x)
 
-Qwen 3 normalizes each head of q and k before the rotation. Knows tensors and the KV pool; no
+Qwen 3 normalizes each head of q and k before the rotation. Attention may have a window. Knows tensors and the KV pool; no
 sequences, no scheduling.
 """
 
@@ -45,7 +45,11 @@ class Decoder:
         is in the stream), with the last layer's attention, its MLP and the logits still to come.
         """
         attention = self._kernels.attention(
-            inputs.spans, pool, self._config.num_attention_heads, self._dtype
+            inputs.spans,
+            pool,
+            self._config.num_attention_heads,
+            self._dtype,
+            self._config.sliding_window,
         )
         angles = rotary_angles(inputs.positions, self._frequencies, self._angle_scale)
         x = self._weights.embedding[inputs.token_ids]

@@ -95,6 +95,7 @@ class NativeDecoder:
             embedding_kind=_KINDS[embedding.dtype],
             norm_eps=config.rms_norm_eps,
             num_threads=num_threads,
+            window=config.sliding_window or 0,
         )
         self._decoder = library.create(self._model, instructions)
         self.instructions = library.instructions(instructions)

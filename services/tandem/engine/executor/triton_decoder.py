@@ -83,11 +83,14 @@ class TritonDecoder:
     def _attend(
         self, queries: torch.Tensor, step: StepViews, layer_kv: torch.Tensor
     ) -> torch.Tensor:
-        num_single = step.shape.num_single
+        num_single, window = step.shape.num_single, self._config.sliding_window
         parts = []
         if num_single:
             num_splits = choose_num_splits(
-                num_single, layer_kv.shape[1], self._max_model_len, queries.device
+                num_single,
+                layer_kv.shape[1],
+                min(self._max_model_len, window or self._max_model_len),
+                queries.device,
             )
             parts.append(
                 decode_attention(
@@ -96,6 +99,7 @@ class TritonDecoder:
                     step.block_tables[:num_single],
                     step.context_lens[:num_single],
                     num_splits=num_splits,
+                    window=window,
                 )
             )
         if step.shape.num_chunks:
@@ -106,6 +110,7 @@ class TritonDecoder:
                     step.block_tables[num_single:],
                     step.context_lens[num_single:],
                     step.query_starts,
+                    window,
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -71,7 +71,7 @@ def hf_config(
     head_dim = int(metadata.of_model("attention.key_length", hidden_size // num_heads))
     context_length = int(metadata.of_model("context_length"))
     theta = float(metadata.of_model("rope.freq_base", 10000.0))
-    _check_supported(metadata, head_dim=head_dim, context_length=context_length)
+    _check_supported(metadata, head_dim=head_dim)
     config = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -92,7 +92,7 @@ def hf_config(
         "mlp_bias": "blk.0.ffn_gate.bias" in tensor_names,
         "torch_dtype": "float32",
     }
-    return config | metadata.special_ids(**_SPECIAL)
+    return config | _window(metadata) | metadata.special_ids(**_SPECIAL)
 
 
 def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
     return ids
 
 
-def _check_supported(metadata: GgufMetadata, *, head_dim: int, context_length: int) -> None:
+def _check_supported(metadata: GgufMetadata, *, head_dim: int) -> None:
     num_experts = int(metadata.of_model("expert_count", 0))
     if num_experts:
         raise UnsupportedModel(
@@ -116,11 +116,28 @@ def _check_supported(metadata: GgufMetadata, *, head_dim: int, context_length: i
             raise UnsupportedModel(
                 f"{key} {size} is not supported; it must equal the head size {head_dim}"
             )
+
+
+def _window(metadata: GgufMetadata) -> dict[str, Any]:
+    """Returns what a config.json says of a sliding window that all layers have.
+
+    Raises UnsupportedModel if only some have it.
+    """
     window = int(metadata.of_model("attention.sliding_window", 0) or 0)
-    if 0 < window < context_length:
+    if not window:
+        return {}
+    if int(metadata.of_model("attention.sliding_window_pattern", 1)) != 1:
         raise UnsupportedModel(
-            f"sliding-window attention ({window} tokens) is not supported; full attention is"
+            "attention.sliding_window_pattern gives a sliding window to some layers and full "
+            "attention to the others; supported is one kind for all layers"
         )
+    if metadata.architecture == "llama":  # the same computation but for the window
+        return {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": window,
+        }
+    return {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
 
 
 def _rope_scaling(

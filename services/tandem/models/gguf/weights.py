@@ -107,7 +107,7 @@ def _array(tensor: Any, config: dict[str, Any]) -> np.ndarray:
     array = _dequantize(tensor)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     part = tensor.name.split(".")[-2]
-    is_permuted = config["model_type"] == "llama" and part in heads
+    is_permuted = config["model_type"] in ("llama", "mistral") and part in heads
     return unpermute(array, heads[part]) if is_permuted else array
 
 

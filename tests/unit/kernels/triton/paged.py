@@ -49,7 +49,15 @@ class Paged:
     def layer(self) -> torch.Tensor:
         return layer_of(self.kv, LAYER)
 
-    def attention(self, seq: int, queries: torch.Tensor) -> torch.Tensor:
+    def pass_window(self, seq: int, num_queries: int, window: int | None) -> None:
+        """Takes the blocks that none of a sequence's last queries sees out of its table."""
+        if window is not None:
+            first_key = max(0, int(self.context_lens[seq]) - num_queries + 1 - window)
+            self.block_tables[seq, : first_key // self.kv.shape[4]] = 2**30
+
+    def attention(
+        self, seq: int, queries: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
         """Computes attention of queries [n, heads, D], the last tokens of a sequence's context, in
         fp64."""
         kv = self.layer[self.block_tables[seq].long()].double()  # [M, heads, 2, block size, D]
@@ -59,8 +67,9 @@ class Paged:
         out = []
         for i, query in enumerate(queries.double()):
             seen = context_len - queries.shape[0] + i + 1
-            k = keys[:, :seen].repeat_interleave(group_size, 0)
-            v = values[:, :seen].repeat_interleave(group_size, 0)
+            first = max(0, seen - window) if window else 0
+            k = keys[:, first:seen].repeat_interleave(group_size, 0)
+            v = values[:, first:seen].repeat_interleave(group_size, 0)
             weights = torch.softmax(k @ query.unsqueeze(-1) / query.shape[-1] ** 0.5, 1)
             out.append((weights * v).sum(1))
         return torch.stack(out)

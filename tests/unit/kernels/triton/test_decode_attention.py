@@ -22,6 +22,7 @@ def check(
     num_splits: int = 1,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
+    window: int | None = None,
 ) -> None:
     paged = Paged.random(
         lens,
@@ -32,13 +33,23 @@ def check(
         device=device,
     )
     queries = random_queries(len(lens), group_size * num_kv_heads, head_dim, dtype, device)
+    wanted = [
+        paged.attention(seq, queries[seq : seq + 1], window) for seq, n in enumerate(lens) if n
+    ]
+    for seq in range(len(lens)):
+        paged.pass_window(seq, 1, window)
     out = decode_attention(
-        queries, paged.layer, paged.block_tables, paged.context_lens, num_splits=num_splits
+        queries,
+        paged.layer,
+        paged.block_tables,
+        paged.context_lens,
+        num_splits=num_splits,
+        window=window,
     )
     assert out.dtype == dtype
     for seq, context_len in enumerate(lens):
         if context_len:
-            expected = paged.attention(seq, queries[seq : seq + 1])[0]
+            expected = wanted.pop(0)[0]
         else:
             expected = torch.zeros_like(out[seq], dtype=torch.double)
         tolerance = TOLERANCES[dtype]
@@ -69,6 +80,12 @@ def test_block_sizes(block_size: int, device: torch.device) -> None:
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
 def test_bfloat16(kv_dtype: torch.dtype, device: torch.device) -> None:
     check([70, 1], device, dtype=torch.bfloat16, kv_dtype=kv_dtype, num_splits=2)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 100])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_window(window: int, num_splits: int, device: torch.device) -> None:
+    check([0, 7, 64, 150, 211], device, num_kv_heads=1, num_splits=num_splits, window=window)
 
 
 @pytest.mark.slow

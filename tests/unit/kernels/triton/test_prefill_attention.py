@@ -22,6 +22,7 @@ def check(
     head_dim: int = 64,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    window: int | None = None,
 ) -> None:
     paged = Paged.random(
         [prefix + n for prefix, n in chunks],
@@ -34,16 +35,18 @@ def check(
     counts = torch.tensor([n for _, n in chunks], dtype=torch.int32)
     starts = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)))
     queries = random_queries(int(starts[-1]), group_size * num_kv_heads, head_dim, dtype, device)
-    out = prefill_attention(
-        queries, paged.layer, paged.block_tables, paged.context_lens, starts.to(device)
-    )
-    assert out.dtype == dtype
-    tolerance = TOLERANCES[dtype]
+    expected = torch.zeros_like(queries, dtype=torch.double)
     for seq, (_, num_tokens) in enumerate(chunks):
         rows = slice(int(starts[seq]), int(starts[seq + 1]))
         if num_tokens:
-            expected = paged.attention(seq, queries[rows])
-            torch.testing.assert_close(out[rows].double(), expected, rtol=tolerance, atol=tolerance)
+            expected[rows] = paged.attention(seq, queries[rows], window)
+        paged.pass_window(seq, num_tokens, window)
+    out = prefill_attention(
+        queries, paged.layer, paged.block_tables, paged.context_lens, starts.to(device), window
+    )
+    assert out.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +82,13 @@ def test_block_sizes(block_size: int, device: torch.device) -> None:
 
 def test_bfloat16(device: torch.device) -> None:
     check([(41, 30), (0, 70)], device, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 100])
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_a_window(window: int, group_size: int, device: torch.device) -> None:
+    chunks = [(0, 150), (0, 5), (130, 1), (70, 90), (0, 0), (200, 30)]
+    check(chunks, device, num_kv_heads=1, group_size=group_size, head_dim=16, window=window)
 
 
 @pytest.mark.slow
