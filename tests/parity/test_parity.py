@@ -7,55 +7,26 @@ are transformers' within 1e-4. A failure ends with one request that can be paste
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.models.source import resolve
 from tests.harness.models import HERMES_TEMPLATE, with_template
 from tests.parity.compare import assert_as_transformers, difference, shrunk
+from tests.parity.models import make_random_model
 from tests.parity.rows import Row, drawn, pairwise
 from tests.parity.ways import Way, five_ways
-
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
-    """A random model in fp32 that is small but for its vocabulary, with a real tokenizer."""
-    source = resolve("smollm2").path
     folder = tmp_path_factory.mktemp("tiny")
-    config = json.loads((source / "config.json").read_text())
-    torch.manual_seed(3)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config["vocab_size"],
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=1024,
-            bos_token_id=config["bos_token_id"],
-            eos_token_id=config["eos_token_id"],
-        )
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
-    model.save_pretrained(folder)
-    for name in _TOKENIZER:
-        if (source / name).is_file():
-            shutil.copy(source / name, folder / name)
-    (folder / "chat_template.jinja").write_text(HERMES_TEMPLATE)
-    return folder, model
+    return folder, make_random_model(folder)
 
 
 @pytest.fixture(scope="module")

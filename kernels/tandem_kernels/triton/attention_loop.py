@@ -20,8 +20,7 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 @triton.jit
 def attend(
     state,
-    queries,
-    last_keys,
+    tile,
     first,
     end,
     paged,
@@ -34,13 +33,16 @@ def attend(
 ):
     """Returns (accumulator, sums, maxima) after the keys `first` to `end` of one KV head.
 
-    A row sees the keys up to its `last_keys`, of these the last WINDOW if it is not 0. Not MASKED:
-    every row sees all of them, and they are whole turns. Without a window the first turn of all has
-    to hold a key that each row sees: there, a maximum of -inf would make NaN. No key before the
-    first row's window is read. `paged` is (the head's K in block 0, the sequence's block table, the
-    strides of a block and from K to V, the scale in base 2).
+    `tile` is (queries, last_keys). A row sees the keys up to its last one, of these the last WINDOW
+    if that is not 0. Not MASKED: every row sees all of them, and they are whole turns. Without a
+    window the first turn of all has to hold a key that each row sees: there, a maximum of -inf
+    would make NaN. No key before the first row's window is read.
+
+    `paged` is (the head's K in block 0, the sequence's block table, the strides of a block and from
+    K to V, the scale in base 2).
     """
     accumulator, sums, maxima = state
+    queries, last_keys = tile
     kv, block_table, stride_block, stride_kv, scale = paged
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM

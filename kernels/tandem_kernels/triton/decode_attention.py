@@ -139,10 +139,7 @@ def _attend_split(
     split = tl.program_id(2)
     num_heads = GROUP_SIZE * tl.num_programs(1)
     context_len = tl.load(context_lens + seq)
-    if WINDOW:
-        start = tl.maximum(context_len - WINDOW, 0) // KEYS * KEYS
-    else:
-        start = 0
+    start = tl.maximum(context_len - WINDOW, 0) // KEYS * KEYS if WINDOW else 0
     split_len = tl.cdiv(tl.cdiv(context_len - start, num_splits), KEYS) * KEYS
     first = start + split * split_len
     end = tl.minimum(first + split_len, context_len)
@@ -158,18 +155,7 @@ def _attend_split(
     paged = (head_kv, block_tables + seq * stride_table, stride_block, stride_kv, scale)
     state = start_state(ROWS, BLOCK_D)
     accumulator, sums, maxima = attend(
-        state,
-        q,
-        last_keys,
-        first,
-        end,
-        paged,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_SIZE,
-        KEYS,
-        WINDOW,
-        MASKED=True,
+        state, (q, last_keys), first, end, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, WINDOW, True
     )
     is_empty = sums == 0.0  # nothing is in this range
     sums = tl.where(is_empty, 1.0, sums)

@@ -148,53 +148,21 @@ def _attend_chunks(
     head_kv = kv + kv_head.to(tl.int64) * stride_head
     block_table = block_tables + seq.to(tl.int64) * stride_table
     paged = (head_kv, block_table, stride_block, stride_kv, scale)
+    tile = (q, last_keys)
     state = start_state(ROWS, BLOCK_D)
     first = 0
     if WINDOW:
         seen_by_last = tl.cdiv(tl.maximum(end - WINDOW, 0), KEYS) * KEYS
-        start = tl.maximum(prefix_len + first_row // GROUP_SIZE + 1 - WINDOW, 0) // KEYS * KEYS
+        begin = tl.maximum(prefix_len + first_row // GROUP_SIZE + 1 - WINDOW, 0) // KEYS * KEYS
         first = tl.minimum(seen_by_last, seen_by_all)
         state = attend(
-            state,
-            q,
-            last_keys,
-            start,
-            first,
-            paged,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_SIZE,
-            KEYS,
-            WINDOW,
-            MASKED=True,
+            state, tile, begin, first, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, WINDOW, True
         )
     state = attend(
-        state,
-        q,
-        last_keys,
-        first,
-        seen_by_all,
-        paged,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_SIZE,
-        KEYS,
-        WINDOW,
-        MASKED=False,
+        state, tile, first, seen_by_all, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, WINDOW, False
     )
     accumulator, sums, _maxima = attend(
-        state,
-        q,
-        last_keys,
-        seen_by_all,
-        end,
-        paged,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_SIZE,
-        KEYS,
-        WINDOW,
-        MASKED=True,
+        state, tile, seen_by_all, end, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, WINDOW, True
     )
     num_heads = GROUP_SIZE * tl.num_programs(1)
     places = (tokens[:, None] * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]

@@ -141,9 +141,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         raise UnsupportedModel(f"activation {activation!r} is not supported; silu is")
 
 
-def _sliding_window(
-    config: Mapping[str, Any], architecture: str, max_model_len: int
-) -> int | None:
+def _sliding_window(config: Mapping[str, Any], architecture: str, max_model_len: int) -> int | None:
     """Returns the window in tokens if all layers have one that is shorter than the context.
 
     Raises UnsupportedModel if only some layers have it.
@@ -172,7 +170,7 @@ def _has_window(config: Mapping[str, Any], architecture: str) -> bool:
         num_full = sum(kind != _SLIDING_ATTENTION for kind in layer_types)
         given = "layer_types"
     else:
-        num_full = min(config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS), num_layers)
+        num_full = min(int(config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS)), num_layers)
         given = "max_window_layers"
     if 0 < num_full < num_layers:
         raise UnsupportedModel(

@@ -62,7 +62,7 @@ def gguf_tensors(model) -> dict[str, np.ndarray]:
         array = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         part = name.split(".")[-2]
-        if config.model_type == "llama" and part in heads:
+        if config.model_type in ("llama", "mistral") and part in heads:
             rows = array.reshape(heads[part], 2, -1, *array.shape[1:])
             array = rows.swapaxes(1, 2).reshape(array.shape)
         tensors[gguf_name(name)] = np.ascontiguousarray(array)

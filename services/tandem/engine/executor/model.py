@@ -5,8 +5,8 @@
                 x += W_down (silu(gate) * up)                   gate, up = W_gate_up norm(x)
     logits = W_out norm(x)
 
-Qwen 3 normalizes each head of q and k before the rotation. Attention may have a window. Knows tensors and the KV pool; no
-sequences, no scheduling.
+Qwen 3 normalizes each head of q and k before the rotation. Attention may have a sliding window.
+Knows tensors and the KV pool; no sequences, no scheduling.
 """
 
 from collections.abc import Callable

@@ -55,9 +55,7 @@ class Paged:
             first_key = max(0, int(self.context_lens[seq]) - num_queries + 1 - window)
             self.block_tables[seq, : first_key // self.kv.shape[4]] = 2**30
 
-    def attention(
-        self, seq: int, queries: torch.Tensor, window: int | None = None
-    ) -> torch.Tensor:
+    def attention(self, seq: int, queries: torch.Tensor, window: int | None = None) -> torch.Tensor:
         """Computes attention of queries [n, heads, D], the last tokens of a sequence's context, in
         fp64."""
         kv = self.layer[self.block_tables[seq].long()].double()  # [M, heads, 2, block size, D]

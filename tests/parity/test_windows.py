@@ -1,0 +1,57 @@
+"""A model whose layers have a window gets transformers' tokens, whichever way its KV came.
+
+Prompts are several windows long. Each is asked twice: the second time its KV is cached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tests.parity.models import make_random_model
+from tests.parity.ways import Answer, Asked, five_ways
+
+_WINDOW = 40
+_NUM_TOKENS = 96
+_PROMPTS = [
+    torch.randint(1000, 9000, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (150, 157, 97, 155, 30, 158)
+]
+
+
+def _asked(prompt: list[int]) -> Asked:
+    return "/v1/completions", {
+        "prompt": prompt,
+        "max_tokens": _NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def _token_ids(answer: Answer) -> list[int]:
+    token_ids: list[int] = answer["choices"][0]["token_ids"]
+    return token_ids
+
+
+def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = make_random_model(tmp_path / "model", _WINDOW)
+    asked = [_asked(prompt) for prompt in _PROMPTS]
+    with five_ways(redis_server, tmp_path, str(tmp_path / "model")) as ways:
+        expected = list(map(_token_ids, asyncio.run(ways["aggregated"].ask_all(asked))))
+        for prompt, made in zip(_PROMPTS, expected, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1]
+            assert logits.argmax(-1).tolist() == made
+        for name, way in ways.items():
+            before = way.disturbances()
+            for _ in range(2):
+                answers = asyncio.run(way.ask_all(asked))
+                assert list(map(_token_ids, answers)) == expected, name
+            cached = answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert name == "preempted" or cached == 144, name
+            assert name == "aggregated" or way.disturbances() > before, f"nothing was {name}"
