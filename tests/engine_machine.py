@@ -231,6 +231,13 @@ class EngineMachine(RuleBasedStateMachine):
         del self.clients[client.spec.sequence_id]
         self.engine.remove(client.spec.sequence_id, unsafe)
 
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        before = self.engine.load()
+        assert self.engine.reset_prefix_cache() == before.blocks_cached
+        after = self.engine.load()
+        assert (after.blocks_cached, after.blocks_used) == (0, before.blocks_used)
+
     @precondition(lambda self: self.quarantined)
     @rule(data=st.data())
     def unquarantine(self, data: st.DataObject) -> None:

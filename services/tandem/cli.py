@@ -119,6 +119,21 @@ def drain(
 
 
 @app.command
+def reset_prefix_cache(
+    worker: Annotated[
+        str, Parameter(help="The worker's id. Default: all workers.", show_default=False)
+    ] = "",
+    /,
+    *,
+    url: _Url = _ADMIN_URL,
+) -> None:
+    """Drop the cached KV blocks that no request uses, at all workers or at one."""
+    from tandem.cluster import operate
+
+    operate.reset_prefix_cache(url, worker)
+
+
+@app.command
 def audit(
     *,
     limit: Annotated[int, Parameter(help="Largest number of entries, at most 1000.")] = 50,

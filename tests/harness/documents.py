@@ -28,6 +28,7 @@ from tests.harness.chart import Object, chart, load_objects, values_of
 
 ROOT = Path(__file__).parents[2]
 SHELL, OUTPUT = "sh", "text"  # the languages of fenced blocks: commands, and all else
+_OF_CLUSTER = ("status", "scale", "drain", "reset-prefix-cache", "index")
 _SOURCES = ("services", "kernels", "benchmarks", "tests")
 
 
@@ -69,8 +70,10 @@ class Command:
     def needs_cluster(self) -> bool:
         """Returns whether the command is run against the cluster that `make up` starts."""
         match self.words:
-            case ["curl", *_] | ["tandem", "status" | "scale" | "drain" | "index", *_]:
+            case ["curl", *_]:
                 return True
+            case ["tandem", command, *_]:
+                return command in _OF_CLUSTER
         return False
 
     @property

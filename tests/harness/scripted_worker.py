@@ -110,6 +110,7 @@ class ScriptedWorker(WorkerServicer):
         self.submitted: list[pb.SubmitSequence] = []
         self.cancelled: list[str] = []
         self.drains: list[float] = []  # deadlines that were asked for
+        self.cached_blocks: int | None = 0  # until a reset; None: it knows no such call
         self.address = ""
         self.worker_id = worker_id
         self.role = self.pool = role
@@ -225,6 +226,14 @@ class ScriptedWorker(WorkerServicer):
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
         self.drains.append(request.deadline_s)
         return pb.DrainResponse()
+
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: pb.ResetPrefixCacheRequest, context: Any
+    ) -> pb.ResetPrefixCacheResponse:
+        if (dropped := self.cached_blocks) is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "says the test")
+        self.cached_blocks = 0
+        return pb.ResetPrefixCacheResponse(num_blocks=dropped)
 
     async def ListBlocks(  # noqa: N802
         self, request: pb.ListBlocksRequest, context: Any

@@ -49,6 +49,7 @@ ADMIN_CALLS = [
     ("POST", "/v1/cluster"),
     ("GET", "/v1/cluster/audit"),
     ("POST", "/v1/cluster/index/verify"),
+    ("POST", "/reset_prefix_cache"),
     ("POST", "/v1/cluster/workers/decode-0/role"),
     ("POST", "/v1/cluster/workers/decode-0/drain"),
     ("GET", "/v1/keys"),

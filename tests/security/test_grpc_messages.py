@@ -17,7 +17,14 @@ from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 INFERENCE = ["GetRequest", "ListModels"]
-CLUSTER = ["GetCluster", "ScalePools", "SetWorkerRole", "FlipWorker", "DrainWorker"]
+CLUSTER = [
+    "GetCluster",
+    "ScalePools",
+    "SetWorkerRole",
+    "FlipWorker",
+    "DrainWorker",
+    "ResetPrefixCache",
+]
 METHODS = [
     *(f"/tandem.v1.Inference/{name}" for name in INFERENCE),
     *(f"/tandem.v1.Cluster/{name}" for name in CLUSTER),

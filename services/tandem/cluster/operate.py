@@ -1,4 +1,4 @@
-"""`tandem status`, `scale`, `set-role`, `drain`, `audit` and `index`: an operator's calls."""
+"""The commands of operators, such as `tandem status` and `tandem drain`: calls of a router."""
 
 import json
 import os
@@ -78,6 +78,14 @@ def drain_worker(url: str, worker_id: str, *, deadline_s: float) -> None:
             raise OperateError(f"{worker_id} is still there after {deadline_s:g} s; see its log")
         time.sleep(_POLL_INTERVAL_S)
     print(f"{worker_id} has left")
+
+
+def reset_prefix_cache(url: str, worker_id: str) -> None:
+    """Has workers drop their cached blocks, and prints how many each did. Raises OperateError."""
+    body = {"worker_id": worker_id} if worker_id else {}
+    answer = ask(url, "POST", body, path="/reset_prefix_cache", deadline_s=_SET_ROLE_DEADLINE_S)
+    for name, num_blocks in answer["dropped_blocks"].items():
+        print(f"{name}: {num_blocks:,} blocks dropped")
 
 
 def verify_index(url: str, *, everything: bool) -> bool:

@@ -28,14 +28,7 @@ from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.scheduler.running_slots import STEP_SHARE
 from tandem.engine.scheduler.scheduler import Chunk, Schedule, Scheduler
 from tandem.engine.sequence import Sequence, Status, finish_reason
-from tandem.engine.types import (
-    EngineLoad,
-    Mode,
-    OnFinal,
-    SequenceSpec,
-    StepReport,
-    TokenLogprobs,
-)
+from tandem.engine.types import EngineLoad, Mode, OnFinal, SequenceSpec, StepReport, TokenLogprobs
 from tandem.errors import InternalError, QueueFull, TandemError
 from tandem.grammars.compiler import GrammarCompiler
 from tandem.grammars.masks import GrammarMasks
@@ -219,6 +212,10 @@ class Engine:
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
         """Hashes held here from `first` on and before `end`; empty `end`: to the last."""
         return self._pool.block_hashes(first, end)
+
+    def reset_prefix_cache(self) -> int:
+        """Drops all blocks that nobody uses; returns how many. Blocks in use stay as they are."""
+        return self._pool.drop_cached()
 
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
         """Ends a sequence or chain in any state and frees its blocks; an unknown one is no error.

@@ -101,6 +101,7 @@ ROUTER_CALLS: dict[str, list[Any]] = {
     f"{_CLUSTER}SetWorkerRole": [cluster_pb2.SetWorkerRoleRequest(worker_id="x", role="decode")],
     f"{_CLUSTER}FlipWorker": [cluster_pb2.SetWorkerRoleRequest(worker_id="x", role="decode")],
     f"{_CLUSTER}DrainWorker": [cluster_pb2.DrainWorkerRequest(worker_id="x", deadline_s=1.0)],
+    f"{_CLUSTER}ResetPrefixCache": [cluster_pb2.ResetWorkersCacheRequest(worker_id="x")],
     "/grpc.health.v1.Health/Check": [inference_pb2.GetRequestRequest()],
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": [
         inference_pb2.GetRequestRequest(request_id="x")
@@ -154,6 +155,7 @@ WORKER_CALLS: dict[str, list[Any]] = {
             compatibility=worker_pb2.KvCompatibility(model_fingerprint="f", block_size=16),
         )
     ],
+    "ResetPrefixCache": [worker_pb2.ResetPrefixCacheRequest()],
     "GetState": [worker_pb2.GetStateRequest()],
     "SetRole": [worker_pb2.SetRoleRequest(role="decode")],
 }

@@ -122,6 +122,55 @@ async def test_a_worker_that_drains_is_not_flipped(
     assert "it is draining" in str(refused.value.details())
 
 
+async def test_prefix_caches_are_reset_at_all_workers_or_at_one(
+    router: RunningRouter, stub: ClusterStub
+) -> None:
+    first, second = router.workers
+    first.cached_blocks, second.cached_blocks = 7, 5
+    headers = {"content-type": "application/json"}  # and no body, as vLLM's clients
+    reply = await router.admin.post("/reset_prefix_cache", headers=headers)
+    assert reply.json() == {"dropped_blocks": {"decode-0": 7, "decode-1": 5}}
+    first.cached_blocks, second.cached_blocks = 3, 4
+    reply = await router.admin.post("/reset_prefix_cache", json={"worker_id": "decode-1"})
+    assert reply.json() == {"dropped_blocks": {"decode-1": 4}}
+    assert first.cached_blocks == 3
+
+    done = await stub.ResetPrefixCache(pb.ResetWorkersCacheRequest(worker_id="decode-0"))
+    assert dict(done.dropped_blocks) == {"decode-0": 3}
+    done = await stub.ResetPrefixCache(pb.ResetWorkersCacheRequest())
+    assert dict(done.dropped_blocks) == {"decode-0": 0, "decode-1": 0}
+
+
+async def test_a_worker_that_does_not_reset_is_named_and_the_others_do(
+    router: RunningRouter,
+) -> None:
+    first, second = router.workers
+    first.cached_blocks, second.cached_blocks = None, 5
+    try:
+        reply = await router.admin.post("/reset_prefix_cache", json={})
+        assert reply.status_code == 503
+        assert "decode-0 did not do it (ResetPrefixCache)" in reply.json()["error"]["message"]
+        assert second.cached_blocks == 0
+    finally:
+        first.cached_blocks = 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "named"),
+    [
+        ({"worker_id": "decode-9"}, 404, "there are: decode-0, decode-1"),
+        ({"worker_id": 3}, 400, "worker_id must be"),
+        ({"worker": "decode-0"}, 400, "allowed is worker_id"),
+    ],
+)
+async def test_a_wrong_reset_is_refused_and_says_why(
+    router: RunningRouter, body: dict[str, object], status: int, named: str
+) -> None:
+    reply = await router.admin.post("/reset_prefix_cache", json=body)
+    assert reply.status_code == status
+    assert named in reply.json()["error"]["message"]
+
+
 async def test_grpc_tells_and_sets_sizes(router: RunningRouter, stub: ClusterStub) -> None:
     state = await stub.GetCluster(pb.GetClusterRequest())
     assert [(p.name, p.ready, p.serving) for p in state.pools] == [

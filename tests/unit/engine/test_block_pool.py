@@ -53,6 +53,32 @@ def test_reserve_shares_the_cached_prefix_and_allocates_the_rest() -> None:
     assert pool.match(chain(9)) == []
 
 
+def test_dropping_what_is_cached_leaves_what_is_used() -> None:
+    pool = BlockPool(6)
+    used = hold(pool, chain(1, 2))
+    pool.release(hold(pool, chain(1, 2, 3, 4)))
+    pool.release(hold(pool, chain(9)))
+    pool.take_events()
+    assert (pool.num_cached, pool.drop_cached()) == (3, 3)
+    assert (pool.num_free, pool.num_used, pool.num_cached) == (4, 2, 0)
+    assert pool.match(chain(1, 2, 3, 4)) == used
+    assert pool.match(chain(9)) == []
+    stored, removed = pool.take_events()
+    assert stored == []
+    assert sorted(removed) == sorted([*chain(1, 2, 3, 4)[2:], *chain(9)])
+    assert removed.index(chain(1, 2, 3, 4)[3]) < removed.index(chain(1, 2, 3, 4)[2])
+    pool.check_integrity([used])
+    assert pool.drop_cached() == 0
+
+
+def test_what_was_stored_and_dropped_since_the_last_events_is_none() -> None:
+    pool = BlockPool(4)
+    pool.release(hold(pool, chain(1, 2)))
+    assert pool.drop_cached() == 2
+    assert pool.take_events() == ([], [])
+    assert pool.allocate(4) is not None
+
+
 def test_what_does_not_fit_changes_nothing() -> None:
     pool = BlockPool(4)
     pool.release(hold(pool, chain(1, 2)))

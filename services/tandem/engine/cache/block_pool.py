@@ -7,7 +7,7 @@ It knows block ids and hashes, no tensors and no sequences. A block is in one of
       |                 v
       |               USED, hashed --release--> CACHED (no reference, found by `match`)
       |                 ^------- reserve ---------'|
-      '------------------ evict, leaf first -------'
+      '---------- evict or drop, leaf first -------'
     USED --quarantine--> QUARANTINED --unquarantine--> FREE     a read may still write it
 
 Three things always hold; `check_integrity` looks at them:
@@ -122,6 +122,13 @@ class BlockPool:
             self.num_cached += 1
             if not block.num_children:
                 self._policy.add(block_id, block.last_used)
+
+    def drop_cached(self) -> int:
+        """Frees every CACHED block, so that `match` finds USED ones only; returns how many."""
+        num_dropped = self.num_cached
+        while self.num_cached:
+            self._free.append(self._evict())
+        return num_dropped
 
     def store(
         self, block_id: int, *, parent_id: int | None, parent_hash: bytes, block_hash: bytes

@@ -1,4 +1,4 @@
-"""Operators' changes, over HTTP and gRPC alike: pool sizes, a worker's role, its end."""
+"""Operators' changes, over HTTP and gRPC alike: pool sizes, a worker's role, its end, its cache."""
 
 import asyncio
 import logging
@@ -91,6 +91,26 @@ class ClusterControl:
             record = self._record(worker_id)
             change.before = record.state
             await self._call(record, "Drain", pb.DrainRequest(deadline_s=deadline_s))
+
+    async def reset_prefix_cache(self, worker_id: str = "", *, who: Caller) -> dict[str, int]:
+        """Has all workers, or this one, drop the cached blocks that nobody uses.
+
+        Returns how many each dropped. Raises WorkerLost if one did not answer; the others are done.
+        """
+        with logged_change(self._trail, who, f"prefix cache of {worker_id or 'all'}") as change:
+            change.after = "empty"
+            known = [w.record for w in self.view.known()]
+            records = [self._record(worker_id)] if worker_id else known
+            request = pb.ResetPrefixCacheRequest()
+            replies = await asyncio.gather(
+                *(self._call(record, "ResetPrefixCache", request) for record in records),
+                return_exceptions=True,
+            )
+            for reply in replies:
+                if isinstance(reply, BaseException):
+                    raise reply
+            ids = (record.worker_id for record in records)
+            return {i: r.num_blocks for i, r in sorted(zip(ids, replies, strict=True))}
 
     async def _call(self, record: WorkerRecord, method: str, request: Any) -> Any:
         async with self.view.calls.open(record.address) as channel:

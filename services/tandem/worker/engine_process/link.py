@@ -184,6 +184,11 @@ class EngineLink:
         reply: messages.Blocks = await self._ask(messages.ListBlocks, first, end)
         return reply.hashes
 
+    async def reset_prefix_cache(self) -> int:
+        """Drops all cached blocks that nobody uses; returns how many."""
+        reply: messages.PrefixCacheReset = await self._ask(messages.ResetPrefixCache)
+        return reply.num_blocks
+
     async def check_integrity(self) -> str:
         """Empty when all pools are whole, else what is wrong."""
         reply: messages.Integrity = await self._ask(messages.CheckIntegrity)

@@ -95,6 +95,12 @@ class ListBlocks(msgspec.Struct, frozen=True, tag=True):
     end: bytes  # empty: to the last
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Drop all cached blocks that nobody uses; answered by `PrefixCacheReset`."""
+
+    request_id: int
+
+
 class Remove(msgspec.Struct, frozen=True, tag=True):
     """The sequence or chain is over for whoever asked: abort it, or free what a peer held."""
 
@@ -152,7 +158,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 SequenceCommand = Add | StartLocalPrefill | Restart | Commit | ContinuePrefill | Remove
 ChainCommand = PinPrefix | ImportBlocks | CommitImport
 TransferCommand = ConnectPeer | DisconnectPeer | StartPull | StoreBytes
-Question = ListChains | ListBlocks | LoadBytes | DescribeSource | CheckIntegrity
+Question = ListChains | ListBlocks | ResetPrefixCache | LoadBytes | DescribeSource | CheckIntegrity
 Command = SequenceCommand | ChainCommand | TransferCommand | Question | Shutdown
 
 # After these a read must not land in the sequence's blocks any more.
@@ -218,6 +224,11 @@ class Blocks(msgspec.Struct, frozen=True, tag=True):
     hashes: list[bytes]
 
 
+class PrefixCacheReset(msgspec.Struct, frozen=True, tag=True):
+    request_id: int
+    num_blocks: int  # that were dropped
+
+
 class Integrity(msgspec.Struct, frozen=True, tag=True):
     request_id: int
     message: str  # empty: all pools whole
@@ -232,5 +243,13 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
 
 TransferReply = PullsSettled | transfer.Renewed | transfer.Broken
 Event = Report | BlocksFinal | TransferReply  # that nobody asked for
-Answer = transfer.PeerConnected | BlockData | Chains | Blocks | transfer.ProducerReady | Integrity
+Answer = (
+    transfer.PeerConnected
+    | BlockData
+    | Chains
+    | Blocks
+    | PrefixCacheReset
+    | transfer.ProducerReady
+    | Integrity
+)
 Reply = Ready | Event | Answer | Fatal

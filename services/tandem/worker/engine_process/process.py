@@ -176,6 +176,9 @@ class EngineProcess:
             case messages.ListBlocks(request_id, first, end):
                 hashes = self._engine.block_hashes(first, end)
                 self._send(messages.Blocks(request_id, hashes))
+            case messages.ResetPrefixCache(request_id):
+                num_blocks = self._engine.reset_prefix_cache()
+                self._send(messages.PrefixCacheReset(request_id, num_blocks))
             case messages.Remove(sequence_id):
                 self._engine.remove(sequence_id, self._give_up(sequence_id))
             case messages.StartPull(sequence_id, pull):

@@ -71,6 +71,12 @@ class Servicer(WorkerServicer):
         hashes = await self._worker.link.list_blocks(bucket_start(first), bucket_start(end))
         return pb.ListBlocksResponse(hashes=b"".join(h[:ENTRY_BYTES] for h in hashes))
 
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: Any
+    ) -> pb.ResetPrefixCacheResponse:
+        num_blocks = await self._worker.link.reset_prefix_cache()
+        return pb.ResetPrefixCacheResponse(num_blocks=num_blocks)
+
     async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:
         compatibility = self._worker.compatibility
         theirs = plain_of(KvCompatibility, request.compatibility)

@@ -15,9 +15,9 @@ from tandem.errors import BadRequest
 from tandem.perf_model.predict import queue_seconds
 from tandem.perf_model.rates import WorkerRates
 from tandem.prefix_index.audit import Differences
-from tandem.router.api.http.body import read_json_object
+from tandem.router.api.http.body import parse_object, read_body, read_json_object
 from tandem.router.api.http.errors import JsonResponse
-from tandem.router.api.http.guard import caller
+from tandem.router.api.http.guard import RESET_PATH, caller
 from tandem.router.index.audit import IndexAudit
 from tandem.router.request.generator import Generator
 from tandem.router.scaling.control import ClusterControl
@@ -71,6 +71,18 @@ def add_cluster_routes(
         deadline_s = (await read_allowed(request, "deadline_s")).get("deadline_s", 0.0)
         await control.drain(worker_id, deadline_s, who=caller(request.scope))
         return JsonResponse({"draining": worker_id}, 202)
+
+    @app.post(RESET_PATH)
+    async def reset_prefix_cache(request: Request) -> Response:
+        """Drops what no request uses from the prefix caches of all workers, or of `worker_id`."""
+        # vLLM's clients send no body.
+        body = parse_object(await read_body(request, config) or b"{}")
+        if unknown := set(body) - {"worker_id"}:
+            raise BadRequest(f"the body has {unknown}; allowed is worker_id", param="worker_id")
+        if not isinstance(worker_id := body.get("worker_id", ""), str):
+            raise BadRequest("worker_id must be a worker's id", param="worker_id")
+        dropped = await control.reset_prefix_cache(worker_id, who=caller(request.scope))
+        return JsonResponse({"dropped_blocks": dropped})
 
     @app.post("/v1/cluster/index/verify")
     async def verify(request: Request) -> Response:

@@ -34,6 +34,7 @@ class GrpcCluster:
             # The old name of SetWorkerRole.
             "FlipWorker": (self._set_worker_role, pb.SetWorkerRoleRequest),
             "DrainWorker": (self._drain_worker, pb.DrainWorkerRequest),
+            "ResetPrefixCache": (self._reset_prefix_cache, pb.ResetWorkersCacheRequest),
         }
         return grpc.method_handlers_generic_handler(
             SERVICE,
@@ -90,6 +91,12 @@ class GrpcCluster:
     ) -> pb.DrainWorkerResponse:
         await self._control.drain(request.worker_id, request.deadline_s, who=who)
         return pb.DrainWorkerResponse()
+
+    async def _reset_prefix_cache(
+        self, request: pb.ResetWorkersCacheRequest, who: Caller
+    ) -> pb.ResetWorkersCacheResponse:
+        dropped = await self._control.reset_prefix_cache(request.worker_id, who=who)
+        return pb.ResetWorkersCacheResponse(dropped_blocks=dropped)
 
     def _handler(
         self, method: str, answer: _Answer, request_type: Any

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 _GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _TOKENS = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 _UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/ping"))
+RESET_PATH = "/reset_prefix_cache"  # vLLM's name
 PROBES = ("/health", "/ready", "/started", "/ping")
 _PORTS = {"http": 80, "https": 443}
 _TEXT_MAX = 100  # characters of what a client sent, in messages and logs
@@ -126,7 +127,7 @@ def public_need(path: str) -> Need | None:
         return "nothing"
     if path == "/load":
         return "metrics"
-    if path in ("/", "/metrics") or path.startswith(("/v1/cluster", "/v1/keys")):
+    if path in ("/", "/metrics", RESET_PATH) or path.startswith(("/v1/cluster", "/v1/keys")):
         return None
     return "user"
 

@@ -119,3 +119,22 @@ class DrainWorkerRequest(_message.Message):
 class DrainWorkerResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ResetWorkersCacheRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class ResetWorkersCacheResponse(_message.Message):
+    __slots__ = ("dropped_blocks",)
+    class DroppedBlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    dropped_blocks: _containers.ScalarMap[str, int]
+    def __init__(self, dropped_blocks: _Optional[_Mapping[str, int]] = ...) -> None: ...

@@ -59,6 +59,11 @@ class ClusterStub(object):
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/tandem.v1.Cluster/ResetPrefixCache',
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ResetWorkersCacheRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ResetWorkersCacheResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer(object):
@@ -103,6 +108,13 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Workers drop the cached blocks that nobody uses. Requests go on with the blocks that they use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +142,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.FromString,
                     response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ResetWorkersCacheRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ResetWorkersCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +284,33 @@ class Cluster(object):
             '/tandem.v1.Cluster/DrainWorker',
             tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
             tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/ResetPrefixCache',
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ResetWorkersCacheRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ResetWorkersCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -459,6 +459,16 @@ class ListBlocksResponse(_message.Message):
     hashes: bytes
     def __init__(self, hashes: _Optional[bytes] = ...) -> None: ...
 
+class ResetPrefixCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetPrefixCacheResponse(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
 class KvCompatibility(_message.Message):
     __slots__ = ("model_fingerprint", "compute_dtype", "numerics", "block_size", "kv_dtype", "layout", "hash_version", "protocol_version", "tensor_parallel")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]

@@ -64,6 +64,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
                 response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListBlocksResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/tandem.v1.Worker/ResetPrefixCache',
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
         self.Connect = channel.unary_unary(
                 '/tandem.v1.Worker/Connect',
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ConnectRequest.SerializeToString,
@@ -140,6 +145,13 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Drops the cached blocks that nobody uses, and their entries in the prefix tree.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Connect(self, request, context):
         """A consumer introduces itself before its first Prefill. Refused with FAILED_PRECONDITION and a
         message naming the difference when the two could not exchange KV blocks.
@@ -202,6 +214,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ListBlocks,
                     request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListBlocksRequest.FromString,
                     response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListBlocksResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
             'Connect': grpc.unary_unary_rpc_method_handler(
                     servicer.Connect,
@@ -386,6 +403,33 @@ class Worker(object):
             '/tandem.v1.Worker/ListBlocks',
             tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
             tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ListBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/ResetPrefixCache',
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
