@@ -36,6 +36,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "truncate_prompt_tokens": 3,
         "structured_outputs": {"regex": "[ab]+"},
     },
+    "/v1/completions#many": {"prompt": "x", "n": 2, "best_of": 3, "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/chat/completions#all": {
         "messages": [
@@ -67,6 +68,7 @@ FIELDS = sorted(
 
 GENERATE = [
     inference_pb2.GenerateRequest(text="x", max_tokens=1),
+    inference_pb2.GenerateRequest(text="x", max_tokens=1, n=2, best_of=3),
     inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=[1, 2]),
         max_tokens=2,
