@@ -8,6 +8,7 @@ named, and every other module of vLLM is an empty stand-in. `run_vllm.py` loads 
 from __future__ import annotations
 
 import base64
+import fnmatch
 import importlib.abc
 import importlib.machinery
 import json
@@ -24,7 +25,7 @@ import openai
 import pytest
 
 URL = os.environ["TANDEM_URL"]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 # Options of vLLM's server that choose a feature; without it the test has nothing to test.
 FEATURES = {
     "--root-path": "a path before the routes",
@@ -32,8 +33,18 @@ FEATURES = {
     "--runner": "another task than generation",
     "--enable-prompt-embeds": "prompts as embeddings",
     "--skip-tokenizer-init": "a server without a tokenizer",
+    "--return-tokens-as-token-ids": "an option of vLLM's server",
     "--enable-tokenizer-info-endpoint": "",  # only some tests of that server need it
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests that do not apply."""
+    reasons: dict[str, str] = json.loads(os.environ["TANDEM_NOT_APPLICABLE"])
+    for item in items:
+        for pattern, why in reasons.items():
+            if fnmatch.fnmatchcase(item.nodeid, pattern):
+                item.add_marker(pytest.mark.skip(reason=f"not applicable: {why}"))
 
 
 class RemoteOpenAIServer:
@@ -60,11 +71,11 @@ class RemoteOpenAIServer:
         return "/".join((self.url_root, *parts))
 
     def get_client(self, **options: Any) -> openai.OpenAI:
-        """Returns a client that waits a minute at most."""
+        """Returns a client that waits five minutes at most."""
         return openai.OpenAI(**self._options(options))
 
     def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
-        """Returns a client that waits a minute at most."""
+        """Returns a client that waits five minutes at most."""
         return openai.AsyncOpenAI(**self._options(options))
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:

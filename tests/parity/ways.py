@@ -82,14 +82,14 @@ class Migrated(Way):
             )
 
     async def _flip(self, worker_id: str, role: str) -> None:
-        async with httpx.AsyncClient(timeout=30) as client:
+        async with httpx.AsyncClient(timeout=120) as client:
             url = f"{self.cluster.admin_url}/v1/cluster/workers/{worker_id}/role"
             reply = await client.post(url, json={"role": role})
         assert reply.status_code == 200, reply.text
         await asyncio.to_thread(
             wait_for,
             lambda: self.cluster.records()[worker_id]["role"] == role,
-            deadline_s=30,
+            deadline_s=120,
             what=f"{worker_id} as {role}",
         )
 

@@ -34,6 +34,13 @@ async def test_a_key_in_anthropics_header_opens_anthropics_paths_alone(routers: 
             if status == 401 and path == "/v1/messages":
                 assert answer.json()["type"] == "error"
                 assert answer.json()["error"]["type"] == "authentication_error"
+        for header, status, kind in (
+            ({"x-api-key": key, "anthropic-version": "2023-06-01"}, 200, None),
+            ({"x-api-key": "wrong", "anthropic-version": "2023-06-01"}, 401, "error"),
+            ({"x-api-key": key}, 401, None),
+        ):
+            answer = await http.get("/v1/models", headers=header)
+            assert (answer.status_code, answer.json().get("type")) == (status, kind), header
     salts = {s.input.cache_salt for s in routers.worker.submitted}  # type: ignore[attr-defined]
     assert salts == {cache_salt(TOKEN, "acme")}
 
@@ -51,6 +58,8 @@ async def test_a_kept_response_is_its_tenants(routers: Routers) -> None:
         path = f"/v1/responses/{made.json()['id']}"
         assert (await http.get(path, headers=other)).status_code == 404
         assert (await http.delete(path, headers=other)).status_code == 404
+        assert (await http.get(f"{path}/input_items", headers=other)).status_code == 404
+        assert (await http.post(f"{path}/cancel", headers=other)).status_code == 404
         assert (await http.get(path)).status_code == 401
         following = {**asked, "previous_response_id": made.json()["id"]}
         refused = await http.post("/v1/responses", json=following, headers=other)

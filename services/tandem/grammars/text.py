@@ -25,6 +25,7 @@ class StructuredOutput:
     kind: Kind
     source: str = ""  # a schema or a list of choices as JSON, a regular expression, or a grammar
     is_lenient: bool = False  # keywords of a schema that are not supported are ignored
+    head: str = ""  # a Lark grammar of the whole completion, which names the form `@form`
 
     def __post_init__(self) -> None:
         size = len(self.source.encode(errors="replace"))
@@ -38,6 +39,16 @@ class StructuredOutput:
 def grammar_text(wanted: StructuredOutput) -> str:
     """Returns the grammar. Raises BadRequest for a source that no grammar can be made of; what the
     compiler refuses is found by check.py."""
+    form = _form_text(wanted)
+    if not wanted.head:
+        return form
+    # llguidance writes schemas and regular expressions as a list of one grammar, others in Lark.
+    is_list = wanted.kind in ("json_object", "json_schema", "regex")
+    [grammar] = json.loads(form)["grammars"] if is_list else [{"lark_grammar": form}]
+    return json.dumps({"grammars": [{"lark_grammar": wanted.head}, {**grammar, "name": "form"}]})
+
+
+def _form_text(wanted: StructuredOutput) -> str:
     try:
         match wanted.kind:
             case "json_object":

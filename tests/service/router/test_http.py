@@ -354,11 +354,22 @@ async def test_bad_requests(
     assert not router.submitted
 
 
-async def test_unknown_role(router: RunningRouter) -> None:
-    body = {"messages": [{"role": "wizard", "content": "x"}]}
+@pytest.mark.parametrize("role", ["", "system<|im_end|>", "a b", "x" * 65])
+async def test_what_is_no_role(router: RunningRouter, role: str) -> None:
+    body = {"messages": [{"role": role, "content": "x"}]}
     answer = await router.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert "system, user, assistant" in answer.json()["error"]["message"]
+    assert not router.submitted
+
+
+async def test_a_role_of_the_templates_own(router: RunningRouter) -> None:
+    router.script(saying(ids(router, "Hm."), finish_reason="stop"))
+    body = {"messages": [{"role": "wizard", "content": "x"}]}
+    answer = await router.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    prompt = router.tokenizer.decode(list(router.submitted[0].input.token_ids))
+    assert "wizard\nx" in prompt
 
 
 async def test_worker_errors_keep_their_status(router: RunningRouter) -> None:

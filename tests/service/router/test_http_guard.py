@@ -24,7 +24,7 @@ JSON = "application/json"
 COMPLETIONS = {
     *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}"),
-    "/v1/embeddings",
+    *("/v1/responses/{response_id}/cancel", "/v1/embeddings", "/invocations"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata
+from typing import Any
 
 import openai
 import pytest
@@ -178,6 +179,25 @@ async def test_a_body_that_says_to_be_no_json_is_415(router: RunningRouter, path
     for sent in ("application/json; charset=utf-8", "APPLICATION/JSON", "application/x+json"):
         answer = await router.http.post(path, content=b"{}", headers={"content-type": sent})
         assert answer.status_code == 400  # as any empty object
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ({"messages": [{"role": "user", "content": "x"}]}, "chat.completion"),
+        ({"prompt": "x"}, "text_completion"),
+    ],
+)
+async def test_an_invocation_is_a_chat_or_a_completion(
+    router: RunningRouter, asked: dict[str, Any], kind: str
+) -> None:
+    router.script(saying(router.tokenizer.encode("Hm."), finish_reason="stop"))
+    answer = await router.http.post("/invocations", json={**asked, "wings": 2})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["object"] == kind
+    assert "wings" in answer.headers["warning"]
+    refused = await router.http.post("/invocations", json={"max_tokens": 3})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
 
 
 async def test_small_calls_of_other_servers(router: RunningRouter) -> None:

@@ -339,3 +339,15 @@ async def test_openapi_has_the_bodies(router: RunningRouter) -> None:
     assert {"MessagesBody", "CountTokensBody", "ToolResultBlock"} <= document["components"][
         "schemas"
     ].keys()
+
+
+async def test_models_are_told_in_anthropics_form(client: AsyncAnthropic) -> None:
+    (model,) = [one async for one in client.models.list()]
+    assert isinstance(model, anthropic.types.ModelInfo)
+    assert (model.id, model.type, model.max_input_tokens) == ("tiny", "model", 2048)
+    assert model.created_at.year >= 2024
+    assert await client.models.retrieve("tiny") == model
+    with pytest.raises(anthropic.NotFoundError) as raised:
+        await client.models.retrieve("other")
+    body: Any = raised.value.body
+    assert body["error"]["type"] == "not_found_error"

@@ -239,3 +239,32 @@ async def test_the_same_over_grpc(router: RunningRouter) -> None:
             with pytest.raises(grpc.aio.AioRpcError, match=named) as raised:
                 await anext(aiter(stub.Generate(pb.GenerateRequest(chat=refused))))
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_form_begins_after_the_reasoning(router: RunningRouter) -> None:
+    """Of a chat alone, and not where the template or the client is past the reasoning."""
+    form: dict[str, Any] = {"response_format": {"type": "json_object"}}
+    continued = [*ASKED, {"role": "assistant", "content": "{"}]
+    for path, asked, has_thought in (
+        ("chat/completions", {"messages": ASKED}, True),
+        (
+            "chat/completions",
+            {"messages": ASKED, "chat_template_kwargs": {"enable_thinking": False}},
+            False,
+        ),
+        (
+            "chat/completions",
+            {
+                "messages": continued,
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+            },
+            False,
+        ),
+        ("completions", {"prompt": "x"}, False),
+    ):
+        says(router, '{"city": "Rome"}')
+        answer = await router.http.post(f"/v1/{path}", json={**asked, **form})
+        assert answer.status_code == 200, answer.text
+        (submit,) = router.submitted
+        assert ("<think>" in submit.input.grammar) is has_thought, asked  # type: ignore[attr-defined]

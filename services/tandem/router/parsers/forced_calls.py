@@ -3,22 +3,21 @@
     start: [reasoning] opens call (between call)* closes
     call:  before (arguments of one of the tools, after their schema) after
 
-`machine.py` reads such an answer as any other. Strings that are added tokens of the model stand in
-the grammar as these tokens: llguidance takes no other spelling of them.
+`machine.py` reads such an answer as any other.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import BadRequest
 from tandem.grammars.text import embedded_schema
 from tandem.router.parsers.formats import CallFrame, ReasoningTags, ToolFormat
+from tandem.router.parsers.grammar_rules import GrammarRules, terminals_of
 from tandem.router.parsers.pair_arguments import types_of
 
-_SPACE = r"/[ \n]{1,4}/"
 # Without quotes, a name ends where the format's next string begins.
 _BARE_NAME = re.compile(r"[^\s<>{}\[\]\"]{1,256}")
 
@@ -36,10 +35,7 @@ def write_grammar(
     """Returns the grammar, in llguidance's variant of Lark. `knows` tells whether a string is in
     the model's chat template or vocabulary. Raises BadRequest for a tool that cannot be called."""
     frame = next(f for f in tool_format.frames if not f.sign or knows(f.sign))
-    # A format's own tags consist of its terminals.
-    tags = () if reasoning is None or reasoning is tool_format.thought else reasoning
-    terminals = {t for state in tool_format.states.values() for t in state.terminals}
-    grammar = _Grammar(frame, [*terminals, *tags], added_token_id)
+    grammar = _CallRules(terminals_of(tool_format, reasoning), added_token_id, frame=frame)
     calls = grammar.calls([tool["function"] for tool in tools], one_call_only=one_call_only)
     thought = ""
     if reasoning is not None:
@@ -47,14 +43,11 @@ def write_grammar(
     return "\n".join([f"start: {thought} {calls}", *grammar.rules])
 
 
-@dataclass(slots=True)
-class _Grammar:
-    """The rules of a grammar while it is written."""
+@dataclass(slots=True, kw_only=True)
+class _CallRules(GrammarRules):
+    """The rules of calls."""
 
     frame: CallFrame
-    terminals: Sequence[str]
-    added_token_id: Callable[[str], int | None]
-    rules: list[str] = field(default_factory=list)
 
     def calls(self, functions: Sequence[Mapping[str, Any]], *, one_call_only: bool) -> str:
         frame, arguments = self.frame, [self._arguments(f) for f in functions]
@@ -62,22 +55,17 @@ class _Grammar:
 
         def one_of(number: str) -> str:
             calls = [
-                f"{self._text(frame.before, name, number)} {wanted} {self._text(frame.after)}"
+                f"{self.text(frame.before, name, number)} {wanted} {self.text(frame.after)}"
                 for name, wanted in zip(names, arguments, strict=True)
             ]
-            return self._rule(" | ".join(calls))
+            return self.rule(" | ".join(calls))
 
         first = one_of('"0"')
-        written = f"{self._text(frame.opens)} {first}"
+        written = f"{self.text(frame.opens)} {first}"
         if not (one_call_only or frame.is_single):
             further = one_of("/[1-9][0-9]{0,3}/") if "%d" in frame.before else first
-            written += f" ({self._text(frame.between)} {further})*"
-        return f"{written} {self._text(frame.closes)}"
-
-    def thought(self, tags: ReasoningTags, *, is_open: bool) -> str:
-        """Returns what may come before the calls: reasoning, which has begun if it `is_open`."""
-        thought = f"{self._up_to(tags.closes)} {self._rule(_SPACE)}?"
-        return thought if is_open else f"({self._text(tags.opens)} {thought})?"
+            written += f" ({self.text(frame.between)} {further})*"
+        return f"{written} {self.text(frame.closes)}"
 
     def _written_name(self, name: str) -> str:
         if '"%s"' in self.frame.before:
@@ -116,10 +104,10 @@ class _Grammar:
                 value = self._string(key, wanted, around[1], is_strict=is_strict)
             else:
                 whole = {**wanted, **shared} if isinstance(wanted, dict) else wanted
-                value = f"{self._json(whole, is_strict=is_strict)} {self._text(around[1])}"
-            pair = f"{self._text(around[0], key)} {value}"
+                value = f"{self._json(whole, is_strict=is_strict)} {self.text(around[1])}"
+            pair = f"{self.text(around[0], key)} {value}"
             pairs.append(pair if key in required else f"({pair})?")
-        return self._rule(" ".join(pairs) or '""')
+        return self.rule(" ".join(pairs) or '""')
 
     def _string(self, key: str, schema: dict[str, Any], end: str, *, is_strict: bool) -> str:
         """Returns the rule of a string without quotes, and of the `end` after it."""
@@ -127,47 +115,16 @@ class _Grammar:
         if values is not None:
             if not (_are_strings(values) and values):
                 raise ValueError(f"the schema of {key!r} does not allow a string")
-            return f"{self._rule(' | '.join(map(json.dumps, values)))} {self._text(end)}"
+            return f"{self.rule(' | '.join(map(json.dumps, values)))} {self.text(end)}"
         if is_strict and "pattern" in schema:
             raise ValueError(f"{key!r} has a pattern, which this model's format cannot keep")
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         if not (isinstance(least, int) and (isinstance(most, int) or most == "")):
             raise ValueError(f"the length of {key!r} is no number")
-        return self._up_to(end, f"/(?s:.{{{least},{most}}})/")
-
-    def _up_to(self, end: str, characters: str = "/(?s:.*)/") -> str:
-        """Returns the rule of a text without the terminal in `end`, and of the `end` after it."""
-        found = (t for t in self.terminals if t in end)
-        closes = min(found, key=lambda t: (end.index(t), -len(t)))
-        number = len(self.rules)
-        bare = re.escape(closes).replace("/", r"\/")
-        self.rules.append(f"T{number}: {characters} & ~/(?s:.*){bare}(?s:.*)/")
-        if self.added_token_id(closes) is not None:
-            return self._rule(f"T{number} {self._text(end)}")
-        self.rules.append(f"r{number + 1}[lazy]: T{number} {json.dumps(end)}")
-        return f"r{number + 1}"
+        return self.up_to(end, f"/(?s:.{{{least},{most}}})/")
 
     def _json(self, schema: Any, *, is_strict: bool) -> str:
-        return self._rule(f"%json {embedded_schema(schema, is_lenient=not is_strict)}")
-
-    def _rule(self, body: str) -> str:
-        name = f"r{len(self.rules)}"
-        self.rules.append(f"{name}: {body}")
-        return name
-
-    def _text(self, text: str, name: str = "", number: str = "") -> str:
-        """Returns the grammar's terms for a text."""
-        terms = []
-        pattern = "|".join(["%d", *map(re.escape, sorted(self.terminals, key=len, reverse=True))])
-        for part in re.split(f"({pattern})", text):
-            token_id = self.added_token_id(part)
-            if part == "%d":
-                terms.append(number)
-            elif token_id is not None:
-                terms.append(f"<[{token_id}]>")
-            elif part:
-                terms.append(json.dumps(part.replace("%s", name)))
-        return " ".join(terms)
+        return self.rule(f"%json {embedded_schema(schema, is_lenient=not is_strict)}")
 
 
 def _are_strings(value: object) -> bool:

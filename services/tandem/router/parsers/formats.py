@@ -67,6 +67,7 @@ class ToolFormat:
     trims_lines: bool = False
     # Around reasoning, where the format itself tells it from content: it reads every answer.
     thought: ReasoningTags | None = None
+    opens_answer: str = ""  # stands before content, where the format tells it from calls
 
 
 def _listed(opens: str, closes: str, sign: str = "") -> CallFrame:
@@ -294,6 +295,7 @@ _HARMONY = ToolFormat(
     name_of=_harmony_name,
     known_names_only=True,
     thought=ReasoningTags("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    opens_answer="<|channel|>final<|message|>",
 )
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {

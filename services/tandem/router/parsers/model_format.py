@@ -4,6 +4,7 @@ template takes."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tandem.config.answers import AnswerConfig
@@ -19,6 +20,7 @@ from tandem.router.parsers.formats import (
     choose_reasoning,
     choose_tool_format,
 )
+from tandem.router.parsers.grammar_rules import write_head
 from tandem.router.parsers.machine import Machine, Rules, State, Text
 
 _PLAIN = ToolFormat(states={"content": State(Text.CONTENT)})
@@ -132,19 +134,36 @@ class ModelFormat:
         one_call_only: bool,
     ) -> StructuredOutput:
         """Returns the form of an answer that has to call tools. Raises BadRequest."""
-        reasoning = self._reasoning
-        if reasoning is not None and self._ends_with(prompt_token_ids, reasoning.closes):
-            reasoning = None  # the template has written it: this answer is to have none
         grammar = write_grammar(
             tools,
             self._format,
-            self._format.thought or reasoning,
+            self._thought(prompt_token_ids),
             knows=lambda sign: sign in self._source or self._added_token_id(sign) is not None,
             added_token_id=self._added_token_id,
             begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
             one_call_only=one_call_only,
         )
         return StructuredOutput("tools", "lark", grammar)
+
+    def after_reasoning(
+        self, wanted: StructuredOutput, prompt_token_ids: Sequence[int]
+    ) -> StructuredOutput:
+        """Returns the form of an answer whose content is to have a form: what the model thinks
+        before it has none."""
+        head = write_head(
+            self._format if self._reads_all else _PLAIN,
+            self._thought(prompt_token_ids),
+            added_token_id=self._added_token_id,
+            begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
+        )
+        return replace(wanted, head=head)
+
+    def _thought(self, prompt_token_ids: Sequence[int]) -> ReasoningTags | None:
+        """Returns the tags of the reasoning that an answer may have."""
+        reasoning = self._reasoning
+        if reasoning is not None and self._ends_with(prompt_token_ids, reasoning.closes):
+            return None  # the template has written it: this answer is to have none
+        return self._format.thought or reasoning
 
     def _begins_in_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
         return self._reasoning is not None and self._ends_with(

@@ -22,13 +22,13 @@ BEAMS_MAX = 16
 LENGTH_PENALTY_MAX = 10.0
 TOOLS_MAX = 1024
 
-ROLES = ("system", "user", "assistant", "tool")
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 ALLOWED = {
     "model": "the name of the served model",
     "prompt": "a non-empty string, or one list of token ids",
-    "messages": "a non-empty list of messages, each with a role (system, user, assistant or tool) "
+    "messages": "a non-empty list of messages, each with a role (system, user, assistant, tool, "
+    "or another that the chat template knows: up to 64 letters, digits, _ and -) "
     'and a content that is a string or a list of {"type": "text", "text": ...} parts',
     "tools": f'a list of at most {TOOLS_MAX} tools such as {{"type": "function", "function": '
     '{"name": ..., "parameters": ...}}',

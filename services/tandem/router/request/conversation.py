@@ -1,12 +1,15 @@
 """A chat as requested: messages, tools, and what the model's chat template gets of them."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tandem.errors import BadRequest
-from tandem.router.request.allowed import REASONING_EFFORTS, ROLES, TOOLS_MAX, refusal, shorten
+from tandem.router.request.allowed import REASONING_EFFORTS, TOOLS_MAX, refusal, shorten
 
+# The template decides on roles of a model's own, such as `control`. None can spell a special token.
+_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NESTING_MAX = 64  # of a tool's schema, or of a call's arguments
 
 
@@ -33,10 +36,11 @@ class Message:
     reasoning: str = ""
 
     def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            allowed = ", ".join(ROLES)
+        if not _ROLE.fullmatch(self.role):
             raise BadRequest(
-                f"role must be one of {allowed}; it is {shorten(self.role)}", param="messages"
+                "role must be system, user, assistant, tool, or another that the chat template "
+                f"knows: up to 64 letters, digits, _ and -; it is {shorten(self.role)}",
+                param="messages",
             )
 
     def template_input(self) -> dict[str, Any]:

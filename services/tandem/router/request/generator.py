@@ -317,9 +317,13 @@ def _with_template_options(request: ClientRequest, model: LoadedModel) -> Client
 def _wanted_form(
     model: LoadedModel, request: ClientRequest, prompt_token_ids: list[int]
 ) -> StructuredOutput | None:
-    chat = request.prompt
-    if not isinstance(chat, Conversation) or chat.tool_choice != "required":
-        return request.structured_output
+    chat, form = request.prompt, request.structured_output
+    if not isinstance(chat, Conversation):
+        return form
+    if chat.tool_choice != "required":
+        if form is None or chat.continue_final_message:
+            return form  # what continues a message is past its reasoning
+        return model.answers.after_reasoning(form, prompt_token_ids)
     return model.answers.forced_calls(
         chat.callable_tools, prompt_token_ids, one_call_only=chat.one_call_only
     )

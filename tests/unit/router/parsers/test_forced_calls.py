@@ -7,14 +7,11 @@ drawn from the masks.
 from __future__ import annotations
 
 import json
-import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 from llguidance import LLMatcher
 
@@ -22,15 +19,13 @@ from tandem.config.answers import AnswerConfig
 from tandem.errors import BadRequest
 from tandem.grammars.compiler import GrammarCompiler
 from tandem.grammars.text import grammar_text
-from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.text import TextStream
+from tests.unit.router.parsers.conftest import EOS, drawn
 
-EOS = 2
-TOKENS_MAX = 600
 SEEDS = 6
 CITY = {"type": "string", "minLength": 1, "maxLength": 6}
 WEATHER = {
@@ -59,26 +54,6 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, schema in SCHEMAS.items()
 ]
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["text", "tokens"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in model; then with every string of the formats as a token of its own."""
-    folder: Path = tmp_path_factory.mktemp("model")
-    for file in resolve("smollm2").path.iterdir():
-        if file.name != "tokenizer.json" or not request.param:
-            (folder / file.name).symlink_to(file)
-        else:
-            shutil.copyfile(file, folder / file.name)
-    if request.param:
-        backend = Tokenizer(folder)._tokenizer
-        states = [s for f in TOOL_FORMATS.values() for s in f.states.values()]
-        marks = {t for s in states for t in s.terminals if t[0] in "<[" and t[-1] in ">]"}
-        marks |= {tag for tags in REASONING_TAGS.values() if tags for tag in tags}
-        backend.add_tokens(sorted(m for m in marks if m.startswith("<t")))
-        backend.add_special_tokens(sorted(m for m in marks if not m.startswith("<t")))
-        backend.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 class Setup:
@@ -119,28 +94,6 @@ class Setup:
         return found[0]
 
 
-def allowed(matcher: LLMatcher, size: int) -> np.ndarray[Any, Any]:
-    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    assert not matcher.is_error(), matcher.get_error()
-    return np.nonzero(np.unpackbits(bits, bitorder="little")[:size])[0]
-
-
-def drawn(setup: Setup, matcher: LLMatcher, seed: int, begun: list[int]) -> list[int] | None:
-    """Draws an answer that goes on from `begun`; None for one without an end. It ends when it may,
-    half of the times."""
-    draw, ids = random.Random(seed), list(begun)
-    matcher.consume_tokens(begun)
-    while len(ids) < TOKENS_MAX:
-        next_ids = allowed(matcher, setup.tokenizer.vocab_size)
-        ends = EOS in next_ids and (len(next_ids) == 1 or draw.random() < 0.5)
-        token_id = EOS if ends else int(draw.choice(next_ids))
-        ids.append(token_id)
-        if token_id == EOS:
-            return ids
-        matcher.consume_tokens([token_id])
-    return None
-
-
 def is_valid(calls: list[Any]) -> Iterator[bool]:
     for name, arguments in calls:
         jsonschema.validate(arguments, SCHEMAS[name])
@@ -152,7 +105,7 @@ def test_each_format_calls_by_its_schemas(name: str, folder: Path) -> None:
     setup, num_ended, num_calls = Setup(folder, name), 0, 0
     matcher = setup.matcher(TOOLS, [1], one=False)
     for seed in range(SEEDS):
-        ids = drawn(setup, matcher.deep_copy(), seed, [])
+        ids = drawn(setup.tokenizer, matcher.deep_copy(), seed, [])
         if ids is None:
             continue
         content, calls = setup.read(ids, [1], TOOLS, one=False)
@@ -167,7 +120,7 @@ def test_each_format_calls_by_its_schemas(name: str, folder: Path) -> None:
 def test_one_call_of_a_named_function(name: str, folder: Path) -> None:
     setup = Setup(folder, name)
     matcher = setup.matcher(TOOLS[:1], [1], one=True)
-    read = [drawn(setup, matcher.deep_copy(), seed, []) for seed in range(SEEDS)]
+    read = [drawn(setup.tokenizer, matcher.deep_copy(), seed, []) for seed in range(SEEDS)]
     for ids in filter(None, read):
         # Without the parser's own rule of one call: the grammar allows no second one.
         content, [(called, arguments)] = setup.read(ids, [1], TOOLS[:1], one=False)
@@ -189,8 +142,8 @@ def test_reasoning_comes_before_the_calls(
     begun = encode(thought).ids
     matcher = setup.matcher(TOOLS, prompt, one=True)
     if not is_open:  # nobody has to think
-        assert any(drawn(setup, matcher.deep_copy(), seed, []) for seed in range(SEEDS))
-    ids = drawn(setup, matcher, 1, begun)
+        assert any(drawn(setup.tokenizer, matcher.deep_copy(), seed, []) for seed in range(SEEDS))
+    ids = drawn(setup.tokenizer, matcher, 1, begun)
     assert ids is not None
     content, calls = setup.read(ids, prompt, TOOLS, one=True)
     assert (content, len(calls)) == ("", 1)

@@ -5,6 +5,7 @@ may help. 429 is for limits of the API key. `code` is Tandem's own, as in the ot
 https://platform.claude.com/docs/en/api/errors
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from tandem.errors import QueueFull, TandemError
@@ -21,11 +22,20 @@ _TYPES = {
     **dict.fromkeys((400, 405, 408, 409, 415, 431), "invalid_request_error"),
 }
 PATH = "/v1/messages"
+MODELS_PATH = "/v1/models"
 
 
-def is_anthropic(path: str) -> bool:
-    """Returns whether a path belongs to this API."""
-    return path == PATH or path.startswith(f"{PATH}/")
+def is_anthropic(scope: Mapping[str, Any]) -> bool:
+    """Returns whether a call (its ASGI scope) belongs to this API. OpenAI's has models, too:
+    Anthropic's clients name their version in a header."""
+    path = scope["path"]
+    if _is_within(path, MODELS_PATH):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return _is_within(path, PATH)
+
+
+def _is_within(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}/")
 
 
 def status_of(error: TandemError) -> int:

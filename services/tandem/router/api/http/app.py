@@ -13,14 +13,14 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from tandem.config.router import RouterConfig
-from tandem.errors import ModelNotFound, RequestNotFound
+from tandem.errors import RequestNotFound
 from tandem.router.admission.tenants import visible_tenant
 from tandem.router.api.admin.keys import add_record_route
 from tandem.router.api.anthropic.requests import CountTokensBody, MessagesBody
 from tandem.router.api.http.errors import JsonResponse, install_handlers
 from tandem.router.api.http.front import Front
 from tandem.router.api.http.guard import PublicGuard, tell_refusal
-from tandem.router.api.openai.embeddings import POOLING, EmbeddingsBody
+from tandem.router.api.openai.embeddings import EmbeddingsBody
 from tandem.router.api.openai.openapi import ErrorReply, add_schemas, generation_route
 from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.replies import Replies
@@ -34,9 +34,10 @@ from tandem.router.api.openai.structured import Strict
 from tandem.router.api.openai.tokens import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
 from tandem.router.api.responses.requests import ResponsesBody
 from tandem.router.api.routes.embeddings import add_embedding_route
-from tandem.router.api.routes.generation import GenerationRoutes
+from tandem.router.api.routes.generation import BodyKind, GenerationRoutes
 from tandem.router.api.routes.health import add_health_routes
 from tandem.router.api.routes.messages import add_message_routes
+from tandem.router.api.routes.models import add_model_routes
 from tandem.router.api.routes.responses import add_response_routes
 from tandem.router.api.routes.tokens import add_token_routes
 from tandem.router.api.routes.usage import add_usage_route
@@ -79,7 +80,7 @@ def make_app(
     _add_requests(app, generator, trail)
     add_token_routes(app, routes)
     _add_server(app, generator)
-    _add_models(app, generator)
+    add_model_routes(app, generator)
     add_usage_route(app, generator.tenants.usage)
     add_health_routes(app, generator)
     add_record_route(app, config, keys)
@@ -87,7 +88,7 @@ def make_app(
 
 
 def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:
-    async def serve(request: Request, parse: Parse, kind: type[Strict]) -> Response:
+    async def serve(request: Request, parse: Parse, kind: BodyKind) -> Response:
         body, headers = await routes.read(request, kind)
         parsed = parse(body, request.state.request_id)
         replies = Replies(parsed, routes.generator.served_name, routes.tokenizer)
@@ -100,6 +101,18 @@ def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:
     @app.post("/v1/chat/completions", **generation_route(ChatBody))
     async def chat_completions(request: Request) -> Response:
         return await serve(request, parse_chat, ChatBody)
+
+    def kind_of(body: dict[str, Any]) -> type[Strict]:
+        return ChatBody if "messages" in body else CompletionBody
+
+    def parse_either(body: dict[str, Any], request_id: str) -> ParsedRequest:
+        parse = parse_chat if "messages" in body else parse_completion
+        return parse(body, request_id)
+
+    @app.post("/invocations", **generation_route(ChatBody, CompletionBody))
+    async def invocations(request: Request) -> Response:
+        """A chat or a completion, as SageMaker calls its models."""
+        return await serve(request, parse_either, kind_of)
 
 
 def _add_requests(app: FastAPI, generator: Generator, trail: AuditTrail) -> None:
@@ -115,35 +128,6 @@ def _add_requests(app: FastAPI, generator: Generator, trail: AuditTrail) -> None
             if requests.is_of_another(request_id, tenant):
                 tell_refusal(trail, request.scope, error)
             raise
-
-
-def _add_models(app: FastAPI, generator: Generator) -> None:
-    def model_body() -> dict[str, Any]:
-        size = generator.model.folder.config.hidden_size if generator.model else 0
-        return {
-            "id": generator.served_name,
-            "object": "model",
-            "created": generator.model.created_s if generator.model else 0,
-            "owned_by": "tandem",
-            "root": generator.model.folder.name if generator.model else "",
-            "parent": None,
-            "max_model_len": generator.max_model_len,
-            "embedding": {**POOLING, "dimensions": size} if size else None,
-        }
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        data = [model_body()] if generator.model is not None else []
-        return JsonResponse({"object": "list", "data": data})
-
-    @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
-        if generator.model is None or model != generator.served_name:
-            raise ModelNotFound(
-                f"the model {model[:80]!r} is not served here; {generator.served_name!r} is",
-                param="model",
-            )
-        return JsonResponse(model_body())
 
 
 def _add_server(app: FastAPI, generator: Generator) -> None:

@@ -1,4 +1,4 @@
-"""Answers with an error, in the form of the API whose path was called: Anthropic's or OpenAI's.
+"""Answers with an error, in the form of the API that was called: Anthropic's or OpenAI's.
 
 After the first streamed byte an error is one more event, and then the stream ends. `[DONE]` does
 not follow it (vLLM sends it): it says that the answer is whole. OpenAI's own clients raise at the
@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
+from starlette.types import Scope
 
 from tandem.errors import InternalError, TandemError
 from tandem.router.api.anthropic import errors as anthropic
@@ -26,8 +27,8 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-def error_response(error: TandemError, path: str = "") -> Response:
-    """Returns the answer to a call of this path."""
+def error_response(error: TandemError, scope: Scope | None = None) -> Response:
+    """Returns the answer to a call; without its `scope`, in OpenAI's form."""
     headers = dict(error.headers)
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_whole_s)
@@ -35,7 +36,7 @@ def error_response(error: TandemError, path: str = "") -> Response:
         headers["www-authenticate"] = "Bearer"  # RFC 6750 wants it
     if error.http_status in (408, 413):
         headers["connection"] = "close"
-    if anthropic.is_anthropic(path):
+    if scope is not None and anthropic.is_anthropic(scope):
         return JsonResponse(anthropic.error_body(error), anthropic.status_of(error), headers)
     return JsonResponse(openai.error_body(error), error.http_status, headers)
 
@@ -45,7 +46,7 @@ def install_handlers(app: FastAPI) -> None:
 
     async def on_tandem(request: Request, error: Exception) -> Response:
         assert isinstance(error, TandemError)
-        return error_response(error, request.url.path)
+        return error_response(error, request.scope)
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -54,7 +55,7 @@ def install_handlers(app: FastAPI) -> None:
         if status == 405:
             headers["Allow"] = ", ".join(_allowed_methods(request))
         code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
-        form = anthropic if anthropic.is_anthropic(request.url.path) else openai
+        form = anthropic if anthropic.is_anthropic(request.scope) else openai
         body = form.plain_error(status, str(error.detail), code)
         return JsonResponse(body, status, headers)
 
@@ -64,7 +65,7 @@ def install_handlers(app: FastAPI) -> None:
     async def on_bug(request: Request, error: Exception) -> Response:
         # starlette raises it again after the answer, so that the server logs it.
         hidden = InternalError(f"an error inside the router: {type(error).__name__}")
-        return error_response(hidden, request.url.path)
+        return error_response(hidden, request.scope)
 
     app.add_exception_handler(TandemError, on_tandem)
     app.add_exception_handler(HTTPException, on_http)

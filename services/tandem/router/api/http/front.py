@@ -52,7 +52,7 @@ class Front:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID_HEADER] = client_id or request_id
-                if is_anthropic(scope["path"]):
+                if is_anthropic(scope):
                     headers["request-id"] = client_id or request_id
             await send(message)
 

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 # Every other route is guarded, so that a new one is guarded without a word here.
 _GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _TOKENS = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
-_UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/ping"))
+_UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/invocations", "/ping"))
 RESET_PATH = "/reset_prefix_cache"  # vLLM's name
 PROBES = ("/health", "/ready", "/started", "/ping")
 _PORTS = {"http": 80, "https": 443}
@@ -90,7 +90,7 @@ class RequestGuard(ABC):
                 tell_refusal(self._trail, scope, error, claimed)
                 if isinstance(error, Unauthenticated):
                     await asyncio.sleep(self._access.throttle.fail(address, time.monotonic()))
-                await error_response(error, scope["path"])(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
             else:
                 await self._app(scope, receive, send)
 
@@ -202,7 +202,7 @@ def _credentials(scope: Mapping[str, Any]) -> list[str]:
     key as `x-api-key`."""
     headers = Headers(scope=scope)  # type: ignore[arg-type]
     sent = headers.getlist("authorization")
-    if sent or not is_anthropic(scope["path"]):
+    if sent or not is_anthropic(scope):
         return sent
     return [f"Bearer {key}" for key in headers.getlist("x-api-key")]
 

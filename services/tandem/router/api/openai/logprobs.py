@@ -52,8 +52,9 @@ class ChoiceLogprobs:
             if measured is not None:
                 logprob = max(measured.logprob, _LEAST)
                 pairs = zip(measured.top_ids[:num_top], measured.top_logprobs, strict=False)
-                top = {self._name(one): max(value, _LEAST) for one, value in pairs}
-                top.setdefault(self._name(token_id), logprob)
+                # Clients of vLLM look for the token itself in the first place.
+                top = {self._name(token_id): logprob}
+                top |= {self._name(one): max(value, _LEAST) for one, value in pairs}
             columns["token_logprobs"].append(logprob)
             columns["top_logprobs"].append(top)
         return columns

@@ -34,10 +34,10 @@ def body_route(*bodies: type[BaseModel]) -> dict[str, Any]:
     return {"openapi_extra": {"requestBody": {"content": content, "required": True}}}
 
 
-def generation_route(body: type[BaseModel]) -> dict[str, Any]:
-    """Returns the arguments of a route that takes this body and may stream."""
+def generation_route(*bodies: type[BaseModel]) -> dict[str, Any]:
+    """Returns the arguments of a route that takes one of these bodies and may stream."""
     return {
-        **body_route(body),
+        **body_route(*bodies),
         "responses": {200: {"description": "The answer", "content": {"text/event-stream": {}}}},
     }
 

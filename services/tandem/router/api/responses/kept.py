@@ -16,11 +16,13 @@ from tandem.errors import PreviousResponseNotFound, ResponseNotFound
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response. `messages` are those of the chat, the answer included, without instructions."""
+    """A response. `messages` are those of the chat, the answer included, without instructions;
+    `input_items` are the request's own."""
 
     tenant: str
     body: dict[str, Any]
     messages: Sequence[dict[str, Any]]
+    input_items: Sequence[dict[str, Any]]
 
 
 class KeptResponses:

@@ -40,6 +40,8 @@ from tandem.router.request.delta import Delta
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
 
+# A body's type; a body of several types tells its own.
+BodyKind = type[Strict] | Callable[[dict[str, Any]], type[Strict]]
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
@@ -50,12 +52,9 @@ class GenerationRoutes:
         self.config = config
         self.generator = generator
 
-    async def read(
-        self, request: Request, kind: type[Strict] | Callable[[dict[str, Any]], type[Strict]]
-    ) -> tuple[dict[str, Any], dict[str, str]]:
+    async def read(self, request: Request, kind: BodyKind) -> tuple[dict[str, Any], dict[str, str]]:
         """Returns the body without the fields that nobody knows, and the answer's headers, which
-        name these fields. A body of several kinds tells its own. Raises what `read_json_object`
-        does."""
+        name these fields. Raises what `read_json_object` does."""
         body = await read_json_object(request, self.config)
         own = kind if isinstance(kind, type) else kind(body)
         unknown = [] if self.config.strict_fields else drop_unknown_fields(own, body)

@@ -12,6 +12,7 @@ from tandem.router.api.http.errors import JsonResponse
 from tandem.router.api.http.guard import tell_refusal
 from tandem.router.api.openai.openapi import generation_route
 from tandem.router.api.openai.requests import validate
+from tandem.router.api.responses.input_items import page_of, told_items
 from tandem.router.api.responses.items import Item, Items, to_messages
 from tandem.router.api.responses.kept import KeptResponse, KeptResponses
 from tandem.router.api.responses.replies import ResponseReplies
@@ -24,7 +25,7 @@ _ITEMS: TypeAdapter[Sequence[Item]] = TypeAdapter(Items)
 
 
 def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrail) -> None:
-    """Adds /v1/responses, and reading and deleting one that is kept."""
+    """Adds /v1/responses, and the calls that read or delete one that is kept."""
     kept = KeptResponses(routes.config.responses_kept)
 
     @app.post(_PATH, **generation_route(ResponsesBody))
@@ -38,7 +39,8 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
 
             def keep(response: dict[str, Any]) -> None:
                 said = to_messages(_ITEMS.validate_python(response["output"]))
-                kept.keep(KeptResponse(tenant, response, (*parsed.messages, *said)))
+                messages = (*parsed.messages, *said)
+                kept.keep(KeptResponse(tenant, response, messages, told_items(body.input)))
 
             replies = ResponseReplies(
                 parsed,
@@ -54,15 +56,28 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
         if kept.is_of_another(response_id, routes.tenant(request)):
             tell_refusal(trail, request.scope, error)
 
+    def find(request: Request, response_id: str) -> KeptResponse:
+        try:
+            return kept.find(response_id, routes.tenant(request))
+        except ResponseNotFound as error:
+            refuse_another(request, response_id, error)
+            raise
+
     @app.get(f"{_PATH}/{{response_id}}")
     async def retrieve(response_id: str, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise BadRequest("stream must be false: a kept response is whole", param="stream")
-        try:
-            return JsonResponse(kept.find(response_id, routes.tenant(request)).body)
-        except ResponseNotFound as error:
-            refuse_another(request, response_id, error)
-            raise
+        return JsonResponse(find(request, response_id).body)
+
+    @app.get(f"{_PATH}/{{response_id}}/input_items")
+    async def input_items(response_id: str, request: Request) -> Response:
+        return JsonResponse(page_of(find(request, response_id).input_items, request.query_params))
+
+    @app.post(f"{_PATH}/{{response_id}}/cancel")
+    async def cancel(response_id: str, request: Request) -> Response:
+        find(request, response_id)
+        # OpenAI's words, which clients look for.
+        raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
 
     @app.delete(f"{_PATH}/{{response_id}}")
     async def delete(response_id: str, request: Request) -> Response:

@@ -51,5 +51,4 @@ def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
             skip_special_tokens=parsed.skip_special_tokens,
         )
         text = await until_disconnect(request.receive, decoding)
-        # vLLM's clients read `prompt`, SGLang's `text`.
-        return JsonResponse({"prompt": text, "text": text}, headers=headers)
+        return JsonResponse({"prompt": text}, headers=headers)

@@ -1,0 +1,85 @@
+"""Writes parts of grammars in the words of a model's format: texts with its tokens, and reasoning.
+
+Strings that are added tokens of the model stand in a grammar as these tokens: llguidance takes no
+other spelling of them.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tandem.router.parsers.formats import ReasoningTags, ToolFormat
+
+_SPACE = r"/[ \n]{1,4}/"
+
+
+@dataclass(slots=True)
+class GrammarRules:
+    """The rules of a grammar while it is written, in llguidance's variant of Lark."""
+
+    terminals: Sequence[str]  # no free text has them
+    added_token_id: Callable[[str], int | None]
+    rules: list[str] = field(default_factory=list)
+
+    def thought(self, tags: ReasoningTags, *, is_open: bool) -> str:
+        """Returns the reasoning that may come first; it has begun if it `is_open`."""
+        thought = f"{self.up_to(tags.closes)} {self.rule(_SPACE)}?"
+        return thought if is_open else f"({self.text(tags.opens)} {thought})?"
+
+    def up_to(self, end: str, characters: str = "/(?s:.*)/") -> str:
+        """Returns the rule of a text without the terminal in `end`, and of the `end` after it."""
+        found = (t for t in self.terminals if t in end)
+        closes = min(found, key=lambda t: (end.index(t), -len(t)))
+        number = len(self.rules)
+        bare = re.escape(closes).replace("/", r"\/")
+        self.rules.append(f"T{number}: {characters} & ~/(?s:.*){bare}(?s:.*)/")
+        if self.added_token_id(closes) is not None:
+            return self.rule(f"T{number} {self.text(end)}")
+        self.rules.append(f"r{number + 1}[lazy]: T{number} {json.dumps(end)}")
+        return f"r{number + 1}"
+
+    def rule(self, body: str) -> str:
+        """Adds a rule; returns its name."""
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}: {body}")
+        return name
+
+    def text(self, text: str, name: str = "", number: str = "") -> str:
+        """Returns the grammar's terms for a text. `name` stands for `%s`, `number` for `%d`."""
+        terms = []
+        pattern = "|".join(["%d", *map(re.escape, sorted(self.terminals, key=len, reverse=True))])
+        for part in re.split(f"({pattern})", text):
+            token_id = self.added_token_id(part)
+            if part == "%d":
+                terms.append(number)
+            elif token_id is not None:
+                terms.append(f"<[{token_id}]>")
+            elif part:
+                terms.append(json.dumps(part.replace("%s", name)))
+        return " ".join(terms)
+
+
+def terminals_of(tool_format: ToolFormat, reasoning: ReasoningTags | None) -> list[str]:
+    """Returns the strings that tell the parts of an answer apart."""
+    # A format's own tags consist of its terminals.
+    tags = () if reasoning is None or reasoning is tool_format.thought else reasoning
+    return [*{t for state in tool_format.states.values() for t in state.terminals}, *tags]
+
+
+def write_head(
+    tool_format: ToolFormat,
+    reasoning: ReasoningTags | None,
+    *,
+    added_token_id: Callable[[str], int | None],
+    begins_in_reasoning: bool,
+) -> str:
+    """Returns the grammar of an answer that reasons before it has another form, which it calls
+    `@form`; empty if nothing may come before that form."""
+    grammar = GrammarRules(terminals_of(tool_format, reasoning), added_token_id)
+    head = [grammar.text(tool_format.opens_answer)]
+    if reasoning is not None:
+        head.insert(0, grammar.thought(reasoning, is_open=begins_in_reasoning))
+    if not any(head):
+        return ""
+    return "\n".join([f"start: {' '.join(head)} @form", *grammar.rules])
