@@ -177,7 +177,7 @@ def _has_window(config: Mapping[str, Any], architecture: str) -> bool:
             f"{given} gives a sliding window to {num_layers - num_full} of {num_layers} layers and "
             "full attention to the others; supported is one kind for all layers"
         )
-    return num_full == 0
+    return bool(num_full == 0)
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

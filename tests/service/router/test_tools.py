@@ -242,7 +242,7 @@ async def test_the_same_over_grpc(router: RunningRouter) -> None:
 
 
 async def test_a_form_begins_after_the_reasoning(router: RunningRouter) -> None:
-    """Of a chat alone, and not where the template or the client is past the reasoning."""
+    """A chat's form does so, but not where the template or the client is past the reasoning."""
     form: dict[str, Any] = {"response_format": {"type": "json_object"}}
     continued = [*ASKED, {"role": "assistant", "content": "{"}]
     for path, asked, has_thought in (

@@ -82,11 +82,11 @@ def test_request_out_of_range(name: str, value: object) -> None:
     assert ALLOWED[name] in raised.value.message
 
 
-@pytest.mark.parametrize("role", ["robot", "", "User", "wizard" * 1000])
-def test_unknown_role(role: str) -> None:
+@pytest.mark.parametrize("role", ["<|im_end|>", "", "a user", "wizard" * 1000])
+def test_impossible_role(role: str) -> None:
     with pytest.raises(BadRequest, match="system, user, assistant") as raised:
         Message(role, "x")
-    assert len(raised.value.message) < 200
+    assert len(raised.value.message) < 300
 
 
 def check(request: ClientRequest) -> None:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 5.0
 SAMPLE = CALL_ENTRIES
 SILENT_S = 10  # a healthy publisher is never silent for more than two
-_ROUNDS_ABSENT_MAX = 2
+_ROUNDS_SILENT_MAX = 2
 _ANSWER_DEADLINE_S = 30.0
 _WORKERS_AT_ONCE = 4
 
@@ -42,7 +42,7 @@ class IndexAudit:
         self._trust = trust
         self._metrics = metrics
         self._audited_last = ""
-        self._rounds_absent: dict[str, int] = {}
+        self._rounds_silent: dict[str, int] = {}
         self._verifying = False
 
     async def run(self) -> None:
@@ -90,17 +90,20 @@ class IndexAudit:
     def _look_for_silence(self, workers: list[KnownWorker]) -> None:
         assert self._metrics.stats is not None
         told = self._metrics.stats.workers
-        absent = {}
+        silent = {}
         for worker_id in (w.record.worker_id for w in workers):
-            if worker_id not in told:
-                absent[worker_id] = self._rounds_absent.get(worker_id, 0) + 1
-                if absent[worker_id] > _ROUNDS_ABSENT_MAX:
-                    self._trust.alarm(worker_id, "silent", "it has no log in the prefix tree")
-            elif told[worker_id].silent_s > SILENT_S:
-                silent_s = told[worker_id].silent_s
-                what = f"it published nothing to the prefix tree for {silent_s} s"
+            log_of_worker = told.get(worker_id)
+            if log_of_worker is not None and log_of_worker.silent_s <= SILENT_S:
+                continue
+            # A worker that comes back from a cut is ready a moment before its log goes on.
+            silent[worker_id] = self._rounds_silent.get(worker_id, 0) + 1
+            if silent[worker_id] > _ROUNDS_SILENT_MAX:
+                what = "it has no log in the prefix tree"
+                if log_of_worker is not None:
+                    silent_s = log_of_worker.silent_s
+                    what = f"it published nothing to the prefix tree for {silent_s} s"
                 self._trust.alarm(worker_id, "silent", what)
-        self._rounds_absent = absent
+        self._rounds_silent = silent
 
     async def _compare(self, worker: KnownWorker, sample: int | None) -> Differences:
         """Counts what was found, and raises the alarm when entries differ."""

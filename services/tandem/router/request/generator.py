@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from tandem.config.router import RouterConfig
 from tandem.errors import InternalError, NoWorkers, QueueFull, TandemError
-from tandem.grammars.text import StructuredOutput
 from tandem.models.source import ModelFolder
 from tandem.models.tokenizer import Tokenizer
 from tandem.observability.traces import NO_TRACING, Attributes, Tracing
@@ -24,7 +23,6 @@ from tandem.router.admission.tenants import cache_salt
 from tandem.router.limits.meter import TenantMeter
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.timeline import Timeline
-from tandem.router.parsers.machine import Machine
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.allowed import refusal
 from tandem.router.request.choices.beams import BeamOptions, search
@@ -37,8 +35,8 @@ from tandem.router.request.delta import Delta
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.job import Job, PreparedRequest, Progress
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
+from tandem.router.request.prompt.formats import answer_parser, wanted_form, with_template_options
 from tandem.router.request.prompt.prompts import PromptPreparer
-from tandem.router.request.prompt.told_tools import with_told_tools
 from tandem.router.request.request import ClientRequest, Sampling, check_token_ids
 from tandem.router.request.text import TextStream
 from tandem.router.workers.cluster_view import ClusterView
@@ -130,7 +128,7 @@ class Generator:
                 vocab_size=model.folder.config.vocab_size,
                 max_model_len=max_model_len,
             )
-            request = _with_template_options(request, model)
+            request = with_template_options(model.answers, request)
             prepare = model.preparer.prepare
             return (await prepare(request, None, max_model_len=max_model_len)).token_ids
 
@@ -263,7 +261,7 @@ class Generator:
         request.check_against(
             model=self.served_name, vocab_size=vocab_size, max_model_len=max_model_len
         )
-        request = _with_template_options(request, model)
+        request = with_template_options(model.answers, request)
         salt = cache_salt(self.config.cluster.token, request.tenant)
         compatibility = self._view.compatibility()
         token_ids, block_hashes = await model.preparer.prepare(
@@ -274,7 +272,7 @@ class Generator:
         )
         bad_words = await model.preparer.bad_words(request)
         grammar = await model.preparer.grammar(
-            _wanted_form(model, request, token_ids), request.tenant
+            wanted_form(model.answers, request, token_ids), request.tenant
         )
         seed = request.sampling.seed
         logprobs = request.logprobs
@@ -301,49 +299,6 @@ class Generator:
         return Job(checked, Progress(block_hashes, timeline))
 
 
-def _with_template_options(request: ClientRequest, model: LoadedModel) -> ClientRequest:
-    """Returns the request with the values that its chat's template gets. Raises BadRequest."""
-    chat = request.prompt
-    if not isinstance(chat, Conversation):
-        return request
-    if not model.answers.takes_tools:
-        chat = with_told_tools(chat)
-    options = model.answers.template_options(
-        chat.template_options, chat.reasoning_effort, chat.thinking
-    )
-    return replace(request, prompt=replace(chat, template_options=options))
-
-
-def _wanted_form(
-    model: LoadedModel, request: ClientRequest, prompt_token_ids: list[int]
-) -> StructuredOutput | None:
-    chat, form = request.prompt, request.structured_output
-    if not isinstance(chat, Conversation):
-        return form
-    if chat.tool_choice != "required":
-        if form is None or chat.continue_final_message:
-            return form  # what continues a message is past its reasoning
-        return model.answers.after_reasoning(form, prompt_token_ids)
-    return model.answers.forced_calls(
-        chat.callable_tools, prompt_token_ids, one_call_only=chat.one_call_only
-    )
-
-
-def _parser(
-    model: LoadedModel, request: ClientRequest, prompt_token_ids: list[int]
-) -> Machine | None:
-    chat = request.prompt
-    if not isinstance(chat, Conversation):
-        return None
-    return model.answers.machine(
-        chat.callable_tools,
-        prompt_token_ids,
-        one_call_only=chat.one_call_only,
-        # As OpenAI has it.
-        finish_reason="stop" if chat.only_tool else "tool_calls",
-    )
-
-
 def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
     client, tokenizer = request.client, model.tokenizer
     skips = client.skip_special_tokens
@@ -351,7 +306,7 @@ def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
     return TextStream(
         tokenizer,
         client.stop,
-        _parser(model, client, request.token_ids),
+        answer_parser(model.answers, client, request.token_ids),
         stop_token_ids=client.stop_token_ids,
         shows_stop=client.include_stop_str_in_output,
         skip_special_tokens=skips,

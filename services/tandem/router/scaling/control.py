@@ -106,11 +106,12 @@ class ClusterControl:
                 *(self._call(record, "ResetPrefixCache", request) for record in records),
                 return_exceptions=True,
             )
-            for reply in replies:
+            dropped = {}
+            for record, reply in zip(records, replies, strict=True):
                 if isinstance(reply, BaseException):
                     raise reply
-            ids = (record.worker_id for record in records)
-            return {i: r.num_blocks for i, r in sorted(zip(ids, replies, strict=True))}
+                dropped[record.worker_id] = reply.num_blocks
+            return dict(sorted(dropped.items()))
 
     async def _call(self, record: WorkerRecord, method: str, request: Any) -> Any:
         async with self.view.calls.open(record.address) as channel:

@@ -1,0 +1,54 @@
+"""This is what a request has of its model's formats: template values, the form, the parser."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tandem.grammars.text import StructuredOutput
+from tandem.router.parsers.machine import Machine
+from tandem.router.parsers.model_format import ModelFormat
+from tandem.router.request.conversation import Conversation
+from tandem.router.request.prompt.told_tools import with_told_tools
+from tandem.router.request.request import ClientRequest
+
+
+def with_template_options(answers: ModelFormat, request: ClientRequest) -> ClientRequest:
+    """Returns the request with the values that its chat's template gets. Raises BadRequest."""
+    chat = request.prompt
+    if not isinstance(chat, Conversation):
+        return request
+    if not answers.takes_tools:
+        chat = with_told_tools(chat)
+    options = answers.template_options(chat.template_options, chat.reasoning_effort, chat.thinking)
+    return replace(request, prompt=replace(chat, template_options=options))
+
+
+def wanted_form(
+    answers: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
+) -> StructuredOutput | None:
+    """Returns the form that the answer must have: the client's, or that of the calls it forces."""
+    chat, form = request.prompt, request.structured_output
+    if not isinstance(chat, Conversation):
+        return form
+    if chat.tool_choice != "required":
+        if form is None or chat.continue_final_message:
+            return form  # what continues a message is past its reasoning
+        return answers.after_reasoning(form, prompt_token_ids)
+    return answers.forced_calls(
+        chat.callable_tools, prompt_token_ids, one_call_only=chat.one_call_only
+    )
+
+
+def answer_parser(
+    answers: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
+) -> Machine | None:
+    """Returns the parser of the answer's reasoning and tool calls; only chats have one."""
+    chat = request.prompt
+    if not isinstance(chat, Conversation):
+        return None
+    return answers.machine(
+        chat.callable_tools,
+        prompt_token_ids,
+        one_call_only=chat.one_call_only,
+        # As OpenAI has it.
+        finish_reason="stop" if chat.only_tool else "tool_calls",
+    )
