@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -63,3 +65,14 @@ def test_wrong_settings_are_refused(name: str, value: str, monkeypatch: pytest.M
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name} is "):
         configure_logging("x")
+
+
+def test_a_crash_in_native_code_says_where_it_was() -> None:
+    crash = (
+        "import os, signal; from tandem.observability.logs import configure_logging\n"
+        "configure_logging('decode-0/engine'); os.kill(os.getpid(), signal.SIGSEGV)"
+    )
+    ended = subprocess.run([sys.executable, "-c", crash], capture_output=True, text=True)
+    assert ended.returncode == -11
+    assert "Segmentation fault" in ended.stderr
+    assert 'File "<string>", line 2 in <module>' in ended.stderr

@@ -6,6 +6,7 @@ callable what it returns, which costs nothing where lines are text. Processes th
 its engine for one, inherit both.
 """
 
+import faulthandler
 import logging
 import os
 import sys
@@ -28,6 +29,7 @@ def configure_logging(process: str) -> None:
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(f"{LEVEL_VARIABLE} is {level!r}; it must be a level, such as DEBUG")
     logging.basicConfig(handlers=[handler], level=level, force=True)
+    faulthandler.enable(file=2)  # a crash in native code says where each thread was
     for noisy in ("httpx", "httpcore", "asyncio", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
