@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -138,6 +140,24 @@ def test_no_port_is_opened_by_either_side(make_peer: MakePeer, make_consumer: Ma
     assert consumer.result("read").done
     assert listeners(peer.process.pid) == []
     assert set(listeners(os.getpid())) <= before
+
+
+def test_an_agent_leaves_the_code_of_the_c_library_alone() -> None:
+    """Another thread may be in the middle of it."""
+    program = """
+import ctypes
+from tandem.transfer.nixl.agent import NixlAgent
+from tandem.transfer.nixl.ucx_mode import UcxMode
+
+library = ctypes.CDLL(None)
+functions = [ctypes.cast(getattr(library, n), ctypes.c_void_p).value for n in NAMES]
+before = [ctypes.string_at(function, 16) for function in functions]
+agent = NixlAgent("a", mode=UcxMode.MEMORY, progress_delay_us=None)
+changed = [n for n, f, b in zip(NAMES, functions, before) if ctypes.string_at(f, 16) != b]
+assert not changed, changed
+"""
+    names = ("mmap", "munmap", "mremap", "madvise", "brk", "sbrk", "shmat", "shmdt")
+    subprocess.run([sys.executable, "-c", f"NAMES = {names}{program}"], check=True, timeout=60)
 
 
 def listeners(pid: int) -> list[str]:

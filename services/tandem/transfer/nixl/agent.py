@@ -41,6 +41,10 @@ def load_nixl() -> ModuleType:
     """NIXL's Python API module. Raises Incompatible with the reason when there is none."""
     # A fence throws away reads under way on purpose; UCX would warn of each of them.
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    # UCX would rewrite the code of mmap, munmap and madvise while threads are within (UCX 1.23: a
+    # thread that takes the pool's pages then crashes). Its cache of registrations needs that;
+    # the pool is registered once, and for good.
+    os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
     reasons = []
     for name in _PACKAGES:
         try:
