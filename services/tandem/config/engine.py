@@ -71,3 +71,4 @@ class EngineConfig(EngineOptions):
     # Tokens that a grammar forces in a row are computed together, so many at most: more of them
     # would delay the other sequences. 0: one by one. It changes no token.
     forced_max: Constant[int] = 16
+    report_block_tokens: Constant[bool] = False  # in reports of stored blocks, for KV events

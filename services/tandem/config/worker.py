@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from tandem.config.cluster import ClusterConfig, Role
 from tandem.config.engine import EngineConfig
 from tandem.config.groups import LIFECYCLE, Own
+from tandem.config.kv_events import KvEventOptions
 from tandem.config.tls import TlsDir
 from tandem.config.transfer import TransferConfig
 from tandem.options import (
@@ -61,6 +62,7 @@ class WorkerOptions(Options):
     """Seconds for live requests to migrate or end once the worker is told to stop."""
     engine: EngineConfig
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    events: KvEventOptions = field(default_factory=KvEventOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

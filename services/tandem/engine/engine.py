@@ -327,6 +327,7 @@ class Engine:
             chain_root=sequence.chain_root,
             first=sequence.num_stored_blocks,
             last=num_full_blocks,
+            block_tokens=sequence.block_tokens if self._config.report_block_tokens else None,
         )
         sequence.num_stored_blocks = max(sequence.num_stored_blocks, num_full_blocks)
 

@@ -110,6 +110,10 @@ class Sequence:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def block_tokens(self, index: int) -> list[int]:
+        """Returns the token ids of a full block."""
+        return self.token_ids[index * self.block_size : (index + 1) * self.block_size]
+
     @property
     def num_missing_tokens(self) -> int:
         """Tokens to compute before the next one can be sampled."""

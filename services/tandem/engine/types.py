@@ -169,6 +169,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
 class StoredBlock(msgspec.Struct, frozen=True):
     parent_hash: bytes
     block_hash: bytes
+    # With `report_block_tokens` only, and not of blocks that were imported by their hashes.
+    token_ids: list[int] = []
 
 
 class StepReport(msgspec.Struct):

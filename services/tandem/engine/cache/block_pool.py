@@ -55,7 +55,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._quarantined: set[int] = set()
         self._clock = 0
-        self._stored: dict[bytes, bytes] = {}  # hash -> parent's, since the last `take_events`
+        self._stored: dict[bytes, StoredBlock] = {}  # by hash, since the last `take_events`
         self._removed: dict[bytes, None] = {}
 
     @property
@@ -131,12 +131,19 @@ class BlockPool:
         return num_dropped
 
     def store(
-        self, block_id: int, *, parent_id: int | None, parent_hash: bytes, block_hash: bytes
+        self,
+        block_id: int,
+        *,
+        parent_id: int | None,
+        parent_hash: bytes,
+        block_hash: bytes,
+        token_ids: Sequence[int] = (),
     ) -> int:
         """Lets a full block, final in memory, be found by its hash; parents come before children.
 
         Answers the block that holds this content from now on. When another one did already, the
-        caller's reference moves to that one, and `block_id` is free.
+        caller's reference moves to that one, and `block_id` is free. `token_ids` only go into the
+        event.
         """
         block = self._blocks[block_id]
         assert block.num_references == 1, f"block {block_id} is shared before it was stored"
@@ -156,7 +163,7 @@ class BlockPool:
         if block_hash in self._removed:
             del self._removed[block_hash]
         else:
-            self._stored[block_hash] = parent_hash
+            self._stored[block_hash] = StoredBlock(parent_hash, block_hash, list(token_ids))
         return block_id
 
     def is_writable(self, block_id: int) -> bool:
@@ -187,7 +194,7 @@ class BlockPool:
 
         Net, because a consumer applies all that was stored before all that was removed.
         """
-        stored = [StoredBlock(parent, block_hash) for block_hash, parent in self._stored.items()]
+        stored = list(self._stored.values())
         removed = list(self._removed)
         self._stored, self._removed = {}, {}
         return stored, removed

@@ -4,7 +4,7 @@ A table's first blocks are stored (hashed, shared, never written), the rest are 
 blocks that a read may still write (unsafe) go to quarantine, never straight to the next owner.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.errors import InternalError
@@ -18,10 +18,12 @@ def store_blocks(
     chain_root: bytes,
     first: int,
     last: int,
+    block_tokens: Callable[[int], Sequence[int]] | None = None,
 ) -> None:
     """Lets others find blocks first..last - 1 of the table, those before them being stored.
 
-    A block that is there already takes the place of the table's own.
+    A block that is there already takes the place of the table's own. `block_tokens` are the token
+    ids of a block, by its index, if the pool's events are to have them.
     """
     for i in range(first, last):
         block_table[i] = pool.store(
@@ -29,6 +31,7 @@ def store_blocks(
             parent_id=block_table[i - 1] if i else None,
             parent_hash=block_hashes[i - 1] if i else chain_root,
             block_hash=block_hashes[i],
+            token_ids=block_tokens(i) if block_tokens else (),
         )
 
 

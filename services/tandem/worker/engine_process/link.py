@@ -13,6 +13,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ class EngineLink:
         settings = messages.EngineSettings(
             worker_id=self._config.worker_id,
             epoch=self._epoch,
-            engine=self._config.engine,
+            engine=replace(
+                self._config.engine, report_block_tokens=bool(self._config.events.kv_events)
+            ),
             transfer=self._config.transfer,
             commands_address=commands,
             transfers_address=transfers,

@@ -42,6 +42,7 @@ from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.watch import EngineWatch
 from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.puller import Puller
+from tandem.worker.lifecycle.kv_events import KvEvents
 from tandem.worker.lifecycle.membership import Membership
 from tandem.worker.lifecycle.role import RoleChange
 from tandem.worker.lifecycle.servicer import Servicer
@@ -85,6 +86,7 @@ class Worker:
         self._model = ""
         self._max_model_len = 0
         self._started_at = time.time()
+        self._events: KvEvents | None = None
         self._tracing = make_tracing(f"tandem-{config.role}", config.worker_id)
 
     def stop(self, deadline_s: float) -> None:
@@ -141,6 +143,8 @@ class Worker:
     async def _serve(self, ready: messages.Ready) -> None:
         server = self._listen()
         self._compose(ready)
+        if self.config.events.kv_events:
+            self._events = await KvEvents.open(self.config)  # before the first step
         await server.start()
         membership = Membership(
             self.config.cluster,
@@ -178,6 +182,9 @@ class Worker:
             await self.peers.aclose()
             await membership.leave()
             self.decode.end_streams()
+            events, self._events = self._events, None
+            if events is not None:
+                await events.aclose()
             await server.stop(_CLOSE_S)
 
     def _compose(self, ready: messages.Ready) -> None:
@@ -289,6 +296,8 @@ class Worker:
         )
         self.decode.on_report(report, pb.WorkerLoad(**asdict(self._load)))
         self._membership.on_report(step)
+        if self._events is not None:
+            self._events.on_report(step)
         if step.num_prefill_tokens or step.num_decode_tokens:
             self._metrics.steps.inc()
             self._metrics.step_s.observe(step.step_ms / 1000)

@@ -1,0 +1,197 @@
+"""KV events for programs outside of the cluster, over ZeroMQ in the format of vLLM and llm-d.
+
+    PUB     [topic, sequence number, payload]; the number is 8 bytes, big-endian, from 0 on
+    ROUTER  a subscriber asks [number]; it gets [number, payload] of each kept batch from there on,
+            then [-1, empty]. A DEALER socket takes them all, a REQ socket only the first.
+
+A payload is msgpack of [time in s, events, data-parallel rank]. An event is an array that begins
+with its name. The first one of a process is AllBlocksCleared: it starts with an empty pool. A slow
+subscriber loses batches, and sees so by the numbers. A worker never waits for one.
+
+Format: https://docs.vllm.ai/en/stable/api/vllm/distributed/kv_events/
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import count
+from typing import Any, Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tandem.config.worker import WorkerConfig
+from tandem.engine.types import StepReport, StoredBlock
+from tandem.errors import ConfigError
+from tandem.models.source import resolve
+
+log = logging.getLogger(__name__)
+
+_MEDIUM = "GPU"  # the name that subscribers know for an engine's own pool, whatever its device
+_QUEUE_MAX = 10_000  # batches to one slow subscriber
+_KEPT_BYTES_MAX = 64 << 20  # of batches that may be asked for again
+_REPLAY_DEADLINE_S = 5.0  # of one message to a subscriber that does not read
+_END = (-1).to_bytes(8, "big", signed=True)
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Blocks of one chain, one after the other, and the token ids of all of them, if known."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None  # None: the first block has no parent
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = _MEDIUM
+    lora_name: str | None = None  # newer subscribers require the field
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    block_hashes: list[bytes]
+    medium: str | None = _MEDIUM
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int | None = 0
+
+
+class KvEvents:
+    """The sockets of one worker. `on_report` sends at once; replays have a task of their own."""
+
+    @classmethod
+    async def open(cls, config: WorkerConfig) -> Self:
+        """Opens the sockets. Raises ConfigError if an endpoint cannot be used."""
+        model = config.events.kv_events_model
+        if not model:
+            engine = config.engine
+            folder = await asyncio.to_thread(resolve, engine.model, revision=engine.model_revision)
+            model = folder.name  # as routers name it to clients
+        return cls(config, model)
+
+    def __init__(self, config: WorkerConfig, model: str) -> None:
+        options = config.events
+        self._topic = f"kv@{config.worker_id}@{model}".encode()
+        self._block_size = config.engine.block_size
+        self._held: set[bytes] = set()
+        self._numbers = count()
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._replay: zmq.asyncio.Socket | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._publish = self._context.socket(zmq.PUB)
+        try:
+            self._open(options.kv_events, options.kv_events_replay)
+        except ConfigError:
+            self._close()
+            raise
+        self._send([AllBlocksCleared()])
+
+    def on_report(self, step: StepReport) -> None:
+        """Publishes what a step stored and removed."""
+        if step.stored or step.removed:
+            self._send([*self._stored(step.stored), *self._removed(step.removed)])
+
+    async def aclose(self) -> None:
+        """Closes the sockets; what was sent still goes out for a second at most."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await asyncio.to_thread(self._close, 1000)
+
+    def _open(self, endpoint: str, replay: str) -> None:
+        self._publish.set_hwm(_QUEUE_MAX)
+        # As in vLLM: a wildcard or a path is this side's, any other address is the subscriber's.
+        listens = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
+        _use(self._publish, "--kv-events", endpoint, listens=listens)
+        if replay:
+            self._replay = zmq.asyncio.Socket(self._context, zmq.ROUTER)
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue waits and drops nothing
+            _use(self._replay, "--kv-events-replay", replay, listens=True)
+            self._task = asyncio.create_task(self._serve_replays(self._replay), name="kv-replay")
+        log.info("KV events of topic %s at %s", self._topic.decode(), endpoint)
+
+    def _close(self, linger_ms: int = 0) -> None:
+        self._publish.close(linger=linger_ms)
+        if self._replay is not None:
+            self._replay.close(linger=0)
+        self._context.term()
+
+    def _stored(self, blocks: Iterable[StoredBlock]) -> Iterator[BlockStored]:
+        """Yields an event for each run of blocks in which each is the parent of the next.
+
+        Imported blocks come without token ids, so they are never in one run with others.
+        """
+        run: list[StoredBlock] = []
+        for block in blocks:
+            if run:
+                last = run[-1]
+                is_next = block.parent_hash == last.block_hash
+                if not is_next or bool(block.token_ids) != bool(last.token_ids):
+                    yield self._event(run)
+                    run = []
+            run.append(block)
+        if run:
+            yield self._event(run)
+
+    def _event(self, run: list[StoredBlock]) -> BlockStored:
+        # A pool holds the parents of what it holds: one that is not there is a chain's root.
+        parent = run[0].parent_hash
+        event = BlockStored(
+            [block.block_hash for block in run],
+            parent if parent in self._held else None,
+            [token_id for block in run for token_id in block.token_ids],
+            self._block_size,
+        )
+        self._held.update(event.block_hashes)
+        return event
+
+    def _removed(self, block_hashes: list[bytes]) -> Iterator[BlockRemoved]:
+        if block_hashes:
+            self._held.difference_update(block_hashes)
+            yield BlockRemoved(block_hashes)
+
+    def _send(self, events: list[Event]) -> None:
+        number = next(self._numbers)
+        payload = msgspec.msgpack.encode(EventBatch(time.time(), events))
+        self._publish.send_multipart([self._topic, number.to_bytes(8, "big"), payload])
+        if self._replay is not None:
+            self._kept.append((number, payload))
+            self._kept_bytes += len(payload)
+            while self._kept_bytes > _KEPT_BYTES_MAX:
+                self._kept_bytes -= len(self._kept.popleft()[1])
+
+    async def _serve_replays(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            client, *question = await socket.recv_multipart()
+            if len(question) != 2 or len(question[1]) != 8:
+                log.warning("a question for KV events is not 8 bytes of a sequence number")
+                continue
+            first = int.from_bytes(question[1], "big")
+            kept = [(n.to_bytes(8, "big"), payload) for n, payload in self._kept if n >= first]
+            try:
+                for number, payload in (*kept, (_END, b"")):
+                    async with asyncio.timeout(_REPLAY_DEADLINE_S):
+                        await socket.send_multipart([client, b"", number, payload])
+                    await asyncio.sleep(0)
+            except (TimeoutError, zmq.ZMQError) as error:
+                log.warning("a subscriber did not take the KV events that it asked for: %r", error)
+
+
+def _use(socket: Any, option: str, endpoint: str, *, listens: bool) -> None:
+    try:
+        (socket.bind if listens else socket.connect)(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{option} {endpoint} cannot be used: {error}") from error
