@@ -275,6 +275,7 @@ for words, run, text in (
     ("bench transfer", program("tandem_bench.transfer"), "Compare NIXL and gRPC, and each raw"),
     ("bench index", program("tandem_bench.index"), "Time the prefix tree in Redis"),
     ("bench engine", program("tandem_bench.engine"), "Time prefill and decode of the model"),
+    ("bench perplexity", program("tandem_bench.perplexity"), "Compare the quality of KV formats"),
     ("bench stages", program("tandem_bench.engine_stages"), "Time a model's step by its stages"),
 ):
     *group, name = words.split()
