@@ -289,20 +289,20 @@ inline size_t attention_floats(int dim) {
 // A KV head's keys and values of a sequence.
 template <class T>
 struct HeadKv {
-    const T* pool;
+    const char* first;  // in block 0
     const int32_t* table;
+    int64_t block_bytes;
     int block_size, dim, first_key, num_keys;  // those before and after are not read
-    size_t heads_of_block, head;  // keys and values apart
 
     HeadKv(const Model& model, const Step& step, int layer, const Item& item)
-        : pool(static_cast<const T*>(step.kv)),
+        : first(static_cast<const char*>(step.kv) + item.kv_head * step.head_bytes +
+                layer * step.layer_bytes),
           table(step.block_tables + step.spans[item.span].first_table_entry),
+          block_bytes(step.block_bytes),
           block_size(step.block_size),
           dim(model.head_dim),
           first_key(keys_of(model, step.spans[item.span], item).first),
-          num_keys(keys_of(model, step.spans[item.span], item).end),
-          heads_of_block(static_cast<size_t>(model.num_kv_heads) * model.num_layers * 2),
-          head((static_cast<size_t>(item.kv_head) * model.num_layers + layer) * 2) {}
+          num_keys(keys_of(model, step.spans[item.span], item).end) {}
 
     size_t run() const { return static_cast<size_t>(block_size) * dim; }
 
@@ -320,7 +320,7 @@ struct HeadKv {
         int i = before, offset = (first + i) % block_size;
         const int32_t* block = table + (first + i) / block_size;
         for (; i < num; ++block, offset = 0) {
-            const T* row = pool + (*block * heads_of_block + head) * run() +
+            const T* row = reinterpret_cast<const T*>(this->first + *block * block_bytes) +
                            static_cast<size_t>(offset) * dim;
             const int here = std::min(block_size - offset, num - i);
             for (int j = 0; j < here; ++j) rows[i + j] = row + static_cast<size_t>(j) * dim;

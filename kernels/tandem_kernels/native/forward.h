@@ -64,8 +64,9 @@ template <class T>
 T* place_of(const Model& model, const Step& step, int index, int row, int head) {
     const size_t block = step.slots[row] / step.block_size;
     const size_t offset = static_cast<size_t>(step.slots[row] % step.block_size) * model.head_dim;
-    const size_t runs = ((block * model.num_kv_heads + head) * model.num_layers + index) * 2;
-    return static_cast<T*>(step.kv) + runs * run_of(model, step) + offset;
+    char* part = static_cast<char*>(step.kv) + block * step.block_bytes +
+                 head * step.head_bytes + index * step.layer_bytes;
+    return reinterpret_cast<T*>(part) + offset;
 }
 
 constexpr int kRowsToFetch = 64;

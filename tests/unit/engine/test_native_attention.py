@@ -16,7 +16,7 @@ from tests.unit.engine import native_shapes
 from tests.unit.engine.native_shapes import BASE, Shape
 from tests.unit.engine.test_native_decoder import INSTRUCTIONS
 
-OF_BF16 = replace(BASE, kv=torch.bfloat16, num_kv_heads=1)
+OF_BF16 = replace(BASE, kv="bfloat16", num_kv_heads=1)
 SHAPES = (
     *(replace(OF_BF16, group=group) for group in (1, 2, 5, 8, 17)),
     *(replace(OF_BF16, head_dim=head_dim) for head_dim in (16, 48, 80, 112, 128, 256)),
@@ -78,8 +78,8 @@ def _run(
     token_ids = [choose.randrange(shape.vocab) for _ in range(sum(cut))]
     table = list(range(-(-len(token_ids) // shape.block_size)))
     choose.shuffle(table)
-    size = (len(table), shape.num_kv_heads, 2, 2, shape.block_size, shape.head_dim)
-    kv = torch.full(size, fill, dtype=shape.kv)
+    pool = native_shapes.pool(shape, len(table))
+    pool.kv.fill_(fill)
     decoder = NativeDecoder(
         native_shapes.config_of(shape),
         native_shapes.random_weights(shape),
@@ -91,10 +91,10 @@ def _run(
     for num in cut:
         if forgets and shape.window:
             num_passed = max(0, done + 1 - shape.window) // shape.block_size
-            kv[table[:num_passed]] = torch.nan
+            pool.kv[table[:num_passed]] = torch.nan
             in_use[:num_passed] = [2**30] * num_passed
         piece = SequenceSlice(token_ids[done : done + num], done + num, in_use, True)
-        logits = decoder.forward(StepBatch([piece]), kv).clone()
+        logits = decoder.forward(StepBatch([piece]), pool).clone()
         done += num
-    in_order = kv[table].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    in_order = pool.kv[table].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
     return logits, in_order[..., :done, :]

@@ -3,13 +3,14 @@ from __future__ import annotations
 import torch
 
 from tandem_kernels.kv_cache import KvPool
+from tests.kv_pools import pool_of
 
 NUM_BLOCKS, HEADS, LAYERS, BLOCK_SIZE, HEAD_DIM = 5, 3, 2, 4, 8
 
 
 def make_pool() -> tuple[torch.Tensor, KvPool]:
     kv = torch.zeros(NUM_BLOCKS, HEADS, LAYERS, 2, BLOCK_SIZE, HEAD_DIM)
-    return kv, KvPool(kv)
+    return kv, pool_of(kv)
 
 
 def test_write_puts_each_token_into_its_slot_of_its_layer_only() -> None:
