@@ -106,9 +106,9 @@ class Int8KvPool(KvPool):
         parts = self.memory.view(-1, self.layout.layer_bytes)
         runs_bytes = 2 * self.layout.run_bytes
         numbers = parts.view(torch.int8)[:, :runs_bytes]
-        self._numbers = numbers.unflatten(1, (*size, self.head_dim))
+        self._numbers = numbers.view(-1, *size, self.head_dim)
         scales = parts.view(torch.float16)[:, runs_bytes // 2 :]
-        self._scales = scales[:, : 2 * self.block_size].unflatten(1, size)
+        self._scales = scales[:, : 2 * self.block_size].view(-1, *size)
 
     def write(
         self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -1,6 +1,11 @@
 """The dtypes of computation and KV, and their sizes, without a tensor library."""
 
-from tandem.config.engine import EngineOptions
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tandem.config.engine import EngineOptions
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
 _SCALE_BYTES = 2  # float16

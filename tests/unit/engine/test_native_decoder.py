@@ -39,7 +39,7 @@ def test_it_computes_what_torch_does(shape: Shape, instructions: str) -> None:
     native_shapes.compare(shape, instructions)
 
 
-@pytest.mark.parametrize("shape", [BASE, SHAPES[-3]], ids=repr)
+@pytest.mark.parametrize("shape", [BASE, SHAPES[-5]], ids=repr)
 def test_threads_do_not_change_a_bit(shape: Shape) -> None:
     alone = native_shapes.outputs(replace(shape, num_threads=1), None)
     for num_threads in (2, 5):
@@ -77,7 +77,7 @@ def test_a_token_does_not_depend_on_its_company_or_its_chunk(
         for step in steps:
             decoder.forward(step, kv)
         last = StepBatch([SequenceSlice([7], 10, table, True)])
-        seen.append((decoder.forward(last, kv).clone(), kv.kv[table].transpose(0, 1).clone()))
+        seen.append((decoder.forward(last, kv).clone(), native_shapes.contents(kv)[:, :, table]))
     for logits, blocks in seen[1:]:
         assert torch.equal(logits, seen[0][0])
         assert torch.equal(blocks, seen[0][1])

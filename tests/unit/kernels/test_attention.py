@@ -103,7 +103,7 @@ def test_a_window(attention: type[PagedAttention], block_size: int, window: int)
         table = random.Random(context_len).sample(range(num_blocks), length)
         spans.append(QuerySpan(first_row, num_queries, context_len, table))
         first_row += num_queries
-    pool = KvPool(kv)
+    pool = pool_of(kv)
     queries = torch.randn(first_row, KV_HEADS * 3, HEAD_DIM)
     expected = plain_attention(queries, spans, pool, window)
     for i, span in enumerate(spans):

@@ -11,12 +11,17 @@ This module is the one place that knows the order; it stands on no tensor librar
 transfer code can use it.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from tandem.config.engine import EngineConfig
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from tandem.dtypes import DTYPE_BYTES, is_quantized, kv_part_bytes
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from tandem.config.engine import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

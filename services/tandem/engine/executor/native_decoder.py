@@ -39,7 +39,7 @@ from tandem_kernels.rope import rotary_angles
 from tandem_kernels.sampling import Draw, sample
 
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
-_KV_KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16}
+_KV_KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16, "int8": Kind.I8}
 _ANGLES_MIN = 2048
 _INPUTS = ("token_ids", "slots", "positions", "spans", "block_tables", "logit_rows")
 
