@@ -30,6 +30,7 @@ setup(
                     "forward",
                     "gated",
                     "inputs",
+                    "kv_int8",
                     "limits",
                     "linear",
                     "linear_amx",

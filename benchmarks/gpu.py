@@ -29,11 +29,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_model import LLAMA_3_8B, SMOKE, Size, make_weights, weight_bytes
 from benchmarks.gpu_peer import generate_with_transformers
+from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.executor.triton_steps import TritonSteps
 from tandem.engine.executor.weights import ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
-from tandem_kernels.kv_cache import layer_of
+from tandem_kernels.kv_cache import KvPool, layer_of, make_pool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.triton.blocks import pack, pack_spans
 from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
@@ -188,9 +189,9 @@ def sdpa_of(bench: Bench, num_tokens: int, prefix: int) -> Callable[[], object]:
     return lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def measure_steps(bench: Bench, steps: TritonSteps, pool: torch.Tensor) -> None:
+def measure_steps(bench: Bench, steps: TritonSteps, pool: KvPool) -> None:
     size = bench.size
-    width = pool.shape[0] // size.batch
+    width = pool.layout.num_blocks // size.batch
     weights = weight_bytes(size)
     tables = [list(range(i * width, (i + 1) * width)) for i in range(size.batch)]
     slices = [SequenceSlice([7], size.step_context, table, True) for table in tables]
@@ -216,7 +217,9 @@ def measure_steps(bench: Bench, steps: TritonSteps, pool: torch.Tensor) -> None:
 
     per_token = 2 * (weights // 2 - size.vocab * size.hidden)
     for num_tokens in size.chunks:
-        piece = SequenceSlice([7] * num_tokens, num_tokens, list(range(pool.shape[0])), True)
+        piece = SequenceSlice(
+            [7] * num_tokens, num_tokens, list(range(pool.layout.num_blocks)), True
+        )
         chunk = StepBatch([piece])
         attention = 2 * num_tokens**2 * size.heads * size.head_dim * size.layers
         floor_s = (per_token * num_tokens + attention) / bench.flop_per_s
@@ -225,7 +228,7 @@ def measure_steps(bench: Bench, steps: TritonSteps, pool: torch.Tensor) -> None:
         bench.add(f"prefill of {num_tokens} tokens in one chunk", floor_s, measured_s, goal)
 
 
-def generate(bench: Bench, steps: TritonSteps, pool: torch.Tensor) -> None:
+def generate(bench: Bench, steps: TritonSteps, pool: KvPool) -> None:
     """The peer's job on our steps: all prompts in chunks, then all decode together."""
     size = bench.size
     width = -(-(size.prompt + size.made) // size.block_size)
@@ -270,7 +273,11 @@ def measure_model(bench: Bench, config: ModelConfig, weights: ModelWeights) -> f
     num_blocks = max(
         size.batch * -(-longest // size.block_size), -(-size.chunks[-1] // size.block_size)
     )
-    pool = paged_pool(bench, layer_major=False, num_blocks=num_blocks, layers=size.layers)
+    layout = BlockLayout(
+        num_blocks, size.kv_heads, size.layers, size.block_size, size.head_dim, "bfloat16"
+    )
+    kv = paged_pool(bench, layer_major=False, num_blocks=num_blocks, layers=size.layers)
+    pool = make_pool(kv.view(num_blocks, -1).view(torch.uint8), layout)
     steps = TritonSteps(
         config,
         weights,

@@ -76,7 +76,7 @@ class ToyRunner:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        self.kv = torch.full(self.layout(num_blocks).shape, -1.0)
+        self.kv = torch.full((num_blocks, 1, 1, 2, self.block_size, 1), -1.0)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         for source, target in copies:

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.config.engine import EngineConfig
+from tandem.dtypes import DTYPE_BYTES
 from tandem.engine.cache.pool_memory import own_pages
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -115,7 +116,7 @@ def _rows(
             "machine": machine,
             "stages": _stages(
                 _seconds(runner, steps, repeats),
-                needs(folder.config, steps, weight_bytes, runner.kv.itemsize),
+                needs(folder.config, steps, weight_bytes, DTYPE_BYTES[runner.kv_dtype_name]),
                 machine,
             ),
         }
@@ -144,7 +145,7 @@ def _seconds(runner: ModelRunner, steps: list[StepBatch], repeats: int) -> dict[
     for _ in range(repeats + 1):
         decoder.take_stages()
         for step in steps:
-            decoder.forward(step, runner.kv)
+            decoder.forward(step, runner.pool)
         taken.append(decoder.take_stages())
     return {stage: statistics.median(each[stage] for each in taken[1:]) for stage in Stage}
 

@@ -107,7 +107,7 @@ class StandInProcess(EngineProcess):
         memory = pool_memory(layout, settings.pool_fd)
         if is_producer:
             fill(memory)
-        kv = torch.from_numpy(memory.reshape(-1)).view(torch.bfloat16).view(layout.shape)
+        kv = torch.from_numpy(memory)
         order = scattered(layout.num_blocks, seed=1 if is_producer else 2)
         engine = StandInEngine(layout, order)
         return cast(ModelRunner, PoolOnly(kv)), cast(Engine, engine), "stand-in"

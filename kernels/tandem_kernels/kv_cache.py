@@ -1,23 +1,73 @@
-"""Reads and writes of KV blocks in a pool [num_blocks, num_kv_heads, num_layers, 2, block_size, D].
+"""Reads and writes of KV blocks in a pool of bytes, for torch's operators.
 
 A block holds all layers, so one layer's K or V of one head in one block is a contiguous run of
 `block_size` rows of D elements. Index tensors are made once a step for layer 0; other layers add
 a constant. Knows no sequences: block ids and offsets in, rows out.
 """
 
+from typing import Protocol
+
 import torch
+
+from tandem_kernels.kv_int8 import quantize, widen
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class KvLayout(Protocol):
+    """Where things lie in a pool: tandem.engine.cache.layout.BlockLayout, in elements and bytes."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def head_bytes(self) -> int: ...
+    @property
+    def layer_bytes(self) -> int: ...
+    @property
+    def run_bytes(self) -> int: ...
+
+
+def make_pool(memory: torch.Tensor, layout: KvLayout) -> "KvPool":
+    """`memory`: uint8 [num_blocks, block_bytes]."""
+    return (Int8KvPool if layout.dtype == "int8" else KvPool)(memory, layout)
 
 
 class KvPool:
-    """Views of one pool tensor, with the strides that indexing needs."""
+    """Views of one pool's memory, with the strides that indexing needs."""
 
-    def __init__(self, kv: torch.Tensor) -> None:
-        _, self.num_kv_heads, self.num_layers, _, self.block_size, self.head_dim = kv.shape
-        self.device = kv.device
-        self.dtype = kv.dtype
-        self._tokens = kv.view(-1, self.head_dim)
-        self._runs = kv.view(-1, self.block_size * self.head_dim)
-        self._heads = torch.arange(self.num_kv_heads, device=kv.device)
+    def __init__(self, memory: torch.Tensor, layout: KvLayout) -> None:
+        assert memory.dtype == torch.uint8
+        assert memory.shape == (layout.num_blocks, layout.block_bytes)
+        self.memory = memory
+        self.layout = layout
+        self.num_kv_heads, self.num_layers = layout.num_kv_heads, layout.num_layers
+        self.block_size, self.head_dim = layout.block_size, layout.head_dim
+        self.device = memory.device
+        self._heads = torch.arange(self.num_kv_heads, device=memory.device)
+        self._make_views()
+
+    def _make_views(self) -> None:
+        self.dtype = _DTYPES[self.layout.dtype]  # of what `gather` brings
+        self._tokens = self.memory.view(self.dtype).view(-1, self.head_dim)
+        self._runs = self._tokens.view(-1, self.block_size * self.head_dim)
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """The pool as [num_blocks, heads, layers, 2, block_size, D]."""
+        heads, layers = self.num_kv_heads, self.num_layers
+        return self._tokens.view(-1, heads, layers, 2, self.block_size, self.head_dim)
 
     def token_rows(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Returns the rows [T, heads] of layer 0's K, for slots (block id, offset), each [T]."""
@@ -45,6 +95,42 @@ class KvPool:
         """Returns the run of layer 0's K in each block, for each head: [..., heads]."""
         heads = block_ids.unsqueeze(-1) * self.num_kv_heads + self._heads
         return heads * (2 * self.num_layers)
+
+
+class Int8KvPool(KvPool):
+    """A pool of int8 numbers with scales (kv_int8.py). `gather` brings what they stand for."""
+
+    def _make_views(self) -> None:
+        self.dtype = torch.float32
+        size = 2, self.block_size
+        parts = self.memory.view(-1, self.layout.layer_bytes)
+        runs_bytes = 2 * self.layout.run_bytes
+        numbers = parts.view(torch.int8)[:, :runs_bytes]
+        self._numbers = numbers.view(-1, *size, self.head_dim)
+        scales = parts.view(torch.float16)[:, runs_bytes // 2 :]
+        self._scales = scales[:, : 2 * self.block_size].view(-1, *size)
+
+    def write(
+        self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Stores K and V as KvPool.write does, quantized."""
+        parts = token_rows // (2 * self.block_size) + layer
+        offsets = token_rows % self.block_size
+        for which, rows in enumerate((keys, values)):
+            numbers, scales = quantize(rows)
+            self._numbers[:, which].index_put_((parts, offsets), numbers)
+            self._scales[:, which].index_put_((parts, offsets), scales)
+
+    def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
+        """K and V of whole blocks in fp32: [2, B, heads, M * block_size, D]."""
+        keys, values = (block_rows // 2 + layer).view(2, -1)
+        runs = torch.stack(
+            [
+                widen(self._numbers[parts, which], self._scales[parts, which])
+                for which, parts in enumerate((keys, values))
+            ]
+        )
+        return runs.view(2, num_seqs, self.num_kv_heads, -1, self.head_dim)
 
 
 def layer_of(kv: torch.Tensor, layer: int) -> torch.Tensor:

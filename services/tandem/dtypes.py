@@ -1,13 +1,21 @@
-"""The dtype that a model is computed in, chosen without a tensor library."""
+"""The dtypes of computation and KV, and their sizes, without a tensor library."""
 
-from tandem.config.engine import EngineOptions
+from __future__ import annotations
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tandem.config.engine import EngineOptions
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
+_SCALE_BYTES = 2  # float16
+_PART_MULTIPLE = 64  # of bytes, where there are scales: a cache line
 _BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's two, arm64's one
 
 
 def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:
-    """A key of DTYPE_BYTES. `has_bfloat16` tells whether the hardware multiplies bfloat16."""
+    """A key of DTYPE_BYTES, not quantized. `has_bfloat16` tells whether the hardware multiplies
+    it."""
     if config.numerics == "invariant":
         return "float32"
     if config.dtype != "auto":
@@ -25,3 +33,18 @@ def cpu_has_bfloat16() -> bool:
     except FileNotFoundError:
         return False
     return not _BF16_CPU_FLAGS.isdisjoint(flags.split())
+
+
+def is_quantized(kv_dtype: str) -> bool:
+    """Returns whether KV of this dtype has scales beside its numbers."""
+    return kv_dtype == "int8"
+
+
+def kv_part_bytes(kv_dtype: str, block_size: int, head_dim: int) -> int:
+    """Returns the bytes of K and V of one layer of one head in a block; layout.py has their
+    order."""
+    num_bytes = 2 * block_size * head_dim * DTYPE_BYTES[kv_dtype]
+    if not is_quantized(kv_dtype):
+        return num_bytes
+    num_bytes += 2 * block_size * _SCALE_BYTES
+    return -(-num_bytes // _PART_MULTIPLE) * _PART_MULTIPLE

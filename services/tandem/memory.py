@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from tandem.config.engine import EngineOptions
-from tandem.dtypes import DTYPE_BYTES, compute_dtype, cpu_has_bfloat16
+from tandem.dtypes import DTYPE_BYTES, compute_dtype, cpu_has_bfloat16, kv_part_bytes
 from tandem.models.source import ModelFolder
 
 
@@ -77,10 +77,9 @@ def worker_need(
         option, pool_bytes = f"--num-blocks {config.num_blocks}", 0
         if model is not None:
             shape = model.config
-            token_elements = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
             kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
-            token_bytes = token_elements * DTYPE_BYTES[kv_dtype]
-            pool_bytes = config.num_blocks * config.block_size * token_bytes
+            part_bytes = kv_part_bytes(kv_dtype, config.block_size, shape.head_dim)
+            pool_bytes = config.num_blocks * shape.num_layers * shape.num_kv_heads * part_bytes
     if model is None:
         return Need(option, pool_bytes, 0)
     stored = model.config.torch_dtype

@@ -31,6 +31,7 @@
 #include "gated.h"
 #include "linear.h"
 #include "linear_amx.h"
+#include "kv_int8.h"
 #include "attention.h"
 #include "forward.h"
 #include "limits.h"

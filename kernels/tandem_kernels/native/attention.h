@@ -9,6 +9,7 @@
 namespace tandem::TANDEM_ISA {
 
 constexpr int kKeys = 64;        // of a tile
+constexpr int kKeysMax = 128;    // of any tile, also attention_dot.h's
 constexpr int kRowsMax = 48;     // of an item
 constexpr int kPanels = kKeys / kPanel;
 
@@ -282,27 +283,27 @@ inline Seen keys_of(const Model& model, const Span& span, const Item& item) {
 }
 
 inline size_t attention_floats(int dim) {
-    return 2 * static_cast<size_t>(kKeys) * dim + 2 * static_cast<size_t>(kRowsMax) * dim +
+    return 3 * static_cast<size_t>(kKeys) * dim + 2 * static_cast<size_t>(kRowsMax) * dim +
            kRowsMax * (kKeys + 2) + dim;
 }
 
 // A KV head's keys and values of a sequence.
 template <class T>
 struct HeadKv {
-    const T* pool;
+    const char* first;  // in block 0
     const int32_t* table;
+    int64_t block_bytes;
     int block_size, dim, first_key, num_keys;  // those before and after are not read
-    size_t heads_of_block, head;  // keys and values apart
 
     HeadKv(const Model& model, const Step& step, int layer, const Item& item)
-        : pool(static_cast<const T*>(step.kv)),
+        : first(static_cast<const char*>(step.kv) + item.kv_head * step.head_bytes +
+                layer * step.layer_bytes),
           table(step.block_tables + step.spans[item.span].first_table_entry),
+          block_bytes(step.block_bytes),
           block_size(step.block_size),
           dim(model.head_dim),
           first_key(keys_of(model, step.spans[item.span], item).first),
-          num_keys(keys_of(model, step.spans[item.span], item).end),
-          heads_of_block(static_cast<size_t>(model.num_kv_heads) * model.num_layers * 2),
-          head((static_cast<size_t>(item.kv_head) * model.num_layers + layer) * 2) {}
+          num_keys(keys_of(model, step.spans[item.span], item).end) {}
 
     size_t run() const { return static_cast<size_t>(block_size) * dim; }
 
@@ -320,7 +321,7 @@ struct HeadKv {
         int i = before, offset = (first + i) % block_size;
         const int32_t* block = table + (first + i) / block_size;
         for (; i < num; ++block, offset = 0) {
-            const T* row = pool + (*block * heads_of_block + head) * run() +
+            const T* row = reinterpret_cast<const T*>(this->first + *block * block_bytes) +
                            static_cast<size_t>(offset) * dim;
             const int here = std::min(block_size - offset, num - i);
             for (int j = 0; j < here; ++j) rows[i + j] = row + static_cast<size_t>(j) * dim;
@@ -329,12 +330,58 @@ struct HeadKv {
         std::fill(rows + i, rows + most, nothing);
         std::fill(rows, rows + before, rows[before]);
     }
+
+    // Of int8, the scales of the same keys and of their values; before the first one and after the
+    // last one 0.
+    void scales(int first, int most, float* of_keys, float* of_values) const {
+        uint16_t halves[2][kKeysMax] = {};
+        const int num = num_keys - first < most ? num_keys - first : most;
+        int i = first_key > first ? first_key - first : 0, offset = (first + i) % block_size;
+        const int32_t* block = table + (first + i) / block_size;
+        for (; i < num; ++block, offset = 0) {
+            const char* part = this->first + *block * block_bytes;
+            const uint16_t* from = reinterpret_cast<const uint16_t*>(part + 2 * run()) + offset;
+            const int here = std::min(block_size - offset, num - i);
+            for (int of_value = 0; of_value < 2; ++of_value, from += block_size) {
+                if (here == kPanel)  // the usual block: no call
+                    std::memcpy(halves[of_value] + i, from, kPanel * sizeof *from);
+                else
+                    std::memcpy(halves[of_value] + i, from, here * sizeof *from);
+            }
+            i += here;
+        }
+        for (i = 0; i < most; i += kLanes) {
+            store(of_keys + i, of_halves(halves[0] + i));
+            store(of_values + i, of_halves(halves[1] + i));
+        }
+    }
 };
+
+// A tile of int8 keys and values as the fp32 numbers that they stand for, [64][dim] each.
+inline void widen_tile(const HeadKv<int8_t>& kv, int first, const int8_t* const* rows,
+                       const int8_t* const* ahead, float* keys, float* values) {
+    float of_keys[kKeys], of_values[kKeys];
+    kv.scales(first, kKeys, of_keys, of_values);
+    const int dim = kv.dim, num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
+    for (int key = 0; key < num; ++key, keys += dim, values += dim) {
+        const int8_t *of_key = rows[key], *of_value = of_key + kv.run();
+        for (int d = 0; d < dim; d += 64) {
+            __builtin_prefetch(ahead[key] + d, 0, 2);
+            __builtin_prefetch(ahead[key] + kv.run() + d, 0, 2);
+        }
+        for (int d = 0; d < dim; d += kLanes) {
+            store(keys + d, load(of_key + d) * of_keys[key]);
+            store(values + d, load(of_value + d) * of_values[key]);
+        }
+    }
+    std::memset(keys, 0, static_cast<size_t>(kKeys - num) * dim * sizeof(float));
+}
 
 // `queries` [rows, stride] are rotated and scaled; the result goes where the next
 // product reads it. The keys that
 // `next` begins with are fetched meanwhile: blocks lie apart, no processor sees them coming.
-template <class T>
+// The pool has numbers of type Kept; if that is not T, tiles are widened to T first.
+template <class T, class Kept = T>
 void attend(const Model& model, const Step& step, int layer, const Item& item, const Item& next,
             const float* queries, size_t stride, const Inputs& attended, float* buffer) {
     const int dim = model.head_dim, group = model.num_heads / model.num_kv_heads;
@@ -347,8 +394,9 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
     float* highest = scores + kRowsMax * kKeys;
     float* mass = highest + kRowsMax;
     float* nothing = mass + kRowsMax;  // a key and a value: zeros
+    float* wide = nothing + dim;  // keys, if they have to be widened
     std::memset(nothing, 0, dim * sizeof(float));
-    const HeadKv<T> kv(model, step, layer, item);
+    const HeadKv<Kept> kv(model, step, layer, item);
     Seen sees[kRowsMax];
     for (int i = 0; i < item.num_rows; ++i) {
         const int query = (item.first_row + i) / group, head = (item.first_row + i) % group;
@@ -360,20 +408,32 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         mass[i] = 0.0f;
     }
     std::memset(out, 0, static_cast<size_t>(item.num_rows) * dim * sizeof(float));
-    const T* tiles[2][kKeys];
-    const T* const none = reinterpret_cast<const T*>(nothing);
+    const Kept* tiles[2][kKeys];
+    const Kept* const none = reinterpret_cast<const Kept*>(nothing);
+    [[maybe_unused]] const T* widened[kKeys];
+    if constexpr (!std::is_same_v<T, Kept>)
+        for (int key = 0; key < kKeys; ++key) widened[key] = wide + static_cast<size_t>(key) * dim;
     kv.tile(kKeys, none, tiles[0]);
     for (int first = kv.first_tile(kKeys), now = 0; first < kv.num_keys; first += kKeys, now ^= 1) {
-        const T** ahead = tiles[now ^ 1];
+        const Kept** ahead = tiles[now ^ 1];
         if (first + kKeys < kv.num_keys)
             kv.tile(first + kKeys, kKeys, none, ahead);
         else
-            HeadKv<T>(model, step, layer, next).tile(kKeys, none, ahead);
+            HeadKv<Kept>(model, step, layer, next).tile(kKeys, none, ahead);
         const int num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
-        transpose(tiles[now], kv.run(), (num + kPanel - 1) / kPanel * kPanel, dim, keys);
-        Tile<T> tile{keys, tiles[now], ahead, nullptr, kv.run(), dim};
-        if (item.num_rows > kTileRows) {
-            widen_values(tile, num, values);
+        const int num_turned = (num + kPanel - 1) / kPanel * kPanel;
+        Tile<T> tile{keys, nullptr, nullptr, nullptr, kv.run(), dim};
+        if constexpr (std::is_same_v<T, Kept>) {
+            transpose(tiles[now], kv.run(), num_turned, dim, keys);
+            tile.rows = tiles[now];
+            tile.ahead = ahead;
+            if (item.num_rows > kTileRows) {
+                widen_values(tile, num, values);
+                tile.widened = values;
+            }
+        } else {
+            widen_tile(kv, first, tiles[now], ahead, wide, values);
+            transpose(widened, 0, num_turned, dim, keys);
             tile.widened = values;
         }
         for (int row = 0; row < item.num_rows; row += kTileRows) {
@@ -407,10 +467,18 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
 
 namespace tandem::TANDEM_ISA {
 
-// bf16 KV is multiplied as it is, where that can be.
+// bf16 KV is multiplied as it is, where that can be, and int8 KV as bf16 if the model is.
+inline bool is_dot([[maybe_unused]] const Model& model, [[maybe_unused]] const Step& step) {
+#ifdef TANDEM_PAIRS
+    return step.kv_kind == BF16 || (step.kv_kind == I8 && model.embedding_kind == BF16);
+#else
+    return false;
+#endif
+}
+
 inline int rows_of_item(const Model& model, const Step& step) {
 #ifdef TANDEM_PAIRS
-    if (step.kv_kind == BF16) return dot_rows_of_item(model, step);
+    if (is_dot(model, step)) return dot_rows_of_item(model, step);
 #endif
     (void)model;
     return kRowsMax;
@@ -418,7 +486,7 @@ inline int rows_of_item(const Model& model, const Step& step) {
 
 inline size_t attention_floats(const Model& model, const Step& step) {
 #ifdef TANDEM_PAIRS
-    if (step.kv_kind == BF16) return attention_dot_floats(model.head_dim);
+    if (is_dot(model, step)) return attention_dot_floats(model.head_dim);
 #endif
     return attention_floats(model.head_dim);
 }
@@ -426,13 +494,16 @@ inline size_t attention_floats(const Model& model, const Step& step) {
 inline void attend_any(const Model& model, const Step& step, int layer, const Item& item,
                        const Item& next, const float* queries, size_t stride,
                        const Inputs& attended, float* buffer) {
-    if (step.kv_kind != BF16)
-        return attend<float>(model, step, layer, item, next, queries, stride, attended, buffer);
+    const auto with = [&](auto attend) {
+        attend(model, step, layer, item, next, queries, stride, attended, buffer);
+    };
 #ifdef TANDEM_PAIRS
-    attend_dot(model, step, layer, item, next, queries, stride, attended, buffer);
+    if (is_dot(model, step))
+        return step.kv_kind == I8 ? with(attend_dot<int8_t>) : with(attend_dot<Bf16>);
 #else
-    attend<Bf16>(model, step, layer, item, next, queries, stride, attended, buffer);
+    if (step.kv_kind == BF16) return with(attend<Bf16>);
 #endif
+    return step.kv_kind == I8 ? with(attend<float, int8_t>) : with(attend<float>);
 }
 
 }  // namespace tandem::TANDEM_ISA

@@ -1,5 +1,6 @@
 // Causal attention over bf16 KV where bf16 numbers are multiplied two by two (AMX, AVX512_BF16):
-// queries and weights are rounded to bf16, all sums are fp32.
+// queries and weights are rounded to bf16, all sums are fp32. Numbers of int8 KV are exact in bf16;
+// the scale of a key is applied to its score, and that of a value to its weight.
 //
 // A work item is as in attention.h, with more rows: keys and values of a tile of 128 tokens are
 // brought once into the form that the products read, and serve all of them. Every row takes the
@@ -11,6 +12,7 @@
 namespace tandem::TANDEM_ISA {
 
 constexpr int kDotKeys = 128;    // of a tile
+static_assert(kDotKeys <= kKeysMax);
 constexpr int kDotRowsMax = 384; // of an item
 constexpr int kDotRows = 32;     // whose scores are computed at once
 constexpr int kStep = kStepInputs;
@@ -175,24 +177,39 @@ inline __m512i load_step(const Bf16* from, int num) {
     return _mm512_maskz_loadu_epi32((1u << num / 2) - 1, from);
 }
 
-inline void prefetch(const Bf16* row, int dim) {
-    for (int d = 0; d < dim; d += kStep) __builtin_prefetch(row + d, 0, 2);
+inline __m512i load_step(const int8_t* from, int num) {
+    const __m128i none = _mm_setzero_si128();
+    const auto half = [](const int8_t* at) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    };
+    const auto wide = [](__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); };
+    const __m128i low = num > 0 ? half(from) : none, high = num >= kStep ? half(from + 16) : none;
+    return (__m512i)_mm512_cvtne2ps_pbh(wide(high), wide(low));
+}
+
+template <class T>
+inline void prefetch(const T* row, int dim) {
+    constexpr int kLine = 64 / sizeof(T);
+    for (int d = 0; d < dim; d += kLine) __builtin_prefetch(row + d, 0, 2);
 }
 
 // A tile of keys and values.
+template <class T>
 struct DotTile {
-    const Bf16* const* rows;   // where each key lies; its value lies `run` after it
-    const Bf16* const* ahead;  // keys of the next tile, to be fetched meanwhile
+    const T* const* rows;   // where each key lies; its value lies `run` after it
+    const T* const* ahead;  // keys of the next tile, to be fetched meanwhile
     size_t run;
     int first, num_keys;  // positions
+    const float *key_scales, *value_scales;  // of int8
 };
 
 // `num_keys` keys from `first` on, as the right factor [dim][keys] of the scores: a panel is 16
 // keys, turned word by word.
-inline void pack_keys(const DotTile& tile, int first, int num_keys, int dim, Panels to) {
+template <class T>
+inline void pack_keys(const DotTile<T>& tile, int first, int num_keys, int dim, Panels to) {
     for (int key = first; key < first + num_keys; key += kPanel) {
         uint32_t* words = to.of(key / kPanel);
-        const Bf16* const* rows = tile.rows + key;
+        const T* const* rows = tile.rows + key;
         for (int i = 0; i < kPanel; ++i) prefetch(tile.ahead[key + i], dim);
         for (int d = 0; d < dim; d += kStep) {
             __m512i r[16], s[16];
@@ -236,13 +253,14 @@ inline void pack_keys(const DotTile& tile, int first, int num_keys, int dim, Pan
 // `num_keys` values from `first` on, as the right factor [keys][dim]: two tokens' numbers side by
 // side, zeros after the last token. A panel is not of 16 numbers in a row, but as the cheapest
 // shuffle has them (unshuffled()).
-inline void pack_values(const DotTile& tile, int first, int num_keys, int dim, Panels to) {
-    const Bf16 *const *rows = tile.rows, *const *ahead = tile.ahead;
+template <class T>
+inline void pack_values(const DotTile<T>& tile, int first, int num_keys, int dim, Panels to) {
+    const T *const *rows = tile.rows, *const *ahead = tile.ahead;
     const size_t run = tile.run, beside = to.of(1) - to.of(0);
     const int end = tile.num_keys;
     uint32_t* pair = to.of(0) + static_cast<size_t>(first) / 2 * kPanel;
     for (int key = first; key < first + num_keys; key += 2, pair += kPanel) {
-        const Bf16 *one = rows[key] + run, *other = rows[key + 1] + run;
+        const T *one = rows[key] + run, *other = rows[key + 1] + run;
         prefetch(ahead[key] + run, dim);
         prefetch(ahead[key + 1] + run, dim);
         uint32_t* words = pair;
@@ -286,12 +304,16 @@ constexpr float kLog2E = 1.44269504088896341f;
 
 // A row's weights, in place of its scores, of which it sees some of `num_keys` (whole steps). The
 // mass is that of the weights as they are after rounding.
+template <class T>
 inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& sums, float* out,
-                  int dim) {
+                  int dim, const DotTile<T>& tile) {
     if (!seen.any(num_keys)) {
         std::memset(weights, 0, num_keys * sizeof(Bf16));
         return;
     }
+    if constexpr (std::is_same_v<T, int8_t>)
+        for (int key = 0; key < num_keys; key += kPanel)
+            store(scores + key, load(scores + key) * load(tile.key_scales + key));
     for (int key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
     if (seen.end < num_keys) {
         const int whole = seen.end / kPanel * kPanel;
@@ -321,6 +343,14 @@ inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& s
     for (int key = 0; key < num_keys; key += kStep) {
         const Floats low = rough_exp2(load(scores + key) * kLog2E - base);
         const Floats high = rough_exp2(load(scores + key + kPanel) * kLog2E - base);
+        if constexpr (std::is_same_v<T, int8_t>) {
+            mass += low + high;
+            _mm512_storeu_si512(
+                weights + key, (__m512i)_mm512_cvtne2ps_pbh(
+                                   high * load(tile.value_scales + key + kPanel),
+                                   low * load(tile.value_scales + key)));
+            continue;
+        }
         const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
         _mm512_storeu_si512(weights + key, (__m512i)both);
         mass = _mm512_dpbf16_ps(mass, both, ones);
@@ -382,12 +412,14 @@ struct DotRows {
     int first_row, num_rows;
 
     // Keys of the tile, in whole steps, that any of them sees.
-    int num_keys(const DotTile& tile) const {
+    template <class T>
+    int num_keys(const DotTile<T>& tile) const {
         const int most = sees[first_row + num_rows - 1].end - tile.first;
         return most < kDotKeys ? whole_steps(most) : kDotKeys;
     }
 
-    bool any(const DotTile& tile) const {
+    template <class T>
+    bool any(const DotTile<T>& tile) const {
         return num_keys(tile) > 0 && sees[first_row].first < tile.first + kDotKeys;
     }
 
@@ -397,10 +429,11 @@ struct DotRows {
                              at.scores.beside(first));
     }
 
-    void weigh(const DotTile& tile, int num_keys) const {
+    template <class T>
+    void weigh(const DotTile<T>& tile, int num_keys) const {
         for (int i = 0, row = first_row; i < num_rows; ++i, ++row)
             tandem::TANDEM_ISA::weigh(at.scores.row(i), sees[row].in(tile.first), num_keys,
-                                      at.weights.row(i), at.sums[row], at.out.row(row), dim);
+                                      at.weights.row(i), at.sums[row], at.out.row(row), dim, tile);
     }
 
     void gather(int first, int num_keys) const {
@@ -410,7 +443,8 @@ struct DotRows {
 };
 
 // A tile for all rows of an item.
-inline void attend_tile(const DotTile& tile, int head_dim, const DotBuffer& at, const Seen* sees,
+template <class T>
+inline void attend_tile(const DotTile<T>& tile, int head_dim, const DotBuffer& at, const Seen* sees,
                         int num_rows) {
     const int dim = whole_steps(head_dim), num_keys = whole_steps(tile.num_keys);
     if (num_rows <= kDotFewRows) {
@@ -441,6 +475,7 @@ inline void attend_tile(const DotTile& tile, int head_dim, const DotBuffer& at, 
 }
 
 // As attend().
+template <class T>
 inline void attend_dot(const Model& model, const Step& step, int layer, const Item& item,
                        const Item& next, const float* queries, size_t stride,
                        const Inputs& attended, float* buffer) {
@@ -448,7 +483,7 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
     const int group = model.num_heads / model.num_kv_heads;
     const Span& span = step.spans[item.span];
     const DotBuffer at(buffer, dim);
-    const HeadKv<Bf16> kv(model, step, layer, item);
+    const HeadKv<T> kv(model, step, layer, item);
     std::memset(at.nothing, 0, padded * sizeof(Bf16));
     Seen sees[kDotRowsMax];
     const auto first_column = [&](int i) {
@@ -466,17 +501,22 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
         at.sums[i] = {{}, -INFINITY};
     }
     std::memset(at.out.row(0), 0, static_cast<size_t>(item.num_rows) * padded * sizeof(float));
-    const Bf16* tiles[2][kDotKeys];
+    const T* tiles[2][kDotKeys];
+    const T* const nothing = reinterpret_cast<const T*>(at.nothing);
+    [[maybe_unused]] alignas(64) float key_scales[kDotKeys], value_scales[kDotKeys];
     const int first_tile = kv.first_tile(kDotKeys);
-    kv.tile(kDotKeys, at.nothing, tiles[0]);
+    kv.tile(kDotKeys, nothing, tiles[0]);
     for (int first = first_tile, now = 0; first < kv.num_keys; first += kDotKeys, now ^= 1) {
-        const Bf16** ahead = tiles[now ^ 1];
+        const T** ahead = tiles[now ^ 1];
         if (first + kDotKeys < kv.num_keys)
-            kv.tile(first + kDotKeys, kDotKeys, at.nothing, ahead);
+            kv.tile(first + kDotKeys, kDotKeys, nothing, ahead);
         else
-            HeadKv<Bf16>(model, step, layer, next).tile(kDotKeys, at.nothing, ahead);
+            HeadKv<T>(model, step, layer, next).tile(kDotKeys, nothing, ahead);
         const int num = kv.num_keys - first < kDotKeys ? kv.num_keys - first : kDotKeys;
-        attend_tile({tiles[now], ahead, kv.run(), first, num}, dim, at, sees, item.num_rows);
+        if constexpr (std::is_same_v<T, int8_t>)
+            kv.scales(first, kDotKeys, key_scales, value_scales);
+        const DotTile<T> tile{tiles[now], ahead, kv.run(), first, num, key_scales, value_scales};
+        attend_tile(tile, dim, at, sees, item.num_rows);
     }
     for (int i = 0; i < item.num_rows; ++i) {
         const Floats mass[kVectors] = {load(at.sums[i].mass)};

@@ -27,6 +27,7 @@
 #include "gated.h"
 #include "linear.h"
 #include "linear_avx512_bf16.h"
+#include "kv_int8.h"
 #include "attention.h"
 #include "forward.h"
 #include "limits.h"

@@ -80,10 +80,12 @@ struct Step {
     const Span* spans;
     const int32_t* block_tables;  // of all spans, one after another
     const int32_t* logit_rows;
-    void* kv;  // [num_blocks, kv heads, layers, 2, block size, head_dim], F32 or BF16
+    void* kv;              // [num_blocks][kv heads][layers] parts: runs of K and of V, for I8 scales
     float* logits;         // [num_logit_rows, vocab]
     int32_t* most_likely;  // [num_logit_rows]: tokens, of equals the first
-    int32_t num_rows, num_spans, num_logit_rows, block_size, kv_kind;
+    int32_t num_rows, num_spans, num_logit_rows, block_size;
+    int32_t kv_kind;                                // F32, BF16 or I8
+    int64_t block_bytes, head_bytes, layer_bytes;  // from one block, head or layer to the next
 };
 
 // Rows of logits, a token of each, and what is found of them (logprobs.h).

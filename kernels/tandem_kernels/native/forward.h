@@ -64,23 +64,51 @@ template <class T>
 T* place_of(const Model& model, const Step& step, int index, int row, int head) {
     const size_t block = step.slots[row] / step.block_size;
     const size_t offset = static_cast<size_t>(step.slots[row] % step.block_size) * model.head_dim;
-    const size_t runs = ((block * model.num_kv_heads + head) * model.num_layers + index) * 2;
-    return static_cast<T*>(step.kv) + runs * run_of(model, step) + offset;
+    char* part = static_cast<char*>(step.kv) + block * step.block_bytes +
+                 head * step.head_bytes + index * step.layer_bytes;
+    return reinterpret_cast<T*>(part) + offset;
 }
 
 constexpr int kRowsToFetch = 64;
+
+// Where the scale of a row's key goes; its value's goes as many after it as a block has tokens.
+inline uint16_t* scale_of(const Model& model, const Step& step, int row, int8_t* key) {
+    const int token = step.slots[row] % step.block_size;
+    int8_t* part = key - static_cast<size_t>(token) * model.head_dim;
+    return reinterpret_cast<uint16_t*>(part + 2 * run_of(model, step)) + token;
+}
 
 // So that place_row() need not wait: a few rows lie each in a block of its own.
 template <class T>
 void fetch_place(const Model& model, const Step& step, int index, int row) {
     constexpr int kLine = 64 / sizeof(T);
     for (int h = 0; h < model.num_kv_heads; ++h) {
-        const T* to = place_of<T>(model, step, index, row, h);
+        T* to = place_of<T>(model, step, index, row, h);
         for (int i = 0; i < model.head_dim; i += kLine) {
             __builtin_prefetch(to + i, 1, 2);
             __builtin_prefetch(to + run_of(model, step) + i, 1, 2);
         }
+        if constexpr (std::is_same_v<T, int8_t>)
+            __builtin_prefetch(scale_of(model, step, row, to), 1, 2);
     }
+}
+
+// Rotates a row's key of a head; it and its value go into the pool.
+template <class T>
+void place_head(const Model& model, const Step& step, int, float* key, const float* value,
+                const float* cosines, const float* sines, T* to) {
+    const int dim = model.head_dim;
+    rotate(key, cosines, sines, dim, 1.0f, to);
+    T* const beside = to + run_of(model, step);
+    for (int i = 0; i < dim; i += kLanes) store_some(beside + i, load(value + i), kLanes);
+}
+
+inline void place_head(const Model& model, const Step& step, int row, float* key,
+                       const float* value, const float* cosines, const float* sines, int8_t* to) {
+    rotate(key, cosines, sines, model.head_dim, 1.0f, key);
+    uint16_t* const scale = scale_of(model, step, row, to);
+    *scale = quantize(key, model.head_dim, to);
+    scale[step.block_size] = quantize(value, model.head_dim, to + run_of(model, step));
 }
 
 // Normalizes and rotates a row's heads; its K and V go into the pool.
@@ -100,11 +128,17 @@ void place_row(const Model& model, const Layer& layer, const Step& step, int ind
         T* to = place_of<T>(model, step, index, row, h);
         float* key = heads + (model.num_heads + h) * dim;
         if (layer.k_norm) norm_head(key, layer.k_norm, dim, model.norm_eps);
-        rotate(key, cosines, sines, dim, 1.0f, to);
         const float* value = key + model.num_kv_heads * dim;
-        T* const beside = to + run_of(model, step);
-        for (int i = 0; i < dim; i += kLanes) store_some(beside + i, load(value + i), kLanes);
+        place_head(model, step, row, key, value, cosines, sines, to);
     }
+}
+
+// Calls `work` with a number of the type that the pool has.
+template <class Work>
+void by_kv_kind(const Step& step, Work work) {
+    if (step.kv_kind == BF16) return work(Bf16{});
+    if (step.kv_kind == I8) return work(int8_t{});
+    work(float{});
 }
 
 inline void gate_row(const float* gate_up, const InputRow& to) {
@@ -164,10 +198,9 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row) {
         if (step.num_rows <= kRowsToFetch) {
-            if (step.kv_kind == BF16)
-                fetch_place<Bf16>(model, step, index, row);
-            else
-                fetch_place<float>(model, step, index, row);
+            by_kv_kind(step, [&](auto kept) {
+                fetch_place<decltype(kept)>(model, step, index, row);
+            });
         }
         norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.attention_norm,
                  model.norm_eps, normed.row(row));
@@ -180,10 +213,9 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row) {
         float* heads = rows.projected + static_cast<size_t>(row) * width;
-        if (step.kv_kind == BF16)
-            place_row<Bf16>(model, layer, step, index, row, heads);
-        else
-            place_row<float>(model, layer, step, index, row, heads);
+        by_kv_kind(step, [&](auto kept) {
+            place_row<decltype(kept)>(model, layer, step, index, row, heads);
+        });
     }
     rows.laps->end(PLACE, thread);
 }

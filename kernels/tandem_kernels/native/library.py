@@ -129,6 +129,7 @@ class Step(Structure):
             (name, c_int32)
             for name in ("num_rows", "num_spans", "num_logit_rows", "block_size", "kv_kind")
         ),
+        *((name, c_int64) for name in ("block_bytes", "head_bytes", "layer_bytes")),
     )
 
 

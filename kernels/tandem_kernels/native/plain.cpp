@@ -19,6 +19,7 @@
 #include "inputs.h"
 #include "gated.h"
 #include "linear.h"
+#include "kv_int8.h"
 #include "attention.h"
 #include "forward.h"
 #include "limits.h"

@@ -13,6 +13,7 @@ from tandem.options import Constant, Options, Positive, PositiveOrNone, Seconds
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
+KvDtype = Literal["auto", "bfloat16", "float32", "int8"]
 Numerics = Literal["fast", "invariant"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 WeightFormat = Literal["auto", "int8"]
@@ -27,8 +28,9 @@ class EngineOptions(Options):
     """Device that computes the model. auto: CUDA where there is a GPU."""
     dtype: Dtype = "auto"
     """Data type of the computation. auto: bfloat16 where the hardware has it, else float32."""
-    kv_dtype: Dtype = "auto"
-    """Data type of the KV pool. auto: that of the computation."""
+    kv_dtype: KvDtype = "auto"
+    """Data type of the KV pool. auto: that of the computation. int8: with a scale for each token
+    and head, about half of bfloat16's memory; not with Triton kernels."""
     numerics: Numerics = "fast"
     """invariant: float32, and a sequence's tokens depend on no other sequence."""
     kernels: Kernels = "auto"

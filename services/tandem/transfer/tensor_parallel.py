@@ -2,7 +2,7 @@
 
 Heads are a block's outermost axis, so a rank's share of another rank's block is one span:
 
-    whole block         [ head 0 | head 1 | head 2 | head 3 ]   one head: [layers, 2, tokens, dim]
+    whole block         [ head 0 | head 1 | head 2 | head 3 ]   one head: all its layers
     producer, degree 2  [ rank 0          | rank 1          ]
     consumer, degree 4  [ rank 0 | rank 1 | rank 2 | rank 3 ]   rank 2 reads half of producer rank 1
     consumer, degree 1  [ rank 0                            ]   reads producer ranks 0 and 1
@@ -129,7 +129,7 @@ def _parts(
     local_head: int,
     num_heads: int,
 ) -> Iterator[Part]:
-    head_bytes = producer.block_bytes // producer.num_kv_heads
+    head_bytes = producer.head_bytes
     for producer_id, local_id in zip(blocks.producer_ids, blocks.local_ids, strict=True):
         yield Part(
             producer.offset(producer_id) + producer_head * head_bytes,

@@ -28,9 +28,9 @@ ALLOWANCE_BYTES = SHARED_MEMORY_BYTES = GIB
 SOAK_BLOCKS = 1500
 
 
-def layout(model: str) -> BlockLayout:
+def layout(model: str, dtype: str = "bfloat16") -> BlockLayout:
     num_layers, num_kv_heads, head_dim = SHAPES[model]
-    return BlockLayout(1, num_kv_heads, num_layers, 16, head_dim, "bfloat16")
+    return BlockLayout(1, num_kv_heads, num_layers, 16, head_dim, dtype)
 
 
 @pytest.fixture
@@ -50,6 +50,16 @@ def test_a_row_of_the_pool_table_is_right(model: str) -> None:
     num_blocks = num_blocks_of(EngineConfig(model=""), block_bytes)
     sizes = block_bytes // 16, block_bytes, num_blocks, num_blocks * 16
     assert f"| {model} | {' | '.join(f'{size:,}' for size in sizes)} |" in PAGE
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_a_row_of_the_int8_table_is_right(model: str) -> None:
+    block_bytes = layout(model, "int8").block_bytes
+    num_blocks = num_blocks_of(EngineConfig(model=""), block_bytes)
+    sizes = block_bytes // 16, block_bytes, num_blocks, num_blocks * 16
+    ratio = layout(model).block_bytes / block_bytes
+    row = f"| {model}, int8 | {' | '.join(f'{size:,}' for size in sizes)} | {ratio:.2f} |"
+    assert row in PAGE
 
 
 def test_the_worked_example_is_right(llama: ModelFolder) -> None:

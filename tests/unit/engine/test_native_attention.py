@@ -1,11 +1,12 @@
-"""Attention of the compiled decoder over bf16 KV: head sizes, groups and blocks that hurt, and rows
-whose bits depend on themselves alone (all of them: layer 2's KV tells what layer 1 attended)."""
+"""Attention of the compiled decoder over bf16 and int8 KV: head sizes, groups and blocks that hurt,
+and rows whose bits depend on themselves alone (all: layer 2's KV tells what layer 1 saw)."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,15 +17,22 @@ from tests.unit.engine import native_shapes
 from tests.unit.engine.native_shapes import BASE, Shape
 from tests.unit.engine.test_native_decoder import INSTRUCTIONS
 
-OF_BF16 = replace(BASE, kv=torch.bfloat16, num_kv_heads=1)
+OF_BF16 = replace(BASE, kv="bfloat16", num_kv_heads=1)
+OF_INT8 = replace(OF_BF16, kv="int8")  # computed in fp32, unless weights are bf16
+DOT_INT8 = replace(OF_INT8, weights=torch.bfloat16)
 SHAPES = (
     *(replace(OF_BF16, group=group) for group in (1, 2, 5, 8, 17)),
     *(replace(OF_BF16, head_dim=head_dim) for head_dim in (16, 48, 80, 112, 128, 256)),
     *(replace(OF_BF16, block_size=block_size) for block_size in (1, 8, 12, 64)),
     replace(OF_BF16, num_kv_heads=3, num_threads=2),
-    *(replace(OF_BF16, window=window) for window in (1, 16, 100, 128)),
+    *(replace(OF_INT8, group=group, head_dim=dim) for group, dim in ((1, 16), (5, 80), (17, 64))),
+    *(replace(DOT_INT8, group=group, head_dim=dim) for group, dim in ((1, 16), (5, 80), (17, 64))),
+    *(replace(of, block_size=size) for of in (OF_INT8, DOT_INT8) for size in (1, 12, 64)),
+    *(replace(OF_BF16, window=window) for window in (1, 16)),
+    *(replace(of, window=100) for of in (OF_BF16, OF_INT8, DOT_INT8)),
+    *(replace(of, window=128) for of in (OF_BF16, OF_INT8, DOT_INT8)),
 )
-WINDOWS = (*SHAPES[-2:], replace(SHAPES[-2], kv=torch.float32, group=5))
+WINDOWS = (*SHAPES[-6:], replace(BASE, kv="float32", num_kv_heads=1, window=100, group=5))
 NUM_TOKENS = 330  # of two tiles and some, of items that one thread alone has and of smaller ones
 
 
@@ -47,9 +55,9 @@ def test_a_row_does_not_know_its_chunk(shape: Shape, instructions: str) -> None:
 
 def test_what_lies_after_the_last_token_is_not_read() -> None:
     """Blocks are not cleared: there may be anything, also NaN."""
-    for instructions in INSTRUCTIONS:
-        clean = _run(OF_BF16, instructions, [33, 1])
-        dirty = _run(OF_BF16, instructions, [33, 1], fill=torch.nan)
+    for instructions, shape in product(INSTRUCTIONS, (OF_BF16, OF_INT8, DOT_INT8)):
+        clean = _run(shape, instructions, [33, 1])
+        dirty = _run(shape, instructions, [33, 1], fill=0xFF)
         for ours, theirs in zip(dirty, clean, strict=True):
             assert torch.equal(ours, theirs)
 
@@ -65,21 +73,17 @@ def test_what_lies_before_a_window_is_not_read(shape: Shape, instructions: str) 
 
 
 def _run(
-    shape: Shape,
-    instructions: str,
-    cut: Sequence[int],
-    fill: float = 0.0,
-    *,
-    forgets: bool = False,
+    shape: Shape, instructions: str, cut: Sequence[int], fill: int = 0, *, forgets: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the last token, and the KV of all: [heads, layers, 2, tokens, head_dim]. If it
-    `forgets`, blocks before the window become NaN, and the table names them no more."""
+    """Logits of the last token, and the KV of all: [2, layers, heads, tokens, head_dim]; the pool
+    has bytes of `fill` before. If it `forgets`, blocks before the window become NaN, and the table
+    names them no more."""
     choose = random.Random(5)
     token_ids = [choose.randrange(shape.vocab) for _ in range(sum(cut))]
     table = list(range(-(-len(token_ids) // shape.block_size)))
     choose.shuffle(table)
-    size = (len(table), shape.num_kv_heads, 2, 2, shape.block_size, shape.head_dim)
-    kv = torch.full(size, fill, dtype=shape.kv)
+    pool = native_shapes.pool(shape, len(table))
+    pool.memory.fill_(fill)
     decoder = NativeDecoder(
         native_shapes.config_of(shape),
         native_shapes.random_weights(shape),
@@ -91,10 +95,10 @@ def _run(
     for num in cut:
         if forgets and shape.window:
             num_passed = max(0, done + 1 - shape.window) // shape.block_size
-            kv[table[:num_passed]] = torch.nan
+            pool.memory[table[:num_passed]] = 0xFF
             in_use[:num_passed] = [2**30] * num_passed
         piece = SequenceSlice(token_ids[done : done + num], done + num, in_use, True)
-        logits = decoder.forward(StepBatch([piece]), kv).clone()
+        logits = decoder.forward(StepBatch([piece]), pool).clone()
         done += num
-    in_order = kv[table].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    in_order = native_shapes.contents(pool)[:, :, table].transpose(2, 3).flatten(3, 4)
     return logits, in_order[..., :done, :]

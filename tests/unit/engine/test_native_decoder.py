@@ -39,7 +39,7 @@ def test_it_computes_what_torch_does(shape: Shape, instructions: str) -> None:
     native_shapes.compare(shape, instructions)
 
 
-@pytest.mark.parametrize("shape", [BASE, SHAPES[-3]], ids=repr)
+@pytest.mark.parametrize("shape", [BASE, SHAPES[-5]], ids=repr)
 def test_threads_do_not_change_a_bit(shape: Shape) -> None:
     alone = native_shapes.outputs(replace(shape, num_threads=1), None)
     for num_threads in (2, 5):
@@ -47,7 +47,7 @@ def test_threads_do_not_change_a_bit(shape: Shape) -> None:
         assert all(map(torch.equal, alone, many))
 
 
-ROUNDED = replace(BASE, weights=torch.bfloat16, kv=torch.bfloat16, hidden=100, inner=200, vocab=300)
+ROUNDED = replace(BASE, weights=torch.bfloat16, kv="bfloat16", hidden=100, inner=200, vocab=300)
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -77,7 +77,7 @@ def test_a_token_does_not_depend_on_its_company_or_its_chunk(
         for step in steps:
             decoder.forward(step, kv)
         last = StepBatch([SequenceSlice([7], 10, table, True)])
-        seen.append((decoder.forward(last, kv).clone(), kv[table].transpose(0, 1).clone()))
+        seen.append((decoder.forward(last, kv).clone(), native_shapes.contents(kv)[:, :, table]))
     for logits, blocks in seen[1:]:
         assert torch.equal(logits, seen[0][0])
         assert torch.equal(blocks, seen[0][1])
@@ -103,7 +103,7 @@ def test_rows_of_any_number_are_computed_alike(instructions: str) -> None:
         for first in range(0, length, num):
             part = token_ids[first : first + num]
             decoder.forward(StepBatch([SequenceSlice(part, first + len(part), table, True)]), kv)
-        pools.append(kv)
+        pools.append(kv.memory)
     assert all(torch.equal(kv, pools[0]) for kv in pools)
 
 

@@ -12,7 +12,7 @@ from tandem.errors import InternalError
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_read_of_one_pool_is_written_to_another(dtype: str, device: str) -> None:
     layout = BlockLayout(6, 2, 3, 4, 8, dtype)
-    producer = torch.randn(layout.shape).to(getattr(torch, dtype)).to(device)
+    producer = torch.randn(6, 2, 3, 2, 4, 8).to(getattr(torch, dtype)).to(device)
     target = torch.zeros_like(producer)
     data = pool_bytes(producer, layout).read([5, 0, 3])
     assert len(data) == 3 * layout.block_bytes
@@ -23,6 +23,6 @@ def test_what_is_read_of_one_pool_is_written_to_another(dtype: str, device: str)
 
 def test_bytes_that_are_not_whole_blocks_are_refused() -> None:
     layout = BlockLayout(2, 1, 1, 1, 4, "float32")
-    pool = pool_bytes(torch.zeros(layout.shape), layout)
+    pool = pool_bytes(torch.zeros(2, 1, 1, 2, 1, 4), layout)
     with pytest.raises(InternalError, match="are not 2 blocks"):
         pool.write([0, 1], b"abc")

@@ -13,6 +13,7 @@ from tandem_kernels.attention import PagedAttention
 from tandem_kernels.attention_groups import QuerySpan, batch_order, make_groups
 from tandem_kernels.attention_invariant import InvariantPagedAttention
 from tandem_kernels.kv_cache import KvPool
+from tests.kv_pools import pool_of
 
 LAYERS, LAYER, KV_HEADS, HEAD_DIM, NUM_BLOCKS = 2, 1, 2, 16, 64
 ATTENTIONS = [PagedAttention, InvariantPagedAttention]
@@ -21,7 +22,7 @@ Shape = tuple[int, int]  # (queries, context length)
 
 def make_pool(block_size: int, dtype: torch.dtype = torch.float32) -> KvPool:
     shape = (NUM_BLOCKS, KV_HEADS, LAYERS, 2, block_size, HEAD_DIM)
-    return KvPool(torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype))
+    return pool_of(torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype))
 
 
 def make_spans(shapes: Sequence[Shape], block_size: int) -> list[QuerySpan]:
@@ -102,7 +103,7 @@ def test_a_window(attention: type[PagedAttention], block_size: int, window: int)
         table = random.Random(context_len).sample(range(num_blocks), length)
         spans.append(QuerySpan(first_row, num_queries, context_len, table))
         first_row += num_queries
-    pool = KvPool(kv)
+    pool = pool_of(kv)
     queries = torch.randn(first_row, KV_HEADS * 3, HEAD_DIM)
     expected = plain_attention(queries, spans, pool, window)
     for i, span in enumerate(spans):

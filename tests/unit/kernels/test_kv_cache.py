@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import torch
 
+from tandem.engine.cache.layout import BlockLayout
 from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.kv_int8 import quantize, widen
+from tests.kv_pools import empty_pool, pool_of
 
 NUM_BLOCKS, HEADS, LAYERS, BLOCK_SIZE, HEAD_DIM = 5, 3, 2, 4, 8
 
 
 def make_pool() -> tuple[torch.Tensor, KvPool]:
     kv = torch.zeros(NUM_BLOCKS, HEADS, LAYERS, 2, BLOCK_SIZE, HEAD_DIM)
-    return kv, KvPool(kv)
+    return kv, pool_of(kv)
 
 
 def test_write_puts_each_token_into_its_slot_of_its_layer_only() -> None:
@@ -35,3 +38,40 @@ def test_gather_brings_blocks_together_in_the_order_of_their_tables() -> None:
             for which in range(2):
                 expected = torch.cat([kv[block, :, layer, which] for block in table], dim=1)
                 assert torch.equal(gathered[which, sequence], expected)
+
+
+class TestInt8:
+    LAYOUT = BlockLayout(NUM_BLOCKS, HEADS, LAYERS, BLOCK_SIZE, HEAD_DIM, "int8")
+
+    def test_write_puts_numbers_and_scales_where_the_layout_says(self) -> None:
+        pool, layout = empty_pool(self.LAYOUT), self.LAYOUT
+        block_ids, offsets = torch.tensor([3, 0, 3]), torch.tensor([1, 3, 2])
+        rows = torch.randn(2, 3, HEADS, HEAD_DIM)  # K, V
+        pool.write(1, pool.token_rows(block_ids, offsets), rows[0], rows[1])
+        expected = torch.zeros_like(pool.memory)
+        for token, (block, offset) in enumerate(zip(block_ids, offsets, strict=True)):
+            for head in range(HEADS):
+                part = head * layout.head_bytes + layout.layer_bytes
+                for which in range(2):
+                    numbers, scale = quantize(rows[which, token, head])
+                    at = part + which * layout.run_bytes + int(offset) * HEAD_DIM
+                    expected[block, at : at + HEAD_DIM] = numbers.view(torch.uint8)
+                    at = part + 2 * layout.run_bytes + 2 * (which * BLOCK_SIZE + int(offset))
+                    expected[block, at : at + 2] = scale.view(1).view(torch.uint8)
+        assert torch.equal(pool.memory, expected)
+
+    def test_gather_brings_the_numbers_that_bytes_stand_for(self) -> None:
+        pool = empty_pool(self.LAYOUT)
+        blocks = torch.arange(NUM_BLOCKS).repeat_interleave(BLOCK_SIZE)
+        slots = pool.token_rows(blocks, torch.arange(BLOCK_SIZE).repeat(NUM_BLOCKS))
+        written = torch.randn(LAYERS, 2, len(blocks), HEADS, HEAD_DIM)
+        for layer in range(LAYERS):
+            pool.write(layer, slots, *written[layer])
+        tables = torch.tensor([[4, 1, 1], [0, 2, 3]])
+        for layer in range(LAYERS):
+            gathered = pool.gather(layer, pool.block_rows(tables), num_seqs=2)
+            assert gathered.shape == (2, 2, HEADS, 3 * BLOCK_SIZE, HEAD_DIM)
+            for sequence, table in enumerate(tables):
+                tokens = torch.cat([torch.arange(4) + 4 * block for block in table])
+                expected = widen(*quantize(written[layer][:, tokens])).transpose(1, 2)
+                assert torch.equal(gathered[:, sequence], expected)

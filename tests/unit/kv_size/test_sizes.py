@@ -61,7 +61,7 @@ def engine_of(folder: Any, **settings: Any) -> tuple[Engine, ModelRunner]:
 
 
 @pytest.mark.parametrize("block_size", [1, 12, 16, 64])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(
     ("family", "kv_heads", "tensor_parallel"),
     [
@@ -111,7 +111,7 @@ def test_a_dtype_that_no_engine_has_yet_is_what_its_tensor_takes() -> None:
     layout = rank_layout(
         LLAMA_3_8B, num_blocks=3, block_size=16, dtype="float16", tensor_parallel=1
     )
-    assert layout.pool_bytes == torch.empty(layout.shape, dtype=torch.float16).nbytes
+    assert layout.pool_bytes == torch.empty(3, 32, 8, 2, 16, 128, dtype=torch.float16).nbytes
 
 
 def test_llama_3_8b_in_bf16_has_the_documents_figures() -> None:

@@ -38,7 +38,8 @@ def producer_ranks(producer: int, local: int, local_rank: int) -> list[int]:
 def cases(draw: st.DrawFn) -> tuple[ParallelLayout, ParallelLayout, BlockPairs]:
     heads = draw(st.integers(1, 16))
     degrees = st.sampled_from([degree for degree in DEGREES if divides(heads, degree)])
-    whole = replace(WHOLE, num_kv_heads=heads, num_layers=draw(st.integers(1, 3)))
+    dtype = draw(st.sampled_from(["bfloat16", "int8"]))
+    whole = replace(WHOLE, num_kv_heads=heads, num_layers=draw(st.integers(1, 3)), dtype=dtype)
     producer = ParallelLayout(replace(whole, num_blocks=draw(st.integers(1, 9))), draw(degrees))
     local = ParallelLayout(replace(whole, num_blocks=draw(st.integers(1, 9))), draw(degrees))
     local_ids = draw(st.lists(st.integers(0, local.whole.num_blocks - 1), unique=True))

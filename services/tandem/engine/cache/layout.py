@@ -1,18 +1,27 @@
-"""The KV block layout, and nothing else: one block of all layers is one span of memory.
+"""The KV block layout in bytes, and nothing else: one block of all layers is one span of memory.
 
-    [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]     (2: K, then V)
+    [num_blocks][num_kv_heads][num_layers] parts; a part is a layer of a head:
+
+    K run [block_size][head_dim] | V run [block_size][head_dim] | scales | padding
 
 A block is one transfer descriptor, and so is a tensor-parallel rank's share of it (its heads).
+Only quantized dtypes have scales and padding. Their scales are float16, one for each token of K and
+then of V, and a part is padded to a multiple of 64 bytes, so that every part begins a cache line.
 This module is the one place that knows the order; it stands on no tensor library, so that the
 transfer code can use it.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from tandem.config.engine import EngineConfig
-from tandem.dtypes import DTYPE_BYTES
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tandem.dtypes import DTYPE_BYTES, is_quantized, kv_part_bytes
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from tandem.config.engine import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +36,23 @@ class BlockLayout:
     dtype: str  # a key of DTYPE_BYTES
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int, int]:
-        heads, layers = self.num_kv_heads, self.num_layers
-        return (self.num_blocks, heads, layers, 2, self.block_size, self.head_dim)
+    def run_bytes(self) -> int:
+        """Bytes of the K of a layer of a head; V lies as many bytes after K."""
+        return self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes from one layer of a head to the next: K, V, scales and padding."""
+        return kv_part_bytes(self.dtype, self.block_size, self.head_dim)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes from one head of a block to the next."""
+        return self.num_layers * self.layer_bytes
 
     @property
     def block_bytes(self) -> int:
-        elements = self.num_kv_heads * self.num_layers * 2 * self.block_size * self.head_dim
-        return elements * DTYPE_BYTES[self.dtype]
+        return self.num_kv_heads * self.head_bytes
 
     @property
     def pool_bytes(self) -> int:
@@ -48,9 +66,10 @@ class BlockLayout:
 
     def describe(self) -> str:
         """Returns the layout's part of the KV compatibility (not the pool's size)."""
+        scales = " scales=float16" if is_quantized(self.dtype) else ""
         return (
             f"block-major heads={self.num_kv_heads} layers={self.num_layers} "
-            f"block={self.block_size} head_dim={self.head_dim} dtype={self.dtype}"
+            f"block={self.block_size} head_dim={self.head_dim} dtype={self.dtype}{scales}"
         )
 
 

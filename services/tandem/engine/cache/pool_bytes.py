@@ -10,7 +10,7 @@ from tandem.errors import InternalError
 
 
 def pool_bytes(kv: torch.Tensor, layout: BlockLayout) -> PoolBytes:
-    """The pool `kv` (any dtype) on the device where it is."""
+    """The pool `kv` (any shape and dtype) on the device where it is."""
     kind = HostPoolBytes if kv.device.type == "cpu" else PinnedPoolBytes
     return kind(kv, layout)
 

@@ -37,7 +37,11 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
 def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: ModelConfig) -> str:
     if chosen == "native":
         return f"the device is {device.type}" if device.type != "cpu" else why_not_native(model)
-    return why_not_triton(device, config.numerics) if chosen == "triton" else ""
+    if chosen != "triton":
+        return ""
+    if config.kv_dtype == "int8":
+        return "only the native and torch kernels read int8 KV"
+    return why_not_triton(device, config.numerics)
 
 
 def why_not_triton(device: torch.device, numerics: str) -> str:

@@ -20,6 +20,7 @@ from tandem.engine.executor.model import rope_frequencies
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.models.config import ModelConfig
+from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.native.library import (
     PANEL,
@@ -38,6 +39,7 @@ from tandem_kernels.rope import rotary_angles
 from tandem_kernels.sampling import Draw, sample
 
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
+_KV_KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16, "int8": Kind.I8}
 _ANGLES_MIN = 2048
 _INPUTS = ("token_ids", "slots", "positions", "spans", "block_tables", "logit_rows")
 
@@ -76,7 +78,7 @@ class NativeDecoder:
         self._num_packed = 0
         self._results = _Results(0, config.vocab_size)
         self._logit_rows: list[int] = []  # of the last step
-        self._kv: torch.Tensor | None = None
+        self._pool: KvPool | None = None
         layers = (Layer * config.num_layers)(*map(self._layer, weights.layers))
         embedding = weights.embedding.contiguous()
         self._kept += [layers, embedding]
@@ -112,31 +114,26 @@ class NativeDecoder:
     def forward(
         self,
         batch: StepBatch,
-        kv: torch.Tensor,
+        pool: KvPool,
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Writes the tokens' KV into the pool `kv`, of BlockLayout's shape; fp32 logits [slices
-        that want them, vocab], good until the next call. `on_kv_written` is called when all KV is
-        in the pool."""
-        if self._kv is not kv:  # the same in every step: asking a tensor takes long
-            self._kv = kv
-            self._pool = (kv.data_ptr(), kv.shape[4], _KINDS[kv.dtype])
-        pool, block_size, kv_kind = self._pool
-        inputs = _Inputs(batch, block_size)
+        """Writes the tokens' KV into the pool; fp32 logits [slices that want them, vocab], good
+        until the next call. `on_kv_written` is called when all KV is in the pool."""
+        if self._pool is not pool:  # the same in every step: asking a tensor takes long
+            self._pool, self._pool_fields = pool, _pool_fields(pool)
+        inputs = _Inputs(batch, pool.block_size)
         self._angles.reach(inputs.positions_end)
         results = self._results = self._results.of(inputs.num_logit_rows)
         step = Step(
             **inputs.addresses,
             cosines=self._angles.cosines,
             sines=self._angles.sines,
-            kv=pool,
+            **self._pool_fields,
             logits=results.logits_address,
             most_likely=results.most_likely.buffer_info()[0],
             num_rows=inputs.num_rows,
             num_spans=len(batch.slices),
             num_logit_rows=inputs.num_logit_rows,
-            block_size=block_size,
-            kv_kind=kv_kind,
         )
         self._library.to_last_kv(self._decoder, step)
         if on_kv_written is not None:
@@ -247,6 +244,19 @@ class NativeDecoder:
         floats = tensor.float().contiguous()
         self._kept.append(floats)
         return floats.data_ptr()
+
+
+def _pool_fields(pool: KvPool) -> dict[str, int]:
+    """Returns a step's fields that say where its KV lies."""
+    layout = pool.layout
+    return {
+        "kv": pool.memory.data_ptr(),
+        "kv_kind": _KV_KINDS[layout.dtype],
+        "block_size": layout.block_size,
+        "block_bytes": layout.block_bytes,
+        "head_bytes": layout.head_bytes,
+        "layer_bytes": layout.layer_bytes,
+    }
 
 
 def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

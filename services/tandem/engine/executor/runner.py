@@ -25,6 +25,7 @@ from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
 from tandem.memory import Memory, read_memory, why_too_much, worker_need
 from tandem.models.source import ModelFolder
+from tandem_kernels.kv_cache import KvPool, make_pool
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
@@ -45,7 +46,8 @@ _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 class ModelRunner:
     """`forward` may be called after `allocate`; not from two threads at once."""
 
-    kv: torch.Tensor  # the pool, of layout().shape; see `allocate`
+    kv: torch.Tensor  # the pool, uint8 [num_blocks, block_bytes]; see `allocate`
+    pool: KvPool  # the same with its layout
 
     def __init__(
         self, folder: ModelFolder, config: EngineConfig, *, pool_fd: int | None = None
@@ -119,15 +121,15 @@ class ModelRunner:
         Raises ConfigError when there is no memory for it.
         """
         layout = self.layout(num_blocks)
-        dtype = _DTYPES[layout.dtype]
+        size = layout.num_blocks, layout.block_bytes
         if self.device.type == "cpu":
             pages = own_pages if self._pool_fd is None else partial(size_shared, self._pool_fd)
-            memory = torch.frombuffer(pages(layout.pool_bytes), dtype=torch.uint8)
-            self.kv = memory.view(dtype).view(layout.shape)
+            self.kv = torch.frombuffer(pages(layout.pool_bytes), dtype=torch.uint8).view(size)
         else:
-            self.kv = torch.zeros(layout.shape, dtype=dtype, device=self.device)
+            self.kv = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self.pool = make_pool(self.kv, layout)
         if self._triton is not None:
-            self._triton.prepare(self.kv)
+            self._triton.prepare(self.pool)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies the KV of blocks. A block is one span, and the copies are in the order of the
@@ -140,7 +142,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Runs a step as runner_protocol.py says; its logits are good until the next one."""
         self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
-        return self._last.forward(batch, self.kv, on_kv_written)
+        return self._last.forward(batch, self.pool, on_kv_written)
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None

@@ -19,7 +19,6 @@ class TorchSteps:
     def __init__(self, config: ModelConfig, weights: ModelWeights, numerics: str) -> None:
         self._kernels = kernels_for(weights.embedding.device.type, numerics)
         self._decoder = Decoder(config, weights, self._kernels)
-        self._kv: torch.Tensor | None = None
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
@@ -38,15 +37,12 @@ class TorchSteps:
     def forward(
         self,
         batch: StepBatch,
-        kv: torch.Tensor,
+        pool: KvPool,
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Runs a step as NativeDecoder.forward does, on the device of `kv`."""
-        if self._kv is not kv:  # of one runner it is the same in every step
-            self._kv, self._pool = kv, KvPool(kv)
-        pool = self._pool
+        """Runs a step as NativeDecoder.forward does, on the device of the pool."""
         inputs = make_step_inputs(batch, pool, row_multiple=self._kernels.row_multiple)
-        if on_kv_written is None or kv.device.type != "cuda":
+        if on_kv_written is None or pool.device.type != "cuda":
             return self._decoder.forward(inputs, pool, on_kv_written)
         # The rest of the kernels is put in the stream before waiting for the KV: the device goes on
         # without a gap, and the wait ends when the KV is there, not when they are done.

@@ -10,6 +10,7 @@ from tandem.engine.executor.triton_inputs import StepViews, write_step
 from tandem.engine.executor.weights import ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
+from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.triton.logprobs import logprobs
 from tandem_kernels.triton.sampling import sample
@@ -24,14 +25,14 @@ class TritonSteps:
         self._decoder = TritonDecoder(config, weights, max_model_len)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
-        self._kv: torch.Tensor | None = None
+        self._pool: KvPool | None = None
 
     @torch.inference_mode()
-    def prepare(self, kv: torch.Tensor) -> None:
-        """Compiles, tunes and records what steps over the pool `kv` need, so that no request waits
-        for it. Writes into the pool: nothing is in it yet."""
-        block_size = kv.shape[4]
-        self._kv = kv
+    def prepare(self, pool: KvPool) -> None:
+        """Compiles, tunes and records what steps over the pool need, so that no request waits for
+        it. Writes into the pool: nothing is in it yet."""
+        kv, block_size = pool.kv, pool.block_size
+        self._pool, self._kv = pool, kv
         self._graphs = DecodeGraphs(
             lambda views: self._decoder.forward(views, kv),
             num_seqs_max=self._max_num_seqs,
@@ -68,15 +69,16 @@ class TritonSteps:
     def forward(
         self,
         batch: StepBatch,
-        kv: torch.Tensor,
+        pool: KvPool,
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Runs a step as TorchSteps.forward does. A decode step's logits last until the next one.
 
         Waits for the device only to call `on_kv_written`; without it, it waits for nothing.
         """
-        if self._kv is not kv:
-            self.prepare(kv)
+        if self._pool is not pool:
+            self.prepare(pool)
+        kv = self._kv
         if self._graphs.fits(batch.slices):
             logits = self._graphs.run(batch.slices)
             written = _recorded_event(kv.device) if on_kv_written else None

@@ -7,10 +7,11 @@ import torch
 from torch.nn.functional import silu
 
 from tandem_kernels import norm, rope
-from tandem_kernels.kv_cache import KvPool, layer_of
+from tandem_kernels.kv_cache import layer_of
 from tandem_kernels.triton.activation import silu_mul
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
 from tandem_kernels.triton.rope_cache import rotate_and_store
+from tests.kv_pools import pool_of
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -92,7 +93,7 @@ def test_rotation_and_cache_write(
     assert_close(queries, rope.rotate(q, angles))
     stored = torch.tensor([slot >= 0 for slot in slots], device=device)
     kept = torch.tensor([slot for slot in slots if slot >= 0], device=device)
-    pool = KvPool(expected_kv)
+    pool = pool_of(expected_kv)
     rows = pool.token_rows(kept // block_size, kept % block_size)
     pool.write(layer, rows, rope.rotate(k, angles)[stored], v[stored])
     assert_close(kv, expected_kv)

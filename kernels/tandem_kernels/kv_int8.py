@@ -1,0 +1,37 @@
+"""The arithmetic of an int8 KV pool: each token's K, and V, of a head is quantized by itself.
+
+    m        largest |x| of the row's D numbers, fp32
+    scale    m / 127 in fp32, at most 65504, then rounded up to float16 (so |x / scale| <= 127)
+    number   x / scale in fp32, rounded to the nearest integer (ties to even), within -127 to 127
+    x        is read as number * scale, which is exact in fp32
+
+A row of zeros has the scale 0 and zeros. A row with a number that is not finite has the scale NaN
+and zeros, so that whatever attends to it is NaN, as with a pool of floats. A token's bytes depend
+on its own row alone. `quantize` in native/kv_int8.h computes the same bytes.
+"""
+
+import torch
+
+_LARGEST = 127
+_SCALE_MAX = 65504.0  # float16's largest number
+
+
+def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [..., D] of any float dtype to int8 numbers [..., D] and float16 scales [...]."""
+    wide = rows.float()
+    largest = wide.abs().amax(-1)
+    is_finite = largest.isfinite()
+    wanted = torch.where(is_finite, largest / _LARGEST, 0.0).clamp_(max=_SCALE_MAX)
+    nearest = wanted.half()
+    # Bits of the next larger number are one more.
+    bits = nearest.view(torch.int16) + (nearest.float() < wanted)
+    scales = bits.to(torch.int16).view(torch.float16)
+    divisors = torch.where(is_finite & (scales > 0), scales.float(), torch.inf)
+    numbers = (wide / divisors.unsqueeze(-1)).round_().clamp_(-_LARGEST, _LARGEST)
+    numbers = torch.where(is_finite.unsqueeze(-1), numbers, 0.0)
+    return numbers.to(torch.int8), torch.where(is_finite, scales, torch.nan)
+
+
+def widen(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Returns the fp32 rows [..., D] that int8 numbers and their scales stand for."""
+    return numbers.float() * scales.float().unsqueeze(-1)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from tandem.engine.cache.layout import BlockLayout
+
+
+def smollm2(dtype: str, **sizes: int) -> BlockLayout:
+    fields = {
+        "num_blocks": 7,
+        "num_kv_heads": 3,
+        "num_layers": 30,
+        "block_size": 16,
+        "head_dim": 64,
+    }
+    return BlockLayout(**(fields | sizes), dtype=dtype)
+
+
+def test_plain_dtypes_have_their_numbers_and_nothing_else() -> None:
+    layout = smollm2("bfloat16")
+    assert layout.run_bytes == 16 * 64 * 2
+    assert layout.layer_bytes == 2 * layout.run_bytes
+    assert layout.head_bytes == 30 * layout.layer_bytes
+    assert layout.block_bytes == 3 * layout.head_bytes == 368_640
+    assert layout.pool_bytes == 7 * layout.block_bytes
+    assert layout.describe() == "block-major heads=3 layers=30 block=16 head_dim=64 dtype=bfloat16"
+
+
+def test_int8_has_scales_and_almost_twice_the_tokens() -> None:
+    layout = smollm2("int8")
+    assert layout.run_bytes == 16 * 64
+    assert layout.layer_bytes == 2 * 16 * 64 + 2 * 16 * 2 == 33 * 64
+    assert smollm2("bfloat16").block_bytes / layout.block_bytes == pytest.approx(1.939, abs=1e-3)
+    assert layout.describe().endswith("dtype=int8 scales=float16")
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+def test_every_part_of_int8_begins_a_cache_line(block_size: int, head_dim: int) -> None:
+    layout = smollm2("int8", block_size=block_size, head_dim=head_dim)
+    needed = 2 * block_size * (head_dim + 2)
+    assert layout.layer_bytes % 64 == 0
+    assert needed <= layout.layer_bytes < needed + 64
+
+
+def test_a_block_that_is_not_there_has_no_offset() -> None:
+    layout = smollm2("int8")
+    assert layout.offset(6) == 6 * layout.block_bytes
+    with pytest.raises(ValueError, match="block 7"):
+        layout.offset(7)
