@@ -15,7 +15,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 class KvLayout(Protocol):
-    """Where things lie in a pool: tandem.engine.cache.layout.BlockLayout, in elements and bytes."""
+    """This is what a pool needs of tandem.engine.cache.layout.BlockLayout."""
 
     @property
     def num_blocks(self) -> int: ...

@@ -153,7 +153,8 @@ class Machine(EngineMachine):
     def parents(self) -> dict[bytes, bytes]:
         """Returns the parent of every block that the engine finds by hash, reported or not."""
         pool = self.engine._pool
-        stored = {**self.tree, **pool._stored}
+        new = {block_hash: block.parent_hash for block_hash, block in pool._stored.items()}
+        stored = {**self.tree, **new}
         return {hash_: parent for hash_, parent in stored.items() if hash_ not in pool._removed}
 
 
