@@ -185,8 +185,8 @@ async def test_a_choice_that_nothing_fits_is_refused(router: RunningRouter) -> N
     for body, named in (
         ({"tool_choice": "required", "tools": []}, "there are no tools"),
         (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
-            "only one of tool_choice and response_format",
+            {"tool_choice": "required", "extra_body": {"guided_json": {}}},
+            "only one of tool_choice and guided_json",
         ),
     ):
         with pytest.raises(openai.BadRequestError, match=named) as raised:
@@ -197,6 +197,12 @@ async def test_a_choice_that_nothing_fits_is_refused(router: RunningRouter) -> N
         await ask(router, tools=[broken], tool_choice="required")
     assert raised.value.param == "tools"
     assert not router.submitted
+
+
+async def test_forced_calls_leave_no_text_for_response_format(router: RunningRouter) -> None:
+    says(router, CALLS)
+    answer = await ask(router, tool_choice="required", response_format={"type": "json_object"})
+    assert len(answer.choices[0].message.tool_calls) == 2
 
 
 async def test_deep_values_are_refused(router: RunningRouter) -> None:

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from tandem.errors import BadRequest
+from tandem.grammars.text import StructuredOutput
 from tandem.router.api.openai.fields import drop_unknown, strip_unused
 from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.structured import Strict, StructuredFields
@@ -306,6 +307,12 @@ class ChatBody(ConversationFields, _Body):
         if is_refused or not 0 <= self.top_logprobs <= LOGPROBS_MAX:
             raise _refusal("top_logprobs")
         return self.top_logprobs if self.logprobs else None
+
+    def structured_output(self) -> StructuredOutput | None:
+        """Returns the form of the text; forced calls leave none for `response_format`."""
+        form = super().structured_output()
+        has_text = self.tool_choice.choice != "required"
+        return form if has_text or form is None or form.field != "response_format" else None
 
 
 def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:
