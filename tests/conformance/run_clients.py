@@ -22,6 +22,8 @@ from pathlib import Path
 
 import httpx
 
+from tandem.models.source import resolve
+
 CLIENTS = Path(__file__).parent / "clients"
 _HEADER = re.compile(r"^# /// script\n(.*?)^# ///$", re.MULTILINE | re.DOTALL)
 
@@ -46,12 +48,24 @@ def install(client: Path, folder: Path) -> Path:
     return python
 
 
+def versions(client: Path, python: Path) -> str:
+    """Returns the installed version of what the client's header names."""
+    names = [name.partition("[")[0] for name in dependencies_of(client)]
+    code = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]))"
+    done = subprocess.run(
+        [str(python), "-c", code, *names], capture_output=True, text=True, check=True
+    )
+    pairs = zip(names, done.stdout.split(), strict=True)
+    return ", ".join(f"{name} {version}" for name, version in pairs)
+
+
 def check(client: Path, python: Path, url: str, model: str) -> list[str]:
     """Returns a line for each check, and one if the program ended early."""
     env = {
         **os.environ,
         "TANDEM_URL": url,
         "TANDEM_MODEL": model,
+        "TANDEM_TOKENIZER": str(resolve("smollm2").path),
         "PATH": f"{python.parent}:{os.environ['PATH']}",
     }
     command = [str(python), str(client)]
@@ -76,10 +90,13 @@ def main() -> None:
     for client in sorted(CLIENTS.glob("use_*.py")):
         if not fnmatch.fnmatchcase(client.stem, asked.only):
             continue
-        lines = check(client, install(client, asked.environments), asked.url, model)
+        python = install(client, asked.environments)
+        lines = check(client, python, asked.url, model)
         failed = [line for line in lines if line.startswith("failed ")]
         num_failed += len(failed)
-        print(f"{client.stem}: {len(lines) - len(failed)} of {len(lines)} passed", flush=True)
+        num_passed = len(lines) - len(failed)
+        named = versions(client, python)
+        print(f"{named}: {num_passed} of {len(lines)} passed", flush=True)
         for line in failed:
             print(f"  {line}", flush=True)
     sys.exit(bool(num_failed))

@@ -1,7 +1,9 @@
 # /// script
-# dependencies = ["litellm"]
+# dependencies = ["litellm", "mcp"]
 # ///
-"""LiteLLM: chats, streams, completions, tools, structured output, embeddings, Anthropic's API."""
+"""LiteLLM: chats, streams, completions, tools, structured output, embeddings, Anthropic's API.
+
+LiteLLM imports mcp for tools and responses."""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def structures() -> None:
 
 def completes() -> None:
     here = {**HERE, "model": f"text-completion-openai/{MODEL}"}
-    assert litellm.text_completion(**here, prompt="The capital of France is", **MORE).choices[0].text
+    answer = litellm.text_completion(**here, prompt="The capital of France is", **MORE)
+    assert answer.choices[0].text
 
 
 def embeddings() -> None:

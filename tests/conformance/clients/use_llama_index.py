@@ -3,8 +3,6 @@
 # ///
 """LlamaIndex: completions, chats, streams, tools, structured output and embeddings."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Literal
 
