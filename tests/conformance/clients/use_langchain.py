@@ -26,7 +26,7 @@ class Person(BaseModel):
 
 
 class Weather(BaseModel):
-    """Where."""
+    """The place of a report."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["lm_eval[api]", "transformers"]
 # ///
-"""lm-evaluation-harness: log probabilities of completions and of chats' texts, on its own task."""
+"""LM Evaluation Harness: log probabilities of completions and of chats' texts, on its own task."""
 
 from __future__ import annotations
 
