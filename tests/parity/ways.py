@@ -98,8 +98,11 @@ class Migrated(Way):
 
 
 @contextmanager
-def five_ways(redis: EmbeddedRedis, folder: Path, model: str) -> Iterator[dict[str, Way]]:
-    """Starts the clusters of all ways at once; nothing is left when it ends."""
+def five_ways(
+    redis: EmbeddedRedis, folder: Path, model: str, *more: str
+) -> Iterator[dict[str, Way]]:
+    """Starts the clusters of all ways at once, their workers with `more` options; nothing is left
+    when it ends."""
     remote = ("--prefill-at", "remote", "--local-prefill-max-tokens", "0")
     wanted: dict[str, tuple[type[Way], tuple[int, int], tuple[str, ...]]] = {
         "aggregated": (Way, (0, 1), ()),
@@ -113,7 +116,7 @@ def five_ways(redis: EmbeddedRedis, folder: Path, model: str) -> Iterator[dict[s
         for name, (kind, (prefill, decode), options) in wanted.items():
             (folder / name).mkdir()
             cluster = LocalCluster(redis, folder / name, model)
-            cluster.options = (*cluster.options, *options)
+            cluster.options = (*cluster.options, *options, *more)
             stack.callback(cluster.close)
             cluster.start_router()
             for role, count in (("prefill", prefill), ("decode", decode)):

@@ -1,0 +1,69 @@
+"""With an int8 KV pool tokens are the same, whichever way KV came: scales travel with numbers.
+
+They are those of one engine in this process. Each prompt is asked twice, with two completions: the
+second time its KV is cached, and a completion beside another one is a fork of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.config.engine import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.executor.runner import ModelRunner
+from tandem.models.source import resolve
+from tests.engine_driver import drive_all, make_spec
+from tests.parity.models import make_random_model
+from tests.parity.ways import Answer, Asked, five_ways
+
+_NUM_TOKENS = 80
+_PROMPTS = [
+    torch.randint(1000, 9000, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (150, 157, 97, 30)
+]
+
+
+def _asked(prompt: list[int]) -> Asked:
+    return "/v1/completions", {
+        "prompt": prompt,
+        "n": 2,
+        "max_tokens": _NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def _token_ids(answer: Answer) -> list[list[int]]:
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+def _expected(model: str) -> list[list[list[int]]]:
+    config = EngineConfig(
+        model="", device="cpu", numerics="invariant", kv_dtype="int8", num_blocks=64
+    )
+    folder = resolve(model)
+    engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)
+    specs = [make_spec(f"{len(p)}", p, max_tokens=_NUM_TOKENS) for p in _PROMPTS]
+    made = drive_all(engine, *specs).token_ids
+    return [[made[spec.sequence_id]] * 2 for spec in specs]
+
+
+def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = str(tmp_path / "model")
+    make_random_model(tmp_path / "model")
+    expected, asked = _expected(model), [_asked(prompt) for prompt in _PROMPTS]
+    with five_ways(redis_server, tmp_path, model, "--kv-dtype", "int8") as ways:
+        for name, way in ways.items():
+            before = way.disturbances()
+            for _ in range(2):
+                answers = asyncio.run(way.ask_all(asked))
+                assert list(map(_token_ids, answers)) == expected, name
+            cached = answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert name == "preempted" or cached == 144, name
+            assert name == "aggregated" or way.disturbances() > before, f"nothing was {name}"
