@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from functools import cache
 from typing import Any
 
 import pytest
 
-from tandem.config.engine import EngineConfig
-from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
-from tandem.models.source import resolve
 from tests.e2e.conftest import StartCluster
-from tests.engine_driver import drive_all, make_spec
 from tests.harness.client import (
     EDITED,
     GOLDEN,
@@ -45,25 +39,6 @@ _edited: list[list[dict[str, Any]]] = []
 
 def blocks_moved(cluster: LocalCluster, transport: str) -> float:
     return metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
-
-
-@cache
-def int8_engine() -> Engine:
-    config = EngineConfig(
-        model="smollm2", device="cpu", numerics="invariant", kv_dtype="int8", num_blocks=128
-    )
-    folder = resolve(config.model)
-    return Engine(config, ModelRunner(folder, config), folder.fingerprint)
-
-
-def int8_tokens(prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
-    """Greedy tokens of an engine in this process with int8 KV."""
-    specs = [
-        make_spec(str(i), prompt, max_tokens=count)
-        for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
-    ]
-    outcome = drive_all(int8_engine(), *specs)
-    return [outcome.token_ids[spec.sequence_id] for spec in specs]
 
 
 async def assert_sampled_alike(cluster: LocalCluster) -> None:
@@ -113,20 +88,6 @@ async def test_disaggregated(start_cluster: StartCluster, transport: str) -> Non
         cached = sum(a.cached_tokens for a in answers)
         assert blocks_moved(cluster, transport) >= needed - cached // 16 > 0
         await assert_sampled_alike(cluster)
-        cluster.wait_idle()
-
-
-@pytest.mark.parametrize("transport", ["nixl", "grpc"])
-async def test_int8_kv(start_cluster: StartCluster, transport: str) -> None:
-    """The tokens of one engine that computes all by itself; scales travel with their numbers."""
-    prompts, tokens = golden(0, *LONG)
-    expected = int8_tokens(prompts, [len(made) for made in tokens])
-    with start_cluster("--kv-dtype", "int8", "--transport", transport, *REMOTE_ALL) as cluster:
-        for num_cached in (0, 160):
-            answers = await complete_all(cluster, prompts)
-            assert [a.token_ids for a in answers] == expected
-            assert answers[1].cached_tokens >= num_cached
-        assert blocks_moved(cluster, transport) > 0
         cluster.wait_idle()
 
 
