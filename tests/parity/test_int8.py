@@ -1,4 +1,4 @@
-"""With an int8 KV pool tokens are the same, whichever way KV came: scales travel with numbers.
+"""Int8 KV gets the same tokens, whichever way it came: scales travel with their numbers.
 
 They are those of one engine in this process. Each prompt is asked twice, with two completions: the
 second time its KV is cached, and a completion beside another one is a fork of it.
