@@ -79,7 +79,7 @@ def test_choices_are_the_programs() -> None:
     for name, allowed in (
         ("device", engine.Device),
         ("dtype", engine.Dtype),
-        ("kvDtype", engine.Dtype),
+        ("kvDtype", engine.KvDtype),
         ("numerics", engine.Numerics),
         ("kernels", engine.Kernels),
         ("weights", engine.WeightFormat),
