@@ -171,8 +171,8 @@ def test_bad_http_requests(cluster: LocalCluster, name: str) -> None:
     cluster.wait_idle()
 
 
-def test_unknown_role(cluster: LocalCluster) -> None:
-    body = {"messages": [{"role": "oracle", "content": "hi"}]}
+def test_impossible_role(cluster: LocalCluster) -> None:
+    body = {"messages": [{"role": "no role!", "content": "hi"}]}
     response = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=60)
     assert response.status_code == 400
     assert "user" in response.json()["error"]["message"]
@@ -206,8 +206,8 @@ BAD_CALLS: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
         grpc.StatusCode.INVALID_ARGUMENT,
         "8192",
     ),
-    "unknown role": (
-        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="oracle", content="hi")])),
+    "impossible role": (
+        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="no role!", content="hi")])),
         grpc.StatusCode.INVALID_ARGUMENT,
         "user",
     ),

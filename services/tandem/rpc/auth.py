@@ -25,6 +25,7 @@ CALLERS: dict[str, Kind] = {
     "Drain": "router",
     "GetState": "router",
     "ListBlocks": "router",
+    "ResetPrefixCache": "router",
     "SetRole": "router",
     "Connect": "worker",
     "FetchBlocks": "worker",
