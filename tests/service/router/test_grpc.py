@@ -111,7 +111,7 @@ BAD = [
         "0 to 49151",
     ),
     (
-        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="wizard", content="x")])),
+        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="a wizard", content="x")])),
         grpc.StatusCode.INVALID_ARGUMENT,
         "system, user, assistant",
     ),
