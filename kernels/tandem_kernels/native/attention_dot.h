@@ -177,14 +177,35 @@ inline __m512i load_step(const Bf16* from, int num) {
     return _mm512_maskz_loadu_epi32((1u << num / 2) - 1, from);
 }
 
-inline __m512i load_step(const int8_t* from, int num) {
-    const __m128i none = _mm_setzero_si128();
-    const auto half = [](const int8_t* at) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+// 64 numbers, or zeros for those from `num` on.
+inline __m512i load_words(const int8_t* from, int num) {
+    if (num >= 64) return _mm512_loadu_si512(from);
+    return _mm512_maskz_loadu_epi8((1ull << num) - 1, from);
+}
+
+// bf16 of integers of 8 bits, times any power of two: two of them in each word.
+inline __m512i pair(__m512i low, __m512i high) {
+    const __m512i of_low = (__m512i)_mm512_cvtepi32_ps(low);
+    const __m512i of_high = (__m512i)_mm512_cvtepi32_ps(high);
+    const __m512i upper = _mm512_set1_epi32(0xffff0000);
+    return _mm512_ternarylogic_epi32(_mm512_srli_epi32(of_low, 16), of_high, upper, 0xf8);
+}
+
+// Words of four int8 numbers as two times words of two bf16 numbers, all times kByteToWord: moved to
+// the upper end of a word a byte keeps its sign.
+constexpr float kByteToWord = 0x1p24f;
+
+inline void widen_words(__m512i words, __m512i& first_two, __m512i& last_two) {
+    const auto top = [&](int byte) {
+        const int from = static_cast<int>(0x808080u | static_cast<unsigned>(byte) << 24);
+        const __m512i of_lane = _mm512_set_epi32(
+            from + (12 << 24), from + (8 << 24), from + (4 << 24), from, from + (12 << 24),
+            from + (8 << 24), from + (4 << 24), from, from + (12 << 24), from + (8 << 24),
+            from + (4 << 24), from, from + (12 << 24), from + (8 << 24), from + (4 << 24), from);
+        return _mm512_shuffle_epi8(words, of_lane);
     };
-    const auto wide = [](__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); };
-    const __m128i low = num > 0 ? half(from) : none, high = num >= kStep ? half(from + 16) : none;
-    return (__m512i)_mm512_cvtne2ps_pbh(wide(high), wide(low));
+    first_two = pair(top(0), top(1));
+    last_two = pair(top(2), top(3));
 }
 
 template <class T>
@@ -203,78 +224,112 @@ struct DotTile {
     const float *key_scales, *value_scales;  // of int8
 };
 
+// Turns 16 rows of 16 words: `put` gets each column's number and its words.
+template <class Put>
+inline void turn(__m512i (&r)[16], const Put& put) {
+    __m512i s[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
+    }
+    // r[4 q + j], quarter c: word 4 c + j of rows 4 q .. 4 q + 3.
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+        s[j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);
+        s[4 + j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
+        s[8 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
+        s[12 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+        put(j, _mm512_shuffle_i32x4(s[j], s[8 + j], 0x88));
+        put(4 + j, _mm512_shuffle_i32x4(s[4 + j], s[12 + j], 0x88));
+        put(8 + j, _mm512_shuffle_i32x4(s[j], s[8 + j], 0xdd));
+        put(12 + j, _mm512_shuffle_i32x4(s[4 + j], s[12 + j], 0xdd));
+    }
+}
+
 // `num_keys` keys from `first` on, as the right factor [dim][keys] of the scores: a panel is 16
-// keys, turned word by word.
+// keys, turned word by word. Those of int8 are turned four numbers at a time and widened then, for
+// processors turn less than they add; they come out times kByteToWord.
 template <class T>
 inline void pack_keys(const DotTile<T>& tile, int first, int num_keys, int dim, Panels to) {
     for (int key = first; key < first + num_keys; key += kPanel) {
         uint32_t* words = to.of(key / kPanel);
         const T* const* rows = tile.rows + key;
         for (int i = 0; i < kPanel; ++i) prefetch(tile.ahead[key + i], dim);
-        for (int d = 0; d < dim; d += kStep) {
-            __m512i r[16], s[16];
+        __m512i r[16];
+        if constexpr (std::is_same_v<T, int8_t>) {
+            for (int d = 0; d < dim; d += 64) {
 #pragma GCC unroll 16
-            for (int i = 0; i < 16; ++i) r[i] = load_step(rows[i] + d, dim - d);
-#pragma GCC unroll 8
-            for (int i = 0; i < 16; i += 2) {
-                s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-                s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+                for (int i = 0; i < 16; ++i) r[i] = load_words(rows[i] + d, dim - d);
+                const int end = whole_steps(dim - d) / 4;
+                turn(r, [&](int column, __m512i four) {
+                    if (column >= end) return;
+                    __m512i first_two, last_two;
+                    widen_words(four, first_two, last_two);
+                    uint32_t* word = words + (d / 2 + 2 * column) * kPanel;
+                    _mm512_storeu_si512(word, first_two);
+                    _mm512_storeu_si512(word + kPanel, last_two);
+                });
             }
-#pragma GCC unroll 4
-            for (int i = 0; i < 16; i += 4) {
-                r[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
-                r[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
-                r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
-                r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
-            }
-            // r[4 q + j], quarter c: word 4 c + j of keys 4 q .. 4 q + 3.
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j) {
-                s[j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);
-                s[4 + j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
-                s[8 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
-                s[12 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
-            }
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j) {
-                uint32_t* word = words + (d / 2 + j) * kPanel;
-                _mm512_storeu_si512(word, _mm512_shuffle_i32x4(s[j], s[8 + j], 0x88));
-                _mm512_storeu_si512(word + 4 * kPanel,
-                                    _mm512_shuffle_i32x4(s[4 + j], s[12 + j], 0x88));
-                _mm512_storeu_si512(word + 8 * kPanel,
-                                    _mm512_shuffle_i32x4(s[j], s[8 + j], 0xdd));
-                _mm512_storeu_si512(word + 12 * kPanel,
-                                    _mm512_shuffle_i32x4(s[4 + j], s[12 + j], 0xdd));
+        } else {
+            for (int d = 0; d < dim; d += kStep) {
+#pragma GCC unroll 16
+                for (int i = 0; i < 16; ++i) r[i] = load_step(rows[i] + d, dim - d);
+                turn(r, [&](int column, __m512i two) {
+                    _mm512_storeu_si512(words + (d / 2 + column) * kPanel, two);
+                });
             }
         }
     }
 }
 
 // `num_keys` values from `first` on, as the right factor [keys][dim]: two tokens' numbers side by
-// side, zeros after the last token. A panel is not of 16 numbers in a row, but as the cheapest
-// shuffle has them (unshuffled()).
+// side, zeros after the last token. Of bf16, a panel is not of 16 numbers in a row, but as the
+// cheapest shuffle has them (in_order_of()).
 template <class T>
 inline void pack_values(const DotTile<T>& tile, int first, int num_keys, int dim, Panels to) {
     const T *const *rows = tile.rows, *const *ahead = tile.ahead;
     const size_t run = tile.run, beside = to.of(1) - to.of(0);
-    const int end = tile.num_keys;
-    uint32_t* pair = to.of(0) + static_cast<size_t>(first) / 2 * kPanel;
-    for (int key = first; key < first + num_keys; key += 2, pair += kPanel) {
+    const int end = tile.num_keys, padded = whole_steps(dim);
+    uint32_t* line = to.of(0) + static_cast<size_t>(first) / 2 * kPanel;
+    for (int key = first; key < first + num_keys; key += 2, line += kPanel) {
         const T *one = rows[key] + run, *other = rows[key + 1] + run;
         prefetch(ahead[key] + run, dim);
         prefetch(ahead[key + 1] + run, dim);
-        uint32_t* words = pair;
-        for (int d = 0; d < dim; d += kStep, words += 2 * beside) {
-            const __m512i a = load_step(one + d, key < end ? dim - d : 0);
-            const __m512i b = load_step(other + d, key + 1 < end ? dim - d : 0);
-            _mm512_storeu_si512(words, _mm512_unpacklo_epi16(a, b));
-            _mm512_storeu_si512(words + beside, _mm512_unpackhi_epi16(a, b));
+        uint32_t* words = line;
+        if constexpr (std::is_same_v<T, int8_t>) {
+            const auto wide = [&](const int8_t* row, int of_key, int d) {
+                if (of_key >= end || d >= dim) return _mm512_setzero_si512();
+                return _mm512_cvtepi8_epi32(
+                    _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + d)));
+            };
+            for (int d = 0; d < padded; d += kPanel, words += beside)
+                _mm512_storeu_si512(words, pair(wide(one, key, d), wide(other, key + 1, d)));
+        } else {
+            for (int d = 0; d < dim; d += kStep, words += 2 * beside) {
+                const __m512i a = load_step(one + d, key < end ? dim - d : 0);
+                const __m512i b = load_step(other + d, key + 1 < end ? dim - d : 0);
+                _mm512_storeu_si512(words, _mm512_unpacklo_epi16(a, b));
+                _mm512_storeu_si512(words + beside, _mm512_unpackhi_epi16(a, b));
+            }
         }
     }
 }
 
 // The i-th 16 of 32 numbers of a head, from the two panels that pack_values() made of them.
-inline Floats unshuffled(const float* panels, int i) {
+template <class T>
+inline Floats in_order_of(const float* panels, int i) {
+    if constexpr (std::is_same_v<T, int8_t>) return load(panels + i * kPanel);
     const Floats low = load(panels), high = load(panels + kPanel);
     if (i == 0)
         return __builtin_shuffle(
@@ -513,8 +568,11 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
         else
             HeadKv<T>(model, step, layer, next).tile(kDotKeys, nothing, ahead);
         const int num = kv.num_keys - first < kDotKeys ? kv.num_keys - first : kDotKeys;
-        if constexpr (std::is_same_v<T, int8_t>)
+        if constexpr (std::is_same_v<T, int8_t>) {
             kv.scales(first, kDotKeys, key_scales, value_scales);
+            for (int key = 0; key < kDotKeys; key += kPanel)
+                store(key_scales + key, load(key_scales + key) * (1.0f / kByteToWord));
+        }
         const DotTile<T> tile{tiles[now], ahead, kv.run(), first, num, key_scales, value_scales};
         attend_tile(tile, dim, at, sees, item.num_rows);
     }
@@ -524,7 +582,7 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
         const InputRow to = attended.row(span.first_row + (item.first_row + i) / group);
         for (int d = 0; d < dim; d += kPanel)
             to.put(first_column(i) + d,
-                   unshuffled(at.out.row(i) + d / kStep * kStep, d / kPanel % 2) * scale);
+                   in_order_of<T>(at.out.row(i) + d / kStep * kStep, d / kPanel % 2) * scale);
     }
 }
 

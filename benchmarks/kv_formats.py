@@ -1,0 +1,158 @@
+"""Decode with a quantized KV cache beside one of bfloat16: capacity, and speed at long contexts.
+
+    python benchmarks/kv_formats.py [--formats int8] [--contexts 2000,8000] [--threads 1]
+
+Each sequence's blocks lie scattered over a pool, as they do after an hour of load. For each context
+steps with both pools take turns; the figure is the median of the ratios of each turn, with the
+quartiles beside it. The bound is what reading memory alone would give: the bytes of weights and of
+KV with bfloat16, divided by those with the format. Writes benchmarks/results/kv_formats.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.peers.machine import conditions
+from tandem.config.engine import EngineConfig
+from tandem.engine.cache.layout import model_layout
+from tandem.engine.cache.pool_memory import populate
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.models.shape import num_parameters
+from tandem.models.source import ModelFolder, resolve
+
+RESULTS = Path(__file__).parent / "results" / "kv_formats.json"
+PLAIN = "bfloat16"
+WARM_UP = 3
+STEPS = 3  # of a pool, before it is the other one's turn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--formats", default="int8")
+    parser.add_argument("--contexts", default="2000,8000")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    before = conditions()
+    folder = resolve(args.model)
+    contexts = [int(word) for word in args.contexts.split(",")]
+    plain = Pool(folder, PLAIN, max(contexts), args.batch, args.threads)
+    rows = []
+    for kv_dtype in args.formats.split(","):
+        other = Pool(folder, kv_dtype, max(contexts), args.batch, args.threads)
+        rows += [compare(plain, other, context, args.turns) for context in contexts]
+    results = {
+        "before": before,
+        "after": conditions(),
+        "model": args.model,
+        "threads": args.threads,
+        "rows": rows,
+    }
+    args.output.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(rows))
+
+
+class Pool:
+    """A model and its pool of one format, whose blocks hold what a prompt of zeros leaves."""
+
+    def __init__(
+        self, folder: ModelFolder, kv_dtype: str, context: int, batch: int, threads: int
+    ) -> None:
+        config = EngineConfig(
+            model="",
+            device="cpu",
+            dtype="bfloat16",
+            kv_dtype=kv_dtype,  # type: ignore[arg-type]
+            num_threads=threads,
+        )
+        self.kv_dtype = kv_dtype
+        self.batch = batch
+        self._runner = ModelRunner(folder, config)
+        size = config.block_size
+        self._each = -(-context // size)
+        self._runner.allocate(batch * self._each)
+        populate(self._runner.kv.data_ptr(), self._runner.kv.nbytes).join()
+        self._blocks = list(range(batch * self._each))
+        Random(1).shuffle(self._blocks)
+        layout = model_layout(folder.config, num_blocks=1, block_size=size, dtype=kv_dtype)
+        self.token_bytes = layout.block_bytes / size
+        decoder = self._runner.native
+        assert decoder is not None, "this machine has no compiled kernels"
+        self._decoder = decoder
+        for first in range(0, context, 512):
+            end = min(context, first + 512)
+            tokens = Random(first).choices(range(100, 40_000), k=end - first)
+            self._forward([SequenceSlice(tokens, end, table, False) for table in self._tables()])
+        self.weight_bytes = 2.0 * num_parameters(folder.config)
+
+    def _tables(self) -> list[list[int]]:
+        return [self._blocks[i * self._each : (i + 1) * self._each] for i in range(self.batch)]
+
+    def _forward(self, slices: list[SequenceSlice]) -> None:
+        self._decoder.forward(StepBatch(slices), self._runner.pool)
+
+    def decode_s(self, context: int) -> float:
+        """Returns the seconds of a step that decodes the last token of so many."""
+        slices = [SequenceSlice([1000], context, table, True) for table in self._tables()]
+        taken = []
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            self._forward(slices)
+            taken.append(time.perf_counter() - began)
+        return min(taken)
+
+
+def compare(plain: Pool, other: Pool, context: int, turns: int) -> dict[str, Any]:
+    for _ in range(WARM_UP):
+        plain.decode_s(context)
+        other.decode_s(context)
+    pairs = [(plain.decode_s(context), other.decode_s(context)) for _ in range(turns)]
+    ratios = [a / b for a, b in pairs]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    kv = plain.batch * context
+    bytes_read = [p.weight_bytes + kv * p.token_bytes for p in (plain, other)]
+    return {
+        "kv_dtype": other.kv_dtype,
+        "batch": plain.batch,
+        "context": context,
+        "capacity": plain.token_bytes / other.token_bytes,
+        "plain_ms": 1000 * statistics.median(a for a, _ in pairs),
+        "ms": 1000 * statistics.median(b for _, b in pairs),
+        "speed": median,
+        "quartiles": [low, high],
+        "bound": bytes_read[0] / bytes_read[1],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| KV | batch | context | capacity | bf16, ms | ms | speed | quartiles | bound by bytes |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        low, high = row["quartiles"]
+        lines.append(
+            f"| {row['kv_dtype']} | {row['batch']} | {row['context']:,} | {row['capacity']:.2f} "
+            f"| {row['plain_ms']:.2f} | {row['ms']:.2f} | {row['speed']:.3f} "
+            f"| {low:.3f} to {high:.3f} | {row['bound']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
