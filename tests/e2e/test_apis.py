@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
+from tests.conformance.run_clients import CLIENTS, check
 from tests.harness.cluster import LocalCluster
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -77,4 +80,16 @@ def test_embeddings_are_the_same_however_they_are_asked(cluster: LocalCluster) -
         sum(a * b for a, b in zip(vectors[0], vectors[index], strict=True)) for index in (1, 2)
     )
     assert similar > other
+    cluster.wait_idle()
+
+
+@pytest.mark.parametrize(("library", "num_checks"), [("openai", 11), ("anthropic", 7)])
+def test_client_library_passes_its_checks(
+    cluster: LocalCluster, library: str, num_checks: int
+) -> None:
+    """`tests/conformance/run_clients.py` runs these and more, with the newest versions."""
+    client = CLIENTS / f"use_{library}.py"
+    told = check(client, Path(sys.executable), cluster.url, MODEL)
+    assert [line for line in told if not line.startswith("passed ")] == []
+    assert len(told) == num_checks
     cluster.wait_idle()
