@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import grpc
 import openai
 import pytest
 
+from tandem.client import InferenceStub
+from tandem.client import inference as pb
 from tests.conformance.run_clients import CLIENTS, check
 from tests.harness.cluster import LocalCluster
 
@@ -72,6 +75,10 @@ def test_embeddings_are_the_same_however_they_are_asked(cluster: LocalCluster) -
     alone = [client.embeddings.create(model=MODEL, input=text) for text in texts]
     as_floats = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
     vectors = [one.embedding for one in together.data]
+    asked = pb.EmbedRequest(input=[pb.EmbedInput(text=text) for text in texts])
+    with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
+        over_grpc = [list(m.embedding) for m in InferenceStub(channel).Embed(asked, timeout=60)]
+    assert over_grpc == vectors
     for index, vector in enumerate(vectors):
         assert sum(value * value for value in vector) == pytest.approx(1.0, abs=1e-5)
         assert alone[index].data[0].embedding == vector
