@@ -111,6 +111,8 @@ async def test_limits_have_openais_form(routers: Routers) -> None:
     assert "3 requests per minute is reached: 3 used, 1 asked" in error["message"]
     assert 55 <= int(answer.headers["retry-after"]) <= 61
     assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+    code, _, _ = await generate(routers.grpc_address("r1"), "", inference_pb2.EmbedRequest())
+    assert code is grpc.StatusCode.UNAUTHENTICATED
     ids = inference_pb2.TokenIds(ids=PROMPT)
     embed = inference_pb2.EmbedRequest(input=[inference_pb2.EmbedInput(token_ids=ids)])
     for asked in (None, embed):
@@ -170,7 +172,7 @@ async def generate(
     """Asks over gRPC, for embeddings if a request for them is given. Returns the status, the
     trailing metadata and the message."""
     async with grpc.aio.insecure_channel(address) as channel:
-        metadata = (("authorization", f"Bearer {key}"),)
+        metadata = (("authorization", f"Bearer {key}"),) if key else ()
         ids = inference_pb2.TokenIds(ids=PROMPT)
         asked = inference_pb2.GenerateRequest(token_ids=ids, max_tokens=1)
         stub = InferenceStub(channel)

@@ -19,8 +19,6 @@ from tests.service.router.test_embeddings import embeds, size
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
-ROUTER = {"trust_tenant_header": True}
-
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def stub(router: RunningRouter) -> AsyncIterator[InferenceStub]:
@@ -104,14 +102,9 @@ async def test_each_refusal_names_the_field(
 async def test_other_refusals_have_their_codes(router: RunningRouter, stub: InferenceStub) -> None:
     asked = pb.EmbedRequest(input=inputs("a"))
     other = pb.EmbedRequest(input=inputs("a"), model="other")
-    tenants = (("x-tandem-tenant", "acme"), ("x-tandem-tenant", "other"))
-    for request, metadata, code in (
-        (other, (), grpc.StatusCode.NOT_FOUND),
-        (asked, tenants, grpc.StatusCode.INVALID_ARGUMENT),
-    ):
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await read(stub.Embed(request, timeout=20, metadata=metadata))
-        assert raised.value.code() == code
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await read(stub.Embed(other, timeout=20))
+    assert raised.value.code() == grpc.StatusCode.NOT_FOUND
     assert not router.submitted
     # A worker of an older version takes it for a completion.
     router.script(saying([5]))
@@ -136,11 +129,11 @@ async def test_fields_reach_the_workers(router: RunningRouter, stub: InferenceSt
     asked = pb.EmbedRequest(
         input=inputs(list(range(5, 35))), truncate_prompt_tokens=10, add_special_tokens=False
     )
-    (message,) = await read(stub.Embed(asked, timeout=20, metadata=(("x-tandem-tenant", "a"),)))
+    (message,) = await read(stub.Embed(asked, timeout=20))
     assert message.usage.prompt_tokens == 10
     (submitted,) = router.submitted
     assert list(submitted.input.token_ids) == list(range(25, 35))  # type: ignore[attr-defined]
-    assert submitted.input.cache_salt  # type: ignore[attr-defined]
+    assert submitted.input.embed  # type: ignore[attr-defined]
 
 
 async def test_a_client_that_goes_leaves_nothing(
