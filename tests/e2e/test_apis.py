@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import anthropic
+import grpc
 import openai
 import pytest
 
+from tandem.client import InferenceStub
+from tandem.client import inference as pb
+from tests.conformance.run_clients import CLIENTS, check
 from tests.harness.cluster import LocalCluster
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -69,6 +75,10 @@ def test_embeddings_are_the_same_however_they_are_asked(cluster: LocalCluster) -
     alone = [client.embeddings.create(model=MODEL, input=text) for text in texts]
     as_floats = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
     vectors = [one.embedding for one in together.data]
+    asked = pb.EmbedRequest(input=[pb.EmbedInput(text=text) for text in texts])
+    with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
+        over_grpc = [list(m.embedding) for m in InferenceStub(channel).Embed(asked, timeout=60)]
+    assert over_grpc == vectors
     for index, vector in enumerate(vectors):
         assert sum(value * value for value in vector) == pytest.approx(1.0, abs=1e-5)
         assert alone[index].data[0].embedding == vector
@@ -77,4 +87,16 @@ def test_embeddings_are_the_same_however_they_are_asked(cluster: LocalCluster) -
         sum(a * b for a, b in zip(vectors[0], vectors[index], strict=True)) for index in (1, 2)
     )
     assert similar > other
+    cluster.wait_idle()
+
+
+@pytest.mark.parametrize(("library", "num_checks"), [("openai", 11), ("anthropic", 7)])
+def test_client_library_passes_its_checks(
+    cluster: LocalCluster, library: str, num_checks: int
+) -> None:
+    """`tests/conformance/run_clients.py` runs these and more, with the newest versions."""
+    client = CLIENTS / f"use_{library}.py"
+    told = check(client, Path(sys.executable), cluster.url, MODEL)
+    assert [line for line in told if not line.startswith("passed ")] == []
+    assert len(told) == num_checks
     cluster.wait_idle()

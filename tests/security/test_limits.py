@@ -111,15 +111,21 @@ async def test_limits_have_openais_form(routers: Routers) -> None:
     assert "3 requests per minute is reached: 3 used, 1 asked" in error["message"]
     assert 55 <= int(answer.headers["retry-after"]) <= 61
     assert answer.headers["x-ratelimit-remaining-requests"] == "0"
-    code, trailers, _ = await generate(routers.grpc_address("r1"), key)
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert trailers["tandem-code"] == "rate_limit_exceeded"
-    assert 55 <= int(trailers["retry-after"]) <= 61
+    code, _, _ = await generate(routers.grpc_address("r1"), "", inference_pb2.EmbedRequest())
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+    ids = inference_pb2.TokenIds(ids=PROMPT)
+    embed = inference_pb2.EmbedRequest(input=[inference_pb2.EmbedInput(token_ids=ids)])
+    for asked in (None, embed):
+        code, trailers, _ = await generate(routers.grpc_address("r1"), key, asked)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert trailers["tandem-code"] == "rate_limit_exceeded"
+        assert 55 <= int(trailers["retry-after"]) <= 61
     assert len(routers.worker.submitted) - before == 3
     metrics = (await call(admin, path="/metrics", method="GET")).text
     for line in (
         'tandem_requests_total{kind="completion",outcome="rate_limit_exceeded"} 2.0',
-        'tandem_tenant_limit_refusals_total{limit="requests",tenant="acme"} 2.0',
+        'tandem_requests_total{kind="embedding",outcome="rate_limit_exceeded"} 1.0',
+        'tandem_tenant_limit_refusals_total{limit="requests",tenant="acme"} 3.0',
         'tandem_tenant_requests_total{tenant="acme"} 3.0',
         "tandem_num_requests_running 0.0",
     ):
@@ -160,13 +166,21 @@ async def check_update_and_usage(routers: Routers, url: str, key: str) -> None:
     assert [(u.tenant, u.requests, u.completion_tokens) for u in told.usage] == [("acme", 5, 5)]
 
 
-async def generate(address: str, key: str) -> tuple[Any, dict[str, str], str]:
-    """Asks over gRPC. Returns the status, the trailing metadata and the message."""
+async def generate(
+    address: str, key: str, embed: inference_pb2.EmbedRequest | None = None
+) -> tuple[Any, dict[str, str], str]:
+    """Asks over gRPC, for embeddings if a request for them is given. Returns the status, the
+    trailing metadata and the message."""
     async with grpc.aio.insecure_channel(address) as channel:
-        metadata = (("authorization", f"Bearer {key}"),)
+        metadata = (("authorization", f"Bearer {key}"),) if key else ()
         ids = inference_pb2.TokenIds(ids=PROMPT)
         asked = inference_pb2.GenerateRequest(token_ids=ids, max_tokens=1)
-        made = InferenceStub(channel).Generate(asked, metadata=metadata)
+        stub = InferenceStub(channel)
+        made = (
+            stub.Generate(asked, metadata=metadata)
+            if embed is None
+            else stub.Embed(embed, metadata=metadata)
+        )
         try:
             async for _ in made:
                 pass

@@ -95,6 +95,17 @@ GENERATE = [
 _CLUSTER = "/tandem.v1.Cluster/"
 ROUTER_CALLS: dict[str, list[Any]] = {
     "/tandem.v1.Inference/Generate": GENERATE,
+    "/tandem.v1.Inference/Embed": [
+        inference_pb2.EmbedRequest(
+            input=[
+                inference_pb2.EmbedInput(text="x"),
+                inference_pb2.EmbedInput(token_ids=inference_pb2.TokenIds(ids=[1, 2])),
+            ],
+            dimensions=576,
+            add_special_tokens=False,
+            truncate_prompt_tokens=1,
+        )
+    ],
     "/tandem.v1.Inference/GetRequest": [inference_pb2.GetRequestRequest(request_id="x")],
     "/tandem.v1.Inference/GetUsage": [inference_pb2.GetUsageRequest(window="day", num_windows=2)],
     "/tandem.v1.Inference/ListModels": [inference_pb2.ListModelsRequest()],

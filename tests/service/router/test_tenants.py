@@ -35,9 +35,13 @@ async def test_the_tenant_salts_the_blocks(router: RunningRouter) -> None:
         request = pb.GenerateRequest(text="x", max_tokens=1)
         async for _ in InferenceStub(channel).Generate(request, metadata=metadata):
             pass
+        embed = pb.EmbedRequest(input=[pb.EmbedInput(text="x")])
+        with pytest.raises(grpc.aio.AioRpcError, match="no embeddings"):  # the script has none
+            async for _ in InferenceStub(channel).Embed(embed, metadata=metadata):
+                pass
     salts = sorted(s.input.cache_salt for s in router.submitted)  # type: ignore[attr-defined]
     acme, other = (cache_salt(TOKEN, name) for name in ("acme", "other"))
-    assert salts == sorted([b"", acme, other, acme])
+    assert salts == sorted([b"", acme, other, acme, acme])
 
 
 async def test_two_names_are_refused(router: RunningRouter) -> None:

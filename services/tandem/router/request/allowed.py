@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from tandem.errors import BadRequest
 
@@ -111,6 +112,15 @@ def rename(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
     # Where it is the subject: elsewhere the same word may be plain English.
     message = re.sub(rf"\b{own}\b(?= (must|has|is|cannot|\d|'))", names[own], error.message)
     return type(error)(message, param=names[own])
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Gives refusals the names that an API has for fields of a chat."""
+    try:
+        yield
+    except BadRequest as error:
+        raise rename(error, names) from None
 
 
 def shorten(value: object) -> str:

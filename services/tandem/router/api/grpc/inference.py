@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any
@@ -24,9 +25,11 @@ from tandem.grammars.text import StructuredOutput
 from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of, visible_tenant
 from tandem.router.api.grpc.access import CallGuard
 from tandem.router.api.grpc.chat import parse_chat
+from tandem.router.api.grpc.embeddings import EmbedAnswer, parse_inputs
+from tandem.router.api.openai.embeddings import NAMES, check_dimensions, embed
 from tandem.router.limits.usage import UsageQuery
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
-from tandem.router.request.allowed import refusal
+from tandem.router.request.allowed import refusal, renamed
 from tandem.router.request.delta import Delta
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import (
@@ -42,6 +45,7 @@ from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 log = logging.getLogger(__name__)
 
+_Context = grpc.aio.ServicerContext[Any, Any]
 _TRACE_KEYS = ("traceparent", "tracestate")
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -65,6 +69,9 @@ class GrpcApi:
                 "Generate": grpc.unary_stream_rpc_method_handler(
                     self._generate, response_serializer=pb.GenerateResponse.SerializeToString
                 ),
+                "Embed": grpc.unary_stream_rpc_method_handler(
+                    self._embed, response_serializer=pb.EmbedResponse.SerializeToString
+                ),
                 "GetRequest": grpc.unary_unary_rpc_method_handler(
                     self._get_request, response_serializer=pb.RequestRecord.SerializeToString
                 ),
@@ -77,11 +84,22 @@ class GrpcApi:
             },
         )
 
-    async def _generate(self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Streams the answer. A client that reads on after `send_deadline_s` finds CANCELLED."""
+    async def _generate(self, body: bytes, context: _Context) -> None:
+        await self._stream(self._completions, body, context)
+
+    async def _embed(self, body: bytes, context: _Context) -> None:
+        await self._stream(self._embeddings, body, context)
+
+    async def _stream(
+        self,
+        answer: Callable[[bytes, _Context], Awaitable[None]],
+        body: bytes,
+        context: _Context,
+    ) -> None:
+        """Streams an answer. A client that reads on after `send_deadline_s` finds CANCELLED."""
         try:
             with self._guard.place(context):
-                await self._answer(body, context)
+                await answer(body, context)
         except TandemError as error:
             await abort(context, error)
         except _ClientStalled:
@@ -90,18 +108,37 @@ class GrpcApi:
             log.info("a gRPC call was cut: %s", late)
             await context.abort(grpc.StatusCode.CANCELLED, late)
 
-    async def _answer(self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        key = await self._guard.check("user", context, "Generate")
+    async def _caller(self, context: _Context, method: str) -> dict[str, Any]:
+        """Returns the fields of a request that are known of who sent it. Raises what `check`
+        does, and BadRequest for malformed metadata."""
+        key = await self._guard.check("user", context, method)
         named = _metadata(context, TENANT_HEADER)
-        tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
-        client_id = read_client_id(_metadata(context, REQUEST_ID_HEADER))
-        request = replace(
-            parse_request(body), tenant=tenant, limits=limits_of(key), client_id=client_id
-        )
+        return {
+            "tenant": tenant_of(key, named, trusted=self._config.trust_tenant_header),
+            "limits": limits_of(key),
+            "client_id": read_client_id(_metadata(context, REQUEST_ID_HEADER)),
+        }
+
+    async def _embeddings(self, body: bytes, context: _Context) -> None:
+        caller = await self._caller(context, "Embed")
+        message = _parse(pb.EmbedRequest(), body)
+        with renamed(NAMES):
+            dimensions = message.dimensions if message.HasField("dimensions") else None
+            check_dimensions(dimensions, self._generator)
+            requests = [replace(one, **caller) for one in parse_inputs(message)]
+            answer = EmbedAnswer(requests)
+            async with aclosing(embed(self._generator, requests, _trace(context))) as deltas:
+                async for delta in deltas:
+                    if delta.limit_headers:
+                        context.set_trailing_metadata(tuple(delta.limit_headers.items()))
+                    await self._send(context, answer.next(delta))
+
+    async def _completions(self, body: bytes, context: _Context) -> None:
+        caller = await self._caller(context, "Generate")
+        request = replace(parse_request(body), **caller)
         wants_placement = any(map(asks, _metadata(context, PLACEMENT_HEADER)))
         wants_timing = any(map(asks, _metadata(context, TIMING_HEADER)))
-        trace = {n: v for n in _TRACE_KEYS for v in _metadata(context, n)}
-        async with aclosing(self._generator.generate(request, trace)) as deltas:
+        async with aclosing(self._generator.generate(request, _trace(context))) as deltas:
             async for delta in deltas:
                 trailers = dict(delta.limit_headers)
                 if wants_timing and delta.total is not None and delta.timeline is not None:
@@ -115,7 +152,7 @@ class GrpcApi:
                 await self._send(context, _response(request.request_id, delta))
 
     async def _send(
-        self, context: grpc.aio.ServicerContext[Any, Any], response: pb.GenerateResponse
+        self, context: _Context, response: pb.GenerateResponse | pb.EmbedResponse
     ) -> None:
         """Waits while the client's flow-control window is full; raises _ClientStalled after
         `send_deadline_s`."""
@@ -125,9 +162,7 @@ class GrpcApi:
         except TimeoutError:
             raise _ClientStalled from None
 
-    async def _get_request(
-        self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.RequestRecord:
+    async def _get_request(self, body: bytes, context: _Context) -> pb.RequestRecord:
         key = await self._guard.check("user", context, "GetRequest")
         asked = _parse(pb.GetRequestRequest(), body)
         requests, tenant = self._generator.requests, visible_tenant(key)
@@ -140,9 +175,7 @@ class GrpcApi:
         request_id, _ = found.pop("id"), found.pop("object")
         return pb.RequestRecord(request_id=request_id, **found)
 
-    async def _get_usage(
-        self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.GetUsageResponse:
+    async def _get_usage(self, body: bytes, context: _Context) -> pb.GetUsageResponse:
         key = await self._guard.check("user", context, "GetUsage")
         asked = _parse(pb.GetUsageRequest(), body)
         tenant = asked.tenant if asked.HasField("tenant") else None
@@ -150,9 +183,7 @@ class GrpcApi:
         rows = await self._generator.tenants.usage.read(query, now=time.time())
         return pb.GetUsageResponse(usage=[pb.TenantUsage(**asdict(row)) for row in rows])
 
-    async def _list_models(
-        self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.ListModelsResponse:
+    async def _list_models(self, body: bytes, context: _Context) -> pb.ListModelsResponse:
         await self._guard.check("user", context, "ListModels")
         _parse(pb.ListModelsRequest(), body)
         if self._generator.model is None:
@@ -267,10 +298,15 @@ def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
     return response
 
 
-def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> list[str]:
+def _metadata(context: _Context, name: str) -> list[str]:
     """Returns all values that the client sent under this key."""
     sent = context.invocation_metadata() or ()
     return [str(value) for key, value in sent if key == name]
+
+
+def _trace(context: _Context) -> dict[str, str]:
+    """Returns the metadata of the client's trace."""
+    return {name: value for name in _TRACE_KEYS for value in _metadata(context, name)}
 
 
 def _logprobs(entry: LogprobEntry) -> pb.TokenLogprobs:

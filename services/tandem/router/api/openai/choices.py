@@ -26,13 +26,17 @@ class ChoiceDelta(NamedTuple):
 
 
 async def generate_choices(
-    generator: Generator, requests: Sequence[ClientRequest], trace: Mapping[str, str]
+    generator: Generator,
+    requests: Sequence[ClientRequest],
+    trace: Mapping[str, str],
+    num_before: int = 0,
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """Generates for all prompts of a body. None is placed before all have been checked."""
+    """Generates for all prompts of a body, or for some of them after `num_before` others. None is
+    placed before all of these have been checked."""
     together = asyncio.Barrier(len(requests))
     prompts = [generator.generate(r, trace, together) for r in requests]
-    if len(prompts) > 1:
-        prompts = [named(index, deltas) for index, deltas in enumerate(prompts)]
+    if num_before + len(prompts) > 1:
+        prompts = [named(index, deltas) for index, deltas in enumerate(prompts, num_before)]
     async with aclosing(interleave(prompts)) as deltas:
         async for prompt, delta in deltas:
             yield ChoiceDelta(prompt * requests[0].n + delta.index, delta)

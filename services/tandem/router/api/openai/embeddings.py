@@ -9,17 +9,20 @@ import base64
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Discriminator, Field, Tag
 
 from tandem.errors import BadRequest, Incompatible
+from tandem.router.api.openai.choices import generate_choices
 from tandem.router.api.openai.fields import UnusedFields
 from tandem.router.api.openai.requests import OnePrompt, TextPrompt, TokenIdsPrompt, prompt_kind
 from tandem.router.api.openai.structured import Strict
-from tandem.router.request.allowed import ALLOWED, name_prompt
+from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, name_prompt
 from tandem.router.request.delta import Delta
+from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
 
 # OpenAI's. They go to the workers in groups, as the prompts of a completion do.
@@ -50,36 +53,73 @@ class EmbeddingsBody(Strict):
     add_special_tokens: bool = Field(True, description=ALLOWED["add_special_tokens"])
     truncate_prompt_tokens: int | None = Field(None, description=ALLOWED["truncate_prompt_tokens"])
 
-    def check_dimensions(self, hidden_size: int) -> None:
-        """Raises BadRequest for another number than the model has."""
-        if self.dimensions not in (None, hidden_size):
-            raise BadRequest(
-                f"dimensions must be {hidden_size}, which are all that the model has; it is "
-                f"{self.dimensions}",
-                param="dimensions",
-            )
-
     def to_requests(self, request_id: str) -> list[ClientRequest]:
-        """Returns a request for each input. Raises BadRequest, in the words of a completion:
-        `NAMES` has those of this API."""
+        """Returns a request for each input. Raises what `to_requests` does."""
         is_list = prompt_kind(self.input) == "list[str]"
         inputs = cast("list[str | list[int]]", self.input if is_list else [self.input])
-        requests = []
-        for index, prompt in enumerate(inputs):
-            try:
-                request = ClientRequest(
-                    prompt if isinstance(prompt, str) else tuple(prompt),
-                    self.model,
-                    max_tokens=0,
-                    embed=True,
-                    add_special_tokens=self.add_special_tokens,
-                    truncate_prompt_tokens=self.truncate_prompt_tokens,
-                    request_id=request_id if len(inputs) == 1 else f"{request_id}-{index}",
-                )
-            except BadRequest as error:
-                raise name_prompt(error, index) if len(inputs) > 1 else error from None
-            requests.append(request)
-        return requests
+        return to_requests(
+            [one if isinstance(one, str) else tuple(one) for one in inputs],
+            self.model,
+            add_special_tokens=self.add_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            request_id=request_id,
+        )
+
+
+def to_requests(
+    inputs: Sequence[str | tuple[int, ...]],
+    model: str,
+    *,
+    add_special_tokens: bool,
+    truncate_prompt_tokens: int | None,
+    request_id: str,
+) -> list[ClientRequest]:
+    """Returns a request for each input. Raises BadRequest, in the words of a completion: `NAMES`
+    has those of embeddings."""
+    requests = []
+    for index, prompt in enumerate(inputs):
+        try:
+            request = ClientRequest(
+                prompt,
+                model,
+                max_tokens=0,
+                embed=True,
+                add_special_tokens=add_special_tokens,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                request_id=request_id if len(inputs) == 1 else f"{request_id}-{index}",
+            )
+        except BadRequest as error:
+            raise name_prompt(error, index) if len(inputs) > 1 else error from None
+        requests.append(request)
+    return requests
+
+
+def check_dimensions(dimensions: int | None, generator: Generator) -> None:
+    """Raises BadRequest for another number than the model has."""
+    if dimensions is None or generator.model is None:
+        return
+    hidden_size = generator.model.folder.config.hidden_size
+    if dimensions != hidden_size:
+        raise BadRequest(
+            f"dimensions must be {hidden_size}, which are all that the model has; it is "
+            f"{dimensions}",
+            param="dimensions",
+        )
+
+
+async def embed(
+    generator: Generator, requests: Sequence[ClientRequest], trace: Mapping[str, str]
+) -> AsyncGenerator[Delta, None]:
+    """Yields a delta for each request, in their order. As many run at once as a completion may
+    have prompts."""
+    for start in range(0, len(requests), CHOICES_MAX):
+        group = requests[start : start + CHOICES_MAX]
+        by_index: dict[int, Delta] = {}
+        async with aclosing(generate_choices(generator, group, trace, start)) as deltas:
+            async for index, delta in deltas:
+                by_index.setdefault(index, delta)
+        for index in range(len(group)):
+            yield by_index[index]
 
 
 def embeddings_reply(body: EmbeddingsBody, model: str, deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -90,7 +130,7 @@ def embeddings_reply(body: EmbeddingsBody, model: str, deltas: Sequence[Delta]) 
         {
             "object": "embedding",
             "index": index,
-            "embedding": _encoded(_normalized(delta.embedding), body.encoding_format),
+            "embedding": _encoded(normalized(delta.embedding), body.encoding_format),
         }
         for index, delta in enumerate(deltas)
     ]
@@ -102,7 +142,8 @@ def embeddings_reply(body: EmbeddingsBody, model: str, deltas: Sequence[Delta]) 
     return {"object": "list", "data": data, "model": model, "usage": usage}
 
 
-def _normalized(state: Sequence[float]) -> "array[float]":
+def normalized(state: Sequence[float]) -> "array[float]":
+    """Returns a state scaled to length 1. Raises Incompatible if there is none."""
     if not state:
         raise Incompatible("the worker that was asked knows no embeddings; update the workers")
     length = math.sqrt(math.fsum(value * value for value in state)) or 1.0

@@ -9,8 +9,7 @@ ignore. Of several prompts the headers tell of one: the first with a token (a st
 to end.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.config.router import RouterConfig
-from tandem.errors import BadRequest
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of
 from tandem.router.api.http.body import read_json_object
@@ -35,7 +33,6 @@ from tandem.router.api.openai.fields import warning
 from tandem.router.api.openai.requests import drop_unknown_fields
 from tandem.router.api.openai.structured import Strict
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
-from tandem.router.request.allowed import rename
 from tandem.router.request.delta import Delta
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
@@ -113,12 +110,3 @@ class GenerationRoutes:
             return EventStream(first, deltas, replies, told, tells_timing=tells_timing)
         body, last = await until_disconnect(request.receive, collect(deltas, replies))
         return JsonResponse(body, headers=answer_headers(last))
-
-
-@contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Gives refusals the names that an API has for fields of a chat."""
-    try:
-        yield
-    except BadRequest as error:
-        raise rename(error, names) from None

@@ -17,7 +17,8 @@ from tandem.router.api.anthropic.requests import (
 from tandem.router.api.http.errors import JsonResponse
 from tandem.router.api.http.stream import until_disconnect
 from tandem.router.api.openai.openapi import body_route, generation_route
-from tandem.router.api.routes.generation import GenerationRoutes, renamed
+from tandem.router.api.routes.generation import GenerationRoutes
+from tandem.router.request.allowed import renamed
 
 
 def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:

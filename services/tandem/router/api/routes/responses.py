@@ -17,7 +17,8 @@ from tandem.router.api.responses.items import Item, Items, to_messages
 from tandem.router.api.responses.kept import KeptResponse, KeptResponses
 from tandem.router.api.responses.replies import ResponseReplies
 from tandem.router.api.responses.requests import NAMES, ResponsesBody, parse_response
-from tandem.router.api.routes.generation import GenerationRoutes, renamed
+from tandem.router.api.routes.generation import GenerationRoutes
+from tandem.router.request.allowed import renamed
 from tandem.security.audit_trail import AuditTrail
 
 _PATH = "/v1/responses"

@@ -39,6 +39,11 @@ class InferenceStub(object):
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_stream(
+                '/tandem.v1.Inference/Embed',
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.GetRequest = channel.unary_unary(
                 '/tandem.v1.Inference/GetRequest',
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
@@ -63,6 +68,14 @@ class InferenceServicer(object):
         """Generates completions of one prompt (one by default) and streams them as they are made. Each
         message is about the choice `index`, whose last one has finish_reason. The last message of all
         has usage; nothing follows it. Cancelling the call frees everything the request holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Embeds texts: one message for each input, in the order of the inputs. The last message has
+        usage. Cancelling the call frees everything it holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +109,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'GetRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRequest,
@@ -140,6 +158,33 @@ class Inference(object):
             '/tandem.v1.Inference/Generate',
             tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Inference/Embed',
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,
