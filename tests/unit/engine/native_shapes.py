@@ -21,6 +21,8 @@ from tandem.engine.executor.torch_steps import TorchSteps
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
+from tandem.models.layers import LayerSpec
+from tandem.models.rope import Rope
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.native import library
 from tests.kv_pools import empty_pool
@@ -71,22 +73,19 @@ def config_of(shape: Shape) -> ModelConfig:
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
-        num_layers=2,
+        layers=(LayerSpec(Rope(10000.0), shape.window),) * 2,
         num_attention_heads=shape.group * shape.num_kv_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        rope_theta=10000.0,
-        rope_scaling=None,
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         qkv_bias=shape.bias,
         attention_out_bias=shape.bias,
         mlp_bias=shape.bias,
-        qk_norm=shape.qk_norm,
+        qk_norm="head" if shape.qk_norm else "",
         max_model_len=1000,
         eos_token_ids=(),
         torch_dtype="float32",
-        sliding_window=shape.window,
     )
 
 
@@ -130,12 +129,12 @@ def widened(weights: ModelWeights) -> ModelWeights:
 
     def layer(w: LayerWeights) -> LayerWeights:
         return LayerWeights(
-            attention_norm=w.attention_norm.float(),
+            attention_norm=None if w.attention_norm is None else w.attention_norm.float(),
             qkv=tuple(map(linear, w.qkv)),
             q_norm=None if w.q_norm is None else w.q_norm.float(),
             k_norm=None if w.k_norm is None else w.k_norm.float(),
             attention_out=linear(w.attention_out),
-            mlp_norm=w.mlp_norm.float(),
+            mlp_norm=None if w.mlp_norm is None else w.mlp_norm.float(),
             gate_up=tuple(map(linear, w.gate_up)),
             down=linear(w.down),
         )
