@@ -58,7 +58,7 @@ class Stage(IntEnum):
 
 
 class Activation(IntEnum):
-    """What the gates of an MLP go through."""
+    """A function that the gates of an MLP go through."""
 
     SILU = 0
     GELU_TANH = 1

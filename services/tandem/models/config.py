@@ -76,7 +76,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What q . k is multiplied with."""
+        """The factor of q . k."""
         given = self.multipliers.attention
         return self.head_dim**-0.5 if given is None else given
 

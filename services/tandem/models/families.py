@@ -15,7 +15,7 @@ Windows = Literal["none", "all", "chosen", "pattern"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What models of one architecture share; the defaults are Llama's.
+    """The properties that models of one architecture share; the defaults are Llama's.
 
     norms: where attention and the MLP are normalized: before them, after them (before the residual
         is added), or both.

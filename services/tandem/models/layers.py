@@ -1,4 +1,4 @@
-"""What the layers of a decoder have of their own, and how a config.json says it.
+"""Layers of a decoder: what each has of its own, and how a config.json says it.
 
 All else is the same in every layer, and is in `ModelConfig`.
 """
@@ -19,7 +19,7 @@ _DEFAULT_NO_ROPE_INTERVAL = 4  # SmolLM3's
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer has of its own."""
+    """The properties that differ from layer to layer."""
 
     rope: Rope
     window: int | None = None  # tokens that a token sees, itself the last; None: all before it
