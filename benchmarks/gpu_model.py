@@ -8,6 +8,8 @@ import torch
 
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.models.config import ModelConfig
+from tandem.models.layers import LayerSpec
+from tandem.models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +86,16 @@ def make_weights(size: Size, device: torch.device) -> tuple[ModelConfig, ModelWe
         vocab_size=size.vocab,
         hidden_size=size.hidden,
         intermediate_size=size.inner,
-        num_layers=size.layers,
+        layers=(LayerSpec(Rope(500_000.0)),) * size.layers,
         num_attention_heads=size.heads,
         num_kv_heads=size.kv_heads,
         head_dim=size.head_dim,
-        rope_theta=500_000.0,
-        rope_scaling=None,
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         qkv_bias=False,
         attention_out_bias=False,
         mlp_bias=False,
-        qk_norm=False,
+        qk_norm="",
         max_model_len=8192,
         eos_token_ids=(),
         torch_dtype="bfloat16",

@@ -26,7 +26,7 @@ def generate_with_transformers(
         num_key_value_heads=size.kv_heads,
         head_dim=size.head_dim,
         rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": config.layers[0].rope.theta},
         max_position_embeddings=config.max_model_len,
         tie_word_embeddings=False,
         attn_implementation="sdpa",

@@ -7,15 +7,27 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from tandem.models.source import ModelFolder, read_folder, resolve
@@ -44,6 +56,13 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_NO_PAD = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+_GEMMA = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 40,
+    "tie_word_embeddings": True,
+}
 
 # name: model class, config class, what the config has beyond the sizes
 _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
@@ -68,6 +87,46 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
     "mistral-window": (MistralForCausalLM, MistralConfig, {"sliding_window": 40}),
     "qwen2-yarn": (Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": _YARN}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen2-some-windows": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    ),
+    "smollm3": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config,
+        {"no_rope_layers": [1, 0, 1], "attention_bias": True, "mlp_bias": True, **_NO_PAD},
+    ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {"attention_bias": True}),
+    "granite": (
+        GraniteForCausalLM,
+        GraniteConfig,
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.5,
+            "attention_bias": True,
+        },
+    ),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {"sliding_window": 40, **_NO_PAD}),
+    "gemma2-uncapped-attention": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        _GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        _GEMMA
+        | {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": _LINEAR | {"rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 

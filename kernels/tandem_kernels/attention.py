@@ -34,9 +34,12 @@ class PagedAttention:
         num_heads: int,
         dtype: torch.dtype,
         window: int | None = None,
+        scale: float | None = None,
     ) -> None:
+        """`scale` of the scores; None: 1 / sqrt(D)."""
         assert num_heads % pool.num_kv_heads == 0
         self._pool = pool
+        self._scale = pool.head_dim**-0.5 if scale is None else scale
         self._parts = [
             _MaskedGroup(group, _mask(group, pool, dtype, window))
             for group in make_groups(spans, pool, window=window)
@@ -50,22 +53,30 @@ class PagedAttention:
             rows = slice(group.first_row, group.first_row + group.num_rows)
             kv = self._pool.gather(layer, group.block_rows, group.num_seqs).to(queries.dtype)
             attend = _attend_one_query if group.num_queries == 1 else _attend_chunk
-            attend(queries[rows], kv, part.mask, out[rows])
+            attend(queries[rows], kv, part.mask, self._scale, out[rows])
         return out
 
 
 def _attend_one_query(
-    queries: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
+    queries: torch.Tensor,
+    kv: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
 ) -> None:
     """Queries [B, heads, D]; the heads that share a KV head are the rows of one product."""
     num_seqs, num_kv_heads, _, head_dim = kv[0].shape
     grouped = queries.view(num_seqs, num_kv_heads, -1, head_dim)
-    result = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=mask)
+    result = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=mask, scale=scale)
     out.view(grouped.shape).copy_(result)
 
 
 def _attend_chunk(
-    queries: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
+    queries: torch.Tensor,
+    kv: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
 ) -> None:
     """Queries [n, heads, D] of one sequence; KV heads are the batch, so K and V need no copies."""
     num_queries, num_heads, head_dim = queries.shape
@@ -76,7 +87,7 @@ def _attend_chunk(
     if mask is None:
         keys, values = keys[..., :num_queries, :], values[..., :num_queries, :]
     result = scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=mask, is_causal=mask is None
+        grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
     )
     out.view(num_queries, num_kv_heads, group_size, head_dim).copy_(result.permute(2, 0, 1, 3))
 

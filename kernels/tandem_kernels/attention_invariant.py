@@ -42,9 +42,12 @@ class InvariantPagedAttention:
         num_heads: int,
         dtype: torch.dtype,
         window: int | None = None,
+        scale: float | None = None,
     ) -> None:
+        """`scale` of the scores; None: 1 / sqrt(D)."""
         assert dtype == pool.dtype == torch.float32
         self._pool = pool
+        self._scale = pool.head_dim**-0.5 if scale is None else scale
         self._group_size = num_heads // pool.num_kv_heads
         self._tiles_per_query = -(-self._group_size // ROW_TILE)
         padded_to = math.lcm(KEY_TILE, pool.block_size)
@@ -54,7 +57,7 @@ class InvariantPagedAttention:
     def __call__(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Queries [T, heads, D] to [T, heads, D]; the step's own K and V are in the pool."""
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
-        scaled = queries * queries.shape[-1] ** -0.5
+        scaled = queries * self._scale
         for part in self._parts:
             group = part.group
             rows = slice(group.first_row, group.first_row + group.num_rows)

@@ -39,6 +39,7 @@ class MakeAttention(Protocol):
         num_heads: int,
         dtype: torch.dtype,
         window: int | None,
+        scale: float,
     ) -> Attention: ...
 
 

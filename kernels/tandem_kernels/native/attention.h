@@ -211,9 +211,9 @@ struct Seen {
     bool any(int num_keys) const { return end > 0 && first < num_keys; }
 };
 
-inline Seen keys_seen(const Model& model, const Span& span, int query) {
+inline Seen keys_seen(const Span& span, int query, int window) {
     const int end = span.context_len - span.num_queries + query + 1;
-    return {model.window > 0 && end > model.window ? end - model.window : 0, end};
+    return {window > 0 && end > window ? end - window : 0, end};
 }
 
 // Weighs a row's scores, of which it sees some of the `num_keys` (whole panels) that were computed.
@@ -272,14 +272,15 @@ void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* 
 
 struct Item {
     int span, kv_head, first_row, num_rows;  // rows of the span: query * group + head of the group
+    int window;                              // of the layer
 };
 
 // Keys that one of its rows sees: from the first row's first to the last row's last.
 inline Seen keys_of(const Model& model, const Span& span, const Item& item) {
     const int group = model.num_heads / model.num_kv_heads;
     const int last_query = (item.first_row + item.num_rows - 1) / group;
-    return {keys_seen(model, span, item.first_row / group).first,
-            keys_seen(model, span, last_query).end};
+    return {keys_seen(span, item.first_row / group, item.window).first,
+            keys_seen(span, last_query, item.window).end};
 }
 
 inline size_t attention_floats(int dim) {
@@ -403,7 +404,7 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         const float* from = queries + (span.first_row + query) * stride +
                             static_cast<size_t>(item.kv_head * group + head) * dim;
         std::memcpy(q + i * dim, from, dim * sizeof(float));
-        sees[i] = keys_seen(model, span, query);
+        sees[i] = keys_seen(span, query, item.window);
         highest[i] = -INFINITY;
         mass[i] = 0.0f;
     }

@@ -552,7 +552,7 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
         for (int d = 0; d < dim; d += kPanel)
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d),
                                 (__m256i)_mm512_cvtneps_pbh(load(from + d)));
-        sees[i] = keys_seen(model, span, query);
+        sees[i] = keys_seen(span, query, item.window);
         at.sums[i] = {{}, -INFINITY};
     }
     std::memset(at.out.row(0), 0, static_cast<size_t>(item.num_rows) * padded * sizeof(float));

@@ -28,6 +28,8 @@ namespace tandem {
 
 enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, BF16_PAIRS = 3 };
 
+enum Activation : int32_t { SILU_GATE = 0, GELU_TANH_GATE = 1 };
+
 constexpr int kStepInputs = 32;  // of a step of a product of pairs
 
 constexpr int kInputs = 384;  // at most, of a block: a panel's stay in the first-level cache
@@ -44,15 +46,19 @@ struct Matrix {
     const float* bias;    // of each output, or null
     int32_t in, out;
     int32_t kind;
-    int32_t padding;
+    int32_t activation;  // of gates
 };
 
-struct Layer {
+struct Layer {  // a norm that is null is not there
     const float* attention_norm;
-    const float* q_norm;  // [head_dim] or null
+    const float* attention_post_norm;  // of what attention adds to the residual stream
+    const float* q_norm;               // [head_dim], or of all heads as one
     const float* k_norm;
     const float* mlp_norm;
+    const float* mlp_post_norm;
     Matrix qkv, attention_out, gate_up, down;
+    int32_t rope;    // which table of angles
+    int32_t window;  // keys that a query sees, its own the last; 0: all before it
 };
 
 struct Model {
@@ -64,7 +70,10 @@ struct Model {
     int32_t embedding_kind;
     float norm_eps;
     int32_t num_threads;
-    int32_t window;  // keys that a query sees, its own the last; 0: all before it
+    int32_t norms_all_heads;  // of q and of k as one, not each head
+    float attention_scale;    // of scores
+    float embedding_multiplier, residual_multiplier, logits_multiplier;
+    float logit_cap;  // 0: none
 };
 
 struct Span {  // a sequence's query rows, the last `num_queries` tokens of its context
@@ -75,7 +84,7 @@ struct Step {
     const int32_t* token_ids;  // [rows]
     const int32_t* slots;      // [rows]: block id * block size + offset
     const int32_t* positions;  // [rows]
-    const float* cosines;      // [more than any position, head_dim / 2]
+    const float* cosines;      // [tables][more than any position][head_dim / 2]
     const float* sines;
     const Span* spans;
     const int32_t* block_tables;  // of all spans, one after another
@@ -86,6 +95,7 @@ struct Step {
     int32_t num_rows, num_spans, num_logit_rows, block_size;
     int32_t kv_kind;                                // F32, BF16 or I8
     int64_t block_bytes, head_bytes, layer_bytes;  // from one block, head or layer to the next
+    int64_t table_floats;                          // from one table of angles to the next
 };
 
 // Rows of logits, a token of each, and what is found of them (logprobs.h).

@@ -23,7 +23,14 @@ inline float norm_scale(const float* x, int num, float eps) {
     return 1.0f / std::sqrt(total / num + eps);
 }
 
+// Without weights, the row as it is.
 inline void norm_row(const float* x, const float* weight, float eps, const InputRow& to) {
+    if (weight == nullptr) {
+        int at = 0;
+        for (; at + kLanes <= to.in; at += kLanes) to.put(at, load(x + at));
+        if (const int rest = to.in - at) to.put(at, load_some(x + at, rest), rest);
+        return;
+    }
     const float scale = norm_scale(x, to.in, eps);
     int at = 0;
     for (; at + kLanes <= to.in; at += kLanes)
@@ -53,6 +60,18 @@ inline void rotate(const float* head, const float* cosines, const float* sines, 
 inline void norm_head(float* head, const float* weight, int dim, float eps) {
     const float scale = norm_scale(head, dim, eps);
     for (int i = 0; i < dim; ++i) head[i] = head[i] * scale * weight[i];
+}
+
+// x += delta * multiplier, where delta may be normalized before.
+inline void add_row(const float* delta, const float* norm, const Model& model, float* x) {
+    const int num = model.hidden;
+    float scale = model.residual_multiplier;
+    if (norm == nullptr) {
+        for (int i = 0; i < num; ++i) x[i] += delta[i] * scale;
+        return;
+    }
+    scale *= norm_scale(delta, num, model.norm_eps);
+    for (int i = 0; i < num; ++i) x[i] += delta[i] * scale * norm[i];
 }
 
 inline size_t run_of(const Model& model, const Step& step) {
@@ -116,18 +135,24 @@ template <class T>
 void place_row(const Model& model, const Layer& layer, const Step& step, int index, int row,
                float* heads) {
     const int dim = model.head_dim, half = dim / 2;
-    const size_t first_angle = static_cast<size_t>(step.positions[row]) * half;
+    const size_t first_angle =
+        layer.rope * step.table_floats + static_cast<size_t>(step.positions[row]) * half;
     const float *cosines = step.cosines + first_angle, *sines = step.sines + first_angle;
-    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    const bool norms_each = layer.q_norm != nullptr && !model.norms_all_heads;
+    if (layer.q_norm != nullptr && model.norms_all_heads) {
+        const int width = model.num_heads * dim;
+        norm_head(heads, layer.q_norm, width, model.norm_eps);
+        norm_head(heads + width, layer.k_norm, model.num_kv_heads * dim, model.norm_eps);
+    }
     for (int h = 0; h < model.num_heads; ++h) {
         float* head = heads + h * dim;
-        if (layer.q_norm) norm_head(head, layer.q_norm, dim, model.norm_eps);
-        rotate(head, cosines, sines, dim, scale, head);
+        if (norms_each) norm_head(head, layer.q_norm, dim, model.norm_eps);
+        rotate(head, cosines, sines, dim, model.attention_scale, head);
     }
     for (int h = 0; h < model.num_kv_heads; ++h) {
         T* to = place_of<T>(model, step, index, row, h);
         float* key = heads + (model.num_heads + h) * dim;
-        if (layer.k_norm) norm_head(key, layer.k_norm, dim, model.norm_eps);
+        if (norms_each) norm_head(key, layer.k_norm, dim, model.norm_eps);
         const float* value = key + model.num_kv_heads * dim;
         place_head(model, step, row, key, value, cosines, sines, to);
     }
@@ -141,13 +166,13 @@ void by_kv_kind(const Step& step, Work work) {
     work(float{});
 }
 
-inline void gate_row(const float* gate_up, const InputRow& to) {
+inline void gate_row(const float* gate_up, int32_t activation, const InputRow& to) {
     const float *gate = gate_up, *up = gate_up + to.in;
     int at = 0;
     for (; at + kLanes <= to.in; at += kLanes)
-        to.put(at, gated(load(gate + at), load(up + at)));
+        to.put(at, gated(load(gate + at), load(up + at), activation));
     if (const int rest = to.in - at)
-        to.put(at, gated(load_some(gate + at, rest), load_some(up + at, rest)), rest);
+        to.put(at, gated(load_some(gate + at, rest), load_some(up + at, rest), activation), rest);
 }
 
 inline void embed(const Model& model, int token, float* to) {
@@ -159,10 +184,12 @@ inline void embed(const Model& model, int token, float* to) {
         std::memcpy(to, static_cast<const float*>(model.embedding) + first,
                     model.hidden * sizeof(float));
     }
+    if (model.embedding_multiplier != 1.0f)
+        for (int i = 0; i < model.hidden; ++i) to[i] *= model.embedding_multiplier;
 }
 
 // Work items, the longest first: one thread would be last with them.
-inline std::vector<Item> items_of(const Model& model, const Step& step) {
+inline std::vector<Item> items_of(const Model& model, const Step& step, int window) {
     const int group = model.num_heads / model.num_kv_heads;
     const int most = rows_of_item(model, step);
     std::vector<Item> items;
@@ -171,7 +198,8 @@ inline std::vector<Item> items_of(const Model& model, const Step& step) {
         for (int i = num - 1; i >= 0; --i) {
             const int first = static_cast<int64_t>(rows) * i / num;
             const int end = static_cast<int64_t>(rows) * (i + 1) / num;
-            for (int h = 0; h < model.num_kv_heads; ++h) items.push_back({s, h, first, end - first});
+            for (int h = 0; h < model.num_kv_heads; ++h) 
+                items.push_back({s, h, first, end - first, window});
         }
     }
     constexpr int kFetching = 4;  // a key once takes as long as this many rows' products with it
@@ -184,8 +212,28 @@ inline std::vector<Item> items_of(const Model& model, const Step& step) {
     return items;
 }
 
+// Items of each layer; layers with one window share theirs.
+struct LayerItems {
+    std::vector<std::vector<Item>> of_windows;
+    std::vector<int> windows;
+
+    LayerItems(const Model& model, const Step& step, int num_layers) {
+        for (int index = 0; index < num_layers; ++index) {
+            const int window = model.layers[index].window;
+            if (std::find(windows.begin(), windows.end(), window) != windows.end()) continue;
+            windows.push_back(window);
+            of_windows.push_back(items_of(model, step, window));
+        }
+    }
+
+    const std::vector<Item>& of(const Layer& layer) const {
+        return of_windows[std::find(windows.begin(), windows.end(), layer.window) -
+                          windows.begin()];
+    }
+};
+
 struct Rows {  // buffers of a step, as all threads see them
-    float *hidden, *input, *projected, *attended;
+    float *hidden, *input, *projected, *attended, *delta;
     Laps* laps;
 };
 
@@ -238,9 +286,32 @@ inline Inputs gate_all(const Model& model, const Layer& layer, const Step& step,
 #pragma omp barrier
     rows.laps->end(GATE_UP, thread);
 #pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row) gate_row(rows.projected + row * width, gated.row(row));
+    for (int row = 0; row < step.num_rows; ++row) 
+        gate_row(rows.projected + row * width, layer.gate_up.activation, gated.row(row));
     rows.laps->end(SILU, thread);
     return gated;
+}
+
+inline bool adds_at_once(const Model& model, const float* post_norm) {
+    return post_norm == nullptr && model.residual_multiplier == 1.0f;
+}
+
+// A product, added to the residual stream.
+inline void add_product(const Model& model, const Matrix& matrix, const Inputs& inputs,
+                        const float* post_norm, Stage stage, const Rows& rows, int thread,
+                        int threads) {
+    const size_t hidden = model.hidden;
+    const bool at_once = adds_at_once(model, post_norm);
+    const Output output = at_once ? Output{rows.hidden, hidden, Into::kAdd}
+                                  : Output{rows.delta, hidden, Into::kSet};
+    linear(matrix, inputs, output, thread, threads);
+#pragma omp barrier
+    rows.laps->end(stage, thread);
+    if (at_once) return;
+#pragma omp for schedule(static)
+    for (int row = 0; row < inputs.num_rows; ++row)
+        add_row(rows.delta + row * hidden, post_norm, model, rows.hidden + row * hidden);
+    rows.laps->end(NORM, thread);
 }
 
 // Attention and the MLP, added to the residual stream.
@@ -248,7 +319,6 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
                          const std::vector<Item>& items, float* buffer, int thread, int threads) {
     const Layer& layer = model.layers[index];
     const size_t width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
-    const Output residual{rows.hidden, static_cast<size_t>(model.hidden), Into::kAdd};
     const Inputs attended = inputs_of(layer.attention_out, rows.attended, step.num_rows);
     const Inputs normed = inputs_of(layer.gate_up, rows.input, step.num_rows);
 #pragma omp for schedule(dynamic)
@@ -257,18 +327,21 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
         attend_any(model, step, index, items[i], next, rows.projected, width, attended, buffer);
     }
     rows.laps->end(ATTENTION, thread);
-    linear(layer.attention_out, attended, residual, thread, threads);
-#pragma omp barrier
-    rows.laps->end(ATTENTION_OUT, thread);
+    add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT, rows,
+                thread, threads);
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row)
         norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
                  model.norm_eps, normed.row(row));
     rows.laps->end(NORM, thread);
     const Inputs gated = gate_all(model, layer, step, normed, rows, thread, threads);
-    linear(layer.down, gated, residual, thread, threads);
-#pragma omp barrier
-    rows.laps->end(DOWN, thread);
+    add_product(model, layer.down, gated, layer.mlp_post_norm, DOWN, rows, thread, threads);
+}
+
+inline bool needs_delta(const Model& model) {
+    const Layer& layer = model.layers[0];
+    return !adds_at_once(model, layer.attention_post_norm) ||
+           !adds_at_once(model, layer.mlp_post_norm);
 }
 
 inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
@@ -280,12 +353,13 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
             scratch.input.of(input_floats(rows, inner > hidden ? inner : hidden)),
             scratch.projected.of(rows * std::max({heads, 2 * inner, whole_steps(inner)})),
             scratch.attended.of(input_floats(rows, model.num_heads * model.head_dim)),
+            scratch.delta.of(needs_delta(model) ? rows * hidden : 0),
             &scratch.laps};
 }
 
 inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
     const Rows rows = rows_of(model, step, scratch);
-    const std::vector<Item> items = items_of(model, step);
+    const LayerItems items(model, step, model.num_layers - 1);
     scratch.laps.start();
 #pragma omp parallel num_threads(model.num_threads)
     {
@@ -299,7 +373,8 @@ inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
         for (int index = 0; index < model.num_layers; ++index) {
             store_kv(model, step, index, rows, thread, threads);
             if (index + 1 < model.num_layers)
-                finish_layer(model, step, index, rows, items, buffer, thread, threads);
+                finish_layer(model, step, index, rows, items.of(model.layers[index]), buffer, thread,
+                             threads);
         }
     }
 }
@@ -334,9 +409,19 @@ inline void find_most_likely(const Step& step, const std::vector<Largest>& of_th
     }
 }
 
+// Some logits, multiplied and capped: cap * tanh(logit / cap).
+inline void finish_logits(const Model& model, float* logits, int first, int end) {
+    if (model.logits_multiplier != 1.0f)
+        for (int i = first; i < end; ++i) logits[i] *= model.logits_multiplier;
+    if (model.logit_cap > 0.0f)
+        for (int i = first; i < end; ++i)
+            logits[i] = std::tanh(logits[i] / model.logit_cap) * model.logit_cap;
+}
+
 inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
     const Rows rows = rows_of(model, step, scratch);
-    const std::vector<Item> items = items_of(model, step);
+    const std::vector<Item> items =
+        items_of(model, step, model.layers[model.num_layers - 1].window);
     const Inputs last = inputs_of(
         model.output, scratch.last.of(input_floats(step.num_logit_rows, model.hidden)),
         step.num_logit_rows);
@@ -357,10 +442,13 @@ inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
         linear(model.output, last, {step.logits, static_cast<size_t>(model.vocab), Into::kSet},
                thread, threads);
         const auto [first, end] = share_of(model.output, thread, threads);
-        for (int i = 0; i < step.num_logit_rows; ++i)
+        const int end_output = std::min(end * kPanel, model.vocab);
+        for (int i = 0; i < step.num_logit_rows; ++i) {
+            float* logits = step.logits + static_cast<size_t>(i) * model.vocab;
+            finish_logits(model, logits, first * kPanel, end_output);
             scratch.largest[static_cast<size_t>(thread) * step.num_logit_rows + i] =
-                largest_of(step.logits + static_cast<size_t>(i) * model.vocab, first * kPanel,
-                           std::min(end * kPanel, model.vocab));
+                largest_of(logits, first * kPanel, end_output);
+        }
     }
     find_most_likely(step, scratch.largest);
     rows.laps->end(OUTPUT, 0);

@@ -57,6 +57,13 @@ class Stage(IntEnum):
     OUTPUT = 9
 
 
+class Activation(IntEnum):
+    """A function that the gates of an MLP go through."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
 class Matrix(Structure):
     _fields_ = (
         ("panels", c_void_p),
@@ -65,20 +72,24 @@ class Matrix(Structure):
         ("num_in", c_int32),
         ("num_out", c_int32),
         ("kind", c_int32),
-        ("padding", c_int32),
+        ("activation", c_int32),
     )
 
 
 class Layer(Structure):
     _fields_ = (
         ("attention_norm", c_void_p),
+        ("attention_post_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("mlp_norm", c_void_p),
+        ("mlp_post_norm", c_void_p),
         ("qkv", Matrix),
         ("attention_out", Matrix),
         ("gate_up", Matrix),
         ("down", Matrix),
+        ("rope", c_int32),
+        ("window", c_int32),
     )
 
 
@@ -103,7 +114,17 @@ class Model(Structure):
         ),
         ("norm_eps", c_float),
         ("num_threads", c_int32),
-        ("window", c_int32),
+        ("norms_all_heads", c_int32),
+        *(
+            (name, c_float)
+            for name in (
+                "attention_scale",
+                "embedding_multiplier",
+                "residual_multiplier",
+                "logits_multiplier",
+                "logit_cap",
+            )
+        ),
     )
 
 
@@ -129,7 +150,7 @@ class Step(Structure):
             (name, c_int32)
             for name in ("num_rows", "num_spans", "num_logit_rows", "block_size", "kv_kind")
         ),
-        *((name, c_int64) for name in ("block_bytes", "head_bytes", "layer_bytes")),
+        *((name, c_int64) for name in ("block_bytes", "head_bytes", "layer_bytes", "table_floats")),
     )
 
 

@@ -231,7 +231,8 @@ inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int 
     }
     const InputRow first = gated.row(first_row);
     for (int m = 0; m < num_rows; ++m)
-        first.below(m).put(at, gated_for_bf16(gates[m] + gate_bias, ups[m] + up_bias), num);
+        first.below(m).put(at, gated_for_bf16(gates[m] + gate_bias, ups[m] + up_bias, matrix.activation),
+                           num);
 }
 
 // This thread's share of silu(gate) * up: panels of gates and of ups take turns.

@@ -63,6 +63,7 @@ struct Scratch {
     Buffer input;     // rows in tiles, as a product reads them
     Buffer projected; // [rows, q, k and v side by side], or [rows, gate and up]
     Buffer attended;  // [rows, heads * head_dim], in tiles
+    Buffer delta;     // [rows, hidden]: what a product adds to `hidden`, if that is not all
     Buffer last;      // [logit rows, hidden]
     std::vector<Buffer> of_thread;  // attention's tiles
     std::vector<Largest> largest;   // [threads, logit rows]

@@ -1,4 +1,8 @@
-"""The gated activation of Llama's MLP: silu(gate) * up  (SwiGLU, arXiv:2002.05202)."""
+"""The gated activations of MLPs: silu(gate) * up and gelu_tanh(gate) * up  (arXiv:2002.05202).
+
+gelu_tanh(x) is x (1 + tanh(f(x))) / 2 with f(x) = sqrt(2 / pi) (x + 0.044715 x^3), which is
+x sigmoid(2 f(x)).
+"""
 
 import torch
 import triton
@@ -7,20 +11,36 @@ import triton.language as tl
 _COLUMNS = 1024
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Returns [T, inner] from [T, 2 * inner], gate and up side by side; in fp32, same dtype."""
+def gated_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """Returns [T, inner] from [T, 2 * inner], gate and up side by side; in fp32, same dtype.
+
+    activation  silu or gelu_tanh
+    """
+    assert activation in ("silu", "gelu_tanh")
     num_rows, width = gate_up.shape
     assert gate_up.stride(1) == 1
     assert width % 2 == 0
     out = gate_up.new_empty(num_rows, width // 2)
-    _silu_mul[(num_rows, triton.cdiv(width // 2, _COLUMNS))](
-        gate_up, out, gate_up.stride(0), INNER=width // 2, COLUMNS=_COLUMNS
+    _gated_mul[(num_rows, triton.cdiv(width // 2, _COLUMNS))](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        INNER=width // 2,
+        COLUMNS=_COLUMNS,
+        IS_SILU=activation == "silu",
     )
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up, out, stride_row, INNER: tl.constexpr, COLUMNS: tl.constexpr):
+def _gated_mul(
+    gate_up,
+    out,
+    stride_row,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_SILU: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < INNER
@@ -28,5 +48,6 @@ def _silu_mul(gate_up, out, stride_row, INNER: tl.constexpr, COLUMNS: tl.constex
     places = gate_up + row * stride_row + columns
     gate = tl.load(places, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(places + INNER, mask=is_column, other=0.0).to(tl.float32)
-    silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)  # rounded where the reference rounds
-    tl.store(out + row * INNER + columns, (silu * up).to(dtype), mask=is_column)
+    power = gate if IS_SILU else gate * (gate * gate * 0.0713548162726 + 1.5957691216057308)
+    active = (gate * tl.sigmoid(power)).to(dtype).to(tl.float32)  # as the reference rounds
+    tl.store(out + row * INNER + columns, (active * up).to(dtype), mask=is_column)

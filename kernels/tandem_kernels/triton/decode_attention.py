@@ -27,6 +27,7 @@ def decode_attention(
     *,
     num_splits: int,
     window: int | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Returns the attention [B, heads, D], in the queries' dtype.
 
@@ -35,6 +36,7 @@ def decode_attention(
     block_tables  [B, M] int32
     context_lens  [B] int32, the query's own token counted in; 0 gives zeros
     window        the last keys of each context that are seen; None: all
+    scale         of q . k; None: 1 / sqrt(D)
     """
     num_seqs, num_heads, head_dim = queries.shape
     num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
@@ -62,7 +64,7 @@ def decode_attention(
         layer_kv.stride(1),
         layer_kv.stride(2),
         block_tables.stride(0),
-        head_dim**-0.5 * LOG2_E.value,
+        (head_dim**-0.5 if scale is None else scale) * LOG2_E.value,
         num_splits,
         GROUP_SIZE=group_size,
         ROWS=max(16, next_power_of_2(group_size)),

@@ -72,5 +72,7 @@ def _add_rms_norm(
         values = total.to(tl.float32)
     factor = tl.rsqrt(tl.sum(values * values, 0) / HIDDEN + eps)
     weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
-    normed = (values * factor).to(dtype).to(tl.float32)  # rounded where the reference rounds
+    normed = values * factor
+    if weight.dtype.element_ty == dtype:  # rounded where the reference rounds
+        normed = normed.to(dtype).to(tl.float32)
     tl.store(out + row * HIDDEN + columns, (normed * weights).to(dtype), mask=is_column)

@@ -31,6 +31,7 @@ def prefill_attention(
     context_lens: torch.Tensor,
     query_starts: torch.Tensor,
     window: int | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Returns [T, heads, D], in the queries' dtype. The chunks' own K and V are in the pool.
 
@@ -41,6 +42,7 @@ def prefill_attention(
     query_starts  [S + 1] int32: sequence s has the rows query_starts[s] to query_starts[s + 1],
                   the last tokens of its context; none is allowed; all together have T
     window        keys that a query sees, its own the last of them; None: all before it
+    scale         of q . k; None: 1 / sqrt(D)
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
@@ -67,7 +69,7 @@ def prefill_attention(
         layer_kv.stride(1),
         layer_kv.stride(2),
         block_tables.stride(0),
-        head_dim**-0.5 * LOG2_E.value,
+        (head_dim**-0.5 if scale is None else scale) * LOG2_E.value,
         2 if num_tokens <= _SMALL_TOKENS else 3,
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,

@@ -1,8 +1,8 @@
 """Computes what lies between the joint product and attention, in one pass over q, k and v.
 
-    q  normalized per head (Qwen 3 only), rotated    -> queries
-    k  normalized per head (Qwen 3 only), rotated    -> the pool
-    v                                                -> the pool
+    q  normalized per head (Qwen 3, Gemma 3), rotated    -> queries
+    k  normalized per head (Qwen 3, Gemma 3), rotated    -> the pool
+    v                                                    -> the pool
 
 Rotary position embedding in the half-split form (arXiv:2104.09864), as rope.py.
 """
@@ -138,4 +138,6 @@ def _weighed(x, q_norm, k_norm, queries, is_query, pairs, is_pair):
     query_weights = tl.load(q_norm + pairs, mask=is_pair, other=0.0).to(tl.float32)
     key_weights = tl.load(k_norm + pairs, mask=is_pair, other=0.0).to(tl.float32)
     weights = tl.where(is_query, query_weights, key_weights)
-    return (x.to(dtype).to(tl.float32) * weights).to(dtype).to(tl.float32)
+    if q_norm.dtype.element_ty == dtype:
+        x = x.to(dtype).to(tl.float32)
+    return (x * weights).to(dtype).to(tl.float32)

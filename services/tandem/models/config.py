@@ -8,50 +8,77 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tandem.errors import UnsupportedModel
-from tandem.models.rope import RopeScaling, read_rope
+from tandem.models.families import FAMILIES, Family, Norms, QkNorm
+from tandem.models.layers import LayerSpec, read_layers
+from tandem.models.rope import read_ropes
 
-_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-_ACTIVATIONS = ("silu", "swish")  # two names of one function
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 _DTYPES = ("float32", "bfloat16", "float16")
-_SLIDING_ATTENTION = "sliding_attention"
-# What transformers assumes when the keys are absent.
-_DEFAULT_WINDOW = 4096  # tokens
-_DEFAULT_WINDOW_LAYERS = 28  # Qwen's layers without a window
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Constants that a decoder multiplies with."""
+
+    embedding: float = 1.0
+    attention: float | None = None  # of q . k; None: 1 / sqrt(head size)
+    residual: float = 1.0  # of what attention and the MLP add
+    logits: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of the Llama family: pre-norm RMSNorm, grouped-query attention, gated SiLU MLP."""
+    """A decoder: RMSNorm, grouped-query attention, a gated MLP, and what families add to it."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int
-    rope_theta: float
-    rope_scaling: RopeScaling | None
     rms_norm_eps: float
     tie_word_embeddings: bool
     qkv_bias: bool
     attention_out_bias: bool
     mlp_bias: bool
-    qk_norm: bool  # RMSNorm over each head of q and k, before the rotation (Qwen 3)
+    qk_norm: QkNorm  # RMSNorm of q and k, before the rotation
     max_model_len: int  # tokens
     eos_token_ids: tuple[int, ...]
     torch_dtype: str  # of the checkpoint; the engine chooses its own
-    # Tokens that a token sees in every layer, itself and those just before it; None: all before it.
-    sliding_window: int | None = None
+    norms: Norms = "before"
+    norm_offset: float = 0.0  # what is added to the stored weights of norms
+    activation: Activation = "silu"  # of the MLP's gates
+    multipliers: Multipliers = Multipliers()
+    logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
+    is_fused: bool = False  # q, k and v are stored as one matrix, and so are gate and up
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a token sees in every layer, itself and those just before it.
+
+        None: all before it, in one layer at least."""
+        windows = {layer.window for layer in self.layers}
+        return windows.pop() if len(windows) == 1 else None
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of q . k."""
+        given = self.multipliers.attention
+        return self.head_dim**-0.5 if given is None else given
 
     @classmethod
     def from_hf(
@@ -62,7 +89,9 @@ class ModelConfig:
         Raises UnsupportedModel naming what cannot be run and what can.
         """
         architecture = _architecture(config)
-        _check_supported(config)
+        family = FAMILIES[architecture]
+        config = {**family.defaults, **config}
+        _check_supported(config, family)
         num_heads = _size(config, "num_attention_heads")
         hidden_size = _size(config, "hidden_size")
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
@@ -70,32 +99,32 @@ class ModelConfig:
             raise UnsupportedModel(
                 f"{num_heads} attention heads do not divide into {num_kv_heads} KV heads"
             )
-        attention_bias = bool(config.get("attention_bias", False))
-        qwen3 = architecture == "Qwen3ForCausalLM"
-        max_positions = _size(config, "max_position_embeddings")
-        theta, scaling = read_rope(config)
-        max_model_len = scaling.max_model_len(max_positions) if scaling else max_positions
+        has_bias = family.biases == "config" and bool(config.get("attention_bias", False))
+        max_model_len = _max_model_len(config, family)
         return cls(
             architecture=architecture,
             vocab_size=_size(config, "vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=_size(config, "intermediate_size"),
-            num_layers=_size(config, "num_hidden_layers"),
+            layers=read_layers(config, family, _size(config, "num_hidden_layers"), max_model_len),
             num_attention_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=int(config.get("head_dim") or (128 if qwen3 else hidden_size // num_heads)),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            head_dim=int(config.get("head_dim") or hidden_size // num_heads),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
-            attention_out_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
+            qkv_bias=family.biases == "qkv" or has_bias,
+            attention_out_bias=has_bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm=qwen3,
+            qk_norm=family.qk_norm,
             max_model_len=max_model_len,
             eos_token_ids=read_eos_token_ids(config, generation_config),
             torch_dtype=_dtype(config),
-            sliding_window=_sliding_window(config, architecture, max_model_len),
+            norms=family.norms,
+            norm_offset=family.norm_offset,
+            activation=_ACTIVATIONS[config.get(family.activation_key) or "silu"],
+            multipliers=_multipliers(config, family, hidden_size),
+            logit_cap=_logit_cap(config, family),
+            is_fused=family.is_fused,
         )
 
 
@@ -121,14 +150,14 @@ def read_eos_token_ids(
 
 def _architecture(config: Mapping[str, Any]) -> str:
     named = config.get("architectures") or ["(none named)"]
-    if named[0] not in _ARCHITECTURES:
+    if named[0] not in FAMILIES:
         raise UnsupportedModel(
-            f"architecture {named[0]} is not supported; supported are {', '.join(_ARCHITECTURES)}"
+            f"architecture {named[0]} is not supported; supported are {', '.join(FAMILIES)}"
         )
     return str(named[0])
 
 
-def _check_supported(config: Mapping[str, Any]) -> None:
+def _check_supported(config: Mapping[str, Any], family: Family) -> None:
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "an unnamed method")
@@ -136,48 +165,56 @@ def _check_supported(config: Mapping[str, Any]) -> None:
             f"checkpoints quantized with {method} are not supported; supported are float32, "
             "bfloat16 and float16 weights, and GGUF files of any quantization"
         )
-    activation = config.get("hidden_act", "silu")
+    activation = config.get(family.activation_key) or "silu"
     if activation not in _ACTIVATIONS:
-        raise UnsupportedModel(f"activation {activation!r} is not supported; silu is")
-
-
-def _sliding_window(config: Mapping[str, Any], architecture: str, max_model_len: int) -> int | None:
-    """Returns the window in tokens if all layers have one that is shorter than the context.
-
-    Raises UnsupportedModel if only some layers have it.
-    """
-    if not _has_window(config, architecture):
-        return None
-    window = config.get("sliding_window", _DEFAULT_WINDOW)
-    if window is None:
-        return None
-    if type(window) is not int or window < 1:
         raise UnsupportedModel(
-            f"sliding_window is {window!r:.80}; it must be a positive number of tokens or null"
+            f"activation {activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
         )
-    return window if window < max_model_len else None
+    for key in family.refuses:
+        if config.get(key):
+            raise UnsupportedModel(f"{key} is {config[key]!r:.80}, which is not supported")
 
 
-def _has_window(config: Mapping[str, Any], architecture: str) -> bool:
-    """Returns whether all layers have the window. Raises UnsupportedModel if only some have it."""
-    if architecture == "MistralForCausalLM":
-        return True
-    if architecture == "LlamaForCausalLM" or not config.get("use_sliding_window"):
-        return False
-    num_layers = _size(config, "num_hidden_layers")
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        num_full = sum(kind != _SLIDING_ATTENTION for kind in layer_types)
-        given = "layer_types"
-    else:
-        num_full = min(int(config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS)), num_layers)
-        given = "max_window_layers"
-    if 0 < num_full < num_layers:
+def _max_model_len(config: Mapping[str, Any], family: Family) -> int:
+    stated = _size(config, "max_position_embeddings")
+    ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
+    scaling = ropes["full_attention"].scaling
+    if scaling is not None and family.is_rope_plain:
         raise UnsupportedModel(
-            f"{given} gives a sliding window to {num_layers - num_full} of {num_layers} layers and "
-            "full attention to the others; supported is one kind for all layers"
+            f"rope scaling {scaling.kind!r} is not supported for this architecture"
         )
-    return bool(num_full == 0)
+    if scaling is None or family.is_length_scaled:
+        return stated
+    return scaling.max_model_len(stated)
+
+
+def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) -> Multipliers:
+    if family.multipliers == "granite":
+        return Multipliers(
+            embedding=_positive(config, "embedding_multiplier", 1.0),
+            attention=_positive(config, "attention_multiplier", 1.0),
+            residual=_positive(config, "residual_multiplier", 1.0),
+            logits=1.0 / _positive(config, "logits_scaling", 1.0),
+        )
+    if family.multipliers == "gemma":
+        return Multipliers(
+            embedding=hidden_size**0.5,
+            attention=_positive(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        )
+    return Multipliers()
+
+
+def _logit_cap(config: Mapping[str, Any], family: Family) -> float | None:
+    if family.multipliers != "gemma" or config.get("final_logit_softcapping") is None:
+        return None
+    return _positive(config, "final_logit_softcapping", 0.0)
+
+
+def _positive(config: Mapping[str, Any], name: str, default: float) -> float:
+    value = config.get(name, default)
+    if not isinstance(value, int | float) or value <= 0:
+        raise UnsupportedModel(f"{name} is {value!r:.80}; it must be a number > 0")
+    return float(value)
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

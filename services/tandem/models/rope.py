@@ -1,4 +1,4 @@
-"""Reads the scaling of rotary positions from config.json; the kernels do the arithmetic.
+"""Reads the rotary positions of layers from config.json; the kernels do the arithmetic.
 
 Both spellings are understood: transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5
 one `rope_parameters`. Numbers that files leave out are filled in here as transformers does
@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from tandem.errors import UnsupportedModel
 
-_DEFAULT_THETA = 10000.0
+_KINDS = ("full_attention", "sliding_attention")
+_LOCAL_THETA = 10000.0  # of layers with a window, where config.json says nothing (Gemma 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +50,63 @@ class RopeScaling:
         return max_position_embeddings
 
 
-def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Returns (theta, scaling) of a config.json; no scaling is None. Raises UnsupportedModel."""
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """The rotary positions of a layer."""
+
+    theta: float | None  # None: the layer has no positions (NoPE)
+    scaling: RopeScaling | None = None
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor on cos and sin."""
+        return self.scaling.attention_factor if self.scaling else 1.0
+
+
+NO_ROPE = Rope(None)
+
+
+def read_ropes(
+    config: Mapping[str, Any], *, default_theta: float, by_kind: bool = False
+) -> dict[str, Rope]:
+    """Returns the rope of each kind of layers: full_attention and sliding_attention.
+
+    by_kind: layers with a window have a rope of their own (Gemma 3): the one that nested
+        rope_parameters name, or `rope_local_base_freq` without scaling.
+
+    Raises UnsupportedModel naming what cannot be run.
+    """
+    if not by_kind:
+        return dict.fromkeys(_KINDS, read_rope(config, default_theta=default_theta))
+    given = config.get("rope_parameters") or {}
+    if any(isinstance(value, Mapping) for value in given.values()):
+        full, sliding = (
+            {**config, "rope_scaling": None, "rope_parameters": given.get(kind)} for kind in _KINDS
+        )
+    else:
+        full, sliding = dict(config), {**config, "rope_scaling": None, "rope_parameters": None}
+        sliding["rope_theta"] = config.get("rope_local_base_freq")
+    ropes = (
+        read_rope(full, default_theta=default_theta),
+        read_rope(sliding, default_theta=_LOCAL_THETA),
+    )
+    return dict(zip(_KINDS, ropes, strict=True))
+
+
+def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> Rope:
+    """Returns the rope that all layers of a config.json share. Raises UnsupportedModel."""
     parameters = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModel(
             "rope parameters per layer type are not supported; one set for all layers is"
         )
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA)
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or default_theta)
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise UnsupportedModel(
             f"partial_rotary_factor {partial} is not supported; rotating the whole head (1.0) is"
         )
-    return theta, _read_scaling(parameters, int(config["max_position_embeddings"]))
+    return Rope(theta, _read_scaling(parameters, int(config["max_position_embeddings"])))
 
 
 def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScaling | None:

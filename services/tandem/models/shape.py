@@ -39,7 +39,9 @@ def num_parameters(model: ModelConfig) -> int:
     kv = model.num_kv_heads * model.head_dim
     attention = 2 * hidden * (heads + kv)
     mlp = 3 * hidden * model.intermediate_size
-    norms = 2 * hidden + 2 * model.head_dim * model.qk_norm
+    norms = (4 if model.norms == "around" else 2) * hidden
+    if model.qk_norm:
+        norms += heads + kv if model.qk_norm == "all" else 2 * model.head_dim
     biases = (heads + 2 * kv) * model.qkv_bias + hidden * model.attention_out_bias
     biases += (2 * model.intermediate_size + hidden) * model.mlp_bias
     embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)

@@ -20,7 +20,10 @@ from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.torch_steps import TorchSteps
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.config import ModelConfig
+from tandem.models.config import ModelConfig, Multipliers
+from tandem.models.families import Norms, QkNorm
+from tandem.models.layers import LayerSpec
+from tandem.models.rope import Rope
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.native import library
 from tests.kv_pools import empty_pool
@@ -38,11 +41,13 @@ class Shape:
     vocab: int = 61
     block_size: int = 16
     bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QkNorm = ""
     weights: torch.dtype = torch.float32
     kv: str = "float32"
     window: int | None = None
     num_threads: int = 1
+    norms: Norms = "before"
+    is_odd: bool = False  # layers that differ, gelu, multipliers and a cap
 
 
 BASE = Shape()
@@ -51,11 +56,14 @@ SHAPES = (
     *(replace(BASE, head_dim=head_dim, num_kv_heads=1) for head_dim in (16, 80, 128, 256)),
     *(replace(BASE, block_size=block_size) for block_size in (1, 8, 12, 64)),
     replace(BASE, hidden=1100, inner=2050, bias=True, num_threads=2),  # inputs in several blocks
-    replace(BASE, qk_norm=True, hidden=17, inner=1, vocab=1),
+    replace(BASE, qk_norm="head", hidden=17, inner=1, vocab=1),
+    replace(BASE, qk_norm="all", norms="after", num_threads=2),
+    replace(BASE, qk_norm="head", norms="around", window=20, is_odd=True, num_threads=3),
     *(replace(BASE, window=window) for window in (1, 20, 64, 100)),
     replace(BASE, weights=torch.bfloat16, num_threads=3),
     replace(BASE, weights=torch.bfloat16, hidden=1100, inner=2050, bias=True, num_threads=2),
-    replace(BASE, weights=torch.bfloat16, qk_norm=True, hidden=17, inner=1, vocab=1),
+    replace(BASE, weights=torch.bfloat16, norms="around", window=20, is_odd=True, num_threads=2),
+    replace(BASE, weights=torch.bfloat16, qk_norm="head", hidden=17, inner=1, vocab=1),
     replace(BASE, weights=torch.bfloat16, group=1, num_kv_heads=3, head_dim=16, vocab=500),
     replace(BASE, kv="bfloat16"),
     replace(BASE, kv="int8"),
@@ -71,12 +79,13 @@ def config_of(shape: Shape) -> ModelConfig:
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
-        num_layers=2,
+        layers=(
+            LayerSpec(Rope(10000.0), shape.window),
+            LayerSpec(Rope(500.0)) if shape.is_odd else LayerSpec(Rope(10000.0), shape.window),
+        ),
         num_attention_heads=shape.group * shape.num_kv_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        rope_theta=10000.0,
-        rope_scaling=None,
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         qkv_bias=shape.bias,
@@ -86,7 +95,10 @@ def config_of(shape: Shape) -> ModelConfig:
         max_model_len=1000,
         eos_token_ids=(),
         torch_dtype="float32",
-        sliding_window=shape.window,
+        norms=shape.norms,
+        activation="gelu_tanh" if shape.is_odd else "silu",
+        multipliers=Multipliers(1.5, 0.2, 0.5, 2.0) if shape.is_odd else Multipliers(),
+        logit_cap=3.0 if shape.is_odd else None,
     )
 
 
@@ -100,18 +112,26 @@ def random_weights(shape: Shape) -> ModelWeights:
         bias = some(num_out) if shape.bias else None
         return Linear((some(num_out, num_in).float() / num_in**0.5).to(shape.weights), bias)
 
+    def norms() -> dict[str, torch.Tensor]:
+        sizes = {"before": shape.hidden, "after": 0, "around": shape.hidden}
+        made = {"attention_norm": sizes[shape.norms], "mlp_norm": sizes[shape.norms]}
+        if shape.norms != "before":
+            made |= {"attention_post_norm": shape.hidden, "mlp_post_norm": shape.hidden}
+        if shape.qk_norm:
+            has_all = shape.qk_norm == "all"
+            kv_size = (shape.num_kv_heads if has_all else 1) * shape.head_dim
+            made |= {"q_norm": kv_size * (shape.group if has_all else 1), "k_norm": kv_size}
+        return {name: some(size) for name, size in made.items() if size}
+
     def layer() -> LayerWeights:
         q_size, kv_size = shape.group * shape.num_kv_heads, shape.num_kv_heads
         parts = (q_size, kv_size, kv_size)
         return LayerWeights(
-            attention_norm=some(shape.hidden),
             qkv=tuple(linear(heads * shape.head_dim, shape.hidden) for heads in parts),
-            q_norm=some(shape.head_dim) if shape.qk_norm else None,
-            k_norm=some(shape.head_dim) if shape.qk_norm else None,
             attention_out=linear(shape.hidden, q_size * shape.head_dim),
-            mlp_norm=some(shape.hidden),
             gate_up=(linear(shape.inner, shape.hidden), linear(shape.inner, shape.hidden)),
             down=linear(shape.hidden, shape.inner),
+            **norms(),
         )
 
     return ModelWeights(
@@ -128,16 +148,21 @@ def widened(weights: ModelWeights) -> ModelWeights:
     def linear(part: Linear) -> Linear:
         return Linear(part.weight.float(), None if part.bias is None else part.bias.float())
 
+    def wide(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.float()
+
     def layer(w: LayerWeights) -> LayerWeights:
         return LayerWeights(
-            attention_norm=w.attention_norm.float(),
             qkv=tuple(map(linear, w.qkv)),
-            q_norm=None if w.q_norm is None else w.q_norm.float(),
-            k_norm=None if w.k_norm is None else w.k_norm.float(),
             attention_out=linear(w.attention_out),
-            mlp_norm=w.mlp_norm.float(),
             gate_up=tuple(map(linear, w.gate_up)),
             down=linear(w.down),
+            attention_norm=wide(w.attention_norm),
+            attention_post_norm=wide(w.attention_post_norm),
+            mlp_norm=wide(w.mlp_norm),
+            mlp_post_norm=wide(w.mlp_post_norm),
+            q_norm=wide(w.q_norm),
+            k_norm=wide(w.k_norm),
         )
 
     return ModelWeights(

@@ -24,12 +24,20 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+@pytest.mark.parametrize(
+    ("numerics", "kernels"), [("fast", "auto"), ("fast", "torch"), ("invariant", "torch")]
+)
 def test_logits_equal_those_of_transformers_however_a_prompt_is_cut(
-    family: str, numerics: str, tmp_path: Path
+    family: str, numerics: str, kernels: str, tmp_path: Path
 ) -> None:
     folder, reference = make_tiny_model(family, tmp_path)
-    config = EngineConfig(model="", dtype="float32", numerics=numerics, block_size=8)
+    config = EngineConfig(
+        model="",
+        dtype="float32",
+        numerics=numerics,  # type: ignore[arg-type]
+        kernels=kernels,  # type: ignore[arg-type]
+        block_size=8,
+    )
     runner = ModelRunner(folder, config)
     with torch.no_grad():
         expected = [reference(torch.tensor([prompt])).logits[0] for prompt in PROMPTS]

@@ -37,7 +37,7 @@ def test_a_bound_counts_each_weight_once_a_step_and_each_key_that_a_query_sees()
     keys = 2 * 2 * 256  # layers, sequences, context
     assert of_two[Stage.ATTENTION] == Needs(4 * 6 * 64 * keys, 2 * 2 * 64 * keys * 4)
     assert Stage.NORM not in of_two
-    prompt = needs(replace(config, num_layers=1), prefill_steps(1000, 16), 1, 1)
+    prompt = needs(replace(config, layers=config.layers[:1]), prefill_steps(1000, 16), 1, 1)
     assert prompt[Stage.ATTENTION].operations == 4 * 6 * 64 * (1000 * 1001 / 2)
     assert prompt[Stage.ATTENTION].bytes_read == 2 * 2 * 64 * (512 + 1000)
     assert prompt[Stage.DOWN].bytes_read == 2 * 52 * 40

@@ -27,7 +27,13 @@ FAMILIES = (
     pytest.param("llama-linear-biases", marks=pytest.mark.slow),
     pytest.param("llama-small-heads", marks=pytest.mark.slow),
     pytest.param("qwen3", marks=pytest.mark.slow),
+    pytest.param("smollm3", marks=pytest.mark.slow),
+    pytest.param("olmo2", marks=pytest.mark.slow),
+    pytest.param("granite", marks=pytest.mark.slow),
+    pytest.param("phi3", marks=pytest.mark.slow),
+    "gemma3",
 )
+WINDOWS = {"phi3": 8, "gemma3": 8}  # tokens; shorter than the longest prompt
 PROMPTS = [list(range(1, 20)), [5, 9, 2], [7]]
 
 
@@ -64,7 +70,8 @@ def greedy(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_as_torch(family: str, tmp_path: Path) -> None:
-    folder, _ = make_tiny_model(family, tmp_path)
+    more = {"sliding_window": WINDOWS[family]} if family in WINDOWS else {}
+    folder, _ = make_tiny_model(family, tmp_path, **more)
     expected = greedy(runner_of(folder, "torch"), PROMPTS, 4)
     assert greedy(runner_of(folder, "triton"), PROMPTS, 4) == expected
 

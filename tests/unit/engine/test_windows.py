@@ -6,6 +6,8 @@ transformers'.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -73,6 +75,21 @@ def test_chunks(tiny: Tiny, expected: dict[str, list[int]], budget: int, kernels
     engine, _ = load(tiny, budget=budget, kernels=kernels)
     assert drive_all(engine, *requests()).token_ids == expected
     assert engine.load().blocks_used == 0
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("family", ["qwen2-some-windows", "gemma3"])
+def test_windows_of_some_layers(family: str, kernels: str, tmp_path: Path) -> None:
+    """Chunks, then a warm run, of models whose other layers see the whole context."""
+    tiny = make_tiny_model(family, tmp_path, eos_token_id=None)
+    engine, _ = load(tiny, budget=64, kernels=kernels)
+    made = drive_all(engine, *requests()).token_ids
+    assert made == drive_all(engine, *requests()).token_ids
+    for i, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            logits = tiny[1](torch.tensor([prompt + made[str(i)]])).logits[0]
+        assert len(made[str(i)]) == NUM_TOKENS
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == made[str(i)]
 
 
 def test_float32_that_is_not_invariant(tiny: Tiny, expected: dict[str, list[int]]) -> None:

@@ -4,7 +4,8 @@ import pytest
 import transformers
 
 from tandem.errors import UnsupportedModel
-from tandem.models.config import ModelConfig, read_eos_token_ids
+from tandem.models.config import ModelConfig, Multipliers, read_eos_token_ids
+from tandem.models.rope import Rope
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,11 +36,11 @@ def llama(**changes: object) -> dict[str, object]:
 def test_llama_as_transformers_4_writes_it():
     config = ModelConfig.from_hf(LLAMA, None)
     assert (config.num_layers, config.num_attention_heads, config.num_kv_heads) == (2, 4, 2)
-    assert (config.head_dim, config.rope_theta, config.rope_scaling) == (16, 500000.0, None)
+    assert (config.head_dim, config.layers[0].rope) == (16, Rope(500000.0))
     assert (config.max_model_len, config.torch_dtype) == (512, "bfloat16")
     assert config.eos_token_ids == (2,)
     flags = (config.qkv_bias, config.attention_out_bias, config.mlp_bias, config.qk_norm)
-    assert flags == (False, False, False, False)
+    assert flags == (False, False, False, "")
 
 
 def test_transformers_5_spelling_reads_the_same():
@@ -61,7 +62,7 @@ def test_transformers_5_spelling_reads_the_same():
         ),
         ("MistralConfig", {"sliding_window": None}, {}),
         ("Qwen2Config", {}, {"qkv_bias": True, "attention_out_bias": False}),
-        ("Qwen3Config", {"head_dim": 32}, {"qk_norm": True, "head_dim": 32, "qkv_bias": False}),
+        ("Qwen3Config", {"head_dim": 32}, {"qk_norm": "head", "head_dim": 32, "qkv_bias": False}),
     ],
 )
 def test_the_weights_of_each_family_have_the_shapes_we_read(
@@ -83,7 +84,7 @@ def test_the_weights_of_each_family_have_the_shapes_we_read(
     assert (f"{layer}.self_attn.q_proj.bias" in shapes) == config.qkv_bias
     assert (f"{layer}.self_attn.o_proj.bias" in shapes) == config.attention_out_bias
     assert (f"{layer}.mlp.down_proj.bias" in shapes) == config.mlp_bias
-    assert (f"{layer}.self_attn.q_norm.weight" in shapes) == config.qk_norm
+    assert (f"{layer}.self_attn.q_norm.weight" in shapes) == bool(config.qk_norm)
     assert f"model.layers.{config.num_layers}.input_layernorm.weight" not in shapes
 
 
@@ -99,7 +100,7 @@ def test_generation_config_decides_what_ends_a_sequence():
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported.*Qwen3"),
         ({"architectures": []}, "none named"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized with gptq"),
-        ({"hidden_act": "gelu"}, "'gelu' is not supported; silu is"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported; supported are silu"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3"),
         ({"hidden_size": None}, "hidden_size as a positive integer, not None"),
@@ -111,6 +112,13 @@ def test_what_cannot_be_run_is_named(changes, message):
 
 
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 64, "num_hidden_layers": 4}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4}
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 64, "num_hidden_layers": 4}
+GEMMA2_AS_IT_IS = GEMMA3 | {"architectures": ["Gemma2ForCausalLM"]}
+GEMMA2 = GEMMA2_AS_IT_IS | {"attn_logit_softcapping": None}
+TYPES = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "num_hidden_layers": 4}
 
 
@@ -135,24 +143,83 @@ def test_a_window_of_all_layers(changes, window):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "windows"),
     [
-        (
-            QWEN2 | {"use_sliding_window": True, "max_window_layers": 1},
-            "max_window_layers gives a sliding window to 3 of 4 layers .* one kind for all layers",
-        ),
-        (
-            QWEN2
-            | {
-                "use_sliding_window": True,
-                "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-            },
-            "layer_types gives a sliding window to 3 of 4 layers",
-        ),
-        (MISTRAL | {"sliding_window": -1}, "sliding_window is -1; it must be a positive number"),
-        (MISTRAL | {"sliding_window": "all"}, "sliding_window is 'all'"),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, "0111"),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": TYPES}, "1101"),
+        (QWEN3 | {"use_sliding_window": True, "max_window_layers": 3}, "0001"),
+        (SMOLLM3 | {"use_sliding_window": True, "sliding_window": 64}, "0001"),
+        (SMOLLM3 | {"sliding_window": 64}, "0000"),
+        (GEMMA3, "1111"),
+        (GEMMA3 | {"sliding_window_pattern": 2}, "1010"),
+        (GEMMA3 | {"layer_types": TYPES}, "1101"),
+        (GEMMA2, "1010"),
     ],
 )
-def test_a_window_of_some_layers_is_refused(changes, message):
+def test_windows_of_some_layers(changes, windows):
+    layers = ModelConfig.from_hf(llama(**changes), None).layers
+    assert [layer.window for layer in layers] == [64 if each == "1" else None for each in windows]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ropes"),
+    [
+        (SMOLLM3, "rrr-"),
+        (SMOLLM3 | {"no_rope_layer_interval": 2}, "r-r-"),
+        (SMOLLM3 | {"no_rope_layers": [0, 1, 1, 0]}, "-rr-"),
+        (QWEN2 | {"no_rope_layers": [0, 1, 1, 0]}, "rrrr"),
+    ],
+)
+def test_layers_without_a_rope(changes, ropes):
+    layers = ModelConfig.from_hf(llama(**changes), None).layers
+    assert [layer.rope.theta for layer in layers] == [
+        500000.0 if each == "r" else None for each in ropes
+    ]
+
+
+def test_gemma_3():
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    changes = GEMMA3 | {"rope_scaling": scaling, "rope_local_base_freq": 300.0}
+    config = ModelConfig.from_hf(llama(**changes, sliding_window_pattern=2), None)
+    assert [layer.rope.theta for layer in config.layers] == [300.0, 500000.0] * 2
+    assert config.sliding_window is None
+    assert config.max_model_len == 512  # which has the scaling in it
+    assert (config.head_dim, config.tie_word_embeddings) == (256, True)
+    assert (config.multipliers.embedding, config.attention_scale) == (8.0, 1 / 16)
+    assert (config.activation, config.logit_cap, config.norm_offset) == ("gelu_tanh", None, 1.0)
+
+
+def test_granite():
+    keys = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "logits_scaling": 8.0}
+    changes = {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.22, **keys}
+    config = ModelConfig.from_hf(llama(**changes), None)
+    assert config.multipliers == Multipliers(12.0, 0.1, 0.22, 0.125)
+    assert ModelConfig.from_hf(llama(**keys), None).multipliers == Multipliers()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (MISTRAL | {"sliding_window": -1}, "sliding_window is -1; it must be a positive number"),
+        (MISTRAL | {"sliding_window": "all"}, "sliding_window is 'all'"),
+        (
+            QWEN2 | {"use_sliding_window": True, "layer_types": TYPES[:2]},
+            "layer_types must be a list with a value for each of 4 layers",
+        ),
+        (
+            GEMMA3 | {"layer_types": ["linear_attention"] * 4},
+            "layer_types has 'linear_attention', which is not supported",
+        ),
+        (GEMMA2 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        (GEMMA2_AS_IT_IS, "attn_logit_softcapping is 50.0, which is not supported"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        (GEMMA3 | {"hidden_activation": "gelu"}, "activation 'gelu' is not supported"),
+        (GEMMA3 | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is None"),
+        (PHI3 | {"partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75 is not supported"),
+        (PHI3 | {"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported"),
+        (PHI3 | {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope scaling 'yarn'"),
+    ],
+)
+def test_flags_that_cannot_be_run_are_named(changes, message):
     with pytest.raises(UnsupportedModel, match=message):
         ModelConfig.from_hf(llama(**changes), None)

@@ -53,8 +53,9 @@ def test_yarn_and_linear_scaling(tmp_path, tiny_gguf):
         "rope.scaling.original_context_length": 128,
     }
     config = convert(tmp_path, tiny_gguf, architecture="qwen2", keys=yarn)
-    assert config.rope_scaling is not None
-    assert (config.rope_scaling.kind, config.rope_scaling.factor) == ("yarn", 4.0)
+    scaling = config.layers[0].rope.scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.factor) == ("yarn", 4.0)
     assert config.max_model_len == 512
 
 
@@ -65,7 +66,7 @@ def test_the_table_of_llama_3_is_read_back_as_its_parameters(tmp_path, tiny_gguf
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](hf_config, torch.device("cpu"))
     plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
     table = {"rope_freqs.weight": (plain / scaled).numpy()}
-    scaling = convert(tmp_path, tiny_gguf, NORM | table).rope_scaling
+    scaling = convert(tmp_path, tiny_gguf, NORM | table).layers[0].rope.scaling
     assert scaling is not None
     assert (scaling.kind, scaling.factor) == ("llama3", pytest.approx(32.0))
     assert (scaling.low_freq_factor, scaling.high_freq_factor) == (1.0, 4.0)

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from tandem.errors import UnsupportedModel
-from tandem.models.rope import RopeScaling, read_rope
+from tandem.models.rope import Rope, RopeScaling, read_rope, read_ropes
 
 OLD = {"rope_theta": 500000.0, "max_position_embeddings": 512}
 
@@ -13,16 +13,39 @@ def test_both_spellings_read_the_same():
     old = OLD | {"rope_scaling": {"type": "linear", "factor": 4.0}}
     parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000.0}
     new = {"max_position_embeddings": 512, "rope_parameters": parameters}
-    assert read_rope(old) == read_rope(new) == (500000.0, linear)
+    assert read_rope(old) == read_rope(new) == Rope(500000.0, linear)
 
 
 @pytest.mark.parametrize("scaling", [None, {}, {"rope_type": "default"}, {"type": "default"}])
 def test_no_scaling(scaling):
-    assert read_rope(OLD | {"rope_scaling": scaling}) == (500000.0, None)
+    assert read_rope(OLD | {"rope_scaling": scaling}) == Rope(500000.0)
 
 
 def test_a_theta_that_is_not_given():
-    assert read_rope({"max_position_embeddings": 512}) == (10000.0, None)
+    assert read_rope({"max_position_embeddings": 512}) == Rope(10000.0)
+    assert read_rope({"max_position_embeddings": 512}, default_theta=2.0) == Rope(2.0)
+
+
+def test_layers_with_a_window_may_have_a_rope_of_their_own():
+    """Both spellings of Gemma 3, and what transformers assumes of absent keys."""
+    linear = {"rope_type": "linear", "factor": 8.0}
+    sizes = {"max_position_embeddings": 512}
+    nested = {
+        "full_attention": linear | {"rope_theta": 500000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    }
+    expected = {
+        "full_attention": Rope(500000.0, RopeScaling(kind="linear", factor=8.0)),
+        "sliding_attention": Rope(300.0),
+    }
+    old = OLD | {"rope_scaling": linear, "rope_local_base_freq": 300.0}
+    for config in (sizes | {"rope_parameters": nested}, old):
+        assert read_ropes(config, default_theta=1.0, by_kind=True) == expected
+    assert read_ropes(sizes, default_theta=7.0, by_kind=True) == {
+        "full_attention": Rope(7.0),
+        "sliding_attention": Rope(10000.0),
+    }
+    assert read_ropes(sizes, default_theta=7.0) == dict.fromkeys(expected, Rope(7.0))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +67,7 @@ def test_a_theta_that_is_not_given():
     ],
 )
 def test_scaling_says_how_long_the_context_is(scaling, max_model_len):
-    _, read = read_rope(OLD | {"rope_scaling": scaling})
+    read = read_rope(OLD | {"rope_scaling": scaling}).scaling
     assert read is not None
     assert read.kind == scaling["rope_type"]
     assert read.max_model_len(512) == max_model_len
@@ -60,7 +83,7 @@ def test_scaling_says_how_long_the_context_is(scaling, max_model_len):
 )
 def test_yarn_scales_attention_as_transformers_does(extra, attention_factor):
     yarn = {"rope_type": "yarn", "factor": 4.0, **extra}
-    _, scaling = read_rope(OLD | {"rope_scaling": yarn})
+    scaling = read_rope(OLD | {"rope_scaling": yarn}).scaling
     assert scaling is not None
     assert scaling.attention_factor == pytest.approx(attention_factor)
     assert (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32, 1, True)

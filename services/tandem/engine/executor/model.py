@@ -1,23 +1,25 @@
-"""The decoder of the Llama family: Llama, Mistral, Qwen 2 and 3, by what their configs say.
+"""The decoder of the dense families, by what a model's config says.
 
     x = embedding[token]
     per layer:  x += W_o attention(rotate(q), rotate(k), v)     q, k, v = W_qkv norm(x)
                 x += W_down (silu(gate) * up)                   gate, up = W_gate_up norm(x)
     logits = W_out norm(x)
 
-Qwen 3 normalizes each head of q and k before the rotation. Attention may have a sliding window.
+Families differ from this drawing in what models/families.py lists: norms may stand after attention
+and the MLP, q and k may be normalized, layers may have a window or no rotation, sums multipliers.
 Knows tensors and the KV pool; no sequences, no scheduling.
 """
 
 from collections.abc import Callable
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from tandem.engine.executor.step_inputs import StepInputs
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.models.config import ModelConfig
-from tandem_kernels.dispatch import Angles, Kernels
+from tandem.models.rope import Rope
+from tandem_kernels.dispatch import Angles, Attention, Kernels
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles, rotary_frequencies, scale_llama3, scale_yarn
 
@@ -28,9 +30,12 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._dtype = weights.embedding.dtype
-        self._frequencies = rope_frequencies(config).to(weights.embedding.device)
-        scaling = config.rope_scaling
-        self._angle_scale = scaling.attention_factor if scaling else 1.0
+        device = weights.embedding.device
+        ropes = dict.fromkeys(layer.rope for layer in config.layers)
+        self._frequencies = {
+            rope: rope_frequencies(rope, config.head_dim).to(device) for rope in ropes
+        }
+        self._embedding_multiplier = embedding_multiplier(config, self._dtype)
         self.final_hidden = weights.embedding[:0]  # what the last step's logits were made of
 
     def forward(
@@ -44,24 +49,38 @@ class Decoder:
         `on_kv_written` is called when the last layer's KV is in the pool (on CUDA: will be, by what
         is in the stream), with the last layer's attention, its MLP and the logits still to come.
         """
-        attention = self._kernels.attention(
+        specs = self._config.layers
+        attentions = {
+            window: self._attention(inputs, pool, window)
+            for window in dict.fromkeys(spec.window for spec in specs)
+        }
+        angles = {
+            rope: rotary_angles(inputs.positions, frequencies, rope.attention_factor)
+            for rope, frequencies in self._frequencies.items()
+        }
+        x = self._weights.embedding[inputs.token_ids]
+        if self._embedding_multiplier != 1.0:
+            x = x * self._embedding_multiplier
+        for index, (spec, layer) in enumerate(zip(specs, self._weights.layers, strict=True)):
+            normed = self._norm(x, layer.attention_norm)
+            queries = self._store_kv(index, layer, normed, angles[spec.rope], inputs, pool)
+            if on_kv_written is not None and layer is self._weights.layers[-1]:
+                on_kv_written()
+            attended = attentions[spec.window](index, queries).flatten(1)
+            delta = self._project(attended, (layer.attention_out,))
+            x = self._added(x, delta, layer.attention_post_norm)
+            x = self._added(x, self._mlp(layer, self._norm(x, layer.mlp_norm)), layer.mlp_post_norm)
+        return self._logits(x, inputs.logit_rows)
+
+    def _attention(self, inputs: StepInputs, pool: KvPool, window: int | None) -> Attention:
+        return self._kernels.attention(
             inputs.spans,
             pool,
             self._config.num_attention_heads,
             self._dtype,
-            self._config.sliding_window,
+            window,
+            self._config.attention_scale,
         )
-        angles = rotary_angles(inputs.positions, self._frequencies, self._angle_scale)
-        x = self._weights.embedding[inputs.token_ids]
-        for index, layer in enumerate(self._weights.layers):
-            normed = self._norm(x, layer.attention_norm)
-            queries = self._store_kv(index, layer, normed, angles, inputs, pool)
-            if on_kv_written is not None and layer is self._weights.layers[-1]:
-                on_kv_written()
-            attended = attention(index, queries).flatten(1)
-            x = x + self._project(attended, (layer.attention_out,))
-            x = x + self._mlp(layer, self._norm(x, layer.mlp_norm))
-        return self._logits(x, inputs.logit_rows)
 
     def _store_kv(
         self,
@@ -76,8 +95,8 @@ class Decoder:
         num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_kv_heads
         heads = self._project(x, layer.qkv).view(x.shape[0], -1, self._config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            normed_queries = self._norm(heads[:, :num_heads], layer.q_norm)
-            normed_keys = self._norm(heads[:, num_heads:-num_kv_heads], layer.k_norm)
+            normed_queries = self._norm_heads(heads[:, :num_heads], layer.q_norm)
+            normed_keys = self._norm_heads(heads[:, num_heads:-num_kv_heads], layer.k_norm)
             rotated = self._kernels.rotate(torch.cat((normed_queries, normed_keys), 1), angles)
         else:
             rotated = self._kernels.rotate(heads[:, :-num_kv_heads], angles)
@@ -88,7 +107,9 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
         gate, up = self._project(x, layer.gate_up).chunk(2, dim=-1)
-        return self._project(silu(gate).mul_(up), (layer.down,))
+        is_silu = self._config.activation == "silu"
+        activated = silu(gate) if is_silu else gelu(gate, approximate="tanh")
+        return self._project(activated.mul_(up), (layer.down,))
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple
@@ -96,10 +117,26 @@ class Decoder:
         normed = self._norm(last, self._weights.final_norm)
         self.final_hidden = normed[: rows.shape[0]]
         logits = self._kernels.linear(normed, self._weights.output, None)
-        return logits[: rows.shape[0]].float()
+        return final_logits(self._config, logits[: rows.shape[0]].float())
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._kernels.rms_norm(x, weight, self._config.rms_norm_eps)
+    def _added(
+        self, x: torch.Tensor, delta: torch.Tensor, post_norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the residual stream with what a part of the layer adds to it."""
+        delta = self._norm(delta, post_norm)
+        if self._config.multipliers.residual != 1.0:
+            delta = delta * self._config.multipliers.residual
+        return x + delta
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Returns normalized rows, or x itself where a layer has no norm."""
+        return x if weight is None else self._kernels.rms_norm(x, weight, self._config.rms_norm_eps)
+
+    def _norm_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Normalizes heads [rows, heads, D]: each of them, or all of a row as one."""
+        if self._config.qk_norm == "head":
+            return self._norm(heads, weight)
+        return self._norm(heads.flatten(1), weight).view(heads.shape)
 
     def _project(self, x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
         """Returns the products [rows, columns of all parts side by side]."""
@@ -114,10 +151,27 @@ class Decoder:
         return out
 
 
-def rope_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Returns rotary frequencies [head_dim / 2], scaled as the config says."""
-    frequencies = rotary_frequencies(config.head_dim, config.rope_theta)
-    scaling = config.rope_scaling
+def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
+    """Returns what embeddings are multiplied with: transformers rounds it to the dtype."""
+    return torch.tensor(config.multipliers.embedding, dtype=dtype).item()
+
+
+def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
+    """Returns logits from products with the output matrix: multiplied and capped."""
+    if config.multipliers.logits != 1.0:
+        logits = logits * config.multipliers.logits
+    if config.logit_cap is not None:
+        logits = torch.tanh(logits / config.logit_cap) * config.logit_cap
+    return logits
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Returns rotary frequencies [head_dim / 2]; of a layer without positions zeros, which rotate
+    nothing."""
+    if rope.theta is None:
+        return torch.zeros(head_dim // 2)
+    frequencies = rotary_frequencies(head_dim, rope.theta)
+    scaling = rope.scaling
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
@@ -132,7 +186,7 @@ def rope_frequencies(config: ModelConfig) -> torch.Tensor:
         )
     return scale_yarn(
         frequencies,
-        theta=config.rope_theta,
+        theta=rope.theta,
         factor=scaling.factor,
         original_len=scaling.original_max_position_embeddings,
         beta_fast=scaling.beta_fast,

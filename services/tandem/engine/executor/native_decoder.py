@@ -16,14 +16,16 @@ import numpy as np
 import torch
 
 from tandem.engine.cache.pool_memory import own_pages
-from tandem.engine.executor.model import rope_frequencies
+from tandem.engine.executor.model import embedding_multiplier, rope_frequencies
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.models.config import ModelConfig
+from tandem.models.layers import LayerSpec
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.native.library import (
     PANEL,
+    Activation,
     Kind,
     Layer,
     Library,
@@ -40,6 +42,7 @@ from tandem_kernels.sampling import Draw, sample
 
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 _KV_KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16, "int8": Kind.I8}
+_ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 _ANGLES_MIN = 2048
 _INPUTS = ("token_ids", "slots", "positions", "spans", "block_tables", "logit_rows")
 
@@ -79,7 +82,7 @@ class NativeDecoder:
         self._results = _Results(0, config.vocab_size)
         self._logit_rows: list[int] = []  # of the last step
         self._pool: KvPool | None = None
-        layers = (Layer * config.num_layers)(*map(self._layer, weights.layers))
+        layers = (Layer * config.num_layers)(*map(self._layer, config.layers, weights.layers))
         embedding = weights.embedding.contiguous()
         self._kept += [layers, embedding]
         self._model = Model(
@@ -97,7 +100,12 @@ class NativeDecoder:
             embedding_kind=_KINDS[embedding.dtype],
             norm_eps=config.rms_norm_eps,
             num_threads=num_threads,
-            window=config.sliding_window or 0,
+            norms_all_heads=config.qk_norm == "all",
+            attention_scale=config.attention_scale,
+            embedding_multiplier=embedding_multiplier(config, embedding.dtype),
+            residual_multiplier=config.multipliers.residual,
+            logits_multiplier=config.multipliers.logits,
+            logit_cap=config.logit_cap or 0.0,
         )
         self._decoder = library.create(self._model, instructions)
         self.instructions = library.instructions(instructions)
@@ -126,8 +134,7 @@ class NativeDecoder:
         results = self._results = self._results.of(inputs.num_logit_rows)
         step = Step(
             **inputs.addresses,
-            cosines=self._angles.cosines,
-            sines=self._angles.sines,
+            **self._angles.fields,
             **self._pool_fields,
             logits=results.logits_address,
             most_likely=results.most_likely.buffer_info()[0],
@@ -170,17 +177,23 @@ class NativeDecoder:
         """Seconds spent in each stage since the last time."""
         return self._library.take_stages(self._decoder)
 
-    def _layer(self, weights: LayerWeights) -> Layer:
-        return Layer(
+    def _layer(self, spec: LayerSpec, weights: LayerWeights) -> Layer:
+        layer = Layer(
             attention_norm=self._floats(weights.attention_norm),
+            attention_post_norm=self._floats(weights.attention_post_norm),
             q_norm=self._floats(weights.q_norm),
             k_norm=self._floats(weights.k_norm),
             mlp_norm=self._floats(weights.mlp_norm),
+            mlp_post_norm=self._floats(weights.mlp_post_norm),
             qkv=self._matrix(weights.qkv),
             attention_out=self._matrix((weights.attention_out,)),
             gate_up=self._matrix(self._gate_up(weights.gate_up)),
             down=self._matrix((weights.down,)),
+            rope=self._angles.ropes.index(spec.rope),
+            window=spec.window or 0,
         )
+        layer.gate_up.activation = _ACTIVATIONS[self._config.activation]
+        return layer
 
     def _packed_bytes(self, weights: ModelWeights) -> int:
         """Returns the bytes of all packed matrices, which lie in a row, in huge pages if any."""
@@ -272,21 +285,30 @@ class _AngleTable:
     computing them, and a computed position's bits would depend on those beside it."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._frequencies = rope_frequencies(config)
-        scaling = config.rope_scaling
-        self._scale = scaling.attention_factor if scaling else 1.0
+        self.ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
+        self._frequencies = [rope_frequencies(rope, config.head_dim) for rope in self.ropes]
         self._size = 0
         self.reach(_ANGLES_MIN)
 
     def reach(self, positions_end: int) -> None:
-        """Lets `cosines` and `sines`, addresses of [positions, head_dim / 2] each, have those
+        """Lets `fields`, addresses of [ropes, positions, head_dim / 2] each, have the positions
         before `positions_end`."""
         if positions_end <= self._size:
             return
         self._size = 1 << (positions_end - 1).bit_length()
-        angles = rotary_angles(torch.arange(self._size), self._frequencies, self._scale)
-        self._tables = [each.squeeze(1).contiguous() for each in angles]
-        self.cosines, self.sines = (table.data_ptr() for table in self._tables)
+        positions = torch.arange(self._size)
+        angles = [
+            rotary_angles(positions, frequencies, rope.attention_factor)
+            for rope, frequencies in zip(self.ropes, self._frequencies, strict=True)
+        ]
+        self._cosines, self._sines = (
+            torch.stack(tables).contiguous() for tables in zip(*angles, strict=True)
+        )
+        self.fields = {
+            "cosines": self._cosines.data_ptr(),
+            "sines": self._sines.data_ptr(),
+            "table_floats": self._cosines[0].numel(),
+        }
 
 
 class _Results:

@@ -6,6 +6,8 @@
     attention              one launch for single tokens, one for chunks
     silu(gate) * up        one kernel
 
+Norms after attention and the MLP, and norms of all heads as one, are kernels of their own.
+
 Only views and launches, nothing that waits for the device: a CUDA graph can record it.
 """
 
@@ -14,13 +16,13 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import embedding, linear
 
-from tandem.engine.executor.model import rope_frequencies
+from tandem.engine.executor.model import embedding_multiplier, final_logits, rope_frequencies
 from tandem.engine.executor.triton_inputs import StepViews
-from tandem.engine.executor.weights import Linear, ModelWeights
+from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.models.config import ModelConfig
 from tandem_kernels.kv_cache import layer_of
 from tandem_kernels.rope import rotary_angles
-from tandem_kernels.triton.activation import silu_mul
+from tandem_kernels.triton.activation import gated_mul
 from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
 from tandem_kernels.triton.prefill_attention import prefill_attention
@@ -32,9 +34,12 @@ class TritonDecoder:
         self._config = config
         self._weights = weights
         self._max_model_len = max_model_len
-        self._frequencies = rope_frequencies(config).to(weights.embedding.device)
-        scaling = config.rope_scaling
-        self._angle_scale = scaling.attention_factor if scaling else 1.0
+        device = weights.embedding.device
+        ropes = dict.fromkeys(layer.rope for layer in config.layers)
+        self._frequencies = {
+            rope: rope_frequencies(rope, config.head_dim).to(device) for rope in ropes
+        }
+        self._embedding_multiplier = embedding_multiplier(config, weights.embedding.dtype)
         # What the last step's logits were made of; a step that is replayed does not set it.
         self.final_hidden = weights.embedding[:0]
 
@@ -48,42 +53,81 @@ class TritonDecoder:
 
         `on_kv_launched` is called when all that writes KV is in the stream.
         """
-        eps = self._config.rms_norm_eps
-        angles = rotary_angles(step.positions, self._frequencies, self._angle_scale)
+        specs, eps = self._config.layers, self._config.rms_norm_eps
+        angles = {
+            rope: rotary_angles(step.positions, frequencies, rope.attention_factor)
+            for rope, frequencies in self._frequencies.items()
+        }
         x = embedding(step.token_ids, self._weights.embedding)
+        if self._embedding_multiplier != 1.0:
+            x = x * self._embedding_multiplier
         delta: torch.Tensor | None = None
-        for index, layer in enumerate(self._weights.layers):
-            if delta is None:
-                normed = rms_norm(x, layer.attention_norm, eps)
-            else:
-                normed = add_rms_norm(x, delta, layer.attention_norm, eps)
+        for index, (spec, layer) in enumerate(zip(specs, self._weights.layers, strict=True)):
+            normed = self._add_norm(x, delta, layer.attention_norm)
             layer_kv = layer_of(kv, index)
+            has_head_norms = self._config.qk_norm == "head"
             queries = rotate_and_store(
-                _project(normed, layer.qkv),
-                angles,
+                self._project_qkv(normed, layer),
+                angles[spec.rope],
                 step.slots,
                 layer_kv,
                 num_heads=self._config.num_attention_heads,
-                q_norm=layer.q_norm,
-                k_norm=layer.k_norm,
+                q_norm=layer.q_norm if has_head_norms else None,
+                k_norm=layer.k_norm if has_head_norms else None,
                 eps=eps,
             )
-            if index == len(self._weights.layers) - 1:
+            if index == len(specs) - 1:
                 on_kv_launched()
-            attended = self._attend(queries, step, layer_kv).flatten(1)
+            attended = self._attend(queries, step, layer_kv, spec.window).flatten(1)
             delta = _project(attended, (layer.attention_out,))
-            normed = add_rms_norm(x, delta, layer.mlp_norm, eps)
-            delta = _project(silu_mul(_project(normed, layer.gate_up)), (layer.down,))
+            delta = self._scaled(delta, layer.attention_post_norm)
+            normed = self._add_norm(x, delta, layer.mlp_norm)
+            gated = gated_mul(_project(normed, layer.gate_up), self._config.activation)
+            delta = self._scaled(_project(gated, (layer.down,)), layer.mlp_post_norm)
         assert delta is not None
         last, last_delta = x[step.logit_rows], delta[step.logit_rows]
         final = add_rms_norm(last, last_delta, self._weights.final_norm, eps)
         self.final_hidden = final
-        return linear(final, self._weights.output).float()
+        return final_logits(self._config, linear(final, self._weights.output).float())
+
+    def _add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Adds delta, if any, to x in place; returns the sum's normalized rows, or the sum itself
+        where a layer has no norm."""
+        if norm is None:
+            return x if delta is None else x.add_(delta)
+        eps = self._config.rms_norm_eps
+        return rms_norm(x, norm, eps) if delta is None else add_rms_norm(x, delta, norm, eps)
+
+    def _scaled(self, delta: torch.Tensor, post_norm: torch.Tensor | None) -> torch.Tensor:
+        """Returns what is added to the residual stream."""
+        if post_norm is not None:
+            delta = rms_norm(delta, post_norm, self._config.rms_norm_eps)
+        multiplier = self._config.multipliers.residual
+        return delta if multiplier == 1.0 else delta * multiplier
+
+    def _project_qkv(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        """Returns q, k and v side by side; q and k normalized if that is done over all heads."""
+        qkv = _project(x, layer.qkv)
+        if self._config.qk_norm == "all":
+            assert layer.q_norm is not None
+            assert layer.k_norm is not None
+            first = 0
+            for weight in (layer.q_norm, layer.k_norm):
+                part = qkv[:, first : first + weight.shape[0]]
+                part.copy_(rms_norm(part, weight, self._config.rms_norm_eps))
+                first += weight.shape[0]
+        return qkv
 
     def _attend(
-        self, queries: torch.Tensor, step: StepViews, layer_kv: torch.Tensor
+        self,
+        queries: torch.Tensor,
+        step: StepViews,
+        layer_kv: torch.Tensor,
+        window: int | None,
     ) -> torch.Tensor:
-        num_single, window = step.shape.num_single, self._config.sliding_window
+        num_single, scale = step.shape.num_single, self._config.attention_scale
         parts = []
         if num_single:
             num_splits = choose_num_splits(
@@ -100,6 +144,7 @@ class TritonDecoder:
                     step.context_lens[:num_single],
                     num_splits=num_splits,
                     window=window,
+                    scale=scale,
                 )
             )
         if step.shape.num_chunks:
@@ -111,6 +156,7 @@ class TritonDecoder:
                     step.context_lens[num_single:],
                     step.query_starts,
                     window,
+                    scale,
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -25,6 +25,23 @@ _EMBEDDING = "model.embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
 _FINAL_NORM = "model.norm.weight"
 _NAMES_SHOWN_MAX = 3
+# A layer's norms by where they stand, as LayerWeights and as checkpoints name them.
+_NORMS = {
+    "before": {
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+    },
+    "after": {
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+    "around": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +52,18 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    attention_norm: torch.Tensor
+    """A layer's weights; norms that a family adds an offset to have it, and are float32."""
+
     qkv: tuple[Linear, ...]  # q, k and v, or one with the rows of all three
-    q_norm: torch.Tensor | None  # [head_dim]
-    k_norm: torch.Tensor | None
     attention_out: Linear
-    mlp_norm: torch.Tensor
     gate_up: tuple[Linear, ...]  # gate and up, or one with the rows of both
     down: Linear
+    attention_norm: torch.Tensor | None = None  # before attention
+    attention_post_norm: torch.Tensor | None = None  # of what it adds
+    mlp_norm: torch.Tensor | None = None
+    mlp_post_norm: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None  # [head_dim], or [all heads * head_dim]
+    k_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +86,12 @@ def load_weights(
                 f"{config.num_layers} layers are more than the checkpoint has tensors"
             )
         _check(stored, expected_shapes(config), tied=config.tie_word_embeddings)
-    builder = _Builder(stored, dtype, device)
+    builder = _Builder(stored, config, dtype, device)
     embedding = builder.tensor(_EMBEDDING)
     return ModelWeights(
         embedding=embedding,
         layers=tuple(builder.layer(f"model.layers.{i}") for i in range(config.num_layers)),
-        final_norm=builder.tensor(_FINAL_NORM),
+        final_norm=builder.norm(_FINAL_NORM),
         output=embedding if config.tie_word_embeddings else builder.tensor(_OUTPUT),
     )
 
@@ -91,18 +112,23 @@ def _layer_shapes(config: ModelConfig) -> Shapes:
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_attention_heads * head_dim, config.num_kv_heads * head_dim
     linears = {
-        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
         "self_attn.o_proj": (hidden, q_size, config.attention_out_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
-    shapes: Shapes = {"input_layernorm.weight": (hidden,)}
-    shapes["post_attention_layernorm.weight"] = (hidden,)
+    if config.is_fused:
+        linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
+        linears["mlp.gate_up_proj"] = (2 * inner, hidden, config.mlp_bias)
+    else:
+        linears["self_attn.q_proj"] = (q_size, hidden, config.qkv_bias)
+        linears["self_attn.k_proj"] = (kv_size, hidden, config.qkv_bias)
+        linears["self_attn.v_proj"] = (kv_size, hidden, config.qkv_bias)
+        linears["mlp.gate_proj"] = (inner, hidden, config.mlp_bias)
+        linears["mlp.up_proj"] = (inner, hidden, config.mlp_bias)
+    shapes: Shapes = {f"{name}.weight": (hidden,) for name in _NORMS[config.norms].values()}
     if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (head_dim,)
+        has_all = config.qk_norm == "all"
+        shapes["self_attn.q_norm.weight"] = (q_size if has_all else head_dim,)
+        shapes["self_attn.k_norm.weight"] = (kv_size if has_all else head_dim,)
     for name, (num_out, num_in, has_bias) in linears.items():
         shapes[f"{name}.weight"] = (num_out, num_in)
         if has_bias:
@@ -148,9 +174,14 @@ class _Builder:
     """Brings tensors, by name, into the compute dtype and onto the device."""
 
     def __init__(
-        self, stored: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        stored: dict[str, torch.Tensor],
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._stored = stored
+        self._config = config
         self._dtype = dtype
         self._device = device
 
@@ -159,16 +190,34 @@ class _Builder:
 
     def layer(self, name: str) -> LayerWeights:
         attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        norms = {
+            field: self.norm(f"{name}.{stored}.weight")
+            for field, stored in _NORMS[self._config.norms].items()
+        }
+        if self._config.qk_norm:
+            norms["q_norm"] = self.norm(f"{attention}.q_norm.weight")
+            norms["k_norm"] = self.norm(f"{attention}.k_norm.weight")
+        if self._config.is_fused:
+            qkv: tuple[Linear, ...] = (self._linear(f"{attention}.qkv_proj"),)
+            gate_up: tuple[Linear, ...] = (self._linear(f"{mlp}.gate_up_proj"),)
+        else:
+            qkv = self._joined(*(f"{attention}.{part}_proj" for part in "qkv"))
+            gate_up = self._joined(f"{mlp}.gate_proj", f"{mlp}.up_proj")
         return LayerWeights(
-            attention_norm=self.tensor(f"{name}.input_layernorm.weight"),
-            qkv=self._joined(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-            q_norm=self._optional(f"{attention}.q_norm.weight"),
-            k_norm=self._optional(f"{attention}.k_norm.weight"),
+            qkv=qkv,
             attention_out=self._linear(f"{attention}.o_proj"),
-            mlp_norm=self.tensor(f"{name}.post_attention_layernorm.weight"),
-            gate_up=self._joined(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            gate_up=gate_up,
             down=self._linear(f"{mlp}.down_proj"),
+            **norms,
         )
+
+    def norm(self, name: str) -> torch.Tensor:
+        """Returns the weights of a norm. With an offset they are float32: in bfloat16 the sum
+        would lose most of its digits."""
+        if not self._config.norm_offset:
+            return self.tensor(name)
+        stored = self._stored[name].to(device=self._device, dtype=torch.float32)
+        return stored + self._config.norm_offset
 
     def _optional(self, name: str) -> torch.Tensor | None:
         return self.tensor(name) if name in self._stored else None

@@ -82,9 +82,14 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         {"HIDDEN": 4096, "COLUMNS": 4096, "HAS_DELTA": True},
     ),
     (
-        activation._silu_mul,
+        activation._gated_mul,
         {"gate_up": "*bf16", "out": "*bf16"},
-        {"INNER": 14336, "COLUMNS": 1024},
+        {"INNER": 14336, "COLUMNS": 1024, "IS_SILU": True},
+    ),
+    (
+        activation._gated_mul,
+        {"gate_up": "*bf16", "out": "*bf16"},
+        {"INNER": 2048, "COLUMNS": 1024, "IS_SILU": False},
     ),
     (
         blocks._move_words,

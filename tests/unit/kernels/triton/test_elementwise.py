@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from tandem_kernels import norm, rope
 from tandem_kernels.kv_cache import layer_of
-from tandem_kernels.triton.activation import silu_mul
+from tandem_kernels.triton.activation import gated_mul
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
 from tandem_kernels.triton.rope_cache import rotate_and_store
 from tests.kv_pools import pool_of
@@ -44,7 +44,8 @@ def test_norm(num_rows: int, hidden: int, dtype: torch.dtype, device: torch.devi
 def test_activation(num_rows: int, inner: int, dtype: torch.dtype, device: torch.device) -> None:
     gate_up = 4 * randn(num_rows, 2 * inner, dtype=dtype, device=device)
     gate, up = gate_up.chunk(2, dim=-1)
-    assert_close(silu_mul(gate_up), silu(gate) * up)
+    assert_close(gated_mul(gate_up), silu(gate) * up)
+    assert_close(gated_mul(gate_up, "gelu_tanh"), gelu(gate, approximate="tanh") * up)
 
 
 @pytest.mark.parametrize(

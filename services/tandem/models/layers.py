@@ -1,0 +1,98 @@
+"""Layers of a decoder: what each has of its own, and how a config.json says it.
+
+All else is the same in every layer, and is in `ModelConfig`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.errors import UnsupportedModel
+from tandem.models.families import Family
+from tandem.models.rope import NO_ROPE, Rope, read_ropes
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# What transformers assumes when the keys are absent.
+_DEFAULT_WINDOW_LAYERS = 28  # Qwen's layers without a window
+_DEFAULT_NO_ROPE_INTERVAL = 4  # SmolLM3's
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """The properties that differ from layer to layer."""
+
+    rope: Rope
+    window: int | None = None  # tokens that a token sees, itself the last; None: all before it
+
+
+def read_layers(
+    config: Mapping[str, Any], family: Family, num_layers: int, max_model_len: int
+) -> tuple[LayerSpec, ...]:
+    """Returns the layers in their order. Raises UnsupportedModel naming what cannot be run."""
+    have_rope = _have_rope(config, family, num_layers)
+    slide = _slide(config, family, have_rope)
+    window = _window(config) if any(slide) else None
+    if window is not None and window >= max_model_len:
+        window = None
+    ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
+    return tuple(
+        LayerSpec(
+            rope=ropes[_SLIDING if slides else _FULL] if has_rope else NO_ROPE,
+            window=window if slides else None,
+        )
+        for slides, has_rope in zip(slide, have_rope, strict=True)
+    )
+
+
+def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    """Returns for each layer whether it rotates its queries and keys."""
+    if not family.has_no_rope_layers:
+        return [True] * num_layers
+    given = config.get("no_rope_layers")  # 1: the layer has a rope
+    if given is not None:
+        return [bool(each) for each in _of_all_layers(given, "no_rope_layers", num_layers)]
+    interval = int(config.get("no_rope_layer_interval") or _DEFAULT_NO_ROPE_INTERVAL)
+    return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+
+
+def _slide(config: Mapping[str, Any], family: Family, have_rope: list[bool]) -> list[bool]:
+    """Returns for each layer whether it has the window."""
+    num_layers = len(have_rope)
+    if family.windows in ("none", "all"):
+        return [family.windows == "all"] * num_layers
+    if family.windows == "chosen" and not config.get("use_sliding_window"):
+        return [False] * num_layers
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        return [_slides(kind) for kind in _of_all_layers(kinds, "layer_types", num_layers)]
+    if family.windows == "pattern":
+        pattern = int(config.get("sliding_window_pattern") or family.pattern)
+        return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    if family.has_no_rope_layers:
+        return [not has_rope for has_rope in have_rope]
+    num_full = int(config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS))
+    return [layer >= num_full for layer in range(num_layers)]
+
+
+def _slides(kind: object) -> bool:
+    if kind not in (_FULL, _SLIDING):
+        raise UnsupportedModel(
+            f"layer_types has {kind!r:.80}, which is not supported; supported are {_FULL} and "
+            f"{_SLIDING}"
+        )
+    return kind == _SLIDING
+
+
+def _of_all_layers(values: object, key: str, num_layers: int) -> Sequence[Any]:
+    if not isinstance(values, list) or len(values) < num_layers:
+        raise UnsupportedModel(f"{key} must be a list with a value for each of {num_layers} layers")
+    return values[:num_layers]
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    window = config.get("sliding_window")
+    if window is None or (type(window) is int and window >= 1):
+        return window
+    raise UnsupportedModel(
+        f"sliding_window is {window!r:.80}; it must be a positive number of tokens or null"
+    )
