@@ -63,6 +63,22 @@ class GrammarCompiler:
             return "no text matches it"
         return ""
 
+    def forced_token(self, matcher: LLMatcher) -> int | None:
+        """Returns the next token if the grammar leaves one text only.
+
+        llguidance reads a special token where this text is spelled like one, although the grammar
+        does not allow it. There the text goes on with its longest plain token.
+        """
+        forced: list[int] = matcher.compute_ff_tokens()
+        if not forced:
+            return None
+        vocabulary = self._vocabulary()
+        is_special = vocabulary.is_special_token(forced[0])
+        if is_special and not matcher.deep_copy().try_consume_tokens(forced[:1]):
+            text = matcher.compute_ff_bytes().decode(errors="ignore")
+            forced = vocabulary.greedy_tokenize(text)
+        return forced[0]
+
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:
             if self._tokenizer is None:

@@ -34,8 +34,15 @@ Mask = npt.NDArray[np.int32]
 class GrammarMatcher:
     """The position of one completion in its grammar. `mask` is good until `append`."""
 
-    def __init__(self, compiled: Future[LLMatcher], vocab_size: int, token_ids: list[int]) -> None:
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        compiled: Future[LLMatcher],
+        vocab_size: int,
+        token_ids: list[int],
+    ) -> None:
         """`token_ids`: of the completion so far."""
+        self._compiler = compiler
         self._compiled = compiled
         self._matcher: LLMatcher | None = None
         self._num_consumed = 0
@@ -59,9 +66,8 @@ class GrammarMatcher:
         """Returns the next token if the grammar forces it. It follows from the tokens so far."""
         if (matcher := self._catch_up()) is None:
             return None
-        forced = matcher.compute_ff_tokens()
-        is_known = bool(forced) and forced[0] < self._vocab_size
-        return forced[0] if is_known else None
+        forced = self._compiler.forced_token(matcher)
+        return forced if forced is not None and forced < self._vocab_size else None
 
     def update(self) -> None:
         """Makes the mask of the next token, or sets `error`."""
@@ -72,6 +78,9 @@ class GrammarMatcher:
         words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(self.mask)].copy()
         if past := self._vocab_size % 32:
             words[-1] &= (1 << past) - 1
+        if self.forced is not None:
+            words[:] = 0
+            words.view(np.uint32)[self.forced // 32] = 1 << self.forced % 32
         self.mask = words
         if matcher.is_error():
             self.error = next(iter(matcher.get_error().splitlines()), "the matcher failed")
@@ -124,7 +133,7 @@ class GrammarMasks:
                 oldest, _ = self._compiled.popitem(last=False)
                 self._num_bytes -= len(oldest)
         self._compiled.move_to_end(text)
-        return GrammarMatcher(compiled, self._vocab_size, token_ids)
+        return GrammarMatcher(self._compiler, compiled, self._vocab_size, token_ids)
 
     def start(self, matchers: Iterable[GrammarMatcher]) -> None:
         """Begins to make the next masks of these; `wait` is called before any other change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -122,3 +123,28 @@ def test_compiled_grammars_are_bounded(
 def test_an_engine_without_a_tokenizer_refuses_grammars() -> None:
     with pytest.raises(BadRequest, match="no tokenizer"):
         GrammarMasks(None, 203).matcher(TEXTS[0], [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "text"),
+    [
+        ("choice", '["a<|im_start|>b"]', "a<|im_start|>b"),
+        ("json_schema", '{"const": "<|im_end|>"}', '"<|im_end|>"'),
+    ],
+)
+def test_plain_text_may_be_spelled_like_a_special_token(
+    grammars: GrammarMasks, kind: Literal["choice", "json_schema"], form: str, text: str
+) -> None:
+    matcher = grammars.matcher(grammar_text(StructuredOutput("x", kind, form)), [])
+    assert matcher is not None
+    token_ids: list[int] = []
+    eos = FOLDER.config.eos_token_ids
+    while not token_ids or token_ids[-1] not in eos:
+        updated(grammars, matcher)
+        assert not matcher.error
+        token_ids.append(allowed(matcher)[0])
+        matcher.append(token_ids[-1])
+        assert len(token_ids) < 30
+    tokenizer = Tokenizer(FOLDER.path)
+    assert all(token_id > 16 for token_id in token_ids[:-1])  # the first 17 are special
+    assert tokenizer.decode(token_ids[:-1]) == text
