@@ -201,6 +201,7 @@ struct DotTile {
     size_t run;
     int first, num_keys;  // positions
     const float *key_scales, *value_scales;  // of int8
+    float cap;                               // of scores
 };
 
 // `num_keys` keys from `first` on, as the right factor [dim][keys] of the scores: a panel is 16
@@ -314,6 +315,7 @@ inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& s
     if constexpr (std::is_same_v<T, int8_t>)
         for (int key = 0; key < num_keys; key += kPanel)
             store(scores + key, load(scores + key) * load(tile.key_scales + key));
+    cap_scores(scores, num_keys, tile.cap);
     for (int key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
     if (seen.end < num_keys) {
         const int whole = seen.end / kPanel * kPanel;
@@ -515,7 +517,8 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
         const int num = kv.num_keys - first < kDotKeys ? kv.num_keys - first : kDotKeys;
         if constexpr (std::is_same_v<T, int8_t>)
             kv.scales(first, kDotKeys, key_scales, value_scales);
-        const DotTile<T> tile{tiles[now], ahead, kv.run(), first, num, key_scales, value_scales};
+        const DotTile<T> tile{tiles[now], ahead,      kv.run(),     first,
+                              num,        key_scales, value_scales, model.attention_cap};
         attend_tile(tile, dim, at, sees, item.num_rows);
     }
     for (int i = 0; i < item.num_rows; ++i) {
