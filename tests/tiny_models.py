@@ -110,10 +110,15 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
         },
     ),
     "phi3": (Phi3ForCausalLM, Phi3Config, {"sliding_window": 40, **_NO_PAD}),
-    "gemma2-uncapped-attention": (
+    "gemma2": (
         Gemma2ForCausalLM,
         Gemma2Config,
-        _GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": 3.0},
+        _GEMMA
+        | {
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "attn_implementation": "eager",  # the others know no cap
+        },
     ),
     "gemma3": (
         Gemma3ForCausalLM,

@@ -8,14 +8,17 @@ that decode, one for each prefill chunk. Scores and sums are fp32 inside it, wha
 Results may differ in their last bits with what shares the batch; attention_invariant.py does not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from tandem_kernels.attention_groups import AttentionGroup, QuerySpan, make_groups
 from tandem_kernels.kv_cache import KvPool
+
+# (queries, keys, values, mask) -> as queries
+_Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,12 @@ class PagedAttention:
         dtype: torch.dtype,
         window: int | None = None,
         scale: float | None = None,
+        cap: float | None = None,
     ) -> None:
-        """`scale` of the scores; None: 1 / sqrt(D)."""
+        """`scale` of scores, None: 1 / sqrt(D). With a cap they become cap tanh(score / cap)."""
         assert num_heads % pool.num_kv_heads == 0
         self._pool = pool
+        self._cap = cap
         self._scale = pool.head_dim**-0.5 if scale is None else scale
         self._parts = [
             _MaskedGroup(group, _mask(group, pool, dtype, window))
@@ -53,21 +58,42 @@ class PagedAttention:
             rows = slice(group.first_row, group.first_row + group.num_rows)
             kv = self._pool.gather(layer, group.block_rows, group.num_seqs).to(queries.dtype)
             attend = _attend_one_query if group.num_queries == 1 else _attend_chunk
-            attend(queries[rows], kv, part.mask, self._scale, out[rows])
+            attend(queries[rows], kv, part.mask, self._product, out[rows])
         return out
+
+    def _product(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attends [..., n, D] to [..., keys, D]; no mask: causal, and there are n keys."""
+        if self._cap is None:
+            return scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale
+            )
+        scores = queries.float() @ keys.float().transpose(-1, -2) * self._scale
+        scores = torch.tanh(scores / self._cap) * self._cap
+        if mask is None:
+            ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(ahead, float("-inf"))
+        else:
+            scores = scores + mask
+        return (softmax(scores, -1) @ values.float()).to(queries.dtype)
 
 
 def _attend_one_query(
     queries: torch.Tensor,
     kv: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
+    product: _Product,
     out: torch.Tensor,
 ) -> None:
     """Queries [B, heads, D]; the heads that share a KV head are the rows of one product."""
     num_seqs, num_kv_heads, _, head_dim = kv[0].shape
     grouped = queries.view(num_seqs, num_kv_heads, -1, head_dim)
-    result = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=mask, scale=scale)
+    result = product(grouped, kv[0], kv[1], mask)
     out.view(grouped.shape).copy_(result)
 
 
@@ -75,7 +101,7 @@ def _attend_chunk(
     queries: torch.Tensor,
     kv: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
+    product: _Product,
     out: torch.Tensor,
 ) -> None:
     """Queries [n, heads, D] of one sequence; KV heads are the batch, so K and V need no copies."""
@@ -86,9 +112,7 @@ def _attend_chunk(
     keys, values = kv[:, 0].unsqueeze(2).expand(-1, -1, group_size, -1, -1)
     if mask is None:
         keys, values = keys[..., :num_queries, :], values[..., :num_queries, :]
-    result = scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
-    )
+    result = product(grouped, keys, values, mask)
     out.view(num_queries, num_kv_heads, group_size, head_dim).copy_(result.permute(2, 0, 1, 3))
 
 

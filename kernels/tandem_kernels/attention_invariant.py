@@ -43,10 +43,12 @@ class InvariantPagedAttention:
         dtype: torch.dtype,
         window: int | None = None,
         scale: float | None = None,
+        cap: float | None = None,
     ) -> None:
-        """`scale` of the scores; None: 1 / sqrt(D)."""
+        """`scale` of scores, None: 1 / sqrt(D). With a cap they become cap tanh(score / cap)."""
         assert dtype == pool.dtype == torch.float32
         self._pool = pool
+        self._cap = cap
         self._scale = pool.head_dim**-0.5 if scale is None else scale
         self._group_size = num_heads // pool.num_kv_heads
         self._tiles_per_query = -(-self._group_size // ROW_TILE)
@@ -75,7 +77,7 @@ class InvariantPagedAttention:
         if self._tiles_per_query > 1:
             kv = kv.repeat_interleave(self._tiles_per_query, dim=2)
         keys, values = kv.flatten(1, 2)
-        result = _attend_tiles(part, rows.view(-1, ROW_TILE, head_dim), keys, values)
+        result = _attend_tiles(part, rows.view(-1, ROW_TILE, head_dim), keys, values, self._cap)
         used = result.view(rows.shape)[:, : self._group_size]
         out.view(-1, self._group_size, head_dim).copy_(used)
 
@@ -90,7 +92,7 @@ class InvariantPagedAttention:
         for head in range(shape[1]):
             tiles = _padded_rows(by_head[head]).view(-1, ROW_TILE, head_dim)
             keys, values = kv[:, 0, head].unsqueeze(1).expand(-1, tiles.shape[0], -1, -1)
-            result = _attend_tiles(part, tiles, keys, values).view(-1, head_dim)
+            result = _attend_tiles(part, tiles, keys, values, self._cap).view(-1, head_dim)
             used = result[: num_queries * self._group_size]
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
@@ -134,13 +136,19 @@ def _padded_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_tiles(
-    part: _TiledGroup, tiles: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    part: _TiledGroup,
+    tiles: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cap: float | None,
 ) -> torch.Tensor:
     """Scaled queries [N, 16, D] over keys and values [N, padded context, D]: [N, 16, D]."""
     scores = tiles.new_full(part.hidden.shape, float("-inf"))
     for t, first in enumerate(part.first_row_tile):
         key_tile = keys[first:, t * KEY_TILE : (t + 1) * KEY_TILE]
         torch.bmm(tiles[first:], key_tile.transpose(1, 2), out=scores[t, first:])
+    if cap is not None:
+        scores.div_(cap).tanh_().mul_(cap)
     scores.masked_fill_(part.hidden, float("-inf"))
     weights = scores.sub_(scores.amax((0, 3)).unsqueeze(-1)).exp_()
     tile_sums = weights.sum(-1)

@@ -40,6 +40,7 @@ class MakeAttention(Protocol):
         dtype: torch.dtype,
         window: int | None,
         scale: float,
+        cap: float | None,
     ) -> Attention: ...
 
 

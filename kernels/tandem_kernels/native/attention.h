@@ -138,6 +138,7 @@ struct Tile {
     const float* widened;   // all values in fp32, where many rows need them; else null
     size_t run;
     int dim;
+    float cap;  // of scores
 };
 
 // [num_keys][dim] of values, numbers in the order of lanes_again().
@@ -216,6 +217,15 @@ inline Seen keys_seen(const Span& span, int query, int window) {
     return {window > 0 && end > window ? end - window : 0, end};
 }
 
+// cap * tanh(score / cap), for whole panels; tanh(x) is 1 - 2 / (exp(2 x) + 1).
+inline void cap_scores(float* scores, int num_keys, float cap) {
+    if (cap == 0.0f) return;
+    for (int key = 0; key < num_keys; key += kLanes) {
+        const Floats power = exp(load(scores + key) * (2.0f / cap));
+        store(scores + key, cap - 2.0f * cap / (power + 1.0f));
+    }
+}
+
 // Weighs a row's scores, of which it sees some of the `num_keys` (whole panels) that were computed.
 // Answers what its sums so far are to be multiplied with.
 inline float weigh(float* scores, Seen seen, int num_keys, float& highest, float& mass) {
@@ -253,6 +263,7 @@ void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* 
         const int num_keys = (most + kPanel - 1) / kPanel * kPanel;
         score_rows<T, MR>(q, tile.keys, tile.dim, num_keys, scores);
         float factors[MR];
+        for (int m = 0; m < MR; ++m) cap_scores(scores + m * kKeys, num_keys, tile.cap);
         for (int m = 0; m < MR; ++m)
             factors[m] = weigh(scores + m * kKeys, seen[m], num_keys, highest[m], mass[m]);
         if (tile.widened != nullptr)
@@ -423,7 +434,7 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
             HeadKv<Kept>(model, step, layer, next).tile(kKeys, none, ahead);
         const int num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
         const int num_turned = (num + kPanel - 1) / kPanel * kPanel;
-        Tile<T> tile{keys, nullptr, nullptr, nullptr, kv.run(), dim};
+        Tile<T> tile{keys, nullptr, nullptr, nullptr, kv.run(), dim, model.attention_cap};
         if constexpr (std::is_same_v<T, Kept>) {
             transpose(tiles[now], kv.run(), num_turned, dim, keys);
             tile.rows = tiles[now];

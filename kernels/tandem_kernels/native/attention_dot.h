@@ -222,6 +222,7 @@ struct DotTile {
     size_t run;
     int first, num_keys;  // positions
     const float *key_scales, *value_scales;  // of int8
+    float cap;                               // of scores
 };
 
 // Turns 16 rows of 16 words: `put` gets each column's number and its words.
@@ -369,6 +370,7 @@ inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& s
     if constexpr (std::is_same_v<T, int8_t>)
         for (int key = 0; key < num_keys; key += kPanel)
             store(scores + key, load(scores + key) * load(tile.key_scales + key));
+    cap_scores(scores, num_keys, tile.cap);
     for (int key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
     if (seen.end < num_keys) {
         const int whole = seen.end / kPanel * kPanel;
@@ -573,7 +575,8 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
             for (int key = 0; key < kDotKeys; key += kPanel)
                 store(key_scales + key, load(key_scales + key) * (1.0f / kByteToWord));
         }
-        const DotTile<T> tile{tiles[now], ahead, kv.run(), first, num, key_scales, value_scales};
+        const DotTile<T> tile{tiles[now], ahead,      kv.run(),     first,
+                              num,        key_scales, value_scales, model.attention_cap};
         attend_tile(tile, dim, at, sees, item.num_rows);
     }
     for (int i = 0; i < item.num_rows; ++i) {

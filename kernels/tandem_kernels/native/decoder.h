@@ -73,7 +73,8 @@ struct Model {
     int32_t norms_all_heads;  // of q and of k as one, not each head
     float attention_scale;    // of scores
     float embedding_multiplier, residual_multiplier, logits_multiplier;
-    float logit_cap;  // 0: none
+    float logit_cap;      // 0: none
+    float attention_cap;  // of scores; 0: none
 };
 
 struct Span {  // a sequence's query rows, the last `num_queries` tokens of its context

@@ -123,6 +123,7 @@ class Model(Structure):
                 "residual_multiplier",
                 "logits_multiplier",
                 "logit_cap",
+                "attention_cap",
             )
         ),
     )

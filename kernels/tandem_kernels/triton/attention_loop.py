@@ -29,6 +29,7 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Returns (accumulator, sums, maxima) after the keys `first` to `end` of one KV head.
@@ -39,7 +40,7 @@ def attend(
     would make NaN. No key before the first row's window is read.
 
     `paged` is (the head's K in block 0, the sequence's block table, the strides of a block and from
-    K to V, the scale in base 2).
+    K to V, the scale in base 2). CAP, in base 2 too: scores become CAP tanh(score / CAP); 0: no.
     """
     accumulator, sums, maxima = state
     queries, last_keys = tile
@@ -70,6 +71,8 @@ def attend(
             k = tl.load(k_at, mask=is_dim[:, None], other=0.0)
             v = tl.load(v_at, mask=is_dim[None, :], other=0.0)
         scores = _product(queries, k.to(queries.dtype)) * scale
+        if CAP:  # tanh(x) is 2 sigmoid(2 x) - 1
+            scores = 2.0 * CAP * tl.sigmoid(scores * (2.0 / CAP)) - CAP
         if MASKED:
             is_seen = (keys[None, :] <= last_keys[:, None]) & is_key[None, :]
             if WINDOW:

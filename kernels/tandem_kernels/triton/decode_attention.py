@@ -28,6 +28,7 @@ def decode_attention(
     num_splits: int,
     window: int | None = None,
     scale: float | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Returns the attention [B, heads, D], in the queries' dtype.
 
@@ -37,6 +38,7 @@ def decode_attention(
     context_lens  [B] int32, the query's own token counted in; 0 gives zeros
     window        the last keys of each context that are seen; None: all
     scale         of q . k; None: 1 / sqrt(D)
+    cap           scores become cap * tanh(score / cap); None: they do not
     """
     num_seqs, num_heads, head_dim = queries.shape
     num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
@@ -72,6 +74,7 @@ def decode_attention(
         BLOCK_D=block_d,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
+        CAP=(cap or 0.0) * LOG2_E.value,
         DEVICE=device_name(queries.device),
     )
     if num_splits > 1:
@@ -107,7 +110,7 @@ def choose_num_splits(
             (128, 8, 5),
         )
     ],
-    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "num_splits"],
+    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "CAP", "num_splits"],
 )
 @triton.jit(
     do_not_specialize=["num_splits", "stride_table"],
@@ -133,6 +136,7 @@ def _attend_split(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     DEVICE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -157,7 +161,18 @@ def _attend_split(
     paged = (head_kv, block_tables + seq * stride_table, stride_block, stride_kv, scale)
     state = start_state(ROWS, BLOCK_D)
     accumulator, sums, maxima = attend(
-        state, (q, last_keys), first, end, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, WINDOW, True
+        state,
+        (q, last_keys),
+        first,
+        end,
+        paged,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_SIZE,
+        KEYS,
+        WINDOW,
+        CAP,
+        True,
     )
     is_empty = sums == 0.0  # nothing is in this range
     sums = tl.where(is_empty, 1.0, sums)

@@ -32,6 +32,7 @@ def prefill_attention(
     query_starts: torch.Tensor,
     window: int | None = None,
     scale: float | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Returns [T, heads, D], in the queries' dtype. The chunks' own K and V are in the pool.
 
@@ -43,6 +44,7 @@ def prefill_attention(
                   the last tokens of its context; none is allowed; all together have T
     window        keys that a query sees, its own the last of them; None: all before it
     scale         of q . k; None: 1 / sqrt(D)
+    cap           scores become cap * tanh(score / cap); None: they do not
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
@@ -76,6 +78,7 @@ def prefill_attention(
         BLOCK_D=max(16, next_power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
+        CAP=(cap or 0.0) * LOG2_E.value,
         DEVICE=device_name(queries.device),
     )
     return out
@@ -94,7 +97,7 @@ def prefill_attention(
             (128, 128, 8, 2),
         )
     ],
-    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "size_class"],
+    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "CAP", "size_class"],
 )
 @triton.jit(
     do_not_specialize=["num_seqs", "size_class", "stride_table"],
@@ -120,6 +123,7 @@ def _attend_chunks(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     DEVICE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -158,13 +162,24 @@ def _attend_chunks(
         begin = tl.maximum(prefix_len + first_row // GROUP_SIZE + 1 - WINDOW, 0) // KEYS * KEYS
         first = tl.minimum(seen_by_last, seen_by_all)
         state = attend(
-            state, tile, begin, first, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, WINDOW, True
+            state, tile, begin, first, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, WINDOW, CAP, True
         )
     state = attend(
-        state, tile, first, seen_by_all, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, WINDOW, False
+        state,
+        tile,
+        first,
+        seen_by_all,
+        paged,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_SIZE,
+        KEYS,
+        WINDOW,
+        CAP,
+        False,
     )
     accumulator, sums, _maxima = attend(
-        state, tile, seen_by_all, end, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, WINDOW, True
+        state, tile, seen_by_all, end, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, WINDOW, CAP, True
     )
     num_heads = GROUP_SIZE * tl.num_programs(1)
     places = (tokens[:, None] * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]

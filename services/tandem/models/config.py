@@ -60,6 +60,7 @@ class ModelConfig:
     activation: Activation = "silu"  # of the MLP's gates
     multipliers: Multipliers = Multipliers()
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
+    attention_cap: float | None = None  # the same of scores
     is_fused: bool = False  # q, k and v are stored as one matrix, and so are gate and up
 
     @property
@@ -123,7 +124,8 @@ class ModelConfig:
             norm_offset=family.norm_offset,
             activation=_ACTIVATIONS[config.get(family.activation_key) or "silu"],
             multipliers=_multipliers(config, family, hidden_size),
-            logit_cap=_logit_cap(config, family),
+            logit_cap=_cap(config, family, "final_logit_softcapping"),
+            attention_cap=_cap(config, family, "attn_logit_softcapping"),
             is_fused=family.is_fused,
         )
 
@@ -204,10 +206,10 @@ def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
     return Multipliers()
 
 
-def _logit_cap(config: Mapping[str, Any], family: Family) -> float | None:
-    if family.multipliers != "gemma" or config.get("final_logit_softcapping") is None:
+def _cap(config: Mapping[str, Any], family: Family, name: str) -> float | None:
+    if not family.has_caps or config.get(name) is None:
         return None
-    return _positive(config, "final_logit_softcapping", 0.0)
+    return _positive(config, name, 0.0)
 
 
 def _positive(config: Mapping[str, Any], name: str, default: float) -> float:

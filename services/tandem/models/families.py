@@ -31,6 +31,8 @@ class Family:
     is_fused: checkpoints hold q, k and v in one matrix, and gate and up in one.
     is_rope_plain: the rope of these models has no scaling that can be run.
     is_length_scaled: `max_position_embeddings` includes the scaling of the rope, of any kind.
+    has_caps: logits and scores may be capped (`final_logit_softcapping` and
+        `attn_logit_softcapping`).
     refuses: keys whose value must be absent, null or false.
     defaults: values of keys that config.json may leave out.
     """
@@ -49,6 +51,7 @@ class Family:
     is_length_scaled: bool = False
     activation_key: str = "hidden_act"
     multipliers: Literal["", "granite", "gemma"] = ""
+    has_caps: bool = False
     refuses: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -90,7 +93,8 @@ FAMILIES: Mapping[str, Family] = {
         pattern=2,
         activation_key="hidden_activation",
         multipliers="gemma",
-        refuses=("attn_logit_softcapping", "use_bidirectional_attention"),
+        has_caps=True,
+        refuses=("use_bidirectional_attention",),
         defaults=_GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "Gemma3ForCausalLM": Family(
@@ -104,7 +108,8 @@ FAMILIES: Mapping[str, Family] = {
         is_length_scaled=True,
         activation_key="hidden_activation",
         multipliers="gemma",
-        refuses=("attn_logit_softcapping", "use_bidirectional_attention"),
+        has_caps=True,
+        refuses=("use_bidirectional_attention",),
         defaults=_GEMMA,
     ),
 }

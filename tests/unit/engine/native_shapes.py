@@ -62,6 +62,8 @@ SHAPES = (
     *(replace(BASE, window=window) for window in (1, 20, 64, 100)),
     replace(BASE, weights=torch.bfloat16, num_threads=3),
     replace(BASE, weights=torch.bfloat16, hidden=1100, inner=2050, bias=True, num_threads=2),
+    replace(BASE, kv="int8", window=20, is_odd=True),
+    replace(BASE, weights=torch.bfloat16, kv="bfloat16", is_odd=True, num_threads=2),
     replace(BASE, weights=torch.bfloat16, norms="around", window=20, is_odd=True, num_threads=2),
     replace(BASE, weights=torch.bfloat16, qk_norm="head", hidden=17, inner=1, vocab=1),
     replace(BASE, weights=torch.bfloat16, group=1, num_kv_heads=3, head_dim=16, vocab=500),
@@ -99,6 +101,7 @@ def config_of(shape: Shape) -> ModelConfig:
         activation="gelu_tanh" if shape.is_odd else "silu",
         multipliers=Multipliers(1.5, 0.2, 0.5, 2.0) if shape.is_odd else Multipliers(),
         logit_cap=3.0 if shape.is_odd else None,
+        attention_cap=2.0 if shape.is_odd else None,
     )
 
 

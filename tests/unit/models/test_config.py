@@ -116,8 +116,7 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 64, "num_hidde
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4}
 PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 64, "num_hidden_layers": 4}
-GEMMA2_AS_IT_IS = GEMMA3 | {"architectures": ["Gemma2ForCausalLM"]}
-GEMMA2 = GEMMA2_AS_IT_IS | {"attn_logit_softcapping": None}
+GEMMA2 = GEMMA3 | {"architectures": ["Gemma2ForCausalLM"]}
 TYPES = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "num_hidden_layers": 4}
 
@@ -189,6 +188,20 @@ def test_gemma_3():
     assert (config.activation, config.logit_cap, config.norm_offset) == ("gelu_tanh", None, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "caps"),
+    [
+        (GEMMA2, (30.0, 50.0)),
+        (GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": 3}, (3.0, None)),
+        (GEMMA3, (None, None)),
+        ({"attn_logit_softcapping": 50.0}, (None, None)),  # Llama has none
+    ],
+)
+def test_caps(changes, caps):
+    config = ModelConfig.from_hf(llama(**changes), None)
+    assert (config.logit_cap, config.attention_cap) == caps
+
+
 def test_granite():
     keys = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "logits_scaling": 8.0}
     changes = {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.22, **keys}
@@ -210,8 +223,7 @@ def test_granite():
             GEMMA3 | {"layer_types": ["linear_attention"] * 4},
             "layer_types has 'linear_attention', which is not supported",
         ),
-        (GEMMA2 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
-        (GEMMA2_AS_IT_IS, "attn_logit_softcapping is 50.0, which is not supported"),
+        (GEMMA2 | {"attn_logit_softcapping": -1}, "attn_logit_softcapping is -1; it must be"),
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         (GEMMA3 | {"hidden_activation": "gelu"}, "activation 'gelu' is not supported"),
         (GEMMA3 | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is None"),

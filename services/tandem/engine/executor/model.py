@@ -80,6 +80,7 @@ class Decoder:
             self._dtype,
             window,
             self._config.attention_scale,
+            self._config.attention_cap,
         )
 
     def _store_kv(

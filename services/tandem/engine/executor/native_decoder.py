@@ -106,6 +106,7 @@ class NativeDecoder:
             residual_multiplier=config.multipliers.residual,
             logits_multiplier=config.multipliers.logits,
             logit_cap=config.logit_cap or 0.0,
+            attention_cap=config.attention_cap or 0.0,
         )
         self._decoder = library.create(self._model, instructions)
         self.instructions = library.instructions(instructions)

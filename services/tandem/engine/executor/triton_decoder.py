@@ -127,7 +127,8 @@ class TritonDecoder:
         layer_kv: torch.Tensor,
         window: int | None,
     ) -> torch.Tensor:
-        num_single, scale = step.shape.num_single, self._config.attention_scale
+        num_single = step.shape.num_single
+        scale, cap = self._config.attention_scale, self._config.attention_cap
         parts = []
         if num_single:
             num_splits = choose_num_splits(
@@ -145,6 +146,7 @@ class TritonDecoder:
                     num_splits=num_splits,
                     window=window,
                     scale=scale,
+                    cap=cap,
                 )
             )
         if step.shape.num_chunks:
@@ -157,6 +159,7 @@ class TritonDecoder:
                     step.query_starts,
                     window,
                     scale,
+                    cap,
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -30,8 +30,9 @@ from tandem_kernels.triton import (
 
 PAGED = {"queries": "*bf16", "kv": "*bf16", "block_tables": "*i32", "context_lens": "*i32"}
 LLAMA3 = {"GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "DEVICE": "card"}
-LLAMA3 |= {"WINDOW": 0}
+LLAMA3 |= {"WINDOW": 0, "CAP": 0.0}
 MISTRAL = LLAMA3 | {"WINDOW": 4096}
+GEMMA2 = MISTRAL | {"CAP": 72.0, "GROUP_SIZE": 2, "HEAD_DIM": 256, "BLOCK_D": 256}
 QWEN = LLAMA3 | {"GROUP_SIZE": 7, "HEAD_DIM": 80}
 
 HEADS = {
@@ -56,6 +57,11 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         MISTRAL | {"ROWS": 16},
     ),
     (
+        decode_attention._attend_split,
+        PAGED | {"partials": "*fp32", "log_sums": "*fp32", "scale": "fp32"},
+        GEMMA2 | {"ROWS": 16},
+    ),
+    (
         decode_attention._weigh_splits,
         {"partials": "*fp32", "log_sums": "*fp32", "out": "*bf16"},
         {"HEAD_DIM": 128, "BLOCK_D": 128, "SPLITS": 16},
@@ -69,6 +75,11 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         prefill_attention._attend_chunks,
         PAGED | {"query_starts": "*i32", "out": "*bf16", "scale": "fp32"},
         MISTRAL,
+    ),
+    (
+        prefill_attention._attend_chunks,
+        PAGED | {"query_starts": "*i32", "out": "*bf16", "scale": "fp32"},
+        GEMMA2,
     ),
     (
         rope_cache._rotate_and_store,

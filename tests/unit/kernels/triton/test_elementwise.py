@@ -34,6 +34,8 @@ def test_norm(num_rows: int, hidden: int, dtype: torch.dtype, device: torch.devi
     delta = randn(num_rows, hidden + 5, dtype=dtype, device=device, seed=1)[:, :hidden]
     weight = randn(hidden, dtype=dtype, device=device, seed=2)
     assert_close(rms_norm(x, weight, EPS), norm.rms_norm(x, weight, EPS))
+    wide = weight.float()  # is not rounded in between
+    assert_close(rms_norm(x, wide, EPS), norm.rms_norm(x, wide, EPS))
     total = x + delta
     assert_close(add_rms_norm(x, delta, weight, EPS), norm.rms_norm(total, weight, EPS))
     assert_close(x, total)
@@ -52,14 +54,14 @@ def test_activation(num_rows: int, inner: int, dtype: torch.dtype, device: torch
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
     [(1, 1, 8, 16), (6, 2, 64, 8), (7, 1, 80, 24), (9, 3, 96, 16), (4, 4, 128, 64), (8, 1, 256, 8)],
 )
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("norm_dtype", [None, *DTYPES], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotation_and_cache_write(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
-    has_norm: bool,
+    norm_dtype: torch.dtype | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
@@ -71,7 +73,11 @@ def test_rotation_and_cache_write(
     )
     expected_kv = kv.clone()
     qkv = randn(num_tokens, heads * head_dim, dtype=dtype, device=device, seed=1)
-    norms = [randn(head_dim, dtype=dtype, device=device, seed=seed) for seed in (2, 3)]
+    norms = [
+        randn(head_dim, dtype=norm_dtype or dtype, device=device, seed=seed) for seed in (2, 3)
+    ]
+    if dtype == torch.float32 and norm_dtype == torch.bfloat16:
+        pytest.skip("weights of norms are of the dtype of rows, or fp32")
     positions = torch.tensor([5, 0, 300, 7, 99999], device=device)
     frequencies = rope.rotary_frequencies(head_dim, 10_000.0).to(device)
     angles = rope.rotary_angles(positions, frequencies, 1.1)
@@ -82,14 +88,14 @@ def test_rotation_and_cache_write(
         torch.tensor(slots, device=device),
         layer_of(kv, layer),
         num_heads=num_heads,
-        q_norm=norms[0] if has_norm else None,
-        k_norm=norms[1] if has_norm else None,
+        q_norm=norms[0] if norm_dtype else None,
+        k_norm=norms[1] if norm_dtype else None,
         eps=EPS,
     )
 
     split = qkv.view(num_tokens, heads, head_dim)
     q, k, v = split.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    if has_norm:
+    if norm_dtype:
         q, k = norm.rms_norm(q, norms[0], EPS), norm.rms_norm(k, norms[1], EPS)
     assert_close(queries, rope.rotate(q, angles))
     stored = torch.tensor([slot >= 0 for slot in slots], device=device)
