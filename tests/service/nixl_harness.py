@@ -24,7 +24,8 @@ from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
 from tandem.transfer.nixl.thread import TransferThread
 
-LAYOUT = BlockLayout(128, 3, 30, 16, 64, "bfloat16")  # SmolLM2's: 360 KiB a block
+# SmolLM2's: 360 KiB a block of bfloat16. TRANSFER_KV_DTYPE=int8 has the same tests move another.
+LAYOUT = BlockLayout(128, 3, 30, 16, 64, os.environ.get("TRANSFER_KV_DTYPE", "bfloat16"))
 DEADLINE_S = 20.0
 _ROOT = Path(__file__).parents[2]
 _Event = TypeVar("_Event", bound=transfer.TransferEvent)
