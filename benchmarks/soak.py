@@ -93,7 +93,7 @@ class Soak:
             await self._until_ready(http)
             self._find(await self._cluster(http))
             self.state = "filling"
-            await self._fill(http)
+            await self._fill(http, self.clients)
             self.capacity = self._arguments.capacity or await self._measure_capacity()
             print(f"capacity {self.capacity:.2f} turns/s", flush=True)
             self._began = time.monotonic()
@@ -132,17 +132,18 @@ class Soak:
         self._redis = redis.asyncio.Redis.from_url(environment["TANDEM_REDIS_URL"])
         self._run_folder = Path(os.readlink(worker / "fd/2")).parent
 
-    async def _fill(self, http: httpx.AsyncClient) -> None:
-        """Fills the router's log with requests, and the pools with blocks."""
+    async def _fill(self, http: httpx.AsyncClient, clients: Clients) -> None:
+        """Fills the router's log with requests of the very mix, and the pools with blocks.
+
+        A record of a chat that pulled its prefix takes more memory than one of a short prompt.
+        """
         left = iter(range(self._arguments.fill))
 
         async def fill() -> None:
-            for number in left:
-                prompt = [100 + number % 30_000, *range(200, 215)]
-                body = {"prompt": prompt, "max_tokens": 1}
-                (await http.post("/v1/completions", json=body)).raise_for_status()
+            for _ in left:
+                await clients.turn(may_leave=False, max_tokens=2)
 
-        await asyncio.gather(*(fill() for _ in range(4 * CLIENTS)))
+        await asyncio.gather(*(fill() for _ in range(CLIENTS)))
         for number in range(NUM_BLOCKS * 20 // 2000 if self._arguments.fill else 0):
             prompt = [(token * 31 + number * 7919) % 40_000 + 100 for token in range(2000)]
             body = {"prompt": prompt, "max_tokens": 4}

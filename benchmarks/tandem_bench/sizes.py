@@ -12,6 +12,7 @@ POOL_BYTES_MAX = 1 << 30  # of each side
 # heads, layers, tokens of a block, head size, dtype
 _SHAPES = {
     "SmolLM2-135M": (3, 30, 16, 64, "bfloat16"),
+    "SmolLM2-135M int8": (3, 30, 16, 64, "int8"),
     "Llama-3-8B": (8, 32, 16, 128, "bfloat16"),
 }
 MODELS = tuple(_SHAPES)

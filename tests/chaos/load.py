@@ -90,6 +90,18 @@ async def computed_prompts(
     return made
 
 
+async def answered(cluster: Served, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The same prompts with what this cluster answers, one at a time."""
+    async with open_client(cluster) as client:
+        return [
+            Prompt(
+                p.token_ids,
+                (await complete(client, p.token_ids, max_tokens=len(p.expected))).token_ids,
+            )
+            for p in prompts
+        ]
+
+
 def requests(
     rng: Random,
     prompts: Sequence[Prompt],

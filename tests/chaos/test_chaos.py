@@ -14,6 +14,8 @@ CHAOS_TRANSPORT=nixl makes the first decode worker read over NIXL and TCP, too, 
 `--nixl-tcp insecure` for all. Not by default: UCX's TCP ends a producer's process (SIGABRT) when a
 consumer goes in the midst of a read; Tandem then starts that worker again and no token is wrong,
 but the test takes no worker that ends unasked.
+CHAOS_KV_DTYPE=int8 gives all workers a quantized KV cache. What is right is then what one worker
+answers before any fault, for the reference answers are those of float32 KV.
 """
 
 from __future__ import annotations
@@ -42,7 +44,15 @@ from tests.chaos.checks import (
     wrong_outcomes,
 )
 from tests.chaos.faults import Fault, Happened, Keeper, Striker
-from tests.chaos.load import Load, Outcome, Prompt, computed_prompts, golden_prompts, requests
+from tests.chaos.load import (
+    Load,
+    Outcome,
+    Prompt,
+    answered,
+    computed_prompts,
+    golden_prompts,
+    requests,
+)
 from tests.harness.cluster import LocalCluster
 from tests.harness.network import Network, why_not
 
@@ -52,6 +62,7 @@ OPTIONS = (
 )
 NO_NETWORK = why_not()
 TRANSPORT = os.environ.get("CHAOS_TRANSPORT", "auto")
+KV_DTYPE = os.environ.get("CHAOS_KV_DTYPE", "auto")
 SHARE_OF_LONG = 0.2  # of the answers
 
 
@@ -134,6 +145,7 @@ async def run(chaos: Chaos, folder: Path) -> None:
         home = network.home.address if network else "127.0.0.1"
         cluster = LocalCluster(stack.enter_context(EmbeddedRedis(host=home)), folder)
         cluster.options = [*cluster.options, *OPTIONS, "--num-blocks", str(chaos.num_blocks)]
+        cluster.options += ["--kv-dtype", KV_DTYPE]
         if TRANSPORT == "nixl":
             cluster.options += ["--nixl-tcp", "insecure"]
         stack.callback(cluster.close)
@@ -165,6 +177,8 @@ async def start(
     keeper.start("decode-0", "decode", "--transport", TRANSPORT, *host)
     await asyncio.to_thread(cluster.wait_ready)
     prompts = golden_prompts(rng, chaos.golden)
+    if KV_DTYPE != "auto":
+        prompts = await answered(cluster, prompts)
     prompts += await computed_prompts(cluster, rng, chaos.computed_lengths)
     keeper.start("decode-1", "decode", "--transport", "grpc", *host)
     keeper.start("prefill-0", "prefill", *chaos.options, *host)

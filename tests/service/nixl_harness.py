@@ -19,12 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.config.transfer import TransferConfig
-from tandem.engine.cache.layout import BlockLayout
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
 from tandem.transfer.nixl.thread import TransferThread
+from tandem_bench.sizes import layout_of
 
-LAYOUT = BlockLayout(128, 3, 30, 16, 64, "bfloat16")  # SmolLM2's: 360 KiB a block
+# 360 KiB a block. TRANSFER_MODEL="SmolLM2-135M int8" has the same tests move quantized blocks.
+MODEL = os.environ.get("TRANSFER_MODEL", "SmolLM2-135M")
+LAYOUT = layout_of(MODEL, 128)
 DEADLINE_S = 20.0
 _ROOT = Path(__file__).parents[2]
 _Event = TypeVar("_Event", bound=transfer.TransferEvent)

@@ -34,6 +34,7 @@ from tandem_bench.sizes import scattered
 from tests.service.nixl_harness import (
     DEADLINE_S,
     LAYOUT,
+    MODEL,
     PoolProcess,
     contents,
     transfer_config,
@@ -76,7 +77,7 @@ class Consumer:
             role="decode",
             cluster=ClusterConfig("c", "redis://", TOKEN),
             engine=EngineConfig(
-                model="SmolLM2-135M", num_blocks=LAYOUT.num_blocks, block_size=LAYOUT.block_size
+                model=MODEL, num_blocks=LAYOUT.num_blocks, block_size=LAYOUT.block_size
             ),
             transfer=transfer_config(),
             worker_id="reader",
