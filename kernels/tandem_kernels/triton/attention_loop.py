@@ -71,7 +71,7 @@ def attend(
             k = tl.load(k_at, mask=is_dim[:, None], other=0.0)
             v = tl.load(v_at, mask=is_dim[None, :], other=0.0)
         scores = _product(queries, k.to(queries.dtype)) * scale
-        if CAP:  # tanh(x) is 2 sigmoid(2 x) - 1
+        if CAP > 0.0:  # tanh(x) is 2 sigmoid(2 x) - 1
             scores = 2.0 * CAP * tl.sigmoid(scores * (2.0 / CAP)) - CAP
         if MASKED:
             is_seen = (keys[None, :] <= last_keys[:, None]) & is_key[None, :]
