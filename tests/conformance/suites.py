@@ -49,7 +49,8 @@ def table(report: Path) -> str:
     for case in ElementTree.parse(report).iter("testcase"):
         module = case.get("classname", "").replace(".", "/") + ".py"
         file = case.get("file", module).removeprefix("tests/")
-        name = f"{file}::{case.get('name')}"
+        kind = case.get("classname", "").rpartition(".")[2]
+        name = f"{file}::{kind}::{case.get('name')}"
         problem = case.find("failure") if case.find("failure") is not None else case.find("error")
         if case.find("skipped") is not None:
             counts[file]["not applicable"] += 1
