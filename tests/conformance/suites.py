@@ -50,7 +50,8 @@ def table(report: Path) -> str:
         module = case.get("classname", "").replace(".", "/") + ".py"
         file = case.get("file", module).removeprefix("tests/")
         kind = case.get("classname", "").rpartition(".")[2]
-        name = f"{file}::{kind}::{case.get('name')}"
+        of_class = "" if kind == Path(file).stem else f"::{kind}"
+        name = f"{file}{of_class}::{case.get('name')}"
         problem = case.find("failure") if case.find("failure") is not None else case.find("error")
         if case.find("skipped") is not None:
             counts[file]["not applicable"] += 1
