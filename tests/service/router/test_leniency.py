@@ -36,7 +36,7 @@ async def test_what_is_known_and_not_supported_is_refused(router: RunningRouter)
     content = [{"type": "text", "text": "What is it?"}, image]
     for body, says in (
         ({"messages": [{"role": "user", "content": content}]}, "takes text only"),
-        ({"messages": CHAT, "regex": "a+"}, "regex is not supported"),
+        ({"messages": CHAT, "stop_regex": "a+"}, "stop_regex is not supported"),
     ):
         answer = await router.http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 ROUTER = {"strict_fields": True}
 UNFINISHED = [*CHAT, {"role": "assistant", "content": "Hello, I"}]
+TWO_ENDS = {"add_generation_prompt": True, "continue_final_message": True}
 
 
 async def ask(router: RunningRouter, path: str, **body: Any) -> Any:
@@ -57,7 +58,7 @@ async def test_several_prompts_get_lists(router: RunningRouter) -> None:
     [
         {},
         {"add_generation_prompt": False},
-        {"add_generation_prompt": False, "continue_final_message": True},
+        {"continue_final_message": True},
     ],
 )
 async def test_a_chat_has_the_same_ids_for_tokenize_for_chats_and_over_grpc(
@@ -94,7 +95,7 @@ async def test_a_long_prompt_is_counted_and_a_huge_one_refused(router: RunningRo
         ("/tokenize", {"prompt": "x", "wings": 2}, 400, "wings"),
         ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
         ("/tokenize", {"messages": CHAT, "tools": [{}]}, 400, "tools"),
-        ("/tokenize", {"messages": CHAT, "continue_final_message": True}, 400, "add_gen"),
+        ("/tokenize", {"messages": CHAT, **TWO_ENDS}, 400, "add_gen"),
         ("/detokenize", {"tokens": "x"}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
         ("/detokenize", {"tokens": [1 << 20]}, 400, "tokens"),

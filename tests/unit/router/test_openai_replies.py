@@ -56,6 +56,7 @@ def test_each_chunk_has_the_usage_so_far_when_that_is_asked_for(chat: bool) -> N
 
 def test_a_chat_begins_with_its_role() -> None:
     deltas = [c["choices"][0]["delta"] for c in streamed(chat=True)]
+    assert [d.pop("reasoning_content") for d in deltas] == [None, None, None]
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "he"}, {"content": "y"}]
     reasons = [c["choices"][0]["finish_reason"] for c in streamed(chat=True)]
     assert reasons == [None, None, "length"]

@@ -265,9 +265,11 @@ def test_how_the_prompt_of_a_chat_ends() -> None:
 
     assert conversation().add_generation_prompt
     assert not conversation(add_generation_prompt=False).continue_final_message
-    flags = {"add_generation_prompt": False, "continue_final_message": True}
-    assert conversation(**flags).continue_final_message
-    error = refused({"messages": HELLO, "continue_final_message": True}, chats=True)
+    continuing = conversation(continue_final_message=True)
+    assert continuing == conversation(add_generation_prompt=False, continue_final_message=True)
+    assert not continuing.add_generation_prompt
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    error = refused({"messages": HELLO, **both}, chats=True)
     assert error.param == "add_generation_prompt"
     assert not completion(add_special_tokens=False).requests[0].add_special_tokens
     assert conversation(add_special_tokens=True).add_special_tokens

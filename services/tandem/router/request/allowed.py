@@ -90,6 +90,8 @@ ALLOWED = {
     "guided_regex": "a non-empty string",
     "guided_choice": "a non-empty list of non-empty strings",
     "guided_grammar": "a non-empty string: a grammar in Lark's or GBNF's syntax",
+    "regex": "a non-empty string",
+    "ebnf": "a non-empty string: a grammar in GBNF's or Lark's syntax",
 }
 
 

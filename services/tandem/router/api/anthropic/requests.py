@@ -265,7 +265,7 @@ class CountTokensBody(Strict):
             messages += message.to_chat()
         chat: dict[str, Any] = {"model": self.model, "messages": messages}
         if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
-            chat |= {"continue_final_message": True, "add_generation_prompt": False}
+            chat["continue_final_message"] = True
         if self.tools:
             chat["tools"] = [tool.to_chat() for tool in self.tools]
         if self.tool_choice is not None:

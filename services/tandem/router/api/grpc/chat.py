@@ -34,6 +34,9 @@ def parse_chat(chat: pb.Chat) -> Conversation:
             f"{refusal('tools').message} ({error.errors()[0]['msg']})", param="tools"
         ) from None
     options = chat.chat_template_kwargs
+    ends_with_head = not chat.continue_final_message
+    if chat.HasField("add_generation_prompt"):
+        ends_with_head = chat.add_generation_prompt
     return Conversation(
         tuple(map(_message, chat.messages)),
         tools=tuple(tools),
@@ -42,8 +45,7 @@ def parse_chat(chat: pb.Chat) -> Conversation:
         parallel_tool_calls=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
         reasoning_effort=chat.reasoning_effort if chat.HasField("reasoning_effort") else None,
         template_options=_json_object("chat_template_kwargs", options) if options else {},
-        add_generation_prompt=chat.add_generation_prompt
-        or not chat.HasField("add_generation_prompt"),
+        add_generation_prompt=ends_with_head,
         continue_final_message=chat.continue_final_message,
         add_special_tokens=chat.add_special_tokens,
     )

@@ -38,7 +38,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     **dict.fromkeys(("documents", "mm_processor_kwargs", "structural_tag"), ()),
     **dict.fromkeys(("logits_processors", "custom_logit_processor", "vllm_xargs"), ()),
-    **dict.fromkeys(("regex", "ebnf", "stop_regex", "lora_path", "session_params"), ()),
+    **dict.fromkeys(("stop_regex", "lora_path", "session_params"), ()),
     **dict.fromkeys(("return_hidden_states", "no_stop_trim"), (False,)),
 }
 

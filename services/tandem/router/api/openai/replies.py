@@ -138,7 +138,8 @@ class Replies:
         }
         body = self._chunk_head()
         if self.is_chat:
-            choice["delta"] = message
+            # In each chunk, because clients of SGLang's read it without asking whether it is there.
+            choice["delta"] = {"reasoning_content": None, **message}
         else:
             choice["text"] = delta.text
         if self.parsed.return_token_ids:

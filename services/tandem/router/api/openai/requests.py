@@ -271,7 +271,7 @@ class ConversationFields(Strict):
     """The fields of a chat that say what its prompt is."""
 
     messages: list[ChatMessage] = Field(description=ALLOWED["messages"])
-    add_generation_prompt: bool = Field(True, description=ALLOWED["add_generation_prompt"])
+    add_generation_prompt: bool | None = Field(None, description=ALLOWED["add_generation_prompt"])
     continue_final_message: bool = Field(False, description=ALLOWED["continue_final_message"])
     add_special_tokens: bool = Field(False, description=ALLOWED["add_special_tokens"])
     tools: list[Tool] = Field([], description=ALLOWED["tools"])
@@ -282,6 +282,9 @@ class ConversationFields(Strict):
 
     def to_conversation(self) -> Conversation:
         """Raises BadRequest for a wrong role, and for two ways to end the prompt."""
+        ends_with_head = self.add_generation_prompt
+        if ends_with_head is None:
+            ends_with_head = not self.continue_final_message
         return Conversation(
             tuple(message.to_message() for message in self.messages),
             tools=tuple(self.tools),
@@ -290,7 +293,7 @@ class ConversationFields(Strict):
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning_effort,
             template_options=self.chat_template_kwargs,
-            add_generation_prompt=self.add_generation_prompt,
+            add_generation_prompt=ends_with_head,
             continue_final_message=self.continue_final_message,
             add_special_tokens=self.add_special_tokens,
         )

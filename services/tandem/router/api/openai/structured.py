@@ -1,4 +1,5 @@
-"""The fields that give a completion its form: OpenAI's `response_format`, and vLLM's additions."""
+"""The fields that give a completion its form: OpenAI's `response_format`, and the additions of vLLM
+and SGLang."""
 
 import json
 from collections.abc import Mapping
@@ -74,6 +75,14 @@ class StructuredOutputs(Strict):
         return _wanted("structured_outputs", name, value)
 
 
+# Fields that are a form by themselves: vLLM's, then SGLang's.
+_FORMS = {
+    **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+
+
 class StructuredFields(Strict):
     """The fields of a body of which at most one gives its completions a form."""
 
@@ -85,15 +94,17 @@ class StructuredFields(Strict):
     guided_regex: str | None = Field(None, description=ALLOWED["guided_regex"])
     guided_choice: list[str] | None = Field(None, description=ALLOWED["guided_choice"])
     guided_grammar: str | None = Field(None, description=ALLOWED["guided_grammar"])
+    regex: str | None = Field(None, description=ALLOWED["regex"])
+    ebnf: str | None = Field(None, description=ALLOWED["ebnf"])
 
     def structured_output(self) -> StructuredOutput | None:
         """Returns the form that the body asks for; None for any. Raises BadRequest."""
         named = [
             field.wanted() for field in (self.response_format, self.structured_outputs) if field
         ]
-        for name in ("json", "regex", "choice", "grammar"):
-            if (value := getattr(self, f"guided_{name}")) is not None:
-                named.append(_wanted(f"guided_{name}", name, value))
+        for field, name in _FORMS.items():
+            if (value := getattr(self, field)) is not None:
+                named.append(_wanted(field, name, value))
         wanted = [form for form in named if form is not None]
         if len(wanted) > 1:
             fields = " and ".join(form.field for form in wanted)
