@@ -282,9 +282,7 @@ class ConversationFields(Strict):
 
     def to_conversation(self) -> Conversation:
         """Raises BadRequest for a wrong role, and for two ways to end the prompt."""
-        ends_with_head = self.add_generation_prompt
-        if ends_with_head is None:
-            ends_with_head = not self.continue_final_message
+        head = self.add_generation_prompt
         return Conversation(
             tuple(message.to_message() for message in self.messages),
             tools=tuple(self.tools),
@@ -293,7 +291,7 @@ class ConversationFields(Strict):
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning_effort,
             template_options=self.chat_template_kwargs,
-            add_generation_prompt=ends_with_head,
+            add_generation_prompt=not self.continue_final_message if head is None else head,
             continue_final_message=self.continue_final_message,
             add_special_tokens=self.add_special_tokens,
         )
