@@ -2,10 +2,10 @@
 
     python benchmarks/kv_formats.py [--formats int8] [--contexts 2000,8000] [--threads 1]
 
-Each sequence's blocks lie scattered over a pool, as they do after an hour of load. For each context
-steps with both pools take turns; the figure is the median of the ratios of each turn, with the
-quartiles beside it. The bound is what reading memory alone would give: the bytes of weights and of
-KV with bfloat16, divided by those with the format. Writes benchmarks/results/kv_formats.json.
+Each sequence's blocks lie scattered over its pool. For each context steps with both pools take
+turns; the figure is the median of the ratios of each turn, with the quartiles beside it. The bound
+is what reading memory alone would give: the bytes of weights and of KV with bfloat16, divided by
+those with the format. Writes benchmarks/results/kv_formats.json.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 class Pool:
-    """A model and its pool of one format, whose blocks hold what a prompt of zeros leaves."""
+    """A model and its pool of one format, whose blocks hold the KV of random tokens."""
 
     def __init__(
         self, folder: ModelFolder, kv_dtype: str, context: int, batch: int, threads: int

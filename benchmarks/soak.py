@@ -135,7 +135,8 @@ class Soak:
     async def _fill(self, http: httpx.AsyncClient, clients: Clients) -> None:
         """Fills the router's log with requests of the very mix, and the pools with blocks.
 
-        A record of a chat that pulled its prefix takes more memory than one of a short prompt.
+        Then a record that is measured takes the place of one of its own kind. Raises RuntimeError
+        when a turn fails.
         """
         left = iter(range(self._arguments.fill))
 
@@ -144,6 +145,8 @@ class Soak:
                 await clients.turn(may_leave=False, max_tokens=2)
 
         await asyncio.gather(*(fill() for _ in range(CLIENTS)))
+        if failures := [what for what in clients.outcomes if not what.endswith(": ended")]:
+            raise RuntimeError(f"turns failed before any load: {failures}")
         for number in range(NUM_BLOCKS * 20 // 2000 if self._arguments.fill else 0):
             prompt = [(token * 31 + number * 7919) % 40_000 + 100 for token in range(2000)]
             body = {"prompt": prompt, "max_tokens": 4}
