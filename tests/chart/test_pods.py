@@ -49,6 +49,15 @@ def test_containers_are_confined(values: dict[str, Any]) -> None:
 
 
 @by_example
+def test_containers_say_what_they_need(values: dict[str, Any]) -> None:
+    """A namespace with a quota refuses a pod whose containers do not."""
+    for component, _, made in containers(render(values)):
+        if made["name"] != "model":  # copies the model and ends; the image is the user's
+            assert {"cpu", "memory"} <= made["resources"]["requests"].keys(), component
+            assert "memory" in made["resources"]["limits"], component
+
+
+@by_example
 def test_probes_start_no_program_and_are_patient(values: dict[str, Any]) -> None:
     """A program takes seconds to start on a busy node, and a failed probe then ends a container
     that is well. Containers that Ray runs in need probes, or KubeRay adds its own."""
@@ -211,6 +220,7 @@ def test_only_a_router_that_scales_has_a_token_and_only_its_container(
     with_token = set()
     for component, pod, made in containers(objects):
         assert pod["automountServiceAccountToken"] is False
+        assert component == "router" or "serviceAccountName" not in pod
         (volume,) = [v for v in pod.get("volumes", []) if _has_token(v)] or [None]
         mounts = [m for m in made.get("volumeMounts", []) if volume and m["name"] == volume["name"]]
         if not mounts:
