@@ -189,9 +189,9 @@ def sdpa_of(bench: Bench, num_tokens: int, prefix: int) -> Callable[[], object]:
     return lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def measure_steps(bench: Bench, steps: TritonSteps, pool: KvPool) -> None:
+def measure_steps(bench: Bench, steps: TritonSteps, pools: list[KvPool]) -> None:
     size = bench.size
-    width = pool.layout.num_blocks // size.batch
+    width = pools[0].layout.num_blocks // size.batch
     weights = weight_bytes(size)
     tables = [list(range(i * width, (i + 1) * width)) for i in range(size.batch)]
     slices = [SequenceSlice([7], size.step_context, table, True) for table in tables]
@@ -202,14 +202,14 @@ def measure_steps(bench: Bench, steps: TritonSteps, pool: KvPool) -> None:
     what = f"decode step, {size.batch} x {size.step_context}"
 
     def step(batch: StepBatch, draws: list[Draw]) -> None:
-        steps.sample(steps.forward(batch, pool), draws)
+        steps.sample(steps.forward(batch, pools), draws)
 
     batch = StepBatch(slices)
     greedy_s = bench.wall_seconds(lambda: step(batch, draws), size.repeats)
     bench.add(f"{what}, greedy", floor_s, greedy_s, goal=0.75)
     sampled_s = bench.wall_seconds(lambda: step(batch, sampled), size.repeats)
     bench.add(f"{what}, top-k 50, top-p 0.95", floor_s, sampled_s)
-    kernels_s = bench.seconds(lambda: steps.forward(batch, pool))
+    kernels_s = bench.seconds(lambda: steps.forward(batch, pools))
     bench.add(f"{what}, without sampling and waiting", floor_s, kernels_s)
     one_s = bench.wall_seconds(lambda: step(StepBatch(slices[:1]), draws[:1]), size.repeats)
     floor_s = (weights + size.step_context * token_bytes) / bench.bytes_per_s
@@ -218,7 +218,7 @@ def measure_steps(bench: Bench, steps: TritonSteps, pool: KvPool) -> None:
     per_token = 2 * (weights // 2 - size.vocab * size.hidden)
     for num_tokens in size.chunks:
         piece = SequenceSlice(
-            [7] * num_tokens, num_tokens, list(range(pool.layout.num_blocks)), True
+            [7] * num_tokens, num_tokens, list(range(pools[0].layout.num_blocks)), True
         )
         chunk = StepBatch([piece])
         attention = 2 * num_tokens**2 * size.heads * size.head_dim * size.layers
@@ -228,7 +228,7 @@ def measure_steps(bench: Bench, steps: TritonSteps, pool: KvPool) -> None:
         bench.add(f"prefill of {num_tokens} tokens in one chunk", floor_s, measured_s, goal)
 
 
-def generate(bench: Bench, steps: TritonSteps, pool: KvPool) -> None:
+def generate(bench: Bench, steps: TritonSteps, pools: list[KvPool]) -> None:
     """The peer's job on our steps: all prompts in chunks, then all decode together."""
     size = bench.size
     width = -(-(size.prompt + size.made) // size.block_size)
@@ -238,14 +238,14 @@ def generate(bench: Bench, steps: TritonSteps, pool: KvPool) -> None:
     for first in range(0, size.batch, per_step):
         rows = range(first, min(first + per_step, size.batch))
         prompts = [SequenceSlice([7] * size.prompt, size.prompt, tables[i], True) for i in rows]
-        logits = steps.forward(StepBatch(prompts), pool)
+        logits = steps.forward(StepBatch(prompts), pools)
         last[rows.start : rows.stop] = steps.sample(logits, [GREEDY] * len(rows))
     for made in range(1, size.made):
         slices = [
             SequenceSlice([token], size.prompt + made, table, True)
             for token, table in zip(last, tables, strict=True)
         ]
-        last = steps.sample(steps.forward(StepBatch(slices), pool), [GREEDY] * size.batch)
+        last = steps.sample(steps.forward(StepBatch(slices), pools), [GREEDY] * size.batch)
 
 
 def run(size: Size, device: torch.device, *, with_peer: bool) -> list[dict[str, Any]]:
@@ -277,16 +277,16 @@ def measure_model(bench: Bench, config: ModelConfig, weights: ModelWeights) -> f
         num_blocks, size.kv_heads, size.layers, size.block_size, size.head_dim, "bfloat16"
     )
     kv = paged_pool(bench, layer_major=False, num_blocks=num_blocks, layers=size.layers)
-    pool = make_pool(kv.view(num_blocks, -1).view(torch.uint8), layout)
+    pools = [make_pool(kv.view(num_blocks, -1).view(torch.uint8), layout)]
     steps = TritonSteps(
         config,
         weights,
         max_num_seqs=size.batch,
         max_model_len=max(longest, size.chunks[-1]),
     )
-    steps.prepare(pool)
-    measure_steps(bench, steps, pool)
-    seconds = bench.wall_seconds(lambda: generate(bench, steps, pool), 1)
+    steps.prepare(pools)
+    measure_steps(bench, steps, pools)
+    seconds = bench.wall_seconds(lambda: generate(bench, steps, pools), 1)
     print(f"ours: {size.batch * size.made / seconds:,.0f} tokens/s")
     return seconds
 

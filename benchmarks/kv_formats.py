@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.peers.machine import conditions
 from tandem.config.engine import EngineConfig
-from tandem.engine.cache.layout import model_layout
+from tandem.engine.cache.kv_groups import model_layout
 from tandem.engine.cache.pool_memory import populate
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -89,7 +89,7 @@ class Pool:
         populate(self._runner.kv.data_ptr(), self._runner.kv.nbytes).join()
         self._blocks = list(range(batch * self._each))
         Random(1).shuffle(self._blocks)
-        layout = model_layout(folder.config, num_blocks=1, block_size=size, dtype=kv_dtype)
+        layout = model_layout(folder.config, block_size=size, dtype=kv_dtype)
         self.token_bytes = layout.block_bytes / size
         decoder = self._runner.native
         assert decoder is not None, "this machine has no compiled kernels"
@@ -104,7 +104,7 @@ class Pool:
         return [self._blocks[i * self._each : (i + 1) * self._each] for i in range(self.batch)]
 
     def _forward(self, slices: list[SequenceSlice]) -> None:
-        self._decoder.forward(StepBatch(slices), self._runner.pool)
+        self._decoder.forward(StepBatch(slices), self._runner.pools)
 
     def decode_s(self, context: int) -> float:
         """Returns the seconds of a step that decodes the last token of so many."""

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem_kernels.logprobs import logprobs
@@ -65,8 +66,8 @@ class ToyRunner:
         self.block_size = block_size
         self.max_model_len = max_model_len
 
-    def layout(self, num_blocks: int) -> BlockLayout:
-        return BlockLayout(
+    def layout(self, num_blocks: int = 1) -> KvLayout:
+        pool = BlockLayout(
             num_blocks=num_blocks,
             num_kv_heads=1,
             num_layers=1,
@@ -74,12 +75,13 @@ class ToyRunner:
             head_dim=1,
             dtype="float32",
         )
+        return KvLayout.of_one(pool)
 
     def allocate(self, num_blocks: int) -> None:
         self.kv = torch.full((num_blocks, 1, 1, 2, self.block_size, 1), -1.0)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        for source, target in copies:
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        for source, target, _ in copies:
             self.kv[target] = self.kv[source]
 
     def sample(

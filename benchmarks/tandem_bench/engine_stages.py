@@ -145,7 +145,7 @@ def _seconds(runner: ModelRunner, steps: list[StepBatch], repeats: int) -> dict[
     for _ in range(repeats + 1):
         decoder.take_stages()
         for step in steps:
-            decoder.forward(step, runner.pool)
+            decoder.forward(step, runner.pools)
         taken.append(decoder.take_stages())
     return {stage: statistics.median(each[stage] for each in taken[1:]) for stage in Stage}
 

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import (
@@ -44,7 +44,7 @@ class StandInEngine:
     """Stands in for an engine with one sequence at a time, as far as the engine process needs
     it."""
 
-    def __init__(self, layout: BlockLayout, order: list[int]) -> None:
+    def __init__(self, layout: KvLayout, order: list[int]) -> None:
         """Each sequence gets the first blocks of `order`."""
         self.layout = layout
         self.max_model_len = layout.num_blocks * layout.block_size

@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.pool_memory import own_pages, size_shared
 
 _MARK_BYTES = 8
 
 
-def pool_memory(layout: BlockLayout, pool_fd: int | None = None) -> NDArray[np.uint8]:
+def pool_memory(layout: KvLayout, pool_fd: int | None = None) -> NDArray[np.uint8]:
     """Returns memory [num_blocks, block_bytes] in the kind of pages that an engine's pool has, all
     touched."""
     num_bytes = layout.pool_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.layout import BlockLayout
 
 BLOCKS = (1, 4, 16, 64, 256, 512, 1024)
@@ -23,13 +24,13 @@ class Plan:
     """One model's rows, and the pool that holds the largest of them."""
 
     model: str
-    layout: BlockLayout
+    layout: KvLayout
     blocks: tuple[int, ...]
     cut: tuple[int, ...]  # rows asked for that do not fit the pool's bound
 
 
-def layout_of(model: str, num_blocks: int) -> BlockLayout:
-    return BlockLayout(num_blocks, *_SHAPES[model])
+def layout_of(model: str, num_blocks: int) -> KvLayout:
+    return KvLayout.of_one(BlockLayout(num_blocks, *_SHAPES[model]))
 
 
 def plan(model: str, blocks: tuple[int, ...], pool_bytes_max: int) -> Plan:

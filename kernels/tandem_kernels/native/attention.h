@@ -308,10 +308,14 @@ struct HeadKv {
     int block_size, dim, first_key, num_keys;  // those before and after are not read
 
     HeadKv(const Model& model, const Step& step, int layer, const Item& item)
-        : first(static_cast<const char*>(step.kv) + item.kv_head * step.head_bytes +
-                layer * step.layer_bytes),
-          table(step.block_tables + step.spans[item.span].first_table_entry),
-          block_bytes(step.block_bytes),
+        : HeadKv(model, step, model.layers[layer], step.group_of(model.layers[layer]), item) {}
+
+    HeadKv(const Model& model, const Step& step, const Layer& layer, const KvGroup& group,
+           const Item& item)
+        : first(static_cast<const char*>(group.kv) + item.kv_head * group.head_bytes +
+                layer.place * group.layer_bytes),
+          table(group.block_tables + step.spans[item.span].first_table_entry),
+          block_bytes(group.block_bytes),
           block_size(step.block_size),
           dim(model.head_dim),
           first_key(keys_of(model, step.spans[item.span], item).first),

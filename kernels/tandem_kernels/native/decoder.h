@@ -59,6 +59,8 @@ struct Layer {  // a norm that is null is not there
     Matrix qkv, attention_out, gate_up, down;
     int32_t rope;    // which table of angles
     int32_t window;  // keys that a query sees, its own the last; 0: all before it
+    int32_t group;   // of KV: where its keys and values lie
+    int32_t place;   // among the layers of its group
 };
 
 struct Model {
@@ -81,22 +83,28 @@ struct Span {  // a sequence's query rows, the last `num_queries` tokens of its 
     int32_t first_row, num_queries, context_len, first_table_entry;
 };
 
+struct KvGroup {  // layers whose KV lies in one pool, by block ids of its own
+    void* kv;             // [num_blocks][kv heads][layers] parts: runs of K and of V, for I8 scales
+    const int32_t* slots;         // [rows]: block id * block size + offset
+    const int32_t* block_tables;  // of all spans, one after another; not read before a window
+    int64_t block_bytes, head_bytes, layer_bytes;  // from one block, head or layer to the next
+};
+
 struct Step {
     const int32_t* token_ids;  // [rows]
-    const int32_t* slots;      // [rows]: block id * block size + offset
     const int32_t* positions;  // [rows]
     const float* cosines;      // [tables][more than any position][head_dim / 2]
     const float* sines;
     const Span* spans;
-    const int32_t* block_tables;  // of all spans, one after another
     const int32_t* logit_rows;
-    void* kv;              // [num_blocks][kv heads][layers] parts: runs of K and of V, for I8 scales
+    const KvGroup* groups;
     float* logits;         // [num_logit_rows, vocab]
     int32_t* most_likely;  // [num_logit_rows]: tokens, of equals the first
     int32_t num_rows, num_spans, num_logit_rows, block_size;
-    int32_t kv_kind;                                // F32, BF16 or I8
-    int64_t block_bytes, head_bytes, layer_bytes;  // from one block, head or layer to the next
-    int64_t table_floats;                          // from one table of angles to the next
+    int32_t kv_kind;       // F32, BF16 or I8
+    int64_t table_floats;  // from one table of angles to the next
+
+    const KvGroup& group_of(const Layer& layer) const { return groups[layer.group]; }
 };
 
 // Rows of logits, a token of each, and what is found of them (logprobs.h).

@@ -81,18 +81,20 @@ inline size_t run_of(const Model& model, const Step& step) {
 // Where a row's key of a head goes; its value goes a run after it.
 template <class T>
 T* place_of(const Model& model, const Step& step, int index, int row, int head) {
-    const size_t block = step.slots[row] / step.block_size;
-    const size_t offset = static_cast<size_t>(step.slots[row] % step.block_size) * model.head_dim;
-    char* part = static_cast<char*>(step.kv) + block * step.block_bytes +
-                 head * step.head_bytes + index * step.layer_bytes;
+    const Layer& layer = model.layers[index];
+    const KvGroup& group = step.group_of(layer);
+    const size_t block = group.slots[row] / step.block_size;
+    const size_t offset = static_cast<size_t>(group.slots[row] % step.block_size) * model.head_dim;
+    char* part = static_cast<char*>(group.kv) + block * group.block_bytes +
+                 head * group.head_bytes + layer.place * group.layer_bytes;
     return reinterpret_cast<T*>(part) + offset;
 }
 
 constexpr int kRowsToFetch = 64;
 
 // Where the scale of a row's key goes; its value's goes as many after it as a block has tokens.
-inline uint16_t* scale_of(const Model& model, const Step& step, int row, int8_t* key) {
-    const int token = step.slots[row] % step.block_size;
+inline uint16_t* scale_of(const Model& model, const Step& step, int index, int row, int8_t* key) {
+    const int token = step.group_of(model.layers[index]).slots[row] % step.block_size;
     int8_t* part = key - static_cast<size_t>(token) * model.head_dim;
     return reinterpret_cast<uint16_t*>(part + 2 * run_of(model, step)) + token;
 }
@@ -108,13 +110,13 @@ void fetch_place(const Model& model, const Step& step, int index, int row) {
             __builtin_prefetch(to + run_of(model, step) + i, 1, 2);
         }
         if constexpr (std::is_same_v<T, int8_t>)
-            __builtin_prefetch(scale_of(model, step, row, to), 1, 2);
+            __builtin_prefetch(scale_of(model, step, index, row, to), 1, 2);
     }
 }
 
 // Rotates a row's key of a head; it and its value go into the pool.
 template <class T>
-void place_head(const Model& model, const Step& step, int, float* key, const float* value,
+void place_head(const Model& model, const Step& step, int, int, float* key, const float* value,
                 const float* cosines, const float* sines, T* to) {
     const int dim = model.head_dim;
     rotate(key, cosines, sines, dim, 1.0f, to);
@@ -122,10 +124,10 @@ void place_head(const Model& model, const Step& step, int, float* key, const flo
     for (int i = 0; i < dim; i += kLanes) store_some(beside + i, load(value + i), kLanes);
 }
 
-inline void place_head(const Model& model, const Step& step, int row, float* key,
+inline void place_head(const Model& model, const Step& step, int index, int row, float* key,
                        const float* value, const float* cosines, const float* sines, int8_t* to) {
     rotate(key, cosines, sines, model.head_dim, 1.0f, key);
-    uint16_t* const scale = scale_of(model, step, row, to);
+    uint16_t* const scale = scale_of(model, step, index, row, to);
     *scale = quantize(key, model.head_dim, to);
     scale[step.block_size] = quantize(value, model.head_dim, to + run_of(model, step));
 }
@@ -154,7 +156,7 @@ void place_row(const Model& model, const Layer& layer, const Step& step, int ind
         float* key = heads + (model.num_heads + h) * dim;
         if (norms_each) norm_head(key, layer.k_norm, dim, model.norm_eps);
         const float* value = key + model.num_kv_heads * dim;
-        place_head(model, step, row, key, value, cosines, sines, to);
+        place_head(model, step, index, row, key, value, cosines, sines, to);
     }
 }
 

@@ -90,6 +90,8 @@ class Layer(Structure):
         ("down", Matrix),
         ("rope", c_int32),
         ("window", c_int32),
+        ("group", c_int32),
+        ("place", c_int32),
     )
 
 
@@ -129,20 +131,25 @@ class Model(Structure):
     )
 
 
+class KvGroup(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("kv", "slots", "block_tables")),
+        *((name, c_int64) for name in ("block_bytes", "head_bytes", "layer_bytes")),
+    )
+
+
 class Step(Structure):
     _fields_ = (
         *(
             (name, c_void_p)
             for name in (
                 "token_ids",
-                "slots",
                 "positions",
                 "cosines",
                 "sines",
                 "spans",
-                "block_tables",
                 "logit_rows",
-                "kv",
+                "groups",
                 "logits",
                 "most_likely",
             )
@@ -151,7 +158,7 @@ class Step(Structure):
             (name, c_int32)
             for name in ("num_rows", "num_spans", "num_logit_rows", "block_size", "kv_kind")
         ),
-        *((name, c_int64) for name in ("block_bytes", "head_bytes", "layer_bytes", "table_floats")),
+        ("table_floats", c_int64),
     )
 
 

@@ -44,7 +44,7 @@ class Engine:
         compiler: GrammarCompiler | None = None,
     ) -> None:
         """Allocates the KV pool. Without `compiler` grammars are refused. Raises ConfigError."""
-        self.layout = runner.layout(num_blocks_of(config, runner.layout(1).block_bytes))
+        self.layout = runner.layout(num_blocks_of(config, runner.layout().block_bytes))
         self.max_model_len = runner.max_model_len
         self.max_tokens_per_step = config.max_tokens_per_step or runner.tokens_per_step
         runner.allocate(self.layout.num_blocks)

@@ -5,14 +5,14 @@ from typing import Protocol
 
 import torch
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.scheduler.batch import StepBatch
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
 
 class Runner(Protocol):
-    """Computes steps: a model and the tensor of its KV pool."""
+    """Computes steps: a model and the tensor of its KV pools."""
 
     dtype_name: str
     numerics_name: str
@@ -21,12 +21,14 @@ class Runner(Protocol):
     vocab_size: int  # token ids are below it
     tokens_per_step: int  # the token budget of a step that suits the device
 
-    def layout(self, num_blocks: int) -> BlockLayout: ...
+    def layout(self, *num_blocks: int) -> KvLayout:
+        """Returns the layout of pools with so many blocks for each KV group; by default one."""
 
-    def allocate(self, num_blocks: int) -> None: ...
+    def allocate(self, *num_blocks: int) -> None:
+        """Makes pools with so many blocks for each KV group."""
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies the KV of blocks, one after the other: each from the first id to the second."""
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copies the KV of blocks, one after the other: (source id, target id, KV group) each."""
 
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
         """Writes the KV of the batch's tokens; fp32 logits [tokens they are needed of, vocab].

@@ -44,10 +44,11 @@ class Status(Enum):
 
 
 class BlockCopy(NamedTuple):
-    """Two block ids: the KV of one block is copied into the other."""
+    """Two blocks of a KV group's pool: the KV of one block is copied into the other."""
 
     source: int
     target: int
+    group: int = 0
 
 
 @dataclass(slots=True, eq=False)

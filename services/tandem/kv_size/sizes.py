@@ -6,9 +6,11 @@ All bytes come from `BlockLayout`, which an engine also allocates its pool by.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tandem.config.engine import EngineConfig
-from tandem.engine.cache.layout import BlockLayout, model_layout, num_blocks_of
+from tandem.engine.cache.kv_groups import KvLayout, model_layout
+from tandem.engine.cache.layout import num_blocks_of
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
 from tandem.models.shape import num_parameters
@@ -58,12 +60,21 @@ def side_by_side(model: ModelConfig) -> list[ModelConfig]:
 
 
 def rank_layout(
-    model: ModelConfig, *, num_blocks: int, block_size: int, dtype: str, tensor_parallel: int
-) -> BlockLayout:
-    """Returns the layout of one rank's pool. Raises Incompatible for a degree that divides no
-    heads."""
-    whole = model_layout(model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
-    return ParallelLayout(whole, tensor_parallel).rank_layout
+    model: ModelConfig,
+    *num_blocks: int,
+    block_size: int,
+    dtype: str,
+    tensor_parallel: int,
+) -> KvLayout:
+    """Returns the layout of one rank's pools, with so many blocks for each group. Raises
+    Incompatible for a degree that divides no heads."""
+    whole = model_layout(model, num_blocks, block_size=block_size, dtype=dtype)
+    return KvLayout(
+        tuple(
+            replace(group, layout=ParallelLayout(group.layout, tensor_parallel).rank_layout)
+            for group in whole.groups
+        )
+    )
 
 
 def kv_size(
@@ -76,9 +87,10 @@ def kv_size(
     batch: int,
 ) -> KvSize:
     """Computes the KV of `batch` sequences of `context` tokens each. Raises Incompatible."""
-    one = rank_layout(
-        model, num_blocks=1, block_size=block_size, dtype=dtype, tensor_parallel=tensor_parallel
+    layout = partial(
+        rank_layout, model, block_size=block_size, dtype=dtype, tensor_parallel=tensor_parallel
     )
+    one = layout()
     blocks = -(-context // block_size)
     whole, rest = divmod(one.block_bytes, block_size)
     return KvSize(
@@ -86,12 +98,12 @@ def kv_size(
         kv_heads=model.num_kv_heads,
         dtype=dtype,
         tensor_parallel=tensor_parallel,
-        heads_per_rank=one.num_kv_heads,
+        heads_per_rank=one.groups[0].layout.num_kv_heads,
         token_bytes=one.block_bytes / block_size if rest else whole,
         block_bytes=one.block_bytes,
         sequence_blocks=blocks,
-        sequence_bytes=replace(one, num_blocks=blocks).pool_bytes,
-        batch_bytes=replace(one, num_blocks=batch * blocks).pool_bytes,
+        sequence_bytes=layout(blocks).pool_bytes,
+        batch_bytes=layout(batch * blocks).pool_bytes,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 from google.protobuf.message import DecodeError
 
+from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.types import Mode
@@ -46,7 +47,7 @@ from tests.security.fuzz.inputs import Bytes, JsonBytes, OneOf, PackedBytes, Sou
 
 VOCAB_SIZE = 49152
 MAX_MODEL_LEN = 2048
-_LAYOUT = BlockLayout(100, 2, 2, 16, 8, "float32")
+_LAYOUT = KvLayout.of_one(BlockLayout(100, 2, 2, 16, 8, "float32"))
 
 
 class ParserTarget(Protocol):

@@ -233,7 +233,7 @@ def outputs(shape: Shape, instructions: str | None) -> list[torch.Tensor]:
         instructions=instructions,
     )
     kv = pool(shape)
-    return [*(decoder.forward(batch, kv).clone() for batch in batches(shape)), contents(kv)]
+    return [*(decoder.forward(batch, [kv]).clone() for batch in batches(shape)), contents(kv)]
 
 
 def rounds_inputs(shape: Shape, instructions: str | None) -> bool:
@@ -252,7 +252,7 @@ def compare(shape: Shape, instructions: str | None) -> None:
     reference = TorchSteps(config_of(shape), widened(random_weights(shape)), "fast")
     kv = pool(shape)
     with torch.inference_mode():
-        expected = [*(reference.forward(batch, kv) for batch in batches(shape)), contents(kv)]
+        expected = [*(reference.forward(batch, [kv]) for batch in batches(shape)), contents(kv)]
     is_rounded = shape.kv != "float32" or rounds_inputs(shape, instructions)
     tolerance = 3e-2 if is_rounded else 1e-4
     if shape.kv == "int8":  # sums that differ in their last bits may be rounded to another number

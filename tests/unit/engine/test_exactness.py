@@ -52,7 +52,7 @@ def load_with_pool(
     )
     folder = resolve(config.model)
     runner = ModelRunner(folder, config)
-    return Engine(config, runner, folder.fingerprint), runner.kv
+    return Engine(config, runner, folder.fingerprint), runner.pools[0].memory
 
 
 def requests(*, mode: Mode = Mode.LOCAL, num_prompts: int = 3) -> list[SequenceSpec]:

@@ -54,7 +54,7 @@ class Bench:
     def engine(self, num_blocks: int = 64, budget: int = 512) -> tuple[Engine, torch.Tensor]:
         config = replace(self._config, num_blocks=num_blocks, max_tokens_per_step=budget)
         runner = ModelRunner(self._folder, config)
-        return Engine(config, runner, self._folder.fingerprint), runner.kv
+        return Engine(config, runner, self._folder.fingerprint), runner.pools[0].memory
 
     def spec(self, name: str, prompt: list[int], seed: int, **fields: object) -> SequenceSpec:
         """Odd seeds sample, even ones are greedy."""
@@ -188,8 +188,8 @@ def test_the_compiled_decoder_writes_torchs_bytes(instructions: str) -> None:
     tokens = list(range(shape.vocab))
     batch = StepBatch([SequenceSlice([token], 1, [token], True) for token in tokens])
     ours, theirs = native_shapes.pool(shape, len(tokens)), native_shapes.pool(shape, len(tokens))
-    NativeDecoder(config, weights, num_threads=2, instructions=instructions).forward(batch, ours)
-    TorchSteps(config, weights, "fast").forward(batch, theirs)
+    NativeDecoder(config, weights, num_threads=2, instructions=instructions).forward(batch, [ours])
+    TorchSteps(config, weights, "fast").forward(batch, [theirs])
     parts = [
         pool.memory.view(len(tokens), shape.num_kv_heads, 2, -1)[:, :, 0] for pool in (ours, theirs)
     ]

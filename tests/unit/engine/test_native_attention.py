@@ -98,7 +98,7 @@ def _run(
             pool.memory[table[:num_passed]] = 0xFF
             in_use[:num_passed] = [2**30] * num_passed
         piece = SequenceSlice(token_ids[done : done + num], done + num, in_use, True)
-        logits = decoder.forward(StepBatch([piece]), pool).clone()
+        logits = decoder.forward(StepBatch([piece]), [pool]).clone()
         done += num
     in_order = native_shapes.contents(pool)[:, :, table].transpose(2, 3).flatten(3, 4)
     return logits, in_order[..., :done, :]

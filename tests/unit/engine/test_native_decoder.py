@@ -75,9 +75,9 @@ def test_a_token_does_not_depend_on_its_company_or_its_chunk(
         kv = native_shapes.pool(shape)
         table = native_shapes.batches(shape)[-1].slices[1].block_table
         for step in steps:
-            decoder.forward(step, kv)
+            decoder.forward(step, [kv])
         last = StepBatch([SequenceSlice([7], 10, table, True)])
-        seen.append((decoder.forward(last, kv).clone(), native_shapes.contents(kv)[:, :, table]))
+        seen.append((decoder.forward(last, [kv]).clone(), native_shapes.contents(kv)[:, :, table]))
     for logits, blocks in seen[1:]:
         assert torch.equal(logits, seen[0][0])
         assert torch.equal(blocks, seen[0][1])
@@ -102,7 +102,7 @@ def test_rows_of_any_number_are_computed_alike(instructions: str) -> None:
         kv = native_shapes.pool(shape, len(table))
         for first in range(0, length, num):
             part = token_ids[first : first + num]
-            decoder.forward(StepBatch([SequenceSlice(part, first + len(part), table, True)]), kv)
+            decoder.forward(StepBatch([SequenceSlice(part, first + len(part), table, True)]), [kv])
         pools.append(kv.memory)
     assert all(torch.equal(kv, pools[0]) for kv in pools)
 
@@ -119,7 +119,7 @@ def test_the_most_likely_token_is_the_first_of_equals(num_threads: int, instruct
     )
     kv = native_shapes.pool(shape)
     for batch in native_shapes.batches(shape):
-        logits = decoder.forward(batch, kv)
+        logits = decoder.forward(batch, [kv])
         greedy = Draw(temperature=0, top_k=0, top_p=1, min_p=0, seed=0, position=0)
         chosen = decoder.sample(logits, [greedy] * len(logits))
         assert chosen == logits.numpy().argmax(-1).tolist()
@@ -143,7 +143,9 @@ def test_gates_and_ups_may_come_in_one_matrix(instructions: str) -> None:
             native_shapes.config_of(shape), weights, num_threads=1, instructions=instructions
         )
         kv = native_shapes.pool(shape)
-        seen.append([decoder.forward(batch, kv).clone() for batch in native_shapes.batches(shape)])
+        seen.append(
+            [decoder.forward(batch, [kv]).clone() for batch in native_shapes.batches(shape)]
+        )
     for one, other in zip(*seen, strict=True):
         assert torch.equal(one, other)
 

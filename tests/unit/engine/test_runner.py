@@ -139,9 +139,9 @@ class TestForward:
 
     def test_only_the_tokens_own_slots_are_written(self, runner: ModelRunner) -> None:
         runner.allocate(6)
-        runner.pool.kv.fill_(7.0)
+        runner.pools[0].kv.fill_(7.0)
         runner.forward(StepBatch([Progress([1, 2, 3, 4, 5], [4, 1]).take(5)]))
-        untouched = runner.pool.kv == 7.0
+        untouched = runner.pools[0].kv == 7.0
         assert bool(untouched[[0, 2, 3, 5]].all())
         assert bool(untouched[1, :, :, :, 1:].all())
         assert not bool(untouched[4].any())
@@ -154,7 +154,7 @@ class TestForward:
         narrow = make_runner(folder, dtype="float32", kv_dtype="bfloat16")
         assert (narrow.dtype_name, narrow.kv_dtype_name) == ("float32", "bfloat16")
         difference = logits_after(wide, prompt) - logits_after(narrow, prompt)
-        assert narrow.pool.dtype == torch.bfloat16
+        assert narrow.pools[0].dtype == torch.bfloat16
         assert 0 < difference.abs().max() < 0.1 * logits_after(wide, prompt).std()
 
 
@@ -170,9 +170,9 @@ class TestChoices:
     def test_the_pool_has_the_layouts_shape_and_starts_at_a_page(self, folder: ModelFolder) -> None:
         runner = make_runner(folder, dtype="bfloat16", block_size=8)
         runner.allocate(5)
-        assert runner.pool.kv.shape == (5, 2, 3, 2, 8, 16)
-        assert runner.pool.kv.dtype == torch.bfloat16
-        assert runner.kv.shape == (5, runner.layout(5).block_bytes)
+        assert runner.pools[0].kv.shape == (5, 2, 3, 2, 8, 16)
+        assert runner.pools[0].kv.dtype == torch.bfloat16
+        assert runner.kv.shape == (runner.layout(5).pool_bytes,)
         assert runner.kv.data_ptr() % PAGE_BYTES == 0
         assert not runner.kv.any()
 

@@ -20,7 +20,7 @@ def test_the_stages_of_a_step_are_its_time_and_are_taken_once() -> None:
     kv = native_shapes.pool(BASE)
     began = time.perf_counter()
     for batch in native_shapes.batches(BASE):
-        decoder.forward(batch, kv)
+        decoder.forward(batch, [kv])
     took = time.perf_counter() - began
     stages = decoder.take_stages()
     assert min(stages.values()) > 0

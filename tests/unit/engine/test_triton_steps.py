@@ -103,11 +103,11 @@ def test_the_step_as_one_array() -> None:
     step = write_step(StepBatch([chunk, single]), block_size=8)
     assert step.token_ids.tolist() == [9, 4, 5, 6]
     assert step.positions.tolist() == [4, 7, 8, 9]
-    assert step.slots.tolist() == [3 * 8 + 4, 7 * 8 + 7, 2 * 8, 2 * 8 + 1]
+    assert step.slots.tolist() == [[3 * 8 + 4, 7 * 8 + 7, 2 * 8, 2 * 8 + 1]]
     assert step.context_lens.tolist() == [5, 10]
     assert step.query_starts.tolist() == [0, 3]
     assert step.logit_rows.tolist() == [0]
-    assert step.block_tables.tolist() == [[3, 0], [7, 2]]
+    assert step.block_tables.tolist() == [[[3, 0], [7, 2]]]
 
 
 def test_rows_of_a_decode_step_follow_their_tables() -> None:
@@ -120,8 +120,8 @@ def test_rows_of_a_decode_step_follow_their_tables() -> None:
         rows.write(slices, 8)
         views = StepViews.of(array, shape)
         for row, table in enumerate(tables):
-            assert views.block_tables[row, : len(table)].tolist() == table
-        assert views.slots.tolist() == [t[-1] * 8 + 7 for t in tables] + [-1] * (3 - len(tables))
+            assert views.block_tables[0, row, : len(table)].tolist() == table
+        assert views.slots[0].tolist() == [t[-1] * 8 + 7 for t in tables] + [-1] * (3 - len(tables))
         assert views.context_lens.tolist() == [8 * len(t) for t in tables] + [0] * (3 - len(tables))
         tables[0][0] = 4  # a twin took its place
         tables[0].append(9)

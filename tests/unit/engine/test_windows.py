@@ -46,7 +46,7 @@ def load(
         **settings,  # type: ignore[arg-type]
     )
     runner = ModelRunner(tiny[0], config)
-    return Engine(config, runner, tiny[0].fingerprint), runner.kv
+    return Engine(config, runner, tiny[0].fingerprint), runner.pools[0].memory
 
 
 def requests(mode: Mode = Mode.LOCAL) -> list[SequenceSpec]:

@@ -103,14 +103,12 @@ def test_an_engine_allocates_what_was_computed(
     )
     assert computed.sequence_blocks == NUM_BLOCKS
     assert computed.sequence_bytes == engine.layout.pool_bytes == runner.kv.nbytes
-    assert computed.block_bytes == engine.layout.block_bytes == runner.kv[0].nbytes
+    assert computed.block_bytes == engine.layout.block_bytes == runner.pools[0].memory[0].nbytes
     assert computed.token_bytes * block_size == engine.layout.block_bytes
 
 
 def test_a_dtype_that_no_engine_has_yet_is_what_its_tensor_takes() -> None:
-    layout = rank_layout(
-        LLAMA_3_8B, num_blocks=3, block_size=16, dtype="float16", tensor_parallel=1
-    )
+    layout = rank_layout(LLAMA_3_8B, 3, block_size=16, dtype="float16", tensor_parallel=1)
     assert layout.pool_bytes == torch.empty(3, 32, 8, 2, 16, 128, dtype=torch.float16).nbytes
 
 

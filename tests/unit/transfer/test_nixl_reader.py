@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.layout import BlockLayout
 from tandem.transfer.nixl import consumer, instance
 from tandem.transfer.nixl.consumer import NixlConsumer
@@ -14,7 +15,7 @@ from tandem.transfer.nixl.messages import LocalPool, Pull, RemotePool
 from tandem.transfer.nixl.ucx_mode import UcxMode
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
 
-LAYOUT = BlockLayout(8, 1, 1, 4, 8, "float32")
+LAYOUT = KvLayout.of_one(BlockLayout(8, 1, 1, 4, 8, "float32"))
 
 
 @dataclass

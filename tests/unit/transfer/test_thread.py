@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tandem.config.transfer import TransferConfig
+from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import Incompatible, InternalError
 from tandem.transfer.nixl import agent, messages, thread
@@ -20,7 +21,7 @@ from tandem.transfer.nixl.consumer import RECOVER_S, NixlConsumer
 from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
 from tandem.transfer.nixl.ucx_mode import UcxMode
 
-LAYOUT = BlockLayout(8, 1, 1, 4, 8, "float32")
+LAYOUT = KvLayout.of_one(BlockLayout(8, 1, 1, 4, 8, "float32"))
 DEADLINE_S = 10.0
 MEMORY = np.zeros(LAYOUT.pool_bytes, np.uint8)
 POOL = LocalPool(MEMORY.ctypes.data, MEMORY.nbytes, 0, "DRAM", LAYOUT)

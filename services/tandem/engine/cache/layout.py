@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from tandem.dtypes import DTYPE_BYTES, is_quantized, kv_part_bytes
 from tandem.errors import ConfigError
-from tandem.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from tandem.config.engine import EngineConfig
@@ -71,20 +70,6 @@ class BlockLayout:
             f"block-major heads={self.num_kv_heads} layers={self.num_layers} "
             f"block={self.block_size} head_dim={self.head_dim} dtype={self.dtype}{scales}"
         )
-
-
-def model_layout(
-    model: ModelConfig, *, num_blocks: int, block_size: int, dtype: str
-) -> BlockLayout:
-    """Returns the layout of a model's pool: an engine's own, and that which is only computed."""
-    return BlockLayout(
-        num_blocks=num_blocks,
-        num_kv_heads=model.num_kv_heads,
-        num_layers=model.num_layers,
-        block_size=block_size,
-        head_dim=model.head_dim,
-        dtype=dtype,
-    )
 
 
 def num_blocks_of(config: EngineConfig, block_bytes: int) -> int:

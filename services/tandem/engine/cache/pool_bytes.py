@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.kv_groups import KvLayout
 from tandem.errors import InternalError
 
 
-def pool_bytes(kv: torch.Tensor, layout: BlockLayout) -> PoolBytes:
+def pool_bytes(kv: torch.Tensor, layout: KvLayout) -> PoolBytes:
     """The pool `kv` (any shape and dtype) on the device where it is."""
     kind = HostPoolBytes if kv.device.type == "cpu" else PinnedPoolBytes
     return kind(kv, layout)
@@ -18,7 +18,7 @@ def pool_bytes(kv: torch.Tensor, layout: BlockLayout) -> PoolBytes:
 class PoolBytes:
     """A view of a pool as [num_blocks, block_bytes] uint8."""
 
-    def __init__(self, kv: torch.Tensor, layout: BlockLayout) -> None:
+    def __init__(self, kv: torch.Tensor, layout: KvLayout) -> None:
         self._blocks = kv.view(layout.num_blocks, -1).view(torch.uint8)
         self._block_bytes = layout.block_bytes
         assert self._blocks.shape[1] == layout.block_bytes
@@ -40,7 +40,7 @@ class PoolBytes:
 class HostPoolBytes(PoolBytes):
     """Blocks are copied one by one: plain memcpy, ten times faster than torch's indexed gather."""
 
-    def __init__(self, kv: torch.Tensor, layout: BlockLayout) -> None:
+    def __init__(self, kv: torch.Tensor, layout: KvLayout) -> None:
         super().__init__(kv, layout)
         self._host = self._blocks.numpy()
 

@@ -37,11 +37,12 @@ class DecodeGraphs:
         table_width: int,
         block_size: int,
         num_blocks: int,
+        num_groups: int,
         device: torch.device,
     ) -> None:
         """Records all graphs on a CUDA device; kernels are compiled and tuned before that."""
         self._sizes = bucket_sizes(num_seqs_max)
-        shapes = [StepShape(n, n, n, n, table_width) for n in self._sizes]
+        shapes = [StepShape(n, n, n, n, table_width, num_groups) for n in self._sizes]
         # The widest first: later graphs fit into the memory of the ones before.
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._buckets = [

@@ -10,15 +10,17 @@ and the MLP, q and k may be normalized, layers may have a window or no rotation,
 Knows tensors and the KV pool; no sequences, no scheduling.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import gelu, silu
 
+from tandem.engine.cache.kv_groups import layer_places
 from tandem.engine.executor.step_inputs import StepInputs
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.models.config import ModelConfig
 from tandem.models.rope import Rope
+from tandem_kernels.attention_groups import QuerySpan
 from tandem_kernels.dispatch import Angles, Attention, Kernels
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles, rotary_frequencies, scale_llama3, scale_yarn
@@ -35,13 +37,14 @@ class Decoder:
         self._frequencies = {
             rope: rope_frequencies(rope, config.head_dim).to(device) for rope in ropes
         }
+        self._places = layer_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
         self.final_hidden = weights.embedding[:0]  # what the last step's logits were made of
 
     def forward(
         self,
         inputs: StepInputs,
-        pool: KvPool,
+        pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Writes the tokens' KV; fp32 logits [rows of inputs.logit_rows, vocab].
@@ -51,8 +54,10 @@ class Decoder:
         """
         specs = self._config.layers
         attentions = {
-            window: self._attention(inputs, pool, window)
-            for window in dict.fromkeys(spec.window for spec in specs)
+            (group, window): self._attention(inputs.spans[group], pools[group], window)
+            for group, window in dict.fromkeys(
+                (place.group, spec.window) for spec, place in zip(specs, self._places, strict=True)
+            )
         }
         angles = {
             rope: rotary_angles(inputs.positions, frequencies, rope.attention_factor)
@@ -61,20 +66,22 @@ class Decoder:
         x = self._weights.embedding[inputs.token_ids]
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
-        for index, (spec, layer) in enumerate(zip(specs, self._weights.layers, strict=True)):
+        for spec, place, layer in zip(specs, self._places, self._weights.layers, strict=True):
             normed = self._norm(x, layer.attention_norm)
-            queries = self._store_kv(index, layer, normed, angles[spec.rope], inputs, pool)
+            pool, token_rows = pools[place.group], inputs.token_rows[place.group]
+            queries, keys, values = self._heads(layer, normed, angles[spec.rope], inputs.num_tokens)
+            pool.write(place.number, token_rows, keys, values)
             if on_kv_written is not None and layer is self._weights.layers[-1]:
                 on_kv_written()
-            attended = attentions[spec.window](index, queries).flatten(1)
+            attended = attentions[place.group, spec.window](place.number, queries).flatten(1)
             delta = self._project(attended, (layer.attention_out,))
             x = self._added(x, delta, layer.attention_post_norm)
             x = self._added(x, self._mlp(layer, self._norm(x, layer.mlp_norm)), layer.mlp_post_norm)
         return self._logits(x, inputs.logit_rows)
 
-    def _attention(self, inputs: StepInputs, pool: KvPool, window: int | None) -> Attention:
+    def _attention(self, spans: Sequence[QuerySpan], pool: KvPool, window: int | None) -> Attention:
         return self._kernels.attention(
-            inputs.spans,
+            spans,
             pool,
             self._config.num_attention_heads,
             self._dtype,
@@ -83,16 +90,10 @@ class Decoder:
             self._config.attention_cap,
         )
 
-    def _store_kv(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: torch.Tensor,
-        angles: Angles,
-        inputs: StepInputs,
-        pool: KvPool,
-    ) -> torch.Tensor:
-        """Queries [rows, heads, D], rotated; K and V of the tokens go into the pool."""
+    def _heads(
+        self, layer: LayerWeights, x: torch.Tensor, angles: Angles, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [rows, heads, D] and keys [num_tokens, kv heads, D], rotated, and values."""
         num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_kv_heads
         heads = self._project(x, layer.qkv).view(x.shape[0], -1, self._config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -101,10 +102,8 @@ class Decoder:
             rotated = self._kernels.rotate(torch.cat((normed_queries, normed_keys), 1), angles)
         else:
             rotated = self._kernels.rotate(heads[:, :-num_kv_heads], angles)
-        tokens = slice(0, inputs.num_tokens)
-        keys, values = rotated[tokens, num_heads:], heads[tokens, -num_kv_heads:]
-        pool.write(index, inputs.token_rows, keys, values)
-        return rotated[:, :num_heads]
+        tokens = slice(0, num_tokens)
+        return rotated[:, :num_heads], rotated[tokens, num_heads:], heads[tokens, -num_kv_heads:]
 
     def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
         gate, up = self._project(x, layer.gate_up).chunk(2, dim=-1)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from ctypes import Array, addressof
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
+from tandem.engine.cache.kv_groups import LayerPlace, layer_places
 from tandem.engine.cache.pool_memory import own_pages
 from tandem.engine.executor.model import embedding_multiplier, rope_frequencies
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
@@ -27,6 +30,7 @@ from tandem_kernels.native.library import (
     PANEL,
     Activation,
     Kind,
+    KvGroup,
     Layer,
     Library,
     Matrix,
@@ -44,7 +48,7 @@ _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 _KV_KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16, "int8": Kind.I8}
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 _ANGLES_MIN = 2048
-_INPUTS = ("token_ids", "slots", "positions", "spans", "block_tables", "logit_rows")
+_INPUTS = ("token_ids", "positions", "spans", "logit_rows")
 
 
 def why_not_native(config: ModelConfig) -> str:
@@ -81,8 +85,11 @@ class NativeDecoder:
         self._num_packed = 0
         self._results = _Results(0, config.vocab_size)
         self._logit_rows: list[int] = []  # of the last step
-        self._pool: KvPool | None = None
-        layers = (Layer * config.num_layers)(*map(self._layer, config.layers, weights.layers))
+        self._pools: Sequence[KvPool] | None = None
+        places = layer_places(config)
+        layers = (Layer * config.num_layers)(
+            *map(self._layer, config.layers, places, weights.layers)
+        )
         embedding = weights.embedding.contiguous()
         self._kept += [layers, embedding]
         self._model = Model(
@@ -123,20 +130,25 @@ class NativeDecoder:
     def forward(
         self,
         batch: StepBatch,
-        pool: KvPool,
+        pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Writes the tokens' KV into the pool; fp32 logits [slices that want them, vocab], good
-        until the next call. `on_kv_written` is called when all KV is in the pool."""
-        if self._pool is not pool:  # the same in every step: asking a tensor takes long
-            self._pool, self._pool_fields = pool, _pool_fields(pool)
-        inputs = _Inputs(batch, pool.block_size)
+        """Writes the tokens' KV into the pools of all groups; fp32 logits [slices that want them,
+        vocab], good until the next call. `on_kv_written` is called when all KV is in the pools."""
+        if self._pools is not pools:  # the same in every step: asking a tensor takes long
+            self._pools, self._groups = pools, _groups(pools)
+        layout = pools[0].layout
+        inputs = _Inputs(batch, layout.block_size)
+        for group, (slots, tables) in zip(self._groups, inputs.of_groups, strict=True):
+            group.slots, group.block_tables = slots, tables
         self._angles.reach(inputs.positions_end)
         results = self._results = self._results.of(inputs.num_logit_rows)
         step = Step(
             **inputs.addresses,
             **self._angles.fields,
-            **self._pool_fields,
+            groups=addressof(self._groups),
+            block_size=layout.block_size,
+            kv_kind=_KV_KINDS[layout.dtype],
             logits=results.logits_address,
             most_likely=results.most_likely.buffer_info()[0],
             num_rows=inputs.num_rows,
@@ -178,7 +190,7 @@ class NativeDecoder:
         """Seconds spent in each stage since the last time."""
         return self._library.take_stages(self._decoder)
 
-    def _layer(self, spec: LayerSpec, weights: LayerWeights) -> Layer:
+    def _layer(self, spec: LayerSpec, place: LayerPlace, weights: LayerWeights) -> Layer:
         layer = Layer(
             attention_norm=self._floats(weights.attention_norm),
             attention_post_norm=self._floats(weights.attention_post_norm),
@@ -192,6 +204,8 @@ class NativeDecoder:
             down=self._matrix((weights.down,)),
             rope=self._angles.ropes.index(spec.rope),
             window=spec.window or 0,
+            group=place.group,
+            place=place.number,
         )
         layer.gate_up.activation = _ACTIVATIONS[self._config.activation]
         return layer
@@ -260,17 +274,19 @@ class NativeDecoder:
         return floats.data_ptr()
 
 
-def _pool_fields(pool: KvPool) -> dict[str, int]:
-    """Returns a step's fields that say where its KV lies."""
-    layout = pool.layout
-    return {
-        "kv": pool.memory.data_ptr(),
-        "kv_kind": _KV_KINDS[layout.dtype],
-        "block_size": layout.block_size,
-        "block_bytes": layout.block_bytes,
-        "head_bytes": layout.head_bytes,
-        "layer_bytes": layout.layer_bytes,
-    }
+def _groups(pools: Sequence[KvPool]) -> Array[KvGroup]:
+    """Returns where the KV of each group lies; a step adds which blocks it has."""
+    return (KvGroup * len(pools))(
+        *(
+            KvGroup(
+                kv=pool.memory.data_ptr(),
+                block_bytes=pool.layout.block_bytes,
+                head_bytes=pool.layout.head_bytes,
+                layer_bytes=pool.layout.layer_bytes,
+            )
+            for pool in pools
+        )
+    )
 
 
 def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -342,18 +358,18 @@ class _Inputs:
     def __init__(self, batch: StepBatch, block_size: int) -> None:
         token_ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
         spans: list[int] = []
-        tables: list[int] = []
         logit_rows: list[int] = []
+        groups: list[tuple[list[int], list[int]]] = [([], []) for _ in batch.slices[0].block_tables]
         for piece in batch.slices:
-            table = piece.block_table
             places = range(piece.context_len - piece.num_tokens, piece.context_len)
-            spans += (len(token_ids), piece.num_tokens, piece.context_len, len(tables))
+            spans += (len(token_ids), piece.num_tokens, piece.context_len, len(groups[0][1]))
             token_ids += piece.token_ids
             positions += places
-            slots += [table[at // block_size] * block_size + at % block_size for at in places]
-            tables += table[: -(-piece.context_len // block_size)]
+            num_blocks = -(-piece.context_len // block_size)
+            for (slots, tables), table in zip(groups, piece.block_tables, strict=True):
+                slots += [table[at // block_size] * block_size + at % block_size for at in places]
+                tables += table[:num_blocks]
             logit_rows += range(len(token_ids) - piece.num_logits, len(token_ids))
         self.num_rows = len(token_ids)
         self.logit_rows = logit_rows
@@ -361,10 +377,10 @@ class _Inputs:
         self.positions_end = max(piece.context_len for piece in batch.slices)
         self._numbers = array("i")  # OverflowError beyond what an int32 holds
         first = []
-        for part in (token_ids, slots, positions, spans, tables, logit_rows):
+        for part in (token_ids, positions, spans, logit_rows, *chain.from_iterable(groups)):
             first.append(len(self._numbers))
             self._numbers.extend(part)
         start = self._numbers.buffer_info()[0]
-        self.addresses = dict(
-            zip(_INPUTS, [start + at * self._numbers.itemsize for at in first], strict=True)
-        )
+        at = [start + offset * self._numbers.itemsize for offset in first]
+        self.addresses = dict(zip(_INPUTS, at[: len(_INPUTS)], strict=True))
+        self.of_groups = [(at[i], at[i + 1]) for i in range(len(_INPUTS), len(at), 2)]

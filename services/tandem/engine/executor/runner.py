@@ -1,7 +1,7 @@
-"""A model with its KV pool on one device: a step's batch in, logits out.
+"""A model with its KV pools on one device: a step's batch in, logits out.
 
 Decides device, dtypes and kernels from the settings and the hardware, loads the weights, owns the
-pool. Knows no scheduling: which blocks a sequence has is said in the batch, and believed.
+pools. Knows no scheduling: which blocks a sequence has is said in the batch, and believed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from tandem.config.engine import EngineConfig
 from tandem.dtypes import compute_dtype, cpu_has_bfloat16
-from tandem.engine.cache.layout import BlockLayout, model_layout
+from tandem.engine.cache.kv_groups import KvLayout, model_layout
 from tandem.engine.cache.pool_memory import own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.native_decoder import NativeDecoder
@@ -46,8 +46,8 @@ _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 class ModelRunner:
     """`forward` may be called after `allocate`; not from two threads at once."""
 
-    kv: torch.Tensor  # the pool, uint8 [num_blocks, block_bytes]; see `allocate`
-    pool: KvPool  # the same with its layout
+    kv: torch.Tensor  # all pools, one after the other, uint8 [pool_bytes]; see `allocate`
+    pools: list[KvPool]  # of each KV group, with its layout
 
     def __init__(
         self, folder: ModelFolder, config: EngineConfig, *, pool_fd: int | None = None
@@ -107,42 +107,46 @@ class ModelRunner:
         """The decoder of the small steps, if compiled: it knows where their time goes."""
         return self._small if isinstance(self._small, NativeDecoder) else None
 
-    def layout(self, num_blocks: int) -> BlockLayout:
+    def layout(self, *num_blocks: int) -> KvLayout:
         return model_layout(
             self._model_config,
-            num_blocks=num_blocks,
+            num_blocks,
             block_size=self._block_size,
             dtype=self.kv_dtype_name,
         )
 
-    def allocate(self, num_blocks: int) -> None:
-        """Makes the pool, zeroed: blocks are read whole, and only finite numbers may be masked.
+    def allocate(self, *num_blocks: int) -> None:
+        """Makes the pools, zeroed: blocks are read whole, and only finite numbers may be masked.
 
-        Raises ConfigError when there is no memory for it.
+        Raises ConfigError when there is no memory for them.
         """
-        layout = self.layout(num_blocks)
-        size = layout.num_blocks, layout.block_bytes
+        layout = self.layout(*num_blocks)
         if self.device.type == "cpu":
             pages = own_pages if self._pool_fd is None else partial(size_shared, self._pool_fd)
-            self.kv = torch.frombuffer(pages(layout.pool_bytes), dtype=torch.uint8).view(size)
+            self.kv = torch.frombuffer(pages(layout.pool_bytes), dtype=torch.uint8)
         else:
-            self.kv = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        self.pool = make_pool(self.kv, layout)
+            self.kv = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
+        parts = torch.split(self.kv, [group.layout.pool_bytes for group in layout.groups])
+        self.pools = [
+            make_pool(part.view(group.layout.num_blocks, -1), group.layout)
+            for part, group in zip(parts, layout.groups, strict=True)
+        ]
         if self._triton is not None:
-            self._triton.prepare(self.pool)
+            self._triton.prepare(self.pools)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copies the KV of blocks. A block is one span, and the copies are in the order of the
         steps: after those before, before those to come, also on a CUDA device."""
-        for source, target in copies:
-            self.kv[target].copy_(self.kv[source])
+        for source, target, group in copies:
+            memory = self.pools[group].memory
+            memory[target].copy_(memory[source])
 
     def forward(
         self, batch: StepBatch, on_kv_written: Callable[[], object] | None = None
     ) -> torch.Tensor:
         """Runs a step as runner_protocol.py says; its logits are good until the next one."""
         self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
-        return self._last.forward(batch, self.pool, on_kv_written)
+        return self._last.forward(batch, self.pools, on_kv_written)
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None

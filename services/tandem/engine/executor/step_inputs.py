@@ -4,6 +4,7 @@ Rows are the step's tokens, sequence after sequence in the order that attention 
 up to the multiple that the kernels ask for; padding rows are computed and never read or stored.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,39 +19,44 @@ class StepInputs:
     num_tokens: int  # T; the rows beyond are padding
     token_ids: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
-    token_rows: torch.Tensor  # [T, kv heads]; see KvPool.token_rows
-    spans: list[QuerySpan]
+    token_rows: list[torch.Tensor]  # of each KV group, [T, kv heads]; see KvPool.token_rows
+    spans: list[list[QuerySpan]]  # of each KV group
     logit_rows: torch.Tensor  # of the slices that want logits, in the batch's order
 
 
-def make_step_inputs(batch: StepBatch, pool: KvPool, *, row_multiple: int) -> StepInputs:
-    slices = batch.slices
+def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple: int) -> StepInputs:
+    """Makes the inputs of a step over the pools of all KV groups."""
+    slices, block_size, device = batch.slices, pools[0].block_size, pools[0].device
     order = batch_order([s.context_len for s in slices], [s.num_tokens for s in slices])
     token_ids: list[int] = []
     positions: list[int] = []
-    block_ids: list[int] = []
-    spans: list[QuerySpan] = []
+    block_ids: list[list[int]] = [[] for _ in pools]
+    spans: list[list[QuerySpan]] = [[] for _ in pools]
     last_rows = [0] * len(slices)
     for i in order:
         piece = slices[i]
-        spans.append(
-            QuerySpan(len(token_ids), piece.num_tokens, piece.context_len, piece.block_table)
-        )
-        token_ids += piece.token_ids
         places = range(piece.context_len - piece.num_tokens, piece.context_len)
+        for group, table in enumerate(piece.block_tables):
+            spans[group].append(
+                QuerySpan(len(token_ids), piece.num_tokens, piece.context_len, table)
+            )
+            block_ids[group] += [table[place // block_size] for place in places]
+        token_ids += piece.token_ids
         positions += places
-        block_ids += [piece.block_table[place // pool.block_size] for place in places]
         last_rows[i] = len(token_ids) - 1
     num_tokens = len(token_ids)
     padding = [0] * (-num_tokens % row_multiple)
-    packed = torch.tensor([token_ids + padding, positions + padding, block_ids + padding])
-    packed = packed.to(pool.device)
-    offsets = packed[1, :num_tokens] % pool.block_size
+    parts = [token_ids, positions, *block_ids]
+    packed = torch.tensor([part + padding for part in parts]).to(device)
+    offsets = packed[1, :num_tokens] % block_size
     return StepInputs(
         num_tokens=num_tokens,
         token_ids=packed[0],
         positions=packed[1],
-        token_rows=pool.token_rows(packed[2, :num_tokens], offsets),
+        token_rows=[
+            pool.token_rows(ids, offsets)
+            for pool, ids in zip(pools, packed[2:, :num_tokens], strict=True)
+        ],
         spans=spans,
         logit_rows=torch.tensor(
             [
@@ -59,6 +65,6 @@ def make_step_inputs(batch: StepBatch, pool: KvPool, *, row_multiple: int) -> St
                 for row in range(last + 1 - s.num_logits, last + 1)
             ],
             dtype=torch.long,
-            device=pool.device,
+            device=device,
         ),
     )

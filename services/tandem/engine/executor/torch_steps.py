@@ -37,17 +37,17 @@ class TorchSteps:
     def forward(
         self,
         batch: StepBatch,
-        pool: KvPool,
+        pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Runs a step as NativeDecoder.forward does, on the device of the pool."""
-        inputs = make_step_inputs(batch, pool, row_multiple=self._kernels.row_multiple)
-        if on_kv_written is None or pool.device.type != "cuda":
-            return self._decoder.forward(inputs, pool, on_kv_written)
+        """Runs a step as NativeDecoder.forward does, on the device of the pools."""
+        inputs = make_step_inputs(batch, pools, row_multiple=self._kernels.row_multiple)
+        if on_kv_written is None or pools[0].device.type != "cuda":
+            return self._decoder.forward(inputs, pools, on_kv_written)
         # The rest of the kernels is put in the stream before waiting for the KV: the device goes on
         # without a gap, and the wait ends when the KV is there, not when they are done.
         written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        logits = self._decoder.forward(inputs, pool, written.record)
+        logits = self._decoder.forward(inputs, pools, written.record)
         written.synchronize()
         on_kv_written()
         return logits

@@ -11,11 +11,12 @@ Norms after attention and the MLP, and norms of all heads as one, are kernels of
 Only views and launches, nothing that waits for the device: a CUDA graph can record it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import embedding, linear
 
+from tandem.engine.cache.kv_groups import layer_places
 from tandem.engine.executor.model import embedding_multiplier, final_logits, rope_frequencies
 from tandem.engine.executor.triton_inputs import StepViews
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
@@ -34,6 +35,7 @@ class TritonDecoder:
         self._config = config
         self._weights = weights
         self._max_model_len = max_model_len
+        self._places = layer_places(config)
         device = weights.embedding.device
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         self._frequencies = {
@@ -46,11 +48,12 @@ class TritonDecoder:
     def forward(
         self,
         step: StepViews,
-        kv: torch.Tensor,
+        kv: Sequence[torch.Tensor],
         on_kv_launched: Callable[[], object] = lambda: None,
     ) -> torch.Tensor:
         """Writes the tokens' KV; fp32 logits [rows of step.logit_rows, vocab].
 
+        `kv` are the pools of the KV groups, each as `KvPool.kv`.
         `on_kv_launched` is called when all that writes KV is in the stream.
         """
         specs, eps = self._config.layers, self._config.rms_norm_eps
@@ -62,23 +65,24 @@ class TritonDecoder:
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         delta: torch.Tensor | None = None
-        for index, (spec, layer) in enumerate(zip(specs, self._weights.layers, strict=True)):
+        layers = zip(specs, self._places, self._weights.layers, strict=True)
+        for spec, place, layer in layers:
             normed = self._add_norm(x, delta, layer.attention_norm)
-            layer_kv = layer_of(kv, index)
+            layer_kv = layer_of(kv[place.group], place.number)
             has_head_norms = self._config.qk_norm == "head"
             queries = rotate_and_store(
                 self._project_qkv(normed, layer),
                 angles[spec.rope],
-                step.slots,
+                step.slots[place.group],
                 layer_kv,
                 num_heads=self._config.num_attention_heads,
                 q_norm=layer.q_norm if has_head_norms else None,
                 k_norm=layer.k_norm if has_head_norms else None,
                 eps=eps,
             )
-            if index == len(specs) - 1:
+            if layer is self._weights.layers[-1]:
                 on_kv_launched()
-            attended = self._attend(queries, step, layer_kv, spec.window).flatten(1)
+            attended = self._attend(queries, step, layer_kv, place.group, spec.window).flatten(1)
             delta = _project(attended, (layer.attention_out,))
             delta = self._scaled(delta, layer.attention_post_norm)
             normed = self._add_norm(x, delta, layer.mlp_norm)
@@ -125,8 +129,10 @@ class TritonDecoder:
         queries: torch.Tensor,
         step: StepViews,
         layer_kv: torch.Tensor,
+        group: int,
         window: int | None,
     ) -> torch.Tensor:
+        block_tables = step.block_tables[group]
         num_single = step.shape.num_single
         scale, cap = self._config.attention_scale, self._config.attention_cap
         parts = []
@@ -141,7 +147,7 @@ class TritonDecoder:
                 decode_attention(
                     queries[:num_single],
                     layer_kv,
-                    step.block_tables[:num_single],
+                    block_tables[:num_single],
                     step.context_lens[:num_single],
                     num_splits=num_splits,
                     window=window,
@@ -154,7 +160,7 @@ class TritonDecoder:
                 prefill_attention(
                     queries[num_single:],
                     layer_kv,
-                    step.block_tables[num_single:],
+                    block_tables[num_single:],
                     step.context_lens[num_single:],
                     step.query_starts,
                     window,

@@ -1,11 +1,11 @@
 """A step's batch as one array of int32 and views of it: one copy brings a step to the device.
 
     token_ids | positions | slots | context_lens | query_starts | logit_rows | block_tables
-        T          T          T          S            C + 1           L            S x M
+        T          T        G x T        S            C + 1           L          G x S x M
 
 T tokens of S sequences: first those with one token each, D of them, for decode attention; then C
 chunks. In a decode step rows of no sequence may follow, up to what a CUDA graph was made for: they
-have no slot and an empty context.
+have no slot and an empty context. Each of G KV groups has slots and tables of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class StepShape:
     num_single: int  # D
     num_logits: int  # L
     table_width: int  # M
+    num_groups: int = 1  # G
 
     @property
     def num_chunks(self) -> int:
@@ -35,8 +36,9 @@ class StepShape:
     def sizes(self) -> tuple[int, ...]:
         """Sizes of the parts of the array, in its order."""
         tokens, seqs = self.num_tokens, self.num_seqs
-        tables = seqs * self.table_width
-        return (tokens, tokens, tokens, seqs, self.num_chunks + 1, self.num_logits, tables)
+        groups = self.num_groups
+        tables = groups * seqs * self.table_width
+        return (tokens, tokens, groups * tokens, seqs, self.num_chunks + 1, self.num_logits, tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +49,19 @@ class StepViews:
     shape: StepShape
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor  # block id * block size + offset; -1: not stored
+    slots: torch.Tensor  # [G, T]: block id * block size + offset; -1: not stored
     context_lens: torch.Tensor
     query_starts: torch.Tensor  # of the chunks, from 0 after the single tokens
     logit_rows: torch.Tensor
-    block_tables: torch.Tensor  # [S, M]
+    block_tables: torch.Tensor  # [G, S, M]
 
     @classmethod
     def of(cls, array: torch.Tensor, shape: StepShape) -> StepViews:
         tokens, positions, slots, lens, starts, logit_rows, tables = torch.split(
             array, list(shape.sizes)
         )
-        tables = tables.view(shape.num_seqs, shape.table_width)
+        slots = slots.view(shape.num_groups, -1)
+        tables = tables.view(shape.num_groups, shape.num_seqs, shape.table_width)
         return cls(array, shape, tokens, positions, slots, lens, starts, logit_rows, tables)
 
 
@@ -70,7 +73,8 @@ def write_step(batch: StepBatch, block_size: int) -> StepViews:
         num_seqs=len(slices),
         num_single=sum(piece.num_tokens == 1 for piece in slices),
         num_logits=sum(piece.num_logits for piece in slices),
-        table_width=max(len(piece.block_table) for piece in slices),
+        table_width=max(len(table) for piece in slices for table in piece.block_tables),
+        num_groups=len(slices[0].block_tables),
     )
     views = StepViews.of(torch.zeros(sum(shape.sizes), dtype=torch.int32), shape)
     token_ids, positions = views.token_ids.numpy(), views.positions.numpy()
@@ -82,9 +86,10 @@ def write_step(batch: StepBatch, block_size: int) -> StepViews:
         rows = slice(row, row + piece.num_tokens)
         token_ids[rows] = piece.token_ids
         positions[rows] = np.arange(piece.context_len - piece.num_tokens, piece.context_len)
-        table = np.array(piece.block_table, np.int32)
-        tables[i, : len(table)] = table
-        slots[rows] = table[positions[rows] // block_size] * block_size
+        for group, block_table in enumerate(piece.block_tables):
+            table = np.array(block_table, np.int32)
+            tables[group, i, : len(table)] = table
+            slots[group, rows] = table[positions[rows] // block_size] * block_size
         row = rows.stop
         last_rows[id(piece)] = row - 1
         if i >= shape.num_single:
@@ -115,7 +120,9 @@ class DecodeRows:
         self._views.query_starts.zero_()
         self._views.block_tables.zero_()
         self._tables = self._views.block_tables.numpy()
-        self._known: list[list[int]] = [[] for _ in range(shape.num_seqs)]
+        self._known: list[list[list[int]]] = [
+            [[] for _ in range(shape.num_seqs)] for _ in range(shape.num_groups)
+        ]
 
     def write(self, slices: Sequence[SequenceSlice], block_size: int) -> None:
         views = self._views
@@ -124,14 +131,16 @@ class DecodeRows:
         views.token_ids.numpy()[:] = [piece.token_ids[0] for piece in slices] + [0] * num_pad
         views.positions.numpy()[:] = places + [0] * num_pad
         views.context_lens.numpy()[:] = [piece.context_len for piece in slices] + [0] * num_pad
-        views.slots.numpy()[:] = [
-            piece.block_table[place // block_size] * block_size + place % block_size
-            for piece, place in zip(slices, places, strict=True)
-        ] + [-1] * num_pad
-        for row, piece in enumerate(slices):
-            known, table = self._known[row], piece.block_table
-            if len(table) < len(known) or table[: len(known)] != known:
-                known.clear()
-            if len(table) > len(known):
-                self._tables[row, len(known) : len(table)] = table[len(known) :]
-                known += table[len(known) :]
+        slots = views.slots.numpy()
+        for group in range(views.shape.num_groups):
+            slots[group] = [
+                piece.block_tables[group][place // block_size] * block_size + place % block_size
+                for piece, place in zip(slices, places, strict=True)
+            ] + [-1] * num_pad
+            for row, piece in enumerate(slices):
+                known, table = self._known[group][row], piece.block_tables[group]
+                if len(table) < len(known) or table[: len(known)] != known:
+                    known.clear()
+                if len(table) > len(known):
+                    self._tables[group, row, len(known) : len(table)] = table[len(known) :]
+                    known += table[len(known) :]

@@ -25,27 +25,32 @@ class TritonSteps:
         self._decoder = TritonDecoder(config, weights, max_model_len)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
-        self._pool: KvPool | None = None
+        self._pools: Sequence[KvPool] | None = None
 
     @torch.inference_mode()
-    def prepare(self, pool: KvPool) -> None:
-        """Compiles, tunes and records what steps over the pool need, so that no request waits for
-        it. Writes into the pool: nothing is in it yet."""
-        kv, block_size = pool.kv, pool.block_size
-        self._pool, self._kv = pool, kv
+    def prepare(self, pools: Sequence[KvPool]) -> None:
+        """Compiles, tunes and records what steps over the pools of the KV groups need, so that no
+        request waits for it. Writes into the pools: nothing is in them yet."""
+        kv, block_size = [pool.kv for pool in pools], pools[0].block_size
+        num_blocks, device = min(each.shape[0] for each in kv), kv[0].device
+        self._pools, self._kv = pools, kv
         self._graphs = DecodeGraphs(
             lambda views: self._decoder.forward(views, kv),
             num_seqs_max=self._max_num_seqs,
             table_width=-(-self._max_model_len // block_size),
             block_size=block_size,
-            num_blocks=kv.shape[0],
-            device=kv.device,
+            num_blocks=num_blocks,
+            num_groups=len(kv),
+            device=device,
         )
-        if kv.is_cuda:
+        if device.type == "cuda":
             for num_tokens in (16, min(512, self._max_model_len)):  # prefill's classes of shapes
-                blocks = list(range(min(kv.shape[0], -(-num_tokens // block_size))))
+                blocks = list(range(min(num_blocks, -(-num_tokens // block_size))))
                 num_tokens = min(num_tokens, len(blocks) * block_size)
-                piece = SequenceSlice([0] * num_tokens, num_tokens, blocks, True)
+                others = [blocks] * (len(kv) - 1)
+                piece = SequenceSlice(
+                    [0] * num_tokens, num_tokens, blocks, True, other_tables=others
+                )
                 logits, _ = self._run_mixed(StepBatch([piece]), kv, wants_event=False)
             sample(logits, [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)])
 
@@ -69,24 +74,26 @@ class TritonSteps:
     def forward(
         self,
         batch: StepBatch,
-        pool: KvPool,
+        pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Runs a step as TorchSteps.forward does. A decode step's logits last until the next one.
 
         Waits for the device only to call `on_kv_written`; without it, it waits for nothing.
         """
-        if self._pool is not pool:
-            self.prepare(pool)
-        kv = self._kv
+        if self._pools is not pools:
+            self.prepare(pools)
+        device = pools[0].device
         if self._graphs.fits(batch.slices):
             logits = self._graphs.run(batch.slices)
-            written = _recorded_event(kv.device) if on_kv_written else None
+            written = _recorded_event(device) if on_kv_written else None
             if not all(piece.num_logits for piece in batch.slices):
                 wanted = [i for i, piece in enumerate(batch.slices) if piece.num_logits]
                 logits = logits[wanted]
         else:
-            logits, written = self._run_mixed(batch, kv, wants_event=on_kv_written is not None)
+            logits, written = self._run_mixed(
+                batch, self._kv, wants_event=on_kv_written is not None
+            )
         if on_kv_written is not None:
             if written is not None:
                 written.synchronize()
@@ -94,17 +101,17 @@ class TritonSteps:
         return logits
 
     def _run_mixed(
-        self, batch: StepBatch, kv: torch.Tensor, *, wants_event: bool
+        self, batch: StepBatch, kv: Sequence[torch.Tensor], *, wants_event: bool
     ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        host = write_step(batch, kv.shape[4])
-        array = host.array
-        if kv.is_cuda:
-            array = array.pin_memory().to(kv.device, non_blocking=True)
+        host = write_step(batch, kv[0].shape[4])
+        array, device = host.array, kv[0].device
+        if device.type == "cuda":
+            array = array.pin_memory().to(device, non_blocking=True)
         written: list[torch.cuda.Event | None] = []
         logits = self._decoder.forward(
             StepViews.of(array, host.shape),
             kv,
-            lambda: written.append(_recorded_event(kv.device) if wants_event else None),
+            lambda: written.append(_recorded_event(device) if wants_event else None),
         )
         return logits, written[0]
 

@@ -7,6 +7,7 @@ in the pool already. Prefill, a chunk of it and decode are the same thing: catch
                              context_len - num_tokens    context_len
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -16,10 +17,18 @@ class SequenceSlice:
 
     token_ids: list[int]  # this step's tokens, num_tokens of them
     context_len: int  # tokens in the KV pool after this step
-    block_table: list[int]  # block ids that cover at least context_len tokens, in order
+    # Blocks of the first KV group's pool that cover at least context_len tokens, in order. Those
+    # before the group's window may be any of the pool.
+    block_table: list[int]
     wants_logits: bool  # whether the last token's logits are needed (not for inner chunks)
     all_logits: bool = False  # those of all its tokens are
     wants_hidden: bool = False  # the last token's hidden state is, too
+    other_tables: Sequence[list[int]] = ()  # of the other groups' pools
+
+    @property
+    def block_tables(self) -> tuple[list[int], ...]:
+        """The table of each group."""
+        return (self.block_table, *self.other_tables)
 
     @property
     def num_tokens(self) -> int:

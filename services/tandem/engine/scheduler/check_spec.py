@@ -1,12 +1,12 @@
 """Checks a spec before it enters an engine, against the model's context and the whole pool."""
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
 
 
 def check_spec(
-    spec: SequenceSpec, *, layout: BlockLayout, max_model_len: int, vocab_size: int
+    spec: SequenceSpec, *, layout: KvLayout, max_model_len: int, vocab_size: int
 ) -> None:
     """Raises BadRequest, ContextTooLong or NeverFits with what is allowed."""
     num_tokens = len(spec.token_ids)
@@ -54,7 +54,7 @@ def _check_edits(spec: SequenceSpec, vocab_size: int) -> None:
             )
 
 
-def _check_pool(spec: SequenceSpec, layout: BlockLayout, max_model_len: int) -> None:
+def _check_pool(spec: SequenceSpec, layout: KvLayout, max_model_len: int) -> None:
     capacity = layout.num_blocks * layout.block_size
     pool = f"{capacity} tokens ({layout.num_blocks} blocks of {layout.block_size})"
     if spec.mode is Mode.PREFILL_ONLY:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.kv_groups import KvLayout
 
 
 class RemotePool(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class LocalPool(msgspec.Struct, frozen=True):
     num_bytes: int
     device_id: int
     memory: str
-    layout: BlockLayout
+    layout: KvLayout
 
     def remote(self) -> RemotePool:
         """Returns what a consumer must know to address its blocks."""
