@@ -36,6 +36,7 @@ setup(
                     "linear_amx",
                     "linear_avx512_bf16",
                     "logprobs",
+                    "lora",
                     "pack",
                     "scratch",
                     "simd",

@@ -35,7 +35,7 @@ def tokens_per_s(engine: Engine, specs: list[SequenceSpec]) -> float:
     """Returns the speed of decode, from when all sequences have their first token."""
     for spec in specs:
         engine.add(spec)
-    while engine.awaits_grammars():
+    while engine.awaits_threads():
         time.sleep(0.001)
     begun: set[str] = set()
     while len(begun) < len(specs):

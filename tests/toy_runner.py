@@ -13,9 +13,11 @@ from functools import lru_cache
 
 import torch
 
+from tandem.adapter import Adapter
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.errors import ConfigError
 from tandem_kernels.logprobs import logprobs
 from tandem_kernels.sampling import Draw, sample
 
@@ -65,6 +67,7 @@ class ToyRunner:
     def __init__(self, *, block_size: int, max_model_len: int = 1000) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
+        self.adapters: set[str] = set()
 
     def layout(self, num_blocks: int = 1) -> KvLayout:
         pool = BlockLayout(
@@ -84,6 +87,18 @@ class ToyRunner:
         for source, target, _ in copies:
             self.kv[target] = self.kv[source]
 
+    def load_adapter(self, adapter: Adapter) -> str:
+        """Fails for an adapter that lies nowhere."""
+        if not adapter.path:
+            raise ConfigError("it has no folder")
+        return adapter.digest
+
+    def add_adapter(self, loaded: str) -> None:
+        self.adapters.add(loaded)
+
+    def drop_adapter(self, digest: str) -> None:
+        self.adapters.remove(digest)
+
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
@@ -99,6 +114,7 @@ class ToyRunner:
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
         wanted: list[int] = []
         for piece in batch.slices:
+            assert not piece.adapter or piece.adapter in self.adapters
             values = self._compute(piece)
             wanted += values[len(values) - piece.num_logits :]
         if on_kv_written is not None:

@@ -25,6 +25,7 @@
       TooManyRequests       429  RESOURCE_EXHAUSTED   of one address, that have no answer yet
       RateLimited           429  RESOURCE_EXHAUSTED   a limit of its API key is reached
       NoWorkers             503  UNAVAILABLE          a pool is empty
+      AdapterUnavailable    503  UNAVAILABLE          a worker cannot load the request's adapter
       KeysUnknown           503  UNAVAILABLE          the router has not read the API keys
       UsageUnknown          503  UNAVAILABLE          the usage cannot be read while Redis is away
       ScaleAway             503  UNAVAILABLE          who owns the pools' sizes is away
@@ -158,6 +159,9 @@ class RateLimited(TandemError, code="rate_limit_exceeded", http=429, grpc="RESOU
 
 
 class NoWorkers(TandemError, code="no_workers", http=503, grpc="UNAVAILABLE"): ...
+
+
+class AdapterUnavailable(TandemError, code="adapter_unavailable", http=503, grpc="UNAVAILABLE"): ...
 
 
 class KeysUnknown(TandemError, code="keys_unknown", http=503, grpc="UNAVAILABLE"): ...

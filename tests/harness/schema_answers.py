@@ -104,7 +104,7 @@ class SchemaAnswers:
 
     def _drive(self, schemas: Mapping[str, Any], batch: Iterable[SequenceSpec]) -> None:
         made: dict[str, list[int]] = {spec.sequence_id: [] for spec in batch}
-        while self._engine.has_work() or self._engine.awaits_grammars():
+        while self._engine.has_work() or self._engine.awaits_threads():
             if not self._engine.has_work():
                 time.sleep(0.001)
                 continue

@@ -33,6 +33,7 @@
 #include "linear_amx.h"
 #include "kv_int8.h"
 #include "attention.h"
+#include "lora.h"
 #include "forward.h"
 #include "limits.h"
 #include "logprobs.h"

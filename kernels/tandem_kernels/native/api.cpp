@@ -84,6 +84,7 @@ void* tandem_create(const tandem::Model* model, const char* wanted) {
     if (decoder == nullptr) return nullptr;
     const int failed = guarded([&] {
         decoder->scratch.of_thread = std::vector<tandem::Buffer>(model->num_threads);
+        decoder->scratch.lora = std::vector<tandem::Buffer>(model->num_threads);
     });
     if (failed) {
         delete decoder;

@@ -27,6 +27,7 @@
 #include "linear.h"
 #include "kv_int8.h"
 #include "attention.h"
+#include "lora.h"
 #include "forward.h"
 #include "limits.h"
 #include "logprobs.h"

@@ -29,6 +29,7 @@
 #include "linear_avx512_bf16.h"
 #include "kv_int8.h"
 #include "attention.h"
+#include "lora.h"
 #include "forward.h"
 #include "limits.h"
 #include "logprobs.h"

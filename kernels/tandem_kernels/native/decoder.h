@@ -90,6 +90,28 @@ struct KvGroup {  // layers whose KV lies in one pool, by block ids of its own
     int64_t block_bytes, head_bytes, layer_bytes;  // from one block, head or layer to the next
 };
 
+// What a LoRA adapter adds to a product: (x A^T) B^T. The matrices A of its parts are one below the
+// other, B has the scale; none of them is packed in pairs.
+struct LoraPart {
+    Matrix b;                           // [outputs of the part, its rank]
+    int32_t first_output, first_rank;
+};
+
+struct LoraProduct {
+    Matrix a;  // [ranks of all parts, inputs]
+    const LoraPart* parts;
+    int32_t num_parts;  // 0: it adds nothing
+};
+
+struct LoraLayer {
+    LoraProduct qkv, attention_out, gate_up, down;
+};
+
+struct LoraRows {  // an adapter's
+    const LoraLayer* layers;
+    int32_t first_row, num_rows;
+};
+
 struct Step {
     const int32_t* token_ids;  // [rows]
     const int32_t* positions;  // [rows]
@@ -103,6 +125,9 @@ struct Step {
     int32_t num_rows, num_spans, num_logit_rows, block_size;
     int32_t kv_kind;       // F32, BF16 or I8
     int64_t table_floats;  // from one table of angles to the next
+    const LoraRows* adapted;  // rows with adapters, which are the first ones
+    int32_t num_adapted;
+    int32_t lora_rank;  // the largest LoraProduct's
 
     const KvGroup& group_of(const Layer& layer) const { return groups[layer.group]; }
 };

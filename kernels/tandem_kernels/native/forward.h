@@ -237,6 +237,7 @@ struct LayerItems {
 struct Rows {  // buffers of a step, as all threads see them
     float *hidden, *input, *projected, *attended, *delta;
     Laps* laps;
+    StepLora lora;
 };
 
 // Normalizes, projects, rotates and stores; queries stay in `projected`.
@@ -256,9 +257,10 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
                  model.norm_eps, normed.row(row));
     }
     rows.laps->end(NORM, thread);
-    linear(layer.qkv, normed, {rows.projected, static_cast<size_t>(width), Into::kSet}, thread,
-           threads);
+    const Output projected{rows.projected, static_cast<size_t>(width), Into::kSet};
+    linear(layer.qkv, normed, projected, thread, threads);
 #pragma omp barrier
+    add_lora(rows.lora, index, &LoraLayer::qkv, normed, projected, thread);
     rows.laps->end(QKV, thread);
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row) {
@@ -271,11 +273,13 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
 }
 
 // What the MLP's last product reads.
-inline Inputs gate_all(const Model& model, const Layer& layer, const Step& step,
-                       const Inputs& normed, const Rows& rows, int thread, int threads) {
+inline Inputs gate_all(const Model& model, int index, const Step& step, const Inputs& normed,
+                       const Rows& rows, int thread, int threads) {
+    const Layer& layer = model.layers[index];
 #ifdef TANDEM_PAIRS
     if (layer.gate_up.kind == BF16_PAIRS) {
-        const Inputs gated = inputs_of(layer.down, rows.projected, step.num_rows);
+        Inputs gated = inputs_of(layer.down, rows.projected, step.num_rows);
+        gated.added = added_gates(model, rows.lora, index, normed, thread);
         gate(layer.gate_up, normed, gated, thread, threads);
 #pragma omp barrier
         rows.laps->end(GATE_UP, thread);
@@ -284,8 +288,10 @@ inline Inputs gate_all(const Model& model, const Layer& layer, const Step& step,
 #endif
     const Inputs gated = inputs_of(layer.down, rows.input, step.num_rows);
     const size_t width = 2 * static_cast<size_t>(model.inner);
-    linear(layer.gate_up, normed, {rows.projected, width, Into::kSet}, thread, threads);
+    const Output projected{rows.projected, width, Into::kSet};
+    linear(layer.gate_up, normed, projected, thread, threads);
 #pragma omp barrier
+    add_lora(rows.lora, index, &LoraLayer::gate_up, normed, projected, thread);
     rows.laps->end(GATE_UP, thread);
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row) 
@@ -300,14 +306,15 @@ inline bool adds_at_once(const Model& model, const float* post_norm) {
 
 // A product, added to the residual stream.
 inline void add_product(const Model& model, const Matrix& matrix, const Inputs& inputs,
-                        const float* post_norm, Stage stage, const Rows& rows, int thread,
-                        int threads) {
+                        const float* post_norm, Stage stage, const Rows& rows, int index,
+                        LoraProduct LoraLayer::*added, int thread, int threads) {
     const size_t hidden = model.hidden;
     const bool at_once = adds_at_once(model, post_norm);
     const Output output = at_once ? Output{rows.hidden, hidden, Into::kAdd}
                                   : Output{rows.delta, hidden, Into::kSet};
     linear(matrix, inputs, output, thread, threads);
 #pragma omp barrier
+    add_lora(rows.lora, index, added, inputs, output, thread);
     rows.laps->end(stage, thread);
     if (at_once) return;
 #pragma omp for schedule(static)
@@ -330,14 +337,15 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
     }
     rows.laps->end(ATTENTION, thread);
     add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT, rows,
-                thread, threads);
+                index, &LoraLayer::attention_out, thread, threads);
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row)
         norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
                  model.norm_eps, normed.row(row));
     rows.laps->end(NORM, thread);
-    const Inputs gated = gate_all(model, layer, step, normed, rows, thread, threads);
-    add_product(model, layer.down, gated, layer.mlp_post_norm, DOWN, rows, thread, threads);
+    const Inputs gated = gate_all(model, index, step, normed, rows, thread, threads);
+    add_product(model, layer.down, gated, layer.mlp_post_norm, DOWN, rows, index, &LoraLayer::down,
+                thread, threads);
 }
 
 inline bool needs_delta(const Model& model) {
@@ -356,7 +364,8 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
             scratch.projected.of(rows * std::max({heads, 2 * inner, whole_steps(inner)})),
             scratch.attended.of(input_floats(rows, model.num_heads * model.head_dim)),
             scratch.delta.of(needs_delta(model) ? rows * hidden : 0),
-            &scratch.laps};
+            &scratch.laps,
+            lora_of(model, step, scratch)};
 }
 
 inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {

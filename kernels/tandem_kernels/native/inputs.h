@@ -80,6 +80,22 @@ struct InputRow {
         return row;
     }
 
+    // The numbers as the product reads them, `stride` apart.
+    void copy_to(float* to, size_t stride) const {
+#ifdef TANDEM_PAIRS
+        if (steps.first != nullptr) {
+            for (int at = 0; at < in; at += kLanes) {
+                const Floats run = load(steps.first + at / kStepInputs * steps.stride +
+                                        at % kStepInputs);
+                const int num = in - at < kLanes ? in - at : kLanes;
+                for (int i = 0; i < num; ++i) to[(at + i) * stride] = run[i];
+            }
+            return;
+        }
+#endif
+        for (int at = 0; at < in; ++at) to[at * stride] = numbers.first[at * numbers.stride];
+    }
+
     void put(int at, Floats run, int num = kLanes) const {
 #ifdef TANDEM_PAIRS
         if (steps.first != nullptr) return put_pairs(at, run, num);
@@ -89,11 +105,20 @@ struct InputRow {
     }
 };
 
+// What adapters add to gates and ups before they are multiplied: [rows, stride] of the first rows,
+// the ups after the gates.
+struct AddedGates {
+    const float* rows = nullptr;
+    int num_rows = 0;
+    size_t stride = 0;
+};
+
 // All rows of a product with weights of `kind`.
 struct Inputs {
     float* buffer;  // of input_floats() at least
     int32_t kind;
     int num_rows, in;
+    AddedGates added = {};  // to the gated, if these are
 
     InputRow row(int row) const {
 #ifdef TANDEM_PAIRS
@@ -108,7 +133,7 @@ struct Inputs {
 inline size_t input_floats(size_t num_rows, int in) { return num_rows * whole_steps(in); }
 
 inline Inputs inputs_of(const Matrix& matrix, float* buffer, int num_rows) {
-    return {buffer, matrix.kind, num_rows, matrix.in};
+    return {buffer, matrix.kind, num_rows, matrix.in, {}};
 }
 
 }  // namespace tandem::TANDEM_ISA

@@ -138,6 +138,22 @@ class KvGroup(Structure):
     )
 
 
+class LoraPart(Structure):
+    _fields_ = (("b", Matrix), ("first_output", c_int32), ("first_rank", c_int32))
+
+
+class LoraProduct(Structure):
+    _fields_ = (("a", Matrix), ("parts", POINTER(LoraPart)), ("num_parts", c_int32))
+
+
+class LoraLayer(Structure):
+    _fields_ = tuple((name, LoraProduct) for name in ("qkv", "attention_out", "gate_up", "down"))
+
+
+class LoraRows(Structure):
+    _fields_ = (("layers", POINTER(LoraLayer)), ("first_row", c_int32), ("num_rows", c_int32))
+
+
 class Step(Structure):
     _fields_ = (
         *(
@@ -159,6 +175,9 @@ class Step(Structure):
             for name in ("num_rows", "num_spans", "num_logit_rows", "block_size", "kv_kind")
         ),
         ("table_floats", c_int64),
+        ("adapted", POINTER(LoraRows)),
+        ("num_adapted", c_int32),
+        ("lora_rank", c_int32),
     )
 
 

@@ -230,9 +230,16 @@ inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int 
         up_bias = load(matrix.bias + (panel + 1) * kPanel);
     }
     const InputRow first = gated.row(first_row);
-    for (int m = 0; m < num_rows; ++m)
-        first.below(m).put(at, gated_for_bf16(gates[m] + gate_bias, ups[m] + up_bias, matrix.activation),
-                           num);
+    const AddedGates& added = gated.added;
+    for (int m = 0; m < num_rows; ++m) {
+        Floats gate = gates[m] + gate_bias, up = ups[m] + up_bias;
+        if (first_row + m < added.num_rows) {
+            const float* const row = added.rows + (first_row + m) * added.stride + at;
+            gate += load_some(row, num);
+            up += load_some(row + gated.in, num);
+        }
+        first.below(m).put(at, gated_for_bf16(gate, up, matrix.activation), num);
+    }
 }
 
 // This thread's share of silu(gate) * up: panels of gates and of ups take turns.

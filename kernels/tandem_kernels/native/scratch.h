@@ -65,7 +65,9 @@ struct Scratch {
     Buffer attended;  // [rows, heads * head_dim], in tiles
     Buffer delta;     // [rows, hidden]: what a product adds to `hidden`, if that is not all
     Buffer last;      // [logit rows, hidden]
+    Buffer gates;     // [rows with adapters, gate and up]: what these add to gates
     std::vector<Buffer> of_thread;  // attention's tiles
+    std::vector<Buffer> lora;       // of each thread
     std::vector<Largest> largest;   // [threads, logit rows]
     Laps laps;
 };

@@ -73,4 +73,6 @@ class EngineConfig(EngineOptions):
     # Tokens that a grammar forces in a row are computed together, so many at most: more of them
     # would delay the other sequences. 0: one by one. It changes no token.
     forced_max: Constant[int] = 16
+    max_loras: Constant[int] = 8  # adapters in memory, and so in one step; 0: none
+    max_lora_rank: Constant[int] = 64
     report_block_tokens: Constant[bool] = False  # in reports of stored blocks, for KV events

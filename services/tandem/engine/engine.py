@@ -13,14 +13,14 @@ from itertools import count
 
 import torch
 
-from tandem.block_hash import chain_root
 from tandem.config.engine import EngineConfig
+from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import check_own, check_trusted, give_back, store_blocks
 from tandem.engine.cache.layout import num_blocks_of
 from tandem.engine.executor.sampler import StepSampler
 from tandem.engine.load import measure_load
-from tandem.engine.logit_edits import logit_edits
+from tandem.engine.new_sequences import NewSequences
 from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.report import PendingReport
 from tandem.engine.runner_protocol import Runner
@@ -29,7 +29,7 @@ from tandem.engine.scheduler.running_slots import STEP_SHARE
 from tandem.engine.scheduler.scheduler import Chunk, Schedule, Scheduler
 from tandem.engine.sequence import Sequence, Status, finish_reason
 from tandem.engine.types import EngineLoad, Mode, OnFinal, SequenceSpec, StepReport, TokenLogprobs
-from tandem.errors import InternalError, QueueFull, TandemError
+from tandem.errors import BadRequest, InternalError, QueueFull, TandemError
 from tandem.grammars.compiler import GrammarCompiler
 from tandem.grammars.masks import GrammarMasks
 from tandem.perf_model.step_time import StepTimeModel, StepWork
@@ -50,12 +50,15 @@ class Engine:
         runner.allocate(self.layout.num_blocks)
         self._runner = runner
         self._config = config
-        self._model_fingerprint = model_fingerprint
+        self._adapters = AdapterSlots(
+            runner, num_slots=config.max_loras, rank_max=config.max_lora_rank
+        )
         self._check_spec = partial(
             check_spec,
             layout=self.layout,
             max_model_len=runner.max_model_len,
             vocab_size=runner.vocab_size,
+            check_adapter=self._adapters.check,
         )
         self._pool = BlockPool(self.layout.num_blocks)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
@@ -69,11 +72,15 @@ class Engine:
             max_tokens_per_step=self.max_tokens_per_step,
             itl_limit_s=config.itl_limit_s,
             bytes_per_token=self.layout.block_bytes / self.layout.block_size,
+            adapters=self._adapters,
         )
         self._sequences: dict[str, Sequence] = {}
         self._peer_blocks = PeerBlocks(self._pool)
         self._pending = PendingReport()
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
+        self._new_sequences = NewSequences(
+            runner, model_fingerprint, self.layout.block_size, self._grammars
+        )
         self._arrivals, self._steps = count(1), count(1)
 
     def step(self, on_final: OnFinal | None = None) -> StepReport:
@@ -84,6 +91,7 @@ class Engine:
         """
         started = time.perf_counter()
         work = StepWork()
+        self._settle_adapters()
         schedule = self._scheduler.schedule()
         self._runner.copy_blocks(schedule.copies)
         for sequence in schedule.admitted:
@@ -103,7 +111,7 @@ class Engine:
         self._check_new(spec.sequence_id)
         self._check_spec(spec)
         self._check_queue(len(self._scheduler.waiting))
-        self._enter(self._new_sequence(spec, next(self._arrivals)))
+        self._enter(self._new_sequences.make(spec, next(self._arrivals)))
 
     def start_local_prefill(self, sequence_id: str) -> None:
         """Computes a WAITING_FOR_REMOTE_KV sequence here after all; no block of it is filled."""
@@ -120,7 +128,7 @@ class Engine:
             raise InternalError(f"sequence {spec.sequence_id} is for a peer and cannot restart")
         self._drop(old, unsafe_blocks)
         self._check_spec(spec)
-        new = self._new_sequence(spec, old.arrival)
+        new = self._new_sequences.make(spec, old.arrival)
         new.num_cached_tokens = old.num_cached_tokens
         new.num_preemptions = old.num_preemptions
         self._enter(new)
@@ -239,15 +247,16 @@ class Engine:
         return list(self._find(sequence_id).block_table)
 
     def has_work(self) -> bool:
-        return self._pending.has_news or self._pool.has_events or self._scheduler.has_work()
+        has_news = self._pending.has_news or self._pool.has_events or self._adapters.has_news
+        return has_news or self._scheduler.has_work()
 
-    def awaits_grammars(self) -> bool:
-        """Returns True while a grammar is compiled: `has_work` may turn True by itself."""
-        return self._scheduler.awaits_grammars()
+    def awaits_threads(self) -> bool:
+        """Returns True while a grammar or an adapter is made: `has_work` may turn True then."""
+        return self._scheduler.awaits_threads()
 
     def load(self) -> EngineLoad:
-        sequences = self._sequences.values()
-        return measure_load(sequences, self._scheduler, self._peer_blocks, self._pool)
+        parts = self._scheduler, self._peer_blocks, self._pool, self._adapters
+        return measure_load(self._sequences.values(), *parts)
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is wrong with the blocks or the queues."""
@@ -271,6 +280,17 @@ class Engine:
         if reason:
             self._drop(sequence)
         return bool(reason)
+
+    def _settle_adapters(self) -> None:
+        errors = self._adapters.settle()
+        for sequence in list(self._scheduler.waiting) if errors else ():
+            adapter = sequence.spec.adapter
+            if adapter is not None and adapter.digest in errors:
+                self._fail(sequence, errors[adapter.digest])
+
+    def _fail(self, sequence: Sequence, error: TandemError) -> None:
+        self._pending.failed(sequence, error)
+        self._drop(sequence)
 
     def _run(self, schedule: Schedule, on_final: OnFinal | None) -> None:
         def on_kv_written() -> None:
@@ -307,8 +327,7 @@ class Engine:
     def _advance(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Handles the token that was sampled for a sequence of which nothing is missing."""
         if sequence.grammar is not None and sequence.grammar.error:
-            self._pending.failed(sequence, f"its grammar cannot go on: {sequence.grammar.error}")
-            self._drop(sequence)
+            self._fail(sequence, BadRequest(f"its grammar cannot go on: {sequence.grammar.error}"))
         elif sequence.mode is Mode.PREFILL_ONLY:
             self._scheduler.withdraw(sequence)
             sequence.status = Status.HELD
@@ -338,22 +357,6 @@ class Engine:
         del self._sequences[sequence.sequence_id]
         self._scheduler.withdraw(sequence)
         give_back(self._pool, sequence.let_go(), unsafe_blocks)
-
-    def _new_sequence(self, spec: SequenceSpec, arrival: int) -> Sequence:
-        root = chain_root(
-            model_fingerprint=self._model_fingerprint,
-            compute_dtype=self._runner.dtype_name,
-            numerics=self._runner.numerics_name,
-            kv_dtype=self._runner.kv_dtype_name,
-            block_size=self.layout.block_size,
-            cache_salt=spec.cache_salt,
-        )
-        sequence = Sequence.from_spec(
-            spec, arrival=arrival, block_size=self.layout.block_size, chain_root=root
-        )
-        grammar = self._grammars.matcher(spec.grammar, spec.token_ids[spec.num_prompt_tokens :])
-        sequence.edits = logit_edits(spec, self._runner.vocab_size, grammar)
-        return sequence
 
     def _check_new(self, sequence_id: str) -> None:
         if sequence_id in self._sequences or sequence_id in self._peer_blocks:

@@ -2,15 +2,20 @@
 
 from collections.abc import Collection
 
+from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence
-from tandem.engine.types import EngineLoad, Mode
+from tandem.engine.types import AdapterLoad, EngineLoad, Mode
 
 
 def measure_load(
-    sequences: Collection[Sequence], scheduler: Scheduler, peer_blocks: PeerBlocks, pool: BlockPool
+    sequences: Collection[Sequence],
+    scheduler: Scheduler,
+    peer_blocks: PeerBlocks,
+    pool: BlockPool,
+    adapters: AdapterSlots,
 ) -> EngineLoad:
     """A sequence counts once: as waiting, awaiting KV, running, or computed (to be) for a peer.
 
@@ -36,4 +41,15 @@ def measure_load(
         tokens_wasted=sum(
             max(0, len(s.block_table) * s.block_size - s.num_tokens) for s in sequences
         ),
+        adapters=_measure_adapters(sequences, adapters),
     )
+
+
+def _measure_adapters(sequences: Collection[Sequence], adapters: AdapterSlots) -> AdapterLoad:
+    running: set[str] = set()
+    waiting: set[str] = set()
+    for sequence in sequences:
+        if sequence.spec.adapter is not None:
+            names = running if sequence.block_table else waiting
+            names.add(sequence.spec.adapter.name)
+    return AdapterLoad(sorted(running), sorted(waiting), adapters.loaded, adapters.failed)

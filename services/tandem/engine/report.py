@@ -16,7 +16,7 @@ from tandem.engine.types import (
     StepReport,
     TokenLogprobs,
 )
-from tandem.errors import BadRequest
+from tandem.errors import TandemError
 from tandem.perf_model.step_time import StepWork
 
 
@@ -102,9 +102,9 @@ class PendingReport:
         )
         sequence.prompt_logprobs, sequence.embedding = [], []
 
-    def failed(self, sequence: Sequence, why: str) -> None:
-        """Reports that the sequence ends because of what its client asked for."""
-        self._report.failed.append(Failed(sequence.sequence_id, BadRequest.code, why))
+    def failed(self, sequence: Sequence, error: TandemError) -> None:
+        """Reports that the sequence ends without an answer."""
+        self._report.failed.append(Failed(sequence.sequence_id, error.code, error.message))
 
     def forget(self, sequence_id: str) -> None:
         """Drops everything about the sequence that was not reported yet."""

@@ -5,13 +5,14 @@ from typing import Protocol
 
 import torch
 
+from tandem.engine.adapter_slots import AdapterRunner
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.scheduler.batch import StepBatch
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
 
-class Runner(Protocol):
+class Runner(AdapterRunner, Protocol):
     """Computes steps: a model and the tensor of its KV pools."""
 
     dtype_name: str

@@ -20,6 +20,7 @@ from enum import Enum
 
 import msgspec
 
+from tandem.adapter import Adapter
 from tandem.perf_model.rates import WorkerRates
 
 
@@ -58,6 +59,7 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     max_tokens: int  # completion tokens in all, those already in token_ids counted in
     stop_token_ids: list[int] = []  # such a token ends the sequence and is its last token
     cache_salt: bytes = b""
+    adapter: Adapter | None = None  # that computes it; None: the base model alone
     # WAITING_FOR_REMOTE_KV: with fewer tokens missing, prefill here at once.
     remote_prefill_min_tokens: int = 0
     first_wanted_block: int = 0  # PREFILL_ONLY: blocks before it are not reported
@@ -150,6 +152,16 @@ class Failed(msgspec.Struct, frozen=True):
     message: str
 
 
+class AdapterLoad(msgspec.Struct, frozen=True):
+    """The LoRA adapters of an engine: names of those that its sequences want, and digests of those
+    in memory or not to be read."""
+
+    running: list[str] = []  # of sequences that have blocks
+    waiting: list[str] = []
+    loaded: list[str] = []
+    failed: list[str] = []
+
+
 class EngineLoad(msgspec.Struct, frozen=True):
     num_running: int = 0
     num_waiting: int = 0
@@ -164,6 +176,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     blocks_cached: int = 0
     blocks_quarantined: int = 0
     tokens_wasted: int = 0  # slots that active sequences hold and do not fill
+    adapters: AdapterLoad = AdapterLoad()
 
 
 class StoredBlock(msgspec.Struct, frozen=True):

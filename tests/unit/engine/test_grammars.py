@@ -53,7 +53,7 @@ def drive_compiled(engine: Engine, *specs: SequenceSpec) -> Outcome:
     for each in specs:
         engine.add(each)
     deadline = time.monotonic() + 60
-    while engine.awaits_grammars() and time.monotonic() < deadline:
+    while engine.awaits_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     return drive(engine)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.scheduler.scheduler import Schedule, Scheduler
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import Mode
 from tandem.perf_model.step_time import StepTimeModel, StepWork
 from tests.engine_driver import make_spec
+from tests.toy_runner import ToyRunner
 
 
 class Bench:
@@ -30,6 +32,7 @@ class Bench:
             max_tokens_per_step=tokens,
             itl_limit_s=itl_limit_s,
             bytes_per_token=1024.0,
+            adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
         )
         self.sequences: list[Sequence] = []
 

@@ -10,6 +10,7 @@ from random import Random
 import pytest
 from torch import Tensor
 
+from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.engine import Engine
 from tandem.engine.scheduler.batch import StepBatch
@@ -18,6 +19,7 @@ from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode
 from tandem.perf_model.step_time import StepTimeModel, StepWork
 from tests.engine_driver import Outcome, drive, make_engine, make_spec
+from tests.toy_runner import ToyRunner
 
 BUDGET, PROMPT, TARGET_S = 512, 4000, 0.1
 
@@ -54,6 +56,7 @@ class Bench:
             max_tokens_per_step=BUDGET,
             itl_limit_s=0.0,
             bytes_per_token=1024.0,
+            adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
         )
         self.num_added = 0
         self.clock = self.machine.seconds

@@ -53,10 +53,10 @@ class DecodeGraphs:
             log.info("recorded decode steps of %s rows", ", ".join(map(str, self._sizes)))
 
     def fits(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Returns whether these slices are a decode step without hidden states, which a replayed
-        graph does not keep."""
+        """Returns whether these slices are a decode step without adapters, which differ from step
+        to step, and without hidden states, which a replayed graph does not keep."""
         return 0 < len(slices) <= self._sizes[-1] and all(
-            s.num_tokens == 1 and not s.wants_hidden for s in slices
+            s.num_tokens == 1 and not (s.wants_hidden or s.adapter) for s in slices
         )
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:

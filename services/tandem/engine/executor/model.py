@@ -17,6 +17,7 @@ from torch.nn.functional import gelu, silu
 
 from tandem.engine.cache.kv_groups import layer_places
 from tandem.engine.executor.step_inputs import StepInputs
+from tandem.engine.executor.step_lora import StepLora
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.models.config import ModelConfig
 from tandem.models.rope import Rope
@@ -45,6 +46,7 @@ class Decoder:
         self,
         inputs: StepInputs,
         pools: Sequence[KvPool],
+        lora: StepLora,
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Writes the tokens' KV; fp32 logits [rows of inputs.logit_rows, vocab].
@@ -66,17 +68,23 @@ class Decoder:
         x = self._weights.embedding[inputs.token_ids]
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
-        for spec, place, layer in zip(specs, self._places, self._weights.layers, strict=True):
+        layers = zip(specs, self._places, self._weights.layers, strict=True)
+        for index, (spec, place, layer) in enumerate(layers):
             normed = self._norm(x, layer.attention_norm)
             pool, token_rows = pools[place.group], inputs.token_rows[place.group]
-            queries, keys, values = self._heads(layer, normed, angles[spec.rope], inputs.num_tokens)
+            projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
+            queries, keys, values = self._heads(
+                layer, projected, angles[spec.rope], inputs.num_tokens
+            )
             pool.write(place.number, token_rows, keys, values)
             if on_kv_written is not None and layer is self._weights.layers[-1]:
                 on_kv_written()
             attended = attentions[place.group, spec.window](place.number, queries).flatten(1)
             delta = self._project(attended, (layer.attention_out,))
+            delta = lora.add(index, "attention_out", delta, attended)
             x = self._added(x, delta, layer.attention_post_norm)
-            x = self._added(x, self._mlp(layer, self._norm(x, layer.mlp_norm)), layer.mlp_post_norm)
+            delta = self._mlp(index, layer, self._norm(x, layer.mlp_norm), lora)
+            x = self._added(x, delta, layer.mlp_post_norm)
         return self._logits(x, inputs.logit_rows)
 
     def _attention(self, spans: Sequence[QuerySpan], pool: KvPool, window: int | None) -> Attention:
@@ -91,11 +99,11 @@ class Decoder:
         )
 
     def _heads(
-        self, layer: LayerWeights, x: torch.Tensor, angles: Angles, num_tokens: int
+        self, layer: LayerWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [rows, heads, D] and keys [num_tokens, kv heads, D], rotated, and values."""
         num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_kv_heads
-        heads = self._project(x, layer.qkv).view(x.shape[0], -1, self._config.head_dim)
+        heads = projected.view(projected.shape[0], -1, self._config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             normed_queries = self._norm_heads(heads[:, :num_heads], layer.q_norm)
             normed_keys = self._norm_heads(heads[:, num_heads:-num_kv_heads], layer.k_norm)
@@ -105,11 +113,15 @@ class Decoder:
         tokens = slice(0, num_tokens)
         return rotated[:, :num_heads], rotated[tokens, num_heads:], heads[tokens, -num_kv_heads:]
 
-    def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._project(x, layer.gate_up).chunk(2, dim=-1)
+    def _mlp(
+        self, index: int, layer: LayerWeights, x: torch.Tensor, lora: StepLora
+    ) -> torch.Tensor:
+        gate_up = lora.add(index, "gate_up", self._project(x, layer.gate_up), x)
+        gate, up = gate_up.chunk(2, dim=-1)
         is_silu = self._config.activation == "silu"
         activated = silu(gate) if is_silu else gelu(gate, approximate="tanh")
-        return self._project(activated.mul_(up), (layer.down,))
+        gated = activated.mul_(up)
+        return lora.add(index, "down", self._project(gated, (layer.down,)), gated)
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple

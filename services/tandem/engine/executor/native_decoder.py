@@ -19,9 +19,12 @@ import torch
 
 from tandem.engine.cache.kv_groups import LayerPlace, layer_places
 from tandem.engine.cache.pool_memory import own_pages
-from tandem.engine.executor.model import embedding_multiplier, rope_frequencies
+from tandem.engine.executor.lora_weights import LoraWeights
+from tandem.engine.executor.model import embedding_multiplier
+from tandem.engine.executor.native_angles import AngleTable
+from tandem.engine.executor.native_lora import NativeAdapters, PackedLora, by_adapter
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
-from tandem.engine.scheduler.batch import StepBatch
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
 from tandem.models.layers import LayerSpec
 from tandem_kernels.kv_cache import KvPool
@@ -41,13 +44,11 @@ from tandem_kernels.native.library import (
     load,
     packed_bytes,
 )
-from tandem_kernels.rope import rotary_angles
 from tandem_kernels.sampling import Draw, sample
 
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 _KV_KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16, "int8": Kind.I8}
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
-_ANGLES_MIN = 2048
 _INPUTS = ("token_ids", "positions", "spans", "logit_rows")
 
 
@@ -80,12 +81,13 @@ class NativeDecoder:
         self._int8 = int8
         self._instructions = instructions
         self._kept: list[Any] = []  # what the structs point to
-        self._angles = _AngleTable(config)
+        self._angles = AngleTable(config)
         self._panels = np.frombuffer(own_pages(self._packed_bytes(weights)), np.uint8)
         self._num_packed = 0
         self._results = _Results(0, config.vocab_size)
         self._logit_rows: list[int] = []  # of the last step
         self._pools: Sequence[KvPool] | None = None
+        self.adapters = NativeAdapters()
         places = layer_places(config)
         layers = (Layer * config.num_layers)(
             *map(self._layer, config.layers, places, weights.layers)
@@ -138,7 +140,11 @@ class NativeDecoder:
         if self._pools is not pools:  # the same in every step: asking a tensor takes long
             self._pools, self._groups = pools, _groups(pools)
         layout = pools[0].layout
-        inputs = _Inputs(batch, layout.block_size)
+        slices, lora = batch.slices, {}
+        if batch.has_adapters:
+            slices = by_adapter(slices)
+            lora = self.adapters.fields(slices)
+        inputs = _Inputs(slices, batch.slices, layout.block_size)
         for group, (slots, tables) in zip(self._groups, inputs.of_groups, strict=True):
             group.slots, group.block_tables = slots, tables
         self._angles.reach(inputs.positions_end)
@@ -149,6 +155,7 @@ class NativeDecoder:
             groups=addressof(self._groups),
             block_size=layout.block_size,
             kv_kind=_KV_KINDS[layout.dtype],
+            **lora,
             logits=results.logits_address,
             most_likely=results.most_likely.buffer_info()[0],
             num_rows=inputs.num_rows,
@@ -185,6 +192,10 @@ class NativeDecoder:
         size = self._config.hidden_size
         states = self._library.final_hidden(self._decoder, of_step, size)
         return [state.tolist() for state in states]
+
+    def pack_adapter(self, weights: LoraWeights) -> PackedLora:
+        """Packs an adapter for `add_adapter`; may run in any thread."""
+        return PackedLora(self._library, weights)
 
     def take_stages(self) -> dict[Stage, float]:
         """Seconds spent in each stage since the last time."""
@@ -297,37 +308,6 @@ def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(panels, 1).flatten(0, 2)
 
 
-class _AngleTable:
-    """Angles of all positions up to twice the furthest one seen: looking them up is faster than
-    computing them, and a computed position's bits would depend on those beside it."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
-        self._frequencies = [rope_frequencies(rope, config.head_dim) for rope in self.ropes]
-        self._size = 0
-        self.reach(_ANGLES_MIN)
-
-    def reach(self, positions_end: int) -> None:
-        """Lets `fields`, addresses of [ropes, positions, head_dim / 2] each, have the positions
-        before `positions_end`."""
-        if positions_end <= self._size:
-            return
-        self._size = 1 << (positions_end - 1).bit_length()
-        positions = torch.arange(self._size)
-        angles = [
-            rotary_angles(positions, frequencies, rope.attention_factor)
-            for rope, frequencies in zip(self.ropes, self._frequencies, strict=True)
-        ]
-        self._cosines, self._sines = (
-            torch.stack(tables).contiguous() for tables in zip(*angles, strict=True)
-        )
-        self.fields = {
-            "cosines": self._cosines.data_ptr(),
-            "sines": self._sines.data_ptr(),
-            "table_floats": self._cosines[0].numel(),
-        }
-
-
 class _Results:
     """Memory for a step's results, reused: the system would find and zero megabytes each step."""
 
@@ -355,13 +335,19 @@ class _Inputs:
     them sooner.
     """
 
-    def __init__(self, batch: StepBatch, block_size: int) -> None:
+    def __init__(
+        self,
+        slices: Sequence[SequenceSlice],
+        wanted: Sequence[SequenceSlice],
+        block_size: int,
+    ) -> None:
+        """`wanted` are the same slices in the order in which their logits are wanted."""
         token_ids: list[int] = []
         positions: list[int] = []
         spans: list[int] = []
-        logit_rows: list[int] = []
-        groups: list[tuple[list[int], list[int]]] = [([], []) for _ in batch.slices[0].block_tables]
-        for piece in batch.slices:
+        ends: dict[int, int] = {}
+        groups: list[tuple[list[int], list[int]]] = [([], []) for _ in slices[0].block_tables]
+        for piece in slices:
             places = range(piece.context_len - piece.num_tokens, piece.context_len)
             spans += (len(token_ids), piece.num_tokens, piece.context_len, len(groups[0][1]))
             token_ids += piece.token_ids
@@ -370,11 +356,16 @@ class _Inputs:
             for (slots, tables), table in zip(groups, piece.block_tables, strict=True):
                 slots += [table[at // block_size] * block_size + at % block_size for at in places]
                 tables += table[:num_blocks]
-            logit_rows += range(len(token_ids) - piece.num_logits, len(token_ids))
+            ends[id(piece)] = len(token_ids)
+        logit_rows = [
+            row
+            for piece in wanted
+            for row in range(ends[id(piece)] - piece.num_logits, ends[id(piece)])
+        ]
         self.num_rows = len(token_ids)
         self.logit_rows = logit_rows
         self.num_logit_rows = len(logit_rows)
-        self.positions_end = max(piece.context_len for piece in batch.slices)
+        self.positions_end = max(piece.context_len for piece in slices)
         self._numbers = array("i")  # OverflowError beyond what an int32 holds
         first = []
         for part in (token_ids, positions, spans, logit_rows, *chain.from_iterable(groups)):

@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from tandem.adapter import Adapter
 from tandem.config.engine import EngineConfig
 from tandem.dtypes import compute_dtype, cpu_has_bfloat16
 from tandem.engine.cache.kv_groups import KvLayout, model_layout
 from tandem.engine.cache.pool_memory import own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
+from tandem.engine.executor.lora_weights import LoraWeights, load_lora
 from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.native_lora import PackedLora
 from tandem.engine.executor.torch_steps import TorchSteps
 from tandem.engine.executor.weights import load_weights
 from tandem.engine.scheduler.batch import StepBatch
@@ -43,6 +46,13 @@ _NATIVE_TOKENS_MAX = 16
 _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
 
+class LoadedAdapter(NamedTuple):
+    """A LoRA adapter as the decoders read it."""
+
+    weights: LoraWeights
+    packed: PackedLora | None  # for the C++ decoder
+
+
 class ModelRunner:
     """`forward` may be called after `allocate`; not from two threads at once."""
 
@@ -64,10 +74,12 @@ class ModelRunner:
         self.vocab_size = folder.config.vocab_size
         self._model_config = folder.config
         self._block_size = config.block_size
+        self._lora_rank_max = config.max_lora_rank
         self._pool_fd = pool_fd
         kernels = choose_kernels(config, self.device, folder.config)
         int8 = config.weights == "int8"
         self.dtype_name = f"{dtype_name}+int8" if int8 else dtype_name
+        self._dtype = _DTYPES[dtype_name]
         self.numerics_name: str = config.numerics
         self.tokens_per_step = _tokens_per_step(self.device)
         need = worker_need(config, folder, dtype=dtype_name, kernels=kernels)
@@ -140,6 +152,40 @@ class ModelRunner:
         for source, target, group in copies:
             memory = self.pools[group].memory
             memory[target].copy_(memory[source])
+
+    def load_adapter(self, adapter: Adapter) -> LoadedAdapter:
+        """Reads an adapter for `add_adapter`; may run in any thread, beside a step.
+
+        Raises ConfigError and AdapterUnavailable naming what is wrong with its folder."""
+        weights = load_lora(
+            adapter,
+            self._model_config,
+            rank_max=self._lora_rank_max,
+            dtype=self._dtype,
+            device=self.device,
+        )
+        native = self.native
+        packed = native.pack_adapter(weights) if native is not None else None
+        return LoadedAdapter(weights, packed)
+
+    def add_adapter(self, loaded: LoadedAdapter) -> None:
+        """Lets the slices of batches name it; not during a step."""
+        if isinstance(self._small, NativeDecoder):
+            assert loaded.packed is not None
+            self._small.adapters.add(loaded.packed)
+        else:
+            self._small.add_adapter(loaded.weights)
+        if self._large is not self._small:
+            assert not isinstance(self._large, NativeDecoder)
+            self._large.add_adapter(loaded.weights)
+
+    def drop_adapter(self, digest: str) -> None:
+        """Frees an adapter that no slice names any more; not during a step."""
+        for steps in (self._small, self._large):
+            if isinstance(steps, NativeDecoder):
+                steps.adapters.drop(digest)
+            else:
+                steps.drop_adapter(digest)
 
     def forward(
         self, batch: StepBatch, on_kv_written: Callable[[], object] | None = None

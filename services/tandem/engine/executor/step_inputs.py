@@ -4,7 +4,8 @@ Rows are the step's tokens, sequence after sequence in the order that attention 
 up to the multiple that the kernels ask for; padding rows are computed and never read or stored.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ class StepInputs:
     token_rows: list[torch.Tensor]  # of each KV group, [T, kv heads]; see KvPool.token_rows
     spans: list[list[QuerySpan]]  # of each KV group
     logit_rows: torch.Tensor  # of the slices that want logits, in the batch's order
+    adapted: Mapping[str, torch.Tensor]  # by an adapter's digest: its rows
 
 
 def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple: int) -> StepInputs:
@@ -33,8 +35,11 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple:
     block_ids: list[list[int]] = [[] for _ in pools]
     spans: list[list[QuerySpan]] = [[] for _ in pools]
     last_rows = [0] * len(slices)
+    adapted: dict[str, list[int]] = defaultdict(list)
     for i in order:
         piece = slices[i]
+        if piece.adapter:
+            adapted[piece.adapter] += range(len(token_ids), len(token_ids) + piece.num_tokens)
         places = range(piece.context_len - piece.num_tokens, piece.context_len)
         for group, table in enumerate(piece.block_tables):
             spans[group].append(
@@ -67,4 +72,5 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple:
             dtype=torch.long,
             device=device,
         ),
+        adapted={digest: torch.tensor(rows, device=device) for digest, rows in adapted.items()},
     )

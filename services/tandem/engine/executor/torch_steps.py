@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tandem.engine.executor.lora_weights import LoraWeights
 from tandem.engine.executor.model import Decoder
 from tandem.engine.executor.step_inputs import make_step_inputs
+from tandem.engine.executor.step_lora import StepLora
 from tandem.engine.executor.weights import ModelWeights
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.models.config import ModelConfig
@@ -19,6 +21,15 @@ class TorchSteps:
     def __init__(self, config: ModelConfig, weights: ModelWeights, numerics: str) -> None:
         self._kernels = kernels_for(weights.embedding.device.type, numerics)
         self._decoder = Decoder(config, weights, self._kernels)
+        self._adapters: dict[str, LoraWeights] = {}
+
+    def add_adapter(self, weights: LoraWeights) -> None:
+        """Lets slices name the adapter's digest."""
+        self._adapters[weights.digest] = weights
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forgets an adapter that no slice names any more."""
+        self._adapters.pop(digest, None)
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
@@ -42,12 +53,14 @@ class TorchSteps:
     ) -> torch.Tensor:
         """Runs a step as NativeDecoder.forward does, on the device of the pools."""
         inputs = make_step_inputs(batch, pools, row_multiple=self._kernels.row_multiple)
+        kernels = self._kernels
+        lora = StepLora(inputs.adapted, self._adapters, kernels.linear, kernels.row_multiple)
         if on_kv_written is None or pools[0].device.type != "cuda":
-            return self._decoder.forward(inputs, pools, on_kv_written)
+            return self._decoder.forward(inputs, pools, lora, on_kv_written)
         # The rest of the kernels is put in the stream before waiting for the KV: the device goes on
         # without a gap, and the wait ends when the KV is there, not when they are done.
         written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        logits = self._decoder.forward(inputs, pools, written.record)
+        logits = self._decoder.forward(inputs, pools, lora, written.record)
         written.synchronize()
         on_kv_written()
         return logits

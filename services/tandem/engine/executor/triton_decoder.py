@@ -18,6 +18,7 @@ from torch.nn.functional import embedding, linear
 
 from tandem.engine.cache.kv_groups import layer_places
 from tandem.engine.executor.model import embedding_multiplier, final_logits, rope_frequencies
+from tandem.engine.executor.step_lora import NO_LORA, StepLora
 from tandem.engine.executor.triton_inputs import StepViews
 from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
 from tandem.models.config import ModelConfig
@@ -50,6 +51,7 @@ class TritonDecoder:
         step: StepViews,
         kv: Sequence[torch.Tensor],
         on_kv_launched: Callable[[], object] = lambda: None,
+        lora: StepLora = NO_LORA,
     ) -> torch.Tensor:
         """Writes the tokens' KV; fp32 logits [rows of step.logit_rows, vocab].
 
@@ -66,12 +68,12 @@ class TritonDecoder:
             x = x * self._embedding_multiplier
         delta: torch.Tensor | None = None
         layers = zip(specs, self._places, self._weights.layers, strict=True)
-        for spec, place, layer in layers:
+        for index, (spec, place, layer) in enumerate(layers):
             normed = self._add_norm(x, delta, layer.attention_norm)
             layer_kv = layer_of(kv[place.group], place.number)
             has_head_norms = self._config.qk_norm == "head"
             queries = rotate_and_store(
-                self._project_qkv(normed, layer),
+                self._project_qkv(normed, index, layer, lora),
                 angles[spec.rope],
                 step.slots[place.group],
                 layer_kv,
@@ -84,10 +86,13 @@ class TritonDecoder:
                 on_kv_launched()
             attended = self._attend(queries, step, layer_kv, place.group, spec.window).flatten(1)
             delta = _project(attended, (layer.attention_out,))
+            delta = lora.add(index, "attention_out", delta, attended)
             delta = self._scaled(delta, layer.attention_post_norm)
             normed = self._add_norm(x, delta, layer.mlp_norm)
-            gated = gated_mul(_project(normed, layer.gate_up), self._config.activation)
-            delta = self._scaled(_project(gated, (layer.down,)), layer.mlp_post_norm)
+            gate_up = lora.add(index, "gate_up", _project(normed, layer.gate_up), normed)
+            gated = gated_mul(gate_up, self._config.activation)
+            delta = lora.add(index, "down", _project(gated, (layer.down,)), gated)
+            delta = self._scaled(delta, layer.mlp_post_norm)
         assert delta is not None
         last, last_delta = x[step.logit_rows], delta[step.logit_rows]
         final = add_rms_norm(last, last_delta, self._weights.final_norm, eps)
@@ -111,9 +116,11 @@ class TritonDecoder:
         multiplier = self._config.multipliers.residual
         return delta if multiplier == 1.0 else delta * multiplier
 
-    def _project_qkv(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+    def _project_qkv(
+        self, x: torch.Tensor, index: int, layer: LayerWeights, lora: StepLora
+    ) -> torch.Tensor:
         """Returns q, k and v side by side; q and k normalized if that is done over all heads."""
-        qkv = _project(x, layer.qkv)
+        qkv = lora.add(index, "qkv", _project(x, layer.qkv), x)
         if self._config.qk_norm == "all":
             assert layer.q_norm is not None
             assert layer.k_norm is not None

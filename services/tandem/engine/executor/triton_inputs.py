@@ -67,7 +67,7 @@ class StepViews:
 
 def write_step(batch: StepBatch, block_size: int) -> StepViews:
     """The whole batch, in a new array on the host."""
-    slices = sorted(batch.slices, key=lambda piece: piece.num_tokens > 1)
+    slices = _in_order(batch)
     shape = StepShape(
         num_tokens=batch.num_tokens,
         num_seqs=len(slices),
@@ -102,6 +102,21 @@ def write_step(batch: StepBatch, block_size: int) -> StepViews:
         for row in range(last_rows[id(p)] + 1 - p.num_logits, last_rows[id(p)] + 1)
     ]
     return views
+
+
+def adapted_rows(batch: StepBatch) -> dict[str, list[int]]:
+    """Returns the rows of each adapter in a step as `write_step` lays it out, by its digest."""
+    rows: dict[str, list[int]] = {}
+    first = 0
+    for piece in _in_order(batch):
+        if piece.adapter:
+            rows.setdefault(piece.adapter, []).extend(range(first, first + piece.num_tokens))
+        first += piece.num_tokens
+    return rows
+
+
+def _in_order(batch: StepBatch) -> list[SequenceSlice]:
+    return sorted(batch.slices, key=lambda piece: piece.num_tokens > 1)
 
 
 class DecodeRows:

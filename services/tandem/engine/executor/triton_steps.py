@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tandem.engine.executor.decode_graphs import DecodeGraphs
+from tandem.engine.executor.lora_weights import LoraWeights
+from tandem.engine.executor.step_lora import StepLora
 from tandem.engine.executor.triton_decoder import TritonDecoder
-from tandem.engine.executor.triton_inputs import StepViews, write_step
+from tandem.engine.executor.triton_inputs import StepViews, adapted_rows, write_step
 from tandem.engine.executor.weights import ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
@@ -26,6 +28,15 @@ class TritonSteps:
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._pools: Sequence[KvPool] | None = None
+        self._adapters: dict[str, LoraWeights] = {}
+
+    def add_adapter(self, weights: LoraWeights) -> None:
+        """Lets slices name the adapter's digest."""
+        self._adapters[weights.digest] = weights
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forgets an adapter that no slice names any more."""
+        self._adapters.pop(digest, None)
 
     @torch.inference_mode()
     def prepare(self, pools: Sequence[KvPool]) -> None:
@@ -107,11 +118,17 @@ class TritonSteps:
         array, device = host.array, kv[0].device
         if device.type == "cuda":
             array = array.pin_memory().to(device, non_blocking=True)
+        rows = {
+            digest: torch.tensor(of_one, device=device)
+            for digest, of_one in adapted_rows(batch).items()
+        }
+        lora = StepLora(rows, self._adapters, torch.nn.functional.linear)
         written: list[torch.cuda.Event | None] = []
         logits = self._decoder.forward(
             StepViews.of(array, host.shape),
             kv,
             lambda: written.append(_recorded_event(device) if wants_event else None),
+            lora,
         )
         return logits, written[0]
 

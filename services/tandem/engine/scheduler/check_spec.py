@@ -1,14 +1,23 @@
 """Checks a spec before it enters an engine, against the model's context and the whole pool."""
 
+from collections.abc import Callable
+
+from tandem.adapter import Adapter
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
 
 
 def check_spec(
-    spec: SequenceSpec, *, layout: KvLayout, max_model_len: int, vocab_size: int
+    spec: SequenceSpec,
+    *,
+    layout: KvLayout,
+    max_model_len: int,
+    vocab_size: int,
+    check_adapter: Callable[[Adapter | None], None],
 ) -> None:
-    """Raises BadRequest, ContextTooLong or NeverFits with what is allowed."""
+    """Raises BadRequest, ContextTooLong or NeverFits with what is allowed, and AdapterUnavailable
+    as `check_adapter` does."""
     num_tokens = len(spec.token_ids)
     if not 1 <= spec.num_prompt_tokens <= num_tokens:
         raise BadRequest(
@@ -38,6 +47,7 @@ def check_spec(
             f"the sequence has {num_tokens} tokens; the context is {max_model_len} tokens"
         )
     _check_edits(spec, vocab_size)
+    check_adapter(spec.adapter)
     _check_pool(spec, layout, max_model_len)
 
 

@@ -23,6 +23,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from tandem.adapter import NO_ADAPTER
+from tandem.engine.adapter_slots import AdapterSlots, Answer
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
@@ -60,6 +62,7 @@ class Chunk:
             wants_logits=self.samples,
             all_logits=self.all_logits,
             wants_hidden=self.samples and sequence.spec.embed,
+            adapter=NO_ADAPTER if sequence.spec.adapter is None else sequence.spec.adapter.digest,
         )
 
 
@@ -101,6 +104,7 @@ class Scheduler:
         max_tokens_per_step: int,
         itl_limit_s: float,
         bytes_per_token: float,
+        adapters: AdapterSlots,
     ) -> None:
         """`bytes_per_token` is of KV."""
         self.waiting: list[Sequence] = []
@@ -112,6 +116,7 @@ class Scheduler:
         self._max_tokens = max_tokens_per_step
         self._itl_limit_s = itl_limit_s
         self._bytes_per_token = bytes_per_token
+        self._adapters = adapters
 
     def enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
@@ -136,9 +141,9 @@ class Scheduler:
         oldest = self._next_waiting()
         return oldest is not None and self._can_admit(oldest, Schedule())
 
-    def awaits_grammars(self) -> bool:
-        """Returns True while a waiting sequence's grammar is compiled."""
-        return any(sequence.awaits_grammar for sequence in self.waiting)
+    def awaits_threads(self) -> bool:
+        """Returns True while a waiting sequence's grammar is compiled, or an adapter is read."""
+        return self._adapters.is_reading or any(s.awaits_grammar for s in self.waiting)
 
     def schedule(self) -> Schedule:
         """Plans a step. Admission and preemption happen here; a chunk may be left uncomputed."""
@@ -208,8 +213,25 @@ class Scheduler:
         return next((s for s in self.running if name and s.sequence_id == name), None)
 
     def _next_waiting(self) -> Sequence | None:
-        """Returns the oldest that awaits no grammar: one that is compiled holds up no others."""
-        return next((s for s in self.waiting if not s.awaits_grammar), None)
+        """Returns the oldest that lacks neither its grammar nor its adapter: while they are made
+        ready, others go first. Not so where adapters' slots are all in use: then no younger one
+        with an adapter goes first, or a slot might never be free."""
+        is_full = False
+        for sequence in self.waiting:
+            if sequence.awaits_grammar:
+                continue
+            if (adapter := sequence.spec.adapter) is None:
+                return sequence
+            if not is_full:
+                answer = self._adapters.want(adapter, self._adapters_in_use)
+                if answer is Answer.LOADED:
+                    return sequence
+                is_full = answer is Answer.FULL
+        return None
+
+    def _adapters_in_use(self) -> set[str]:
+        of_admitted = (s.spec.adapter for s in (*self.running, *self.awaiting))
+        return {adapter.digest for adapter in of_admitted if adapter is not None}
 
     def _can_admit(self, sequence: Sequence, schedule: Schedule) -> bool:
         """Returns whether there are a running slot and all its blocks, beside what is planned.

@@ -116,7 +116,7 @@ class EngineProcess:
     def _wait_ms(self) -> float:
         if self._engine.has_work():
             return 0
-        if self._engine.awaits_grammars():
+        if self._engine.awaits_threads():
             return GRAMMAR_TICK_S * 1000
         load = self._engine.load()
         anyone = load.num_running + load.num_waiting + load.num_awaiting_kv + load.num_prefill_only

@@ -1,0 +1,97 @@
+// What LoRA adapters add to a product: (x A^T) B^T, for the rows of each adapter.
+//
+// An item is a tile of an adapter's rows: one thread gathers them from the product's inputs, as that
+// read them, and multiplies them twice. A row's bits depend on neither its tile nor its thread.
+
+namespace tandem::TANDEM_ISA {
+
+struct LoraItem {
+    const LoraRows* adapted;
+    int first_row, num_rows;
+};
+
+// A step's items, and room for each thread to work on one; empty in a step without adapters.
+struct StepLora {
+    std::vector<LoraItem> items;
+    std::vector<float*> buffers;
+    float* gates = nullptr;  // [rows with adapters, gate and up]: zeros before they are added to
+    int num_rows = 0;        // with adapters
+};
+
+// A thread's room: a tile's inputs, its products with A, and those of one part as inputs of B.
+inline size_t lora_floats(const Model& model, const Step& step) {
+    const int in = std::max({model.hidden, model.inner, model.num_heads * model.head_dim});
+    return static_cast<size_t>(kTileRows) * (whole_steps(in) + 2 * step.lora_rank);
+}
+
+inline StepLora lora_of(const Model& model, const Step& step, Scratch& scratch) {
+    StepLora lora;
+    for (int i = 0; i < step.num_adapted; ++i) {
+        const LoraRows& adapted = step.adapted[i];
+        const Tiles tiles{adapted.num_rows};
+        for (int tile = 0; tile < tiles.num(); ++tile) {
+            const int first = tiles.first_row(tile);
+            lora.items.push_back(
+                {&adapted, adapted.first_row + first, tiles.first_row(tile + 1) - first});
+        }
+        lora.num_rows += adapted.num_rows;
+    }
+    if (lora.items.empty()) return lora;
+    for (Buffer& buffer : scratch.lora) lora.buffers.push_back(buffer.of(lora_floats(model, step)));
+    const bool gates_pairs = model.layers[0].gate_up.kind == BF16_PAIRS;
+    if (gates_pairs)
+        lora.gates = scratch.gates.of(2 * static_cast<size_t>(lora.num_rows) * model.inner);
+    return lora;
+}
+
+// A product with a matrix of an adapter, of one tile of rows.
+inline void lora_product(const Matrix& matrix, const float* x, int num_rows, const Output& out) {
+    const int panels = (matrix.out + kPanel - 1) / kPanel;
+    if (matrix.kind == BF16)
+        linear_of<Bf16>(matrix, x, num_rows, 0, panels, out);
+    else
+        linear_of<float>(matrix, x, num_rows, 0, panels, out);
+}
+
+inline void add_item(const LoraItem& item, const LoraProduct& product, const Inputs& inputs,
+                     const Output& out, float* x) {
+    const int num = item.num_rows, rank = product.a.out;
+    float* const low = x + static_cast<size_t>(num) * whole_steps(inputs.in);
+    float* const part_inputs = low + static_cast<size_t>(num) * rank;
+    for (int m = 0; m < num; ++m) inputs.row(item.first_row + m).copy_to(x + m, num);
+    lora_product(product.a, x, num, {low, static_cast<size_t>(rank), Into::kSet});
+    for (int p = 0; p < product.num_parts; ++p) {
+        const LoraPart& part = product.parts[p];
+        for (int k = 0; k < part.b.in; ++k)
+            for (int m = 0; m < num; ++m)
+                part_inputs[k * num + m] = low[m * rank + part.first_rank + k];
+        float* const rows = out.rows + item.first_row * out.stride + part.first_output;
+        lora_product(part.b, part_inputs, num, {rows, out.stride, Into::kAdd});
+    }
+}
+
+// Adds to the rows of a product, which all threads have written. They all call it.
+inline void add_lora(const StepLora& lora, int index, LoraProduct LoraLayer::*product,
+                     const Inputs& inputs, const Output& out, int thread) {
+    if (lora.items.empty()) return;
+#pragma omp for schedule(dynamic)
+    for (size_t i = 0; i < lora.items.size(); ++i) {
+        const LoraItem& item = lora.items[i];
+        const LoraProduct& added = item.adapted->layers[index].*product;
+        if (added.num_parts) add_item(item, added, inputs, out, lora.buffers[thread]);
+    }
+}
+
+// What adapters add to gates and ups that are multiplied as soon as they are computed.
+inline AddedGates added_gates(const Model& model, const StepLora& lora, int index,
+                              const Inputs& normed, int thread) {
+    if (lora.items.empty()) return {};
+    const size_t width = 2 * static_cast<size_t>(model.inner);
+#pragma omp for schedule(static)
+    for (int row = 0; row < lora.num_rows; ++row)
+        std::fill_n(lora.gates + row * width, width, 0.0f);
+    add_lora(lora, index, &LoraLayer::gate_up, normed, {lora.gates, width, Into::kAdd}, thread);
+    return {lora.gates, lora.num_rows, width};
+}
+
+}  // namespace tandem::TANDEM_ISA

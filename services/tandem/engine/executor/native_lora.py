@@ -1,0 +1,98 @@
+"""LoRA adapters as the C++ decoder reads them: packed once, named in the steps that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandem.engine.executor.lora_weights import LoraWeights, Parts
+from tandem.engine.scheduler.batch import SequenceSlice
+from tandem_kernels.native import library
+from tandem_kernels.native.library import Kind, Library, Matrix, address, packed_bytes
+
+_KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
+_PRODUCTS = ("qkv", "attention_out", "gate_up", "down")
+
+
+class PackedLora:
+    """One adapter's layers; made in any thread."""
+
+    def __init__(self, library: Library, weights: LoraWeights) -> None:
+        self._library = library
+        self._kept: list[Any] = []  # what the structs point to
+        self.digest = weights.digest
+        self.rank = 0  # the largest of a product, all its parts together
+        self.layers = _layers(
+            [
+                [self._product(getattr(layer, name)) for name in _PRODUCTS]
+                for layer in weights.layers
+            ]
+        )
+
+    def _product(self, parts: Parts) -> library.LoraProduct:
+        if not parts:
+            return library.LoraProduct()
+        ranks = [len(part.a) for part in parts]
+        firsts = [0, *accumulate(ranks)]
+        self.rank = max(self.rank, firsts[-1])
+        packed = (library.LoraPart * len(parts))(
+            *(
+                library.LoraPart(self._matrix(part.b), part.first, first)
+                for part, first in zip(parts, firsts, strict=False)
+            )
+        )
+        self._kept.append(packed)
+        a = parts[0].a if len(parts) == 1 else torch.cat([part.a for part in parts])
+        return library.LoraProduct(a=self._matrix(a), parts=packed, num_parts=len(parts))
+
+    def _matrix(self, weight: torch.Tensor) -> Matrix:
+        num_out, num_in = weight.shape
+        kind = _KINDS[weight.dtype]
+        panels = np.empty(packed_bytes((num_out, num_in), kind), np.uint8)
+        self._library.pack(weight.data_ptr(), kind, (num_out, num_in), kind, panels)
+        self._kept.append(panels)
+        return Matrix(panels=address(panels), num_in=num_in, num_out=num_out, kind=kind)
+
+
+def _layers(products: Sequence[Sequence[library.LoraProduct]]) -> Any:
+    return (library.LoraLayer * len(products))(*(library.LoraLayer(*each) for each in products))
+
+
+class NativeAdapters:
+    """The adapters that steps may name, by digest."""
+
+    def __init__(self) -> None:
+        self._packed: dict[str, PackedLora] = {}
+        self._rows: Any = None  # of the last step
+
+    def add(self, packed: PackedLora) -> None:
+        self._packed[packed.digest] = packed
+
+    def drop(self, digest: str) -> None:
+        self._packed.pop(digest, None)
+
+    def fields(self, slices: Sequence[SequenceSlice]) -> dict[str, Any]:
+        """Returns a step's fields of its adapters; `slices` are in `by_adapter`'s order."""
+        counts: dict[str, int] = {}
+        for piece in slices:
+            if piece.adapter:
+                counts[piece.adapter] = counts.get(piece.adapter, 0) + piece.num_tokens
+        packed = [self._packed[digest] for digest in counts]
+        firsts = accumulate(counts.values(), initial=0)
+        self._rows = (library.LoraRows * len(packed))(
+            *(
+                library.LoraRows(each.layers, first, num_rows)
+                for each, first, num_rows in zip(packed, firsts, counts.values(), strict=False)
+            )
+        )
+        rank = max(each.rank for each in packed)
+        return {"adapted": self._rows, "num_adapted": len(packed), "lora_rank": rank}
+
+
+def by_adapter(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
+    """Returns the slices of each adapter side by side, and those of the base model last."""
+    return sorted(slices, key=lambda piece: (not piece.adapter, piece.adapter))

@@ -1,0 +1,245 @@
+"""LoRA adapters from PEFT's folders: adapter_config.json and adapter_model.safetensors.
+
+    y = x W^T + scale * (x A^T) B^T     A [rank, in], B [out, rank]
+    scale = alpha / rank, or alpha / sqrt(rank) with use_rslora
+
+Knows names and shapes, loads no torch. Everything that the engine could not compute exactly is
+refused with ConfigError or UnsupportedModel, which name the field or the tensor, before a byte of
+the weights is read. Which modules have an adapter follows PEFT's rules (tuners_utils.py,
+get_pattern_key), so that a folder means here what it means there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError, UnsupportedModel
+from tandem.models.broken_files import naming
+from tandem.models.config import ModelConfig
+from tandem.models.lora_targets import find_modules, linear_shapes
+from tandem.models.source import read_json
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_DIGEST_BYTES = 16
+_CHUNK_BYTES = 1 << 20
+_HEADER_BYTES_MAX = 100_000_000
+_DTYPES = ("F32", "F16", "BF16")
+_NAMES_SHOWN_MAX = 3
+# Fields that say nothing about what is computed, whatever they hold.
+_NEUTRAL = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",  # how weights were initialized; `init_lora_weights` says whether they were
+    "eva_config",
+    "inference_mode",
+    "lora_dropout",
+    "loftq_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
+_READ = {
+    "alpha_pattern",
+    "exclude_modules",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "use_rslora",
+}
+# Other ways to initialize change the base model's weights, too.
+_INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """The rank and the scale of an adapter in one matrix of the model."""
+
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFolder:
+    """An adapter's folder, checked against a model; its weights are not read yet."""
+
+    path: Path
+    modules: Mapping[str, LoraModule]  # by the matrix's name, such as model.layers.0.mlp.up_proj
+    tensors: Mapping[str, tuple[str, str]]  # names of A and B in the file, by module
+    config: bytes  # as it was read
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a module."""
+        return max(module.rank for module in self.modules.values())
+
+    def digest(self) -> str:
+        """Hashes both files. The config was read before: its ranks and scales are those here."""
+        digest = _begin_digest(self.config)
+        with naming(self.path / WEIGHTS_FILE), (self.path / WEIGHTS_FILE).open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def read_weights(self) -> tuple[bytes, str]:
+        """Returns the bytes of the weights' file, and the digest of exactly these."""
+        with naming(self.path / WEIGHTS_FILE):
+            weights = (self.path / WEIGHTS_FILE).read_bytes()
+        digest = _begin_digest(self.config)
+        digest.update(weights)
+        return weights, digest.hexdigest()
+
+
+def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
+    """Checks an adapter's config and the header of its weights against a model.
+
+    Raises ConfigError naming a file that is missing or cannot be read, and UnsupportedModel naming
+    what cannot be computed and what can.
+    """
+    folder = Path(path).expanduser()
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no {CONFIG_FILE}; an adapter is a folder that PEFT saved")
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ConfigError(f"{folder} has no {WEIGHTS_FILE}; save the adapter as safetensors")
+    with naming(file):
+        raw = file.read_bytes()
+        modules = read_modules(read_json(file), model)
+        ranks = [module.rank for module in modules.values()]
+        if max(ranks) > rank_max:
+            raise UnsupportedModel(
+                f"its rank is {max(ranks)}; max-lora-rank allows at most {rank_max}"
+            )
+    with naming(folder / WEIGHTS_FILE):
+        tensors = _check_header(_read_header(folder / WEIGHTS_FILE), modules, linear_shapes(model))
+    return LoraFolder(folder, modules, tensors, raw)
+
+
+def read_modules(config: Mapping[str, Any], model: ModelConfig) -> dict[str, LoraModule]:
+    """Returns the modules that an adapter_config.json changes. Raises UnsupportedModel."""
+    _check_supported(config)
+    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
+    ranks, alphas = (dict(config.get(f"{name}_pattern") or {}) for name in ("rank", "alpha"))
+    modules = {}
+    for name in find_modules(config, model):
+        own_rank = _by_pattern(ranks, name, rank)
+        own_alpha = _by_pattern(alphas, name, alpha)
+        if type(own_rank) is not int or own_rank < 1:
+            raise UnsupportedModel(f"the rank of {name} is {own_rank!r:.80}; it must be at least 1")
+        if type(own_alpha) not in (int, float) or not math.isfinite(own_alpha):
+            raise UnsupportedModel(
+                f"lora_alpha of {name} is {own_alpha!r:.80}; it must be a number"
+            )
+        divisor = math.sqrt(own_rank) if config.get("use_rslora") else own_rank
+        modules[name] = LoraModule(own_rank, own_alpha / divisor)
+    return modules
+
+
+def _check_supported(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedModel(
+            f"peft_type is {config.get('peft_type')!r:.80}, which is not supported; LORA is"
+        )
+    if config.get("bias", "none") != "none":
+        raise UnsupportedModel(
+            f"bias is {config['bias']!r:.80}, which is not supported; none is: train no biases"
+        )
+    initialized = config.get("init_lora_weights", True)
+    if not any(initialized is allowed or initialized == allowed for allowed in _INITIALIZED):
+        raise UnsupportedModel(
+            f"init_lora_weights is {initialized!r:.80}, which changes the base model's weights; "
+            "save the adapter as a plain LoRA"
+        )
+    for name in sorted(set(config) - _NEUTRAL - _READ - {"bias"}):
+        if config[name]:  # PEFT writes every field; those that are off are null, false or empty
+            raise UnsupportedModel(f"{name} is {config[name]!r:.80}, which is not supported")
+
+
+def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    """Returns what a safetensors file says of its tensors; reads none of their numbers."""
+    with file.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        num_bytes = int.from_bytes(stream.read(8), "little")
+        if not 2 <= num_bytes <= min(size - 8, _HEADER_BYTES_MAX):
+            raise ConfigError("it is not a whole safetensors file")
+        header = json.loads(stream.read(num_bytes))
+    if not isinstance(header, dict):
+        raise ConfigError("its header is no JSON object")
+    header.pop("__metadata__", None)
+    if max((end for one in header.values() for end in one["data_offsets"]), default=0) != (
+        size - 8 - num_bytes
+    ):
+        raise ConfigError("it is not a whole safetensors file")
+    return header
+
+
+def _check_header(
+    header: Mapping[str, Any],
+    modules: Mapping[str, LoraModule],
+    linears: Mapping[str, tuple[int, int]],
+) -> dict[str, tuple[str, str]]:
+    """Returns the names of each module's A and B. Raises UnsupportedModel."""
+    # PEFT writes no adapter's name into the file; older versions and other programs do.
+    plain = {re.sub(r"(\.lora_[AB])\.default\.", r"\1.", name): name for name in header}
+    tensors = {}
+    expected: dict[str, tuple[int, int]] = {}
+    for name, module in modules.items():
+        num_out, num_in = linears[name]
+        a, b = (f"base_model.model.{name}.lora_{part}.weight" for part in "AB")
+        expected |= {a: (module.rank, num_in), b: (num_out, module.rank)}
+        tensors[name] = plain.get(a, a), plain.get(b, b)
+    if surplus := plain.keys() - expected.keys():
+        raise UnsupportedModel(
+            f"it has {_named(surplus)}, which {CONFIG_FILE} does not name for this model"
+        )
+    if missing := expected.keys() - plain.keys():
+        raise UnsupportedModel(f"it lacks {_named(missing)}, which {CONFIG_FILE} implies")
+    for name, shape in expected.items():
+        found = header[plain[name]]
+        if tuple(found["shape"]) != shape:
+            raise UnsupportedModel(
+                f"{name} has shape {found['shape']}; the model and {CONFIG_FILE} imply "
+                f"{list(shape)}"
+            )
+        if found["dtype"] not in _DTYPES:
+            raise UnsupportedModel(
+                f"{name} holds {found['dtype']!r:.80}; supported are {', '.join(_DTYPES)}"
+            )
+    return tensors
+
+
+def _named(names: Sequence[str] | set[str]) -> str:
+    shown = sorted(names)
+    more = len(shown) - _NAMES_SHOWN_MAX
+    text = ", ".join(shown[:_NAMES_SHOWN_MAX])
+    return f"{text} and {more} more tensors" if more > 0 else text
+
+
+def _begin_digest(config: bytes) -> blake2b:
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    digest.update(len(config).to_bytes(8, "little"))
+    digest.update(config)
+    return digest

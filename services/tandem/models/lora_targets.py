@@ -1,0 +1,110 @@
+"""Finds the matrices of a model that an adapter changes, by PEFT's rules for `target_modules`.
+
+A list has the ends of modules' names, a string is a regular expression of whole names, and
+all-linear stands for every linear layer but the output.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from tandem.errors import UnsupportedModel
+from tandem.models.config import ModelConfig
+
+ALL_LINEAR = "all-linear"
+# Of these PEFT could train adapters, too.
+_OTHERS = ("lm_head", "model.embed_tokens", "model.norm")
+
+
+def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Returns outputs and inputs of every matrix that an adapter may change, by its name."""
+    hidden, inner = model.hidden_size, model.intermediate_size
+    q_size = model.num_attention_heads * model.head_dim
+    kv_size = model.num_kv_heads * model.head_dim
+    of_layer = {"self_attn.o_proj": (hidden, q_size), "mlp.down_proj": (hidden, inner)}
+    if model.is_fused:
+        of_layer["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden)
+        of_layer["mlp.gate_up_proj"] = (2 * inner, hidden)
+    else:
+        of_layer["self_attn.q_proj"] = (q_size, hidden)
+        of_layer["self_attn.k_proj"] = of_layer["self_attn.v_proj"] = (kv_size, hidden)
+        of_layer["mlp.gate_proj"] = of_layer["mlp.up_proj"] = (inner, hidden)
+    return {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(model.num_layers)
+        for name, shape in of_layer.items()
+    }
+
+
+def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """Returns the matrices that an adapter_config.json names. Raises UnsupportedModel naming a
+    target that is none."""
+    linears = linear_shapes(model)
+    targets, layers = config.get("target_modules"), _layers(config)
+    if not targets or not isinstance(targets, str | list):
+        raise UnsupportedModel(
+            f"target_modules is {targets!r:.80}; it must name modules: {_allowed(linears)}"
+        )
+    names = [*linears, *_OTHERS]
+    if targets == ALL_LINEAR:
+        found = list(linears)
+    elif isinstance(targets, str):
+        found = [name for name in names if re.fullmatch(targets, name)]
+    else:
+        for target in targets:
+            if not any(_ends_with(name, [target]) for name in linears):
+                raise UnsupportedModel(
+                    f"target_modules has {target!r:.80}, which is not supported; supported are "
+                    f"{_allowed(linears)}"
+                )
+        found = [name for name in names if _ends_with(name, targets)]
+    found = [name for name in found if not _is_excluded(name, config.get("exclude_modules"))]
+    if layers is not None:
+        found = [name for name in found if _is_in(name, *layers)]
+    if others := [name for name in found if name not in linears]:
+        raise UnsupportedModel(
+            f"target_modules has {others[0]}, which is not supported; supported are "
+            f"{_allowed(linears)}"
+        )
+    if not found:
+        raise UnsupportedModel(
+            f"target_modules {targets!r:.80} names no module of this model, which has "
+            f"{_allowed(linears)}"
+        )
+    return found
+
+
+def _layers(config: Mapping[str, Any]) -> tuple[Collection[int], list[str]] | None:
+    """Returns the layers that are changed, and the names of the lists that they are in."""
+    given, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or []
+    if given is None:
+        return None
+    layers = given if isinstance(given, list) else [given]
+    if not all(type(layer) is int for layer in layers):
+        raise UnsupportedModel(f"layers_to_transform is {given!r:.80}; it must be layers' numbers")
+    return layers, patterns if isinstance(patterns, list) else [patterns]
+
+
+def _is_in(name: str, layers: Collection[int], patterns: list[str]) -> bool:
+    if not layers:
+        return True
+    for pattern in patterns or [r"[^.]*"]:
+        if (match := re.match(rf".*\.{pattern}\.(\d+)\.", name)) is not None:
+            return int(match[1]) in layers
+    return False
+
+
+def _is_excluded(name: str, excluded: str | list[str] | None) -> bool:
+    if not excluded:
+        return False
+    if isinstance(excluded, str):
+        return re.fullmatch(excluded, name) is not None
+    return _ends_with(name, excluded)
+
+
+def _ends_with(name: str, targets: Collection[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _allowed(linears: Collection[str]) -> str:
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))

@@ -1,0 +1,118 @@
+"""LoRA adapters in PEFT's format with random weights, and models with them merged in."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from tandem.adapter import Adapter
+from tandem.models.config import ModelConfig
+from tandem.models.lora import open_lora
+from tandem.models.lora_targets import linear_shapes
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+# What PEFT 0.17 writes beside what an adapter sets.
+_DEFAULTS: dict[str, Any] = {
+    "alpha_pattern": {},
+    "auto_mapping": None,
+    "base_model_name_or_path": "base",
+    "bias": "none",
+    "corda_config": None,
+    "eva_config": None,
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_alpha": 16,
+    "lora_bias": False,
+    "lora_dropout": 0.05,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "peft_type": "LORA",
+    "qalora_group_size": 16,
+    "r": 8,
+    "rank_pattern": {},
+    "revision": None,
+    "target_modules": list(ATTENTION),
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_rslora": False,
+}
+
+
+def write_adapter(
+    path: Path,
+    model: ModelConfig,
+    *,
+    seed: int = 1,
+    modules: Sequence[str] | None = None,
+    scale: float = 0.15,
+    ranks: dict[str, int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Writes an adapter of random weights; returns A and B by the module's name.
+
+    `modules` are the ends of the names of those that it has; None: those of `target_modules`.
+    `ranks` are of modules that have another one than `r`.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    config = _DEFAULTS | settings
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    random = torch.Generator().manual_seed(seed)
+    ends = tuple(config["target_modules"] if modules is None else modules)
+    made, stored = {}, {}
+    for name, (num_out, num_in) in linear_shapes(model).items():
+        if not name.endswith(ends):
+            continue
+        rank = next((r for end, r in (ranks or {}).items() if name.endswith(end)), config["r"])
+        a = torch.randn(rank, num_in, generator=random) * scale
+        b = torch.randn(num_out, rank, generator=random) * scale
+        made[name] = a.to(dtype), b.to(dtype)
+        for part, tensor in zip("AB", made[name], strict=True):
+            stored[f"base_model.model.{name}.lora_{part}.weight"] = tensor
+    save_file(stored, path / "adapter_model.safetensors")
+    return made
+
+
+def describe(name: str, path: Path, model: ModelConfig) -> Adapter:
+    """Returns the adapter as a worker tells of it."""
+    folder = open_lora(str(path), model, rank_max=512)
+    return Adapter(name, folder.digest(), str(path), folder.rank)
+
+
+def scale_of(rank: int, alpha: float, *, use_rslora: bool = False) -> float:
+    return alpha / (math.sqrt(rank) if use_rslora else rank)
+
+
+@torch.no_grad()
+def merged(
+    model: PreTrainedModel,
+    made: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    *,
+    alpha: float = 16,
+    use_rslora: bool = False,
+) -> PreTrainedModel:
+    """Returns a copy of a model whose weights have an adapter added."""
+    copied = copy.deepcopy(model)
+    for name, (a, b) in made.items():
+        scale = scale_of(a.shape[0], alpha, use_rslora=use_rslora)
+        copied.get_submodule(name).weight += scale * (b.float() @ a.float())
+    return copied

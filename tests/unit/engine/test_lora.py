@@ -1,0 +1,150 @@
+"""LoRA adapters against transformers' model with their weights merged in: torch and C++."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.errors import AdapterUnavailable
+from tests.lora_adapters import ALL, ATTENTION, describe, merged, write_adapter
+from tests.tiny_models import make_tiny_model
+
+PROMPTS = [
+    torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (1, 9, 40, 23)
+]
+WAYS = [("fast", "torch"), ("fast", "native"), ("invariant", "torch"), ("invariant", "native")]
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+def make_runner(folder: Any, numerics: str, kernels: str, **more: Any) -> ModelRunner:
+    config = EngineConfig(
+        model="",
+        numerics=numerics,  # type: ignore[arg-type]
+        kernels=kernels,  # type: ignore[arg-type]
+        block_size=8,
+        device="cpu",
+        **({"dtype": "float32"} | more),
+    )
+    runner = ModelRunner(folder, config)
+    runner.allocate(80)
+    return runner
+
+
+def add(runner: ModelRunner, path: Path) -> str:
+    adapter = describe("any", path, runner._model_config)
+    runner.add_adapter(runner.load_adapter(adapter))
+    return adapter.digest
+
+
+def run(runner: ModelRunner, sequences: list[tuple[list[int], str]]) -> list[torch.Tensor]:
+    """Prefills all in one step but their last tokens, which are the next step's."""
+    tables = [list(range(8 * i, 8 * i + 8)) for i in range(len(sequences))]
+    rows = list(zip(sequences, tables, strict=True))
+    prompts = [
+        SequenceSlice(tokens[:-1], len(tokens) - 1, table, False, adapter=digest)
+        for (tokens, digest), table in rows
+        if len(tokens) > 1
+    ]
+    if prompts:
+        runner.forward(StepBatch(prompts))
+    last = [
+        SequenceSlice(tokens[-1:], len(tokens), table, True, adapter=digest)
+        for (tokens, digest), table in rows
+    ]
+    return list(runner.forward(StepBatch(last)).clone())
+
+
+@pytest.mark.parametrize(("numerics", "kernels"), WAYS)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"target_modules": list(ATTENTION)}),
+        ("llama", {"target_modules": list(ALL), "r": 20, "use_rslora": True}),
+        ("llama-linear-biases", {"target_modules": ["v_proj", "down_proj"], "r": 1}),
+        ("qwen3", {"target_modules": "all-linear", "r": 4}),
+        ("olmo2", {"target_modules": list(ALL), "r": 16}),
+        ("granite", {"target_modules": ["o_proj", "up_proj"], "r": 33, "lora_alpha": 5}),
+        ("phi3", {"target_modules": list(FUSED), "r": 8}),
+        ("gemma3", {"target_modules": r".*\.(k_proj|gate_proj|o_proj)", "r": 8}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_logits_are_those_of_merged_weights(
+    family: str, settings: dict[str, Any], numerics: str, kernels: str, tmp_path: Path
+) -> None:
+    folder, reference = make_tiny_model(family, tmp_path / "model")
+    targets = settings["target_modules"]
+    modules = {
+        "all-linear": ALL,
+        r".*\.(k_proj|gate_proj|o_proj)": ("k_proj", "gate_proj", "o_proj"),
+    }.get(targets if isinstance(targets, str) else "")
+    made = write_adapter(tmp_path / "one", folder.config, modules=modules, **settings)
+    changed = merged(
+        reference,
+        made,
+        alpha=settings.get("lora_alpha", 16),
+        use_rslora=settings.get("use_rslora", False),
+    )
+    runner = make_runner(folder, numerics, kernels)
+    digest = add(runner, tmp_path / "one")
+    # The base's rows stand between the adapter's.
+    found = run(runner, [(PROMPTS[i], digest if i != 1 else "") for i in range(4)])
+    with torch.no_grad():
+        for i, logits in enumerate(found):
+            model = changed if i != 1 else reference
+            expected = model(torch.tensor([PROMPTS[i]])).logits[0, -1]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            other = (reference if i != 1 else changed)(torch.tensor([PROMPTS[i]])).logits[0, -1]
+            assert (logits - other).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_eight_adapters_and_the_base_equal_nine_runs_bit_by_bit(
+    kernels: str, tmp_path: Path
+) -> None:
+    folder, _ = make_tiny_model("llama", tmp_path / "model")
+    runner = make_runner(folder, "invariant", kernels)
+    digests = [""]
+    for i in range(8):
+        targets = ALL if i % 2 else ATTENTION
+        path = tmp_path / f"adapter-{i}"
+        write_adapter(path, folder.config, seed=i, r=(4, 8, 16)[i % 3], target_modules=targets)
+        digests.append(add(runner, path))
+    prompt = PROMPTS[2]
+    mixed = [(prompt[: 12 + i % 5], digests[i % 9]) for i in (4, 0, 8, 3, 1, 7, 2, 6, 5)]
+    together = run(runner, mixed)
+    alone = [run(runner, [one])[0] for one in mixed]
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(one, other)
+    assert len({tuple(logits.tolist()) for logits in alone}) == 9
+
+
+def test_bfloat16_stays_near_merged_weights(tmp_path: Path) -> None:
+    folder, reference = make_tiny_model("llama", tmp_path / "model")
+    made = write_adapter(tmp_path / "one", folder.config, target_modules=list(ALL))
+    changed = merged(reference, made)
+    for kernels in ("native", "torch"):
+        runner = make_runner(folder, "fast", kernels, dtype="bfloat16")
+        digest = add(runner, tmp_path / "one")
+        (logits,) = run(runner, [(PROMPTS[3], digest)])
+        with torch.no_grad():
+            expected = changed(torch.tensor([PROMPTS[3]])).logits[0, -1]
+        assert torch.corrcoef(torch.stack((logits, expected)))[0, 1] > 0.99, kernels
+
+
+def test_files_that_changed_are_not_those_of_the_digest(tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("llama", tmp_path / "model")
+    runner = make_runner(folder, "fast", "auto")
+    write_adapter(tmp_path / "one", folder.config)
+    adapter = describe("one", tmp_path / "one", folder.config)
+    runner.load_adapter(adapter)
+    write_adapter(tmp_path / "one", folder.config, seed=2)
+    with pytest.raises(AdapterUnavailable, match="have changed"):
+        runner.load_adapter(adapter)

@@ -1,0 +1,209 @@
+"""PEFT's folders: which modules they change and how much, and everything that is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem.errors import ConfigError, UnsupportedModel
+from tandem.models.config import ModelConfig
+from tandem.models.lora import WEIGHTS_FILE, open_lora, read_modules
+from tests.lora_adapters import _DEFAULTS, ALL, write_adapter
+
+_HF = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+MODEL = ModelConfig.from_hf(_HF)
+
+
+def modules_of(**settings: Any) -> dict[str, tuple[int, float]]:
+    """Returns rank and scale of what an adapter changes, by the short names of the modules."""
+    found = read_modules(_DEFAULTS | settings, MODEL)
+    return {
+        name.removeprefix("model.layers."): (module.rank, module.scale)
+        for name, module in found.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"target_modules": ["v_proj"]}, {f"{i}.self_attn.v_proj" for i in range(3)}),
+        ({"target_modules": ["0.mlp.up_proj"]}, {"0.mlp.up_proj"}),
+        (
+            {"target_modules": r"model.*2\.mlp\.(up|down)_proj"},
+            {"2.mlp.up_proj", "2.mlp.down_proj"},
+        ),
+        (
+            {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [2]},
+            {"2.self_attn.q_proj", "2.self_attn.k_proj"},
+        ),
+        (
+            {"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "layers"},
+            {"1.self_attn.q_proj"},
+        ),
+        (
+            {"target_modules": ["q_proj"], "exclude_modules": ["0.self_attn.q_proj"]},
+            {"1.self_attn.q_proj", "2.self_attn.q_proj"},
+        ),
+        (
+            {"target_modules": ["q_proj"], "exclude_modules": r".*\.(0|1)\..*"},
+            {"2.self_attn.q_proj"},
+        ),
+    ],
+)
+def test_targets_are_those_of_peft(settings: dict[str, Any], names: set[str]) -> None:
+    assert modules_of(**settings).keys() == names
+
+
+def test_all_linear_is_all_but_the_output() -> None:
+    found = modules_of(target_modules="all-linear")
+    assert len(found) == 3 * 7
+    assert {name.rpartition(".")[2] for name in found} == set(ALL)
+
+
+def test_ranks_and_scales_have_patterns() -> None:
+    found = modules_of(
+        target_modules=["q_proj", "up_proj"],
+        r=8,
+        lora_alpha=16,
+        rank_pattern={"up_proj": 4, r"layers\.1\.self_attn\.q_proj": 2},
+        alpha_pattern={"^model.layers.2.mlp.up_proj": 2},
+    )
+    assert found["0.self_attn.q_proj"] == (8, 2.0)
+    assert found["1.self_attn.q_proj"] == (2, 8.0)
+    assert found["0.mlp.up_proj"] == (4, 4.0)
+    assert found["2.mlp.up_proj"] == (4, 0.5)
+    assert modules_of(r=4, lora_alpha=8, use_rslora=True)["0.self_attn.q_proj"] == (4, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication is"),
+        ({"trainable_token_indices": [5]}, "trainable_token_indices is"),
+        ({"target_parameters": ["mlp.experts"]}, "target_parameters is"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is"),
+        ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow is 1"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"target_modules": ["fc1"]}, "target_modules has 'fc1'.*q_proj"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules has 'lm_head'"),
+        ({"target_modules": ["embed_tokens"]}, "target_modules has 'embed_tokens'"),
+        ({"target_modules": ".*(q_proj|lm_head)"}, "target_modules has lm_head"),
+        ({"target_modules": "nothing"}, "names no module"),
+        ({"target_modules": None}, "target_modules is None"),
+        ({"layers_to_transform": ["1"]}, "layers_to_transform is"),
+        ({"r": 0}, "rank of .* is 0"),
+        ({"lora_alpha": float("nan")}, "lora_alpha .* is nan"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        read_modules(_DEFAULTS | settings, MODEL)
+
+
+def test_a_folder_is_checked_before_its_weights_are_read(tmp_path: Path) -> None:
+    write_adapter(tmp_path, MODEL, r=4, target_modules=["q_proj", "down_proj"])
+    folder = open_lora(str(tmp_path), MODEL, rank_max=4)
+    assert folder.rank == 4
+    assert len(folder.modules) == 6
+    with pytest.raises(UnsupportedModel, match=r"rank is 4; max-lora-rank allows at most 3"):
+        open_lora(str(tmp_path), MODEL, rank_max=3)
+
+
+def test_the_digest_is_of_both_files(tmp_path: Path) -> None:
+    def digest() -> str:
+        folder = open_lora(str(tmp_path), MODEL, rank_max=64)
+        assert folder.read_weights()[1] == folder.digest()
+        return folder.digest()
+
+    write_adapter(tmp_path, MODEL)
+    first = digest()
+    write_adapter(tmp_path, MODEL)
+    assert digest() == first
+    write_adapter(tmp_path, MODEL, seed=2)
+    assert digest() != first
+    write_adapter(tmp_path, MODEL, lora_alpha=17)
+    assert digest() != first
+
+
+def _change(path: Path, **changed: torch.Tensor | None) -> None:
+    tensors = load_file(path / WEIGHTS_FILE)
+    for name, tensor in changed.items():
+        name = "base_model.model.model.layers.0." + name.replace("__", ".")
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, path / WEIGHTS_FILE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"self_attn__q_proj__lora_A__weight": None}, "lacks .*layers.0.self_attn.q_proj.lora_A"),
+        ({"mlp__up_proj__lora_A__weight": torch.ones(8, 32)}, "it has .*up_proj.lora_A.weight"),
+        ({"self_attn__q_proj__lora_A__weight": torch.ones(8, 31)}, r"shape \[8, 31\].*\[8, 32\]"),
+        ({"self_attn__q_proj__lora_B__weight": torch.ones(32, 7)}, r"has shape \[32, 7\]"),
+        (
+            {"self_attn__q_proj__lora_A__weight": torch.ones(8, 32, dtype=torch.int32)},
+            "holds 'I32'",
+        ),
+        ({"self_attn__q_proj__lora_magnitude_vector": torch.ones(32)}, "lora_magnitude_vector"),
+    ],
+)
+def test_tensors_must_be_those_of_the_config(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path, MODEL)
+    _change(tmp_path, **changed)
+    with pytest.raises(UnsupportedModel, match=message):
+        open_lora(str(tmp_path), MODEL, rank_max=64)
+
+
+def test_names_with_the_adapters_own_are_read(tmp_path: Path) -> None:
+    write_adapter(tmp_path, MODEL)
+    tensors = load_file(tmp_path / WEIGHTS_FILE)
+    renamed = {n.replace(".weight", ".default.weight"): t for n, t in tensors.items()}
+    save_file(renamed, tmp_path / WEIGHTS_FILE)
+    folder = open_lora(str(tmp_path), MODEL, rank_max=64)
+    a, _ = folder.tensors["model.layers.0.self_attn.q_proj"]
+    assert a == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+
+
+def test_broken_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path} has no adapter_config.json"):
+        open_lora(str(tmp_path), MODEL, rank_max=64)
+    write_adapter(tmp_path, MODEL)
+    weights = (tmp_path / WEIGHTS_FILE).read_bytes()
+    for broken in (weights[:-1], b"", weights[:50], b"\xff" * 100):
+        (tmp_path / WEIGHTS_FILE).write_bytes(broken)
+        with pytest.raises(ConfigError, match=f"{tmp_path / WEIGHTS_FILE}"):
+            open_lora(str(tmp_path), MODEL, rank_max=64)
+    (tmp_path / WEIGHTS_FILE).unlink()
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match="save the adapter as safetensors"):
+        open_lora(str(tmp_path), MODEL, rank_max=64)
+    (tmp_path / WEIGHTS_FILE).write_bytes(weights)
+    for text in ("", "[]", json.dumps({"peft_type": "LORA", "target_modules": "("})):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(ConfigError, match=f"{tmp_path / 'adapter_config.json'}"):
+            open_lora(str(tmp_path), MODEL, rank_max=64)
