@@ -9,9 +9,11 @@ from typing import Protocol
 
 import torch
 
-from tandem_kernels.kv_int8 import quantize, widen
+from tandem_kernels import kv_int4, kv_int8
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# The modules that quantize K and V.
+_FORMATS = {"int8": (kv_int8, kv_int8), "k8v4": (kv_int8, kv_int4), "int4": (kv_int4, kv_int4)}
 
 
 class KvLayout(Protocol):
@@ -36,12 +38,12 @@ class KvLayout(Protocol):
     @property
     def layer_bytes(self) -> int: ...
     @property
-    def run_bytes(self) -> int: ...
+    def row_bytes(self) -> tuple[int, int]: ...
 
 
 def make_pool(memory: torch.Tensor, layout: KvLayout) -> "KvPool":
     """`memory`: uint8 [num_blocks, block_bytes]."""
-    return (Int8KvPool if layout.dtype == "int8" else KvPool)(memory, layout)
+    return (KvPool if layout.dtype in _DTYPES else QuantizedKvPool)(memory, layout)
 
 
 class KvPool:
@@ -97,18 +99,24 @@ class KvPool:
         return heads * (2 * self.num_layers)
 
 
-class Int8KvPool(KvPool):
-    """A pool of int8 numbers with scales (kv_int8.py). `gather` brings what they stand for."""
+class QuantizedKvPool(KvPool):
+    """A pool of few bits with scales (kv_int8.py, kv_int4.py). `gather` brings what they stand
+    for."""
 
     def _make_views(self) -> None:
         self.dtype = torch.float32
-        size = 2, self.block_size
+        size = self.block_size
+        self._formats = _FORMATS[self.layout.dtype]
         parts = self.memory.view(-1, self.layout.layer_bytes)
-        runs_bytes = 2 * self.layout.run_bytes
-        numbers = parts.view(torch.int8)[:, :runs_bytes]
-        self._numbers = numbers.view(-1, *size, self.head_dim)
-        scales = parts.view(torch.float16)[:, runs_bytes // 2 :]
-        self._scales = scales[:, : 2 * self.block_size].view(-1, *size)
+        self._numbers = []
+        begin = 0
+        for kind, row_bytes in zip(self._formats, self.layout.row_bytes, strict=True):
+            end = begin + size * row_bytes
+            run = parts[:, begin:end].view(torch.int8 if kind is kv_int8 else torch.uint8)
+            self._numbers.append(run.view(-1, size, row_bytes))
+            begin = end
+        scales = parts.view(torch.float16)[:, begin // 2 :]
+        self._scales = scales[:, : 2 * size].view(-1, 2, size)
 
     def write(
         self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -117,17 +125,16 @@ class Int8KvPool(KvPool):
         parts = token_rows // (2 * self.block_size) + layer
         offsets = token_rows % self.block_size
         for which, rows in enumerate((keys, values)):
-            numbers, scales = quantize(rows)
-            self._numbers[:, which].index_put_((parts, offsets), numbers)
+            numbers, scales = self._formats[which].quantize(rows)
+            self._numbers[which].index_put_((parts, offsets), numbers)
             self._scales[:, which].index_put_((parts, offsets), scales)
 
     def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
         """K and V of whole blocks in fp32: [2, B, heads, M * block_size, D]."""
-        keys, values = (block_rows // 2 + layer).view(2, -1)
         runs = torch.stack(
             [
-                widen(self._numbers[parts, which], self._scales[parts, which])
-                for which, parts in enumerate((keys, values))
+                self._formats[which].widen(self._numbers[which][parts], self._scales[parts, which])
+                for which, parts in enumerate((block_rows // 2 + layer).view(2, -1))
             ]
         )
         return runs.view(2, num_seqs, self.num_kv_heads, -1, self.head_dim)

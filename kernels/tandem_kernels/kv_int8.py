@@ -21,15 +21,20 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = rows.float()
     largest = wide.abs().amax(-1)
     is_finite = largest.isfinite()
-    wanted = torch.where(is_finite, largest / _LARGEST, 0.0).clamp_(max=_SCALE_MAX)
-    nearest = wanted.half()
-    # Bits of the next larger number are one more.
-    bits = nearest.view(torch.int16) + (nearest.float() < wanted)
-    scales = bits.to(torch.int16).view(torch.float16)
+    scales = round_up(torch.where(is_finite, largest / _LARGEST, 0.0))
     divisors = torch.where(is_finite & (scales > 0), scales.float(), torch.inf)
     numbers = (wide / divisors.unsqueeze(-1)).round_().clamp_(-_LARGEST, _LARGEST)
     numbers = torch.where(is_finite.unsqueeze(-1), numbers, 0.0)
     return numbers.to(torch.int8), torch.where(is_finite, scales, torch.nan)
+
+
+def round_up(wanted: torch.Tensor) -> torch.Tensor:
+    """Returns the float16 numbers that are not below fp32 ones from 0 on, at most 65504."""
+    wanted = wanted.clamp(max=_SCALE_MAX)
+    nearest = wanted.half()
+    # Bits of the next larger number are one more.
+    bits = nearest.view(torch.int16) + (nearest.float() < wanted)
+    return bits.to(torch.int16).view(torch.float16)
 
 
 def widen(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tandem.config.engine import EngineOptions
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Bits of a number of K and of V. A row of a token's numbers of a head that has fewer than 16 bits
+# each has a scale beside it.
+KV_BITS = {
+    "bfloat16": (16, 16),
+    "float16": (16, 16),
+    "float32": (32, 32),
+    "int8": (8, 8),
+    "k8v4": (8, 4),
+    "int4": (4, 4),
+}
 _SCALE_BYTES = 2  # float16
 _PART_MULTIPLE = 64  # of bytes, where there are scales: a cache line
 _BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's two, arm64's one
@@ -37,13 +47,19 @@ def cpu_has_bfloat16() -> bool:
 
 def is_quantized(kv_dtype: str) -> bool:
     """Returns whether KV of this dtype has scales beside its numbers."""
-    return kv_dtype == "int8"
+    return kv_dtype not in DTYPE_BYTES
+
+
+def kv_row_bytes(kv_dtype: str, head_dim: int) -> tuple[int, int]:
+    """Returns the bytes of a token's K and of its V, of one layer of one head, without scales."""
+    keys, values = KV_BITS[kv_dtype]
+    return head_dim * keys // 8, head_dim * values // 8
 
 
 def kv_part_bytes(kv_dtype: str, block_size: int, head_dim: int) -> int:
     """Returns the bytes of K and V of one layer of one head in a block; layout.py has their
     order."""
-    num_bytes = 2 * block_size * head_dim * DTYPE_BYTES[kv_dtype]
+    num_bytes = block_size * sum(kv_row_bytes(kv_dtype, head_dim))
     if not is_quantized(kv_dtype):
         return num_bytes
     num_bytes += 2 * block_size * _SCALE_BYTES

@@ -32,6 +32,8 @@
 #include "linear.h"
 #include "linear_amx.h"
 #include "kv_int8.h"
+#include "kv_int4.h"
+#include "kv_part.h"
 #include "attention.h"
 #include "lora.h"
 #include "forward.h"

@@ -295,7 +295,8 @@ inline Seen keys_of(const Model& model, const Span& span, const Item& item) {
 }
 
 inline size_t attention_floats(int dim) {
-    return 3 * static_cast<size_t>(kKeys) * dim + 2 * static_cast<size_t>(kRowsMax) * dim +
+    const size_t unpacked = 2 * static_cast<size_t>(kKeys) * dim / sizeof(float);
+    return unpacked + 3 * static_cast<size_t>(kKeys) * dim + 2 * static_cast<size_t>(kRowsMax) * dim +
            kRowsMax * (kKeys + 2) + dim;
 }
 
@@ -321,69 +322,94 @@ struct HeadKv {
           first_key(keys_of(model, step.spans[item.span], item).first),
           num_keys(keys_of(model, step.spans[item.span], item).end) {}
 
-    size_t run() const { return static_cast<size_t>(block_size) * dim; }
+    // From a block's keys to its values, in elements.
+    size_t run() const { return block_size * key_row<T>(dim); }
 
     int first_tile(int most) const { return first_key / most * most; }
 
-    void tile(int most, const T* nothing, const T** rows) const {
-        tile(first_tile(most), most, nothing, rows);
+    const T* part(int key) const {
+        return reinterpret_cast<const T*>(first + table[key / block_size] * block_bytes);
+    }
+
+    // Calls work(key of the tile, its block's part, its place there, how many follow it there) for
+    // the keys of a tile that are read, block by block. Answers which they are.
+    template <class Work>
+    Seen by_blocks(int tile, int most, Work work) const {
+        const Seen read{first_key > tile ? first_key - tile : 0, std::min(num_keys - tile, most)};
+        for (int i = read.first, here; i < read.end; i += here) {
+            const int offset = (tile + i) % block_size;
+            here = std::min(block_size - offset, read.end - i);
+            work(i, part(tile + i), offset, here);
+        }
+        return read;
     }
 
     // Where the `most` keys of a tile lie; before the first one the first one, which has a value,
     // too, and after the last one `nothing`.
     void tile(int first, int most, const T* nothing, const T** rows) const {
-        const int num = num_keys - first < most ? num_keys - first : most;
-        const int before = first_key > first ? first_key - first : 0;
-        int i = before, offset = (first + i) % block_size;
-        const int32_t* block = table + (first + i) / block_size;
-        for (; i < num; ++block, offset = 0) {
-            const T* row = reinterpret_cast<const T*>(this->first + *block * block_bytes) +
-                           static_cast<size_t>(offset) * dim;
-            const int here = std::min(block_size - offset, num - i);
-            for (int j = 0; j < here; ++j) rows[i + j] = row + static_cast<size_t>(j) * dim;
-            i += here;
-        }
-        std::fill(rows + i, rows + most, nothing);
-        std::fill(rows, rows + before, rows[before]);
+        const size_t apart = key_row<T>(dim);
+        const Seen read = by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
+            for (int j = 0; j < here; ++j) rows[i + j] = part + (offset + j) * apart;
+        });
+        std::fill(rows + read.end, rows + most, nothing);
+        std::fill(rows, rows + read.first, rows[read.first]);
     }
 
-    // Of int8, the scales of the same keys and of their values; before the first one and after the
-    // last one 0.
+    // Of quantized ones, the scales of the same keys and of their values; before the first one and
+    // after the last one 0.
     void scales(int first, int most, float* of_keys, float* of_values) const {
         uint16_t halves[2][kKeysMax] = {};
-        const int num = num_keys - first < most ? num_keys - first : most;
-        int i = first_key > first ? first_key - first : 0, offset = (first + i) % block_size;
-        const int32_t* block = table + (first + i) / block_size;
-        for (; i < num; ++block, offset = 0) {
-            const char* part = this->first + *block * block_bytes;
-            const uint16_t* from = reinterpret_cast<const uint16_t*>(part + 2 * run()) + offset;
-            const int here = std::min(block_size - offset, num - i);
+        const size_t after_runs = run() + block_size * value_row<T>(dim);
+        by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
+            const uint16_t* from = reinterpret_cast<const uint16_t*>(part + after_runs) + offset;
             for (int of_value = 0; of_value < 2; ++of_value, from += block_size) {
                 if (here == kPanel)  // the usual block: no call
                     std::memcpy(halves[of_value] + i, from, kPanel * sizeof *from);
                 else
                     std::memcpy(halves[of_value] + i, from, here * sizeof *from);
             }
-            i += here;
-        }
-        for (i = 0; i < most; i += kLanes) {
+        });
+        for (int i = 0; i < most; i += kLanes) {
             store(of_keys + i, of_halves(halves[0] + i));
             store(of_values + i, of_halves(halves[1] + i));
         }
     }
+
+    // Of packed ones, the numbers of the same keys and of their values, [most][dim] each. Meanwhile
+    // the parts of another tile are fetched.
+    void unpack(int first, int most, const HeadKv& then, int then_first, int8_t* keys,
+                int8_t* values) const {
+        const size_t of_key = key_row<T>(dim), of_value = value_row<T>(dim);
+        const size_t bytes = block_size * (of_key + of_value + 2 * sizeof(uint16_t));
+        int ahead = std::max(then_first, then.first_key);
+        by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
+            if (ahead < then.num_keys) {
+                const char* const lines = reinterpret_cast<const char*>(then.part(ahead));
+                for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(lines + at, 0, 2);
+                ahead += block_size;
+            }
+            for (int j = 0; j < here; ++j) {
+                const size_t to = static_cast<size_t>(i + j) * dim;
+                unpack_rows(part + (offset + j) * of_key, part + run() + (offset + j) * of_value,
+                            dim, keys + to, values + to);
+            }
+        });
+    }
 };
 
-// A tile of int8 keys and values as the fp32 numbers that they stand for, [64][dim] each.
-inline void widen_tile(const HeadKv<int8_t>& kv, int first, const int8_t* const* rows,
+// A tile of int8 keys and values as the fp32 numbers that they stand for, [64][dim] each. Values
+// lie `run` after their keys.
+template <class Kept>
+inline void widen_tile(const HeadKv<Kept>& kv, int first, const int8_t* const* rows, size_t run,
                        const int8_t* const* ahead, float* keys, float* values) {
     float of_keys[kKeys], of_values[kKeys];
     kv.scales(first, kKeys, of_keys, of_values);
     const int dim = kv.dim, num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
     for (int key = 0; key < num; ++key, keys += dim, values += dim) {
-        const int8_t *of_key = rows[key], *of_value = of_key + kv.run();
+        const int8_t *of_key = rows[key], *of_value = of_key + run;
         for (int d = 0; d < dim; d += 64) {
             __builtin_prefetch(ahead[key] + d, 0, 2);
-            __builtin_prefetch(ahead[key] + kv.run() + d, 0, 2);
+            __builtin_prefetch(ahead[key] + run + d, 0, 2);
         }
         for (int d = 0; d < dim; d += kLanes) {
             store(keys + d, load(of_key + d) * of_keys[key]);
@@ -392,6 +418,49 @@ inline void widen_tile(const HeadKv<int8_t>& kv, int first, const int8_t* const*
     }
     std::memset(keys, 0, static_cast<size_t>(kKeys - num) * dim * sizeof(float));
 }
+
+// Where the keys of one tile and of the next lie, as T. Those of a packed pool are unpacked into
+// `unpacked`, int8 [2][most][dim], one tile after another.
+template <class T, class Kept, int kMost>
+class TilesOf {
+public:
+    TilesOf(const HeadKv<Kept>& kv, const HeadKv<Kept>& next, const void* nothing, int8_t* unpacked)
+        : kv_(kv), next_(next), nothing_(static_cast<const T*>(nothing)), unpacked_(unpacked) {
+        if constexpr (kIsPacked<Kept>)
+            for (int i = 0; i < kMost; ++i)
+                rows_[0][i] = rows_[1][i] = unpacked + static_cast<size_t>(i) * kv.dim;
+        else
+            kv.tile(kv.first_tile(kMost), kMost, nothing_, rows_[0]);
+    }
+
+    // Values lie so many elements after their keys.
+    size_t run() const {
+        return kIsPacked<Kept> ? static_cast<size_t>(kMost) * kv_.dim : kv_.run();
+    }
+
+    // Before each tile's rows are asked for.
+    void go_to(int first) {
+        const bool is_last = first + kMost >= kv_.num_keys;
+        const HeadKv<Kept>& then = is_last ? next_ : kv_;
+        const int then_first = is_last ? next_.first_tile(kMost) : first + kMost;
+        if constexpr (kIsPacked<Kept>) {
+            kv_.unpack(first, kMost, then, then_first, unpacked_, unpacked_ + run());
+        } else {
+            now_ ^= 1;
+            then.tile(then_first, kMost, nothing_, rows_[now_ ^ 1]);
+        }
+    }
+
+    const T* const* rows() const { return rows_[now_]; }
+    const T* const* ahead() const { return rows_[now_ ^ 1]; }
+
+private:
+    const HeadKv<Kept>&kv_, &next_;
+    const T* nothing_;
+    int8_t* unpacked_;
+    const T* rows_[2][kMost];
+    int now_ = 1;
+};
 
 // `queries` [rows, stride] are rotated and scaled; the result goes where the next
 // product reads it. The keys that
@@ -424,31 +493,28 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         mass[i] = 0.0f;
     }
     std::memset(out, 0, static_cast<size_t>(item.num_rows) * dim * sizeof(float));
-    const Kept* tiles[2][kKeys];
-    const Kept* const none = reinterpret_cast<const Kept*>(nothing);
+    typedef std::conditional_t<std::is_same_v<T, Kept>, T, int8_t> Row;
+    const HeadKv<Kept> next_kv(model, step, layer, next);
+    int8_t* const unpacked = reinterpret_cast<int8_t*>(wide + static_cast<size_t>(kKeys) * dim);
+    TilesOf<Row, Kept, kKeys> tiles(kv, next_kv, nothing, unpacked);
     [[maybe_unused]] const T* widened[kKeys];
     if constexpr (!std::is_same_v<T, Kept>)
         for (int key = 0; key < kKeys; ++key) widened[key] = wide + static_cast<size_t>(key) * dim;
-    kv.tile(kKeys, none, tiles[0]);
-    for (int first = kv.first_tile(kKeys), now = 0; first < kv.num_keys; first += kKeys, now ^= 1) {
-        const Kept** ahead = tiles[now ^ 1];
-        if (first + kKeys < kv.num_keys)
-            kv.tile(first + kKeys, kKeys, none, ahead);
-        else
-            HeadKv<Kept>(model, step, layer, next).tile(kKeys, none, ahead);
+    for (int first = kv.first_tile(kKeys); first < kv.num_keys; first += kKeys) {
+        tiles.go_to(first);
         const int num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
         const int num_turned = (num + kPanel - 1) / kPanel * kPanel;
-        Tile<T> tile{keys, nullptr, nullptr, nullptr, kv.run(), dim, model.attention_cap};
+        Tile<T> tile{keys, nullptr, nullptr, nullptr, tiles.run(), dim, model.attention_cap};
         if constexpr (std::is_same_v<T, Kept>) {
-            transpose(tiles[now], kv.run(), num_turned, dim, keys);
-            tile.rows = tiles[now];
-            tile.ahead = ahead;
+            transpose(tiles.rows(), tiles.run(), num_turned, dim, keys);
+            tile.rows = tiles.rows();
+            tile.ahead = tiles.ahead();
             if (item.num_rows > kTileRows) {
                 widen_values(tile, num, values);
                 tile.widened = values;
             }
         } else {
-            widen_tile(kv, first, tiles[now], ahead, wide, values);
+            widen_tile(kv, first, tiles.rows(), tiles.run(), tiles.ahead(), wide, values);
             transpose(widened, 0, num_turned, dim, keys);
             tile.widened = values;
         }
@@ -483,10 +549,10 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
 
 namespace tandem::TANDEM_ISA {
 
-// bf16 KV is multiplied as it is, where that can be, and int8 KV as bf16 if the model is.
+// bf16 KV is multiplied as it is, where that can be, and KV of fewer bits as bf16 if the model is.
 inline bool is_dot([[maybe_unused]] const Model& model, [[maybe_unused]] const Step& step) {
 #ifdef TANDEM_PAIRS
-    return step.kv_kind == BF16 || (step.kv_kind == I8 && model.embedding_kind == BF16);
+    return step.kv_kind == BF16 || (step.kv_kind != F32 && model.embedding_kind == BF16);
 #else
     return false;
 #endif
@@ -513,13 +579,18 @@ inline void attend_any(const Model& model, const Step& step, int layer, const It
     const auto with = [&](auto attend) {
         attend(model, step, layer, item, next, queries, stride, attended, buffer);
     };
+    by_kv_kind(step, [&](auto kept) {
+        typedef decltype(kept) Kept;
+        constexpr bool kWidens = kHasScales<Kept>;
 #ifdef TANDEM_PAIRS
-    if (is_dot(model, step))
-        return step.kv_kind == I8 ? with(attend_dot<int8_t>) : with(attend_dot<Bf16>);
-#else
-    if (step.kv_kind == BF16) return with(attend<Bf16>);
+        if constexpr (!std::is_same_v<Kept, float>) {
+            typedef std::conditional_t<kWidens, int8_t, Kept> Row;
+            if (is_dot(model, step)) return with(attend_dot<Row, Kept>);
+        }
+        if constexpr (!std::is_same_v<Kept, Bf16>)
 #endif
-    return step.kv_kind == I8 ? with(attend<float, int8_t>) : with(attend<float>);
+            with(attend<std::conditional_t<kWidens, float, Kept>, Kept>);
+    });
 }
 
 }  // namespace tandem::TANDEM_ISA

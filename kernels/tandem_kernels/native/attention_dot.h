@@ -421,7 +421,8 @@ struct DotBuffer {
     Plane<Bf16> queries, weights;  // a row's weights lie where its scores did
     Plane<float> out, scores;
     Sums* sums;
-    Bf16* nothing;  // a key: zeros
+    Bf16* nothing;     // a key: zeros
+    int8_t* unpacked;  // keys and values of a tile
     size_t num_bytes;
 
     DotBuffer(void* buffer, int head_dim) {
@@ -445,6 +446,7 @@ struct DotBuffer {
         weights = {reinterpret_cast<Bf16*>(scores.numbers), 2 * of_scores};
         sums = static_cast<Sums*>(take(sizeof(Sums) * kDotRowsMax));
         nothing = static_cast<Bf16*>(take(sizeof(Bf16) * dim));
+        unpacked = static_cast<int8_t*>(take(2 * kDotKeys * dim));
         num_bytes = at - begin;
     }
 };
@@ -532,7 +534,7 @@ inline void attend_tile(const DotTile<T>& tile, int head_dim, const DotBuffer& a
 }
 
 // As attend().
-template <class T>
+template <class T, class Kept>
 inline void attend_dot(const Model& model, const Step& step, int layer, const Item& item,
                        const Item& next, const float* queries, size_t stride,
                        const Inputs& attended, float* buffer) {
@@ -540,7 +542,7 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
     const int group = model.num_heads / model.num_kv_heads;
     const Span& span = step.spans[item.span];
     const DotBuffer at(buffer, dim);
-    const HeadKv<T> kv(model, step, layer, item);
+    const HeadKv<Kept> kv(model, step, layer, item), next_kv(model, step, layer, next);
     std::memset(at.nothing, 0, padded * sizeof(Bf16));
     Seen sees[kDotRowsMax];
     const auto first_column = [&](int i) {
@@ -558,25 +560,18 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
         at.sums[i] = {{}, -INFINITY};
     }
     std::memset(at.out.row(0), 0, static_cast<size_t>(item.num_rows) * padded * sizeof(float));
-    const T* tiles[2][kDotKeys];
-    const T* const nothing = reinterpret_cast<const T*>(at.nothing);
     [[maybe_unused]] alignas(64) float key_scales[kDotKeys], value_scales[kDotKeys];
-    const int first_tile = kv.first_tile(kDotKeys);
-    kv.tile(kDotKeys, nothing, tiles[0]);
-    for (int first = first_tile, now = 0; first < kv.num_keys; first += kDotKeys, now ^= 1) {
-        const T** ahead = tiles[now ^ 1];
-        if (first + kDotKeys < kv.num_keys)
-            kv.tile(first + kDotKeys, kDotKeys, nothing, ahead);
-        else
-            HeadKv<T>(model, step, layer, next).tile(kDotKeys, nothing, ahead);
+    TilesOf<T, Kept, kDotKeys> tiles(kv, next_kv, at.nothing, at.unpacked);
+    for (int first = kv.first_tile(kDotKeys); first < kv.num_keys; first += kDotKeys) {
+        tiles.go_to(first);
         const int num = kv.num_keys - first < kDotKeys ? kv.num_keys - first : kDotKeys;
         if constexpr (std::is_same_v<T, int8_t>) {
             kv.scales(first, kDotKeys, key_scales, value_scales);
             for (int key = 0; key < kDotKeys; key += kPanel)
                 store(key_scales + key, load(key_scales + key) * (1.0f / kByteToWord));
         }
-        const DotTile<T> tile{tiles[now], ahead,      kv.run(),     first,
-                              num,        key_scales, value_scales, model.attention_cap};
+        const DotTile<T> tile{tiles.rows(), tiles.ahead(), tiles.run(),  first,
+                              num,          key_scales,    value_scales, model.attention_cap};
         attend_tile(tile, dim, at, sees, item.num_rows);
     }
     for (int i = 0; i < item.num_rows; ++i) {

@@ -26,6 +26,8 @@
 #include "gated.h"
 #include "linear.h"
 #include "kv_int8.h"
+#include "kv_int4.h"
+#include "kv_part.h"
 #include "attention.h"
 #include "lora.h"
 #include "forward.h"

@@ -74,63 +74,7 @@ inline void add_row(const float* delta, const float* norm, const Model& model, f
     for (int i = 0; i < num; ++i) x[i] += delta[i] * scale * norm[i];
 }
 
-inline size_t run_of(const Model& model, const Step& step) {
-    return static_cast<size_t>(step.block_size) * model.head_dim;
-}
-
-// Where a row's key of a head goes; its value goes a run after it.
-template <class T>
-T* place_of(const Model& model, const Step& step, int index, int row, int head) {
-    const Layer& layer = model.layers[index];
-    const KvGroup& group = step.group_of(layer);
-    const size_t block = group.slots[row] / step.block_size;
-    const size_t offset = static_cast<size_t>(group.slots[row] % step.block_size) * model.head_dim;
-    char* part = static_cast<char*>(group.kv) + block * group.block_bytes +
-                 head * group.head_bytes + layer.place * group.layer_bytes;
-    return reinterpret_cast<T*>(part) + offset;
-}
-
 constexpr int kRowsToFetch = 64;
-
-// Where the scale of a row's key goes; its value's goes as many after it as a block has tokens.
-inline uint16_t* scale_of(const Model& model, const Step& step, int index, int row, int8_t* key) {
-    const int token = step.group_of(model.layers[index]).slots[row] % step.block_size;
-    int8_t* part = key - static_cast<size_t>(token) * model.head_dim;
-    return reinterpret_cast<uint16_t*>(part + 2 * run_of(model, step)) + token;
-}
-
-// So that place_row() need not wait: a few rows lie each in a block of its own.
-template <class T>
-void fetch_place(const Model& model, const Step& step, int index, int row) {
-    constexpr int kLine = 64 / sizeof(T);
-    for (int h = 0; h < model.num_kv_heads; ++h) {
-        T* to = place_of<T>(model, step, index, row, h);
-        for (int i = 0; i < model.head_dim; i += kLine) {
-            __builtin_prefetch(to + i, 1, 2);
-            __builtin_prefetch(to + run_of(model, step) + i, 1, 2);
-        }
-        if constexpr (std::is_same_v<T, int8_t>)
-            __builtin_prefetch(scale_of(model, step, index, row, to), 1, 2);
-    }
-}
-
-// Rotates a row's key of a head; it and its value go into the pool.
-template <class T>
-void place_head(const Model& model, const Step& step, int, int, float* key, const float* value,
-                const float* cosines, const float* sines, T* to) {
-    const int dim = model.head_dim;
-    rotate(key, cosines, sines, dim, 1.0f, to);
-    T* const beside = to + run_of(model, step);
-    for (int i = 0; i < dim; i += kLanes) store_some(beside + i, load(value + i), kLanes);
-}
-
-inline void place_head(const Model& model, const Step& step, int index, int row, float* key,
-                       const float* value, const float* cosines, const float* sines, int8_t* to) {
-    rotate(key, cosines, sines, model.head_dim, 1.0f, key);
-    uint16_t* const scale = scale_of(model, step, index, row, to);
-    *scale = quantize(key, model.head_dim, to);
-    scale[step.block_size] = quantize(value, model.head_dim, to + run_of(model, step));
-}
 
 // Normalizes and rotates a row's heads; its K and V go into the pool.
 template <class T>
@@ -152,20 +96,12 @@ void place_row(const Model& model, const Layer& layer, const Step& step, int ind
         rotate(head, cosines, sines, dim, model.attention_scale, head);
     }
     for (int h = 0; h < model.num_kv_heads; ++h) {
-        T* to = place_of<T>(model, step, index, row, h);
         float* key = heads + (model.num_heads + h) * dim;
         if (norms_each) norm_head(key, layer.k_norm, dim, model.norm_eps);
-        const float* value = key + model.num_kv_heads * dim;
-        place_head(model, step, index, row, key, value, cosines, sines, to);
+        rotate(key, cosines, sines, dim, 1.0f, key);
+        store_rows(model, step, key, key + model.num_kv_heads * dim,
+                   Place<T>(model, step, index, row, h));
     }
-}
-
-// Calls `work` with a number of the type that the pool has.
-template <class Work>
-void by_kv_kind(const Step& step, Work work) {
-    if (step.kv_kind == BF16) return work(Bf16{});
-    if (step.kv_kind == I8) return work(int8_t{});
-    work(float{});
 }
 
 inline void gate_row(const float* gate_up, int32_t activation, const InputRow& to) {
@@ -250,7 +186,8 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
     for (int row = 0; row < step.num_rows; ++row) {
         if (step.num_rows <= kRowsToFetch) {
             by_kv_kind(step, [&](auto kept) {
-                fetch_place<decltype(kept)>(model, step, index, row);
+                for (int h = 0; h < model.num_kv_heads; ++h)
+                    Place<decltype(kept)>(model, step, index, row, h).fetch(model.head_dim);
             });
         }
         norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.attention_norm,

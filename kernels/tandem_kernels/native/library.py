@@ -37,6 +37,7 @@ class Kind(IntEnum):
     BF16 = 1
     I8 = 2
     BF16_PAIRS = 3  # as packed for AMX and AVX512_BF16
+    I8_I4 = 4  # KV: int8 keys, values of 4 bits
 
 
 _WEIGHT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.I8: 1, Kind.BF16_PAIRS: 2}

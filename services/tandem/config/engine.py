@@ -13,7 +13,7 @@ from tandem.options import Constant, Options, Positive, PositiveOrNone, Seconds
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
-KvDtype = Literal["auto", "bfloat16", "float32", "int8"]
+KvDtype = Literal["auto", "bfloat16", "float32", "int8", "k8v4"]
 Numerics = Literal["fast", "invariant"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 WeightFormat = Literal["auto", "int8"]
@@ -29,8 +29,9 @@ class EngineOptions(Options):
     dtype: Dtype = "auto"
     """Data type of the computation. auto: bfloat16 where the hardware has it, else float32."""
     kv_dtype: KvDtype = "auto"
-    """Data type of the KV pool. auto: that of the computation. int8: with a scale for each token
-    and head, about half of bfloat16's memory; not with Triton kernels."""
+    """Data type of the KV pool. auto: that of the computation. With a scale for each token and
+    head, not with Triton kernels: int8, about half of bfloat16's memory; k8v4, keys of 8 bits and
+    values of 4, about two fifths."""
     numerics: Numerics = "fast"
     """invariant: float32, and a sequence's tokens depend on no other sequence."""
     kernels: Kernels = "auto"

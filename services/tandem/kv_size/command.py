@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 from rich.console import Console
 
-from tandem.dtypes import DTYPE_BYTES
+from tandem.dtypes import KV_BITS
 from tandem.errors import BadRequest, TandemError
 from tandem.kv_size.options import WEIGHT_BYTES, KvSizeOptions
 from tandem.kv_size.sizes import DeviceFit, KvSize, device_fit, kv_size, side_by_side
@@ -61,7 +61,7 @@ def compute(options: KvSizeOptions) -> Answer:
             reserve_bytes=round(options.reserve * GIB),
         )
         for count in rank_counts
-        for dtype in DTYPE_BYTES
+        for dtype in KV_BITS
         if options.memory
     ]
     workers, rates = _workers(options, fits)
@@ -75,7 +75,7 @@ def compute(options: KvSizeOptions) -> Answer:
         block_size=options.block_size,
         context=context,
         batch=options.batch,
-        dtypes=[one_rank(model, dtype) for dtype in DTYPE_BYTES],
+        dtypes=[one_rank(model, dtype) for dtype in KV_BITS],
         attention=[one_rank(shape, options.kv_dtype) for shape in side_by_side(model)],
         ranks=[size(model, options.kv_dtype, tensor_parallel=count) for count in rank_counts],
         device=fits,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from tandem.dtypes import DTYPE_BYTES
+from tandem.dtypes import KV_BITS
 from tandem.errors import ConfigError
 from tandem.options import (
     NotNegative,
@@ -71,8 +71,8 @@ class KvSizeOptions(Options):
     """JSON instead of tables."""
 
     def check_together(self) -> None:
-        if self.kv_dtype not in DTYPE_BYTES:
-            allowed = ", ".join(DTYPE_BYTES)
+        if self.kv_dtype not in KV_BITS:
+            allowed = ", ".join(KV_BITS)
             raise ConfigError(f"kv-dtype is {self.kv_dtype!r}; it must be one of {allowed}")
         if not self.tensor_parallel or min(self.tensor_parallel) < 1:
             raise ConfigError("tensor-parallel must be numbers from 1 on, with commas between them")

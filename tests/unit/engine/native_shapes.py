@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.dtypes import is_quantized
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.torch_steps import TorchSteps
@@ -70,6 +71,8 @@ SHAPES = (
     replace(BASE, kv="bfloat16"),
     replace(BASE, kv="int8"),
     replace(BASE, kv="int8", block_size=12, weights=torch.bfloat16, num_threads=2),
+    replace(BASE, kv="k8v4", window=20, is_odd=True),
+    replace(BASE, kv="k8v4", block_size=12, weights=torch.bfloat16, num_threads=2),
 )
 # Tokens of each sequence in each step, the first ones as a prompt without a prefix.
 STEPS = ((1,), (1, 5, 64), (1, 1, 1, 1, 1, 1, 1), (130, 1, 3), (1, 2, 1, 40))
@@ -255,10 +258,14 @@ def compare(shape: Shape, instructions: str | None) -> None:
         expected = [*(reference.forward(batch, [kv]) for batch in batches(shape)), contents(kv)]
     is_rounded = shape.kv != "float32" or rounds_inputs(shape, instructions)
     tolerance = 3e-2 if is_rounded else 1e-4
-    if shape.kv == "int8":  # sums that differ in their last bits may be rounded to another number
-        tolerance = 6e-2
-    for ours, theirs in zip(outputs(shape, instructions), expected, strict=True):
+    if is_quantized(shape.kv):
+        tolerance = 6e-2 if shape.kv == "int8" else 0.25
+    *logits, kept = zip(outputs(shape, instructions), expected, strict=True)
+    for ours, theirs in logits:
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    # Sums that differ in their last bits may be rounded to another number, of few bits far off.
+    are_close = torch.isclose(*kept, rtol=tolerance, atol=tolerance)
+    assert are_close.float().mean() >= (0.995 if is_quantized(shape.kv) else 1.0)
 
 
 if __name__ == "__main__":

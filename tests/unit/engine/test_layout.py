@@ -18,8 +18,8 @@ def smollm2(dtype: str, **sizes: int) -> BlockLayout:
 
 def test_plain_dtypes_have_their_numbers_and_nothing_else() -> None:
     layout = smollm2("bfloat16")
-    assert layout.run_bytes == 16 * 64 * 2
-    assert layout.layer_bytes == 2 * layout.run_bytes
+    assert layout.row_bytes == (64 * 2, 64 * 2)
+    assert layout.layer_bytes == 2 * 16 * 64 * 2
     assert layout.head_bytes == 30 * layout.layer_bytes
     assert layout.block_bytes == 3 * layout.head_bytes == 368_640
     assert layout.pool_bytes == 7 * layout.block_bytes
@@ -28,10 +28,18 @@ def test_plain_dtypes_have_their_numbers_and_nothing_else() -> None:
 
 def test_int8_has_scales_and_almost_twice_the_tokens() -> None:
     layout = smollm2("int8")
-    assert layout.run_bytes == 16 * 64
+    assert layout.row_bytes == (64, 64)
     assert layout.layer_bytes == 2 * 16 * 64 + 2 * 16 * 2 == 33 * 64
     assert smollm2("bfloat16").block_bytes / layout.block_bytes == pytest.approx(1.939, abs=1e-3)
     assert layout.describe().endswith("dtype=int8 scales=float16")
+
+
+def test_k8v4_has_values_of_half_the_bytes() -> None:
+    layout = smollm2("k8v4")
+    assert layout.row_bytes == (64, 32)
+    assert layout.layer_bytes == 16 * (64 + 32) + 2 * 16 * 2 == 25 * 64
+    assert smollm2("bfloat16").block_bytes / layout.block_bytes == 2.56
+    assert layout.describe().endswith("dtype=k8v4 scales=float16")
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])

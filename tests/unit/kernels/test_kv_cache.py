@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from types import ModuleType
+
+import pytest
 import torch
 
 from tandem.engine.cache.layout import BlockLayout
+from tandem_kernels import kv_int4, kv_int8
 from tandem_kernels.kv_cache import KvPool
-from tandem_kernels.kv_int8 import quantize, widen
 from tests.kv_pools import empty_pool, pool_of
 
 NUM_BLOCKS, HEADS, LAYERS, BLOCK_SIZE, HEAD_DIM = 5, 3, 2, 4, 8
@@ -40,28 +43,37 @@ def test_gather_brings_blocks_together_in_the_order_of_their_tables() -> None:
                 assert torch.equal(gathered[which, sequence], expected)
 
 
-class TestInt8:
-    LAYOUT = BlockLayout(NUM_BLOCKS, HEADS, LAYERS, BLOCK_SIZE, HEAD_DIM, "int8")
-
-    def test_write_puts_numbers_and_scales_where_the_layout_says(self) -> None:
-        pool, layout = empty_pool(self.LAYOUT), self.LAYOUT
+@pytest.mark.parametrize(
+    ("dtype", "formats"), [("int8", (kv_int8, kv_int8)), ("k8v4", (kv_int8, kv_int4))]
+)
+class TestQuantized:
+    def test_write_puts_numbers_and_scales_where_the_layout_says(
+        self, dtype: str, formats: tuple[ModuleType, ModuleType]
+    ) -> None:
+        layout = layout_of(dtype)
+        pool = empty_pool(layout)
         block_ids, offsets = torch.tensor([3, 0, 3]), torch.tensor([1, 3, 2])
         rows = torch.randn(2, 3, HEADS, HEAD_DIM)  # K, V
         pool.write(1, pool.token_rows(block_ids, offsets), rows[0], rows[1])
         expected = torch.zeros_like(pool.memory)
+        of_key, of_value = layout.row_bytes
         for token, (block, offset) in enumerate(zip(block_ids, offsets, strict=True)):
             for head in range(HEADS):
                 part = head * layout.head_bytes + layout.layer_bytes
-                for which in range(2):
-                    numbers, scale = quantize(rows[which, token, head])
-                    at = part + which * layout.run_bytes + int(offset) * HEAD_DIM
-                    expected[block, at : at + HEAD_DIM] = numbers.view(torch.uint8)
-                    at = part + 2 * layout.run_bytes + 2 * (which * BLOCK_SIZE + int(offset))
+                runs = (part, of_key), (part + BLOCK_SIZE * of_key, of_value)
+                scales = part + BLOCK_SIZE * (of_key + of_value)
+                for which, (run, row_bytes) in enumerate(runs):
+                    numbers, scale = formats[which].quantize(rows[which, token, head])
+                    at = run + int(offset) * row_bytes
+                    expected[block, at : at + row_bytes] = numbers.view(torch.uint8)
+                    at = scales + 2 * (which * BLOCK_SIZE + int(offset))
                     expected[block, at : at + 2] = scale.view(1).view(torch.uint8)
         assert torch.equal(pool.memory, expected)
 
-    def test_gather_brings_the_numbers_that_bytes_stand_for(self) -> None:
-        pool = empty_pool(self.LAYOUT)
+    def test_gather_brings_the_numbers_that_bytes_stand_for(
+        self, dtype: str, formats: tuple[ModuleType, ModuleType]
+    ) -> None:
+        pool = empty_pool(layout_of(dtype))
         blocks = torch.arange(NUM_BLOCKS).repeat_interleave(BLOCK_SIZE)
         slots = pool.token_rows(blocks, torch.arange(BLOCK_SIZE).repeat(NUM_BLOCKS))
         written = torch.randn(LAYERS, 2, len(blocks), HEADS, HEAD_DIM)
@@ -73,5 +85,11 @@ class TestInt8:
             assert gathered.shape == (2, 2, HEADS, 3 * BLOCK_SIZE, HEAD_DIM)
             for sequence, table in enumerate(tables):
                 tokens = torch.cat([torch.arange(4) + 4 * block for block in table])
-                expected = widen(*quantize(written[layer][:, tokens])).transpose(1, 2)
-                assert torch.equal(gathered[:, sequence], expected)
+                for which, kind in enumerate(formats):
+                    rows = written[layer][which, tokens]
+                    expected = kind.widen(*kind.quantize(rows)).transpose(0, 1)
+                    assert torch.equal(gathered[which, sequence], expected)
+
+
+def layout_of(dtype: str) -> BlockLayout:
+    return BlockLayout(NUM_BLOCKS, HEADS, LAYERS, BLOCK_SIZE, HEAD_DIM, dtype)

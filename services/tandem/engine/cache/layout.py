@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tandem.dtypes import DTYPE_BYTES, is_quantized, kv_part_bytes
+from tandem.dtypes import is_quantized, kv_part_bytes, kv_row_bytes
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ class BlockLayout:
     num_layers: int
     block_size: int
     head_dim: int
-    dtype: str  # a key of DTYPE_BYTES
+    dtype: str  # a key of KV_BITS
 
     @property
-    def run_bytes(self) -> int:
-        """Bytes of the K of a layer of a head; V lies as many bytes after K."""
-        return self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of a token's K and of its V, of one layer of one head; a run has `block_size`."""
+        return kv_row_bytes(self.dtype, self.head_dim)
 
     @property
     def layer_bytes(self) -> int:

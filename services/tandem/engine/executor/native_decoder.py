@@ -47,7 +47,12 @@ from tandem_kernels.native.library import (
 from tandem_kernels.sampling import Draw, sample
 
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
-_KV_KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16, "int8": Kind.I8}
+_KV_KINDS = {
+    "float32": Kind.F32,
+    "bfloat16": Kind.BF16,
+    "int8": Kind.I8,
+    "k8v4": Kind.I8_I4,
+}
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 _INPUTS = ("token_ids", "positions", "spans", "logit_rows")
 

@@ -1,4 +1,4 @@
-"""Int8 KV gets the same tokens, whichever way it came: scales travel with their numbers.
+"""Quantized KV gets the same tokens, whichever way it came: scales travel with their numbers.
 
 They are those of one engine in this process. Each prompt is asked twice, with two completions: the
 second time its KV is cached, and a completion beside another one is a fork of it.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 import torch
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.engine import EngineConfig
+from tandem.config.engine import EngineConfig, KvDtype
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.models.source import resolve
@@ -42,9 +43,9 @@ def _token_ids(answer: Answer) -> list[list[int]]:
     return [choice["token_ids"] for choice in answer["choices"]]
 
 
-def _expected(model: str) -> list[list[list[int]]]:
+def _expected(model: str, kv_dtype: KvDtype) -> list[list[list[int]]]:
     config = EngineConfig(
-        model="", device="cpu", numerics="invariant", kv_dtype="int8", num_blocks=64
+        model="", device="cpu", numerics="invariant", kv_dtype=kv_dtype, num_blocks=64
     )
     folder = resolve(model)
     engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)
@@ -53,12 +54,13 @@ def _expected(model: str) -> list[list[list[int]]]:
     return [[made[spec.sequence_id]] * 2 for spec in specs]
 
 
-def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("k8v4", marks=pytest.mark.slow)])
+def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path, kv_dtype: KvDtype) -> None:
     (tmp_path / "model").mkdir()
     model = str(tmp_path / "model")
     make_random_model(tmp_path / "model")
-    expected, asked = _expected(model), [_asked(prompt) for prompt in _PROMPTS]
-    with five_ways(redis_server, tmp_path, model, "--kv-dtype", "int8") as ways:
+    expected, asked = _expected(model, kv_dtype), [_asked(prompt) for prompt in _PROMPTS]
+    with five_ways(redis_server, tmp_path, model, "--kv-dtype", kv_dtype) as ways:
         for name, way in ways.items():
             before = way.disturbances()
             for _ in range(2):

@@ -1,4 +1,4 @@
-"""An int8 KV pool: however a sequence is run, its bytes and its tokens are the same.
+"""A quantized KV pool: however a sequence is run, its bytes and its tokens are the same.
 
 A tiny random model in invariant numerics, on torch and on the compiled decoder. Bytes are compared
 within one of them: of sums that differ in their last bits a few are rounded to another number. What
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from msgspec import structs
 
-from tandem.config.engine import EngineConfig, Kernels
+from tandem.config.engine import EngineConfig, Kernels, KvDtype
 from tandem.engine.engine import Engine
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
@@ -32,19 +33,20 @@ from tests.unit.engine.test_native_decoder import INSTRUCTIONS
 
 PROMPT = torch.randint(0, 203, (96,), generator=torch.Generator().manual_seed(2)).tolist()
 NUM_TOKENS = 40
+KV_DTYPES: list[KvDtype] = ["int8", "k8v4"]
 
 
 class Bench:
     """One kind of kernels on the tiny model."""
 
-    def __init__(self, folder: ModelFolder, kernels: Kernels) -> None:
+    def __init__(self, folder: ModelFolder, kernels: Kernels, kv_dtype: KvDtype) -> None:
         self._folder = folder
         self._config = EngineConfig(
             model="",
             device="cpu",
             numerics="invariant",
             kernels=kernels,
-            kv_dtype="int8",
+            kv_dtype=kv_dtype,
             num_blocks=64,
             itl_target_s=0.0,
         )
@@ -69,10 +71,10 @@ class Bench:
         return kv[engine.block_ids("a")], done.first_token_id
 
 
-@pytest.fixture(scope="module", params=["torch", "native"])
+@pytest.fixture(scope="module", params=list(product(["torch", "native"], KV_DTYPES)), ids=str)
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder, _ = make_tiny_model("llama", tmp_path_factory.mktemp("llama"))
-    return Bench(folder, request.param)
+    return Bench(folder, *request.param)
 
 
 def held(engine: Engine, token_ids: list[int]) -> tuple[list[bytes], list[int]]:
@@ -167,11 +169,12 @@ def test_moved_twice(bench: Bench) -> None:
         moved = again
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-def test_the_compiled_decoder_writes_torchs_bytes(instructions: str) -> None:
+def test_the_compiled_decoder_writes_torchs_bytes(instructions: str, kv_dtype: KvDtype) -> None:
     """First tokens of sequences, in a model whose first layer has K and V that are exact in fp32:
     of ordinary size, of scales below float16's normal numbers, large, and zeros."""
-    shape = replace(native_shapes.BASE, kv="int8", num_threads=2)
+    shape = replace(native_shapes.BASE, kv=kv_dtype, num_threads=2)
     config = replace(native_shapes.config_of(shape), rms_norm_eps=0.0)
     weights = native_shapes.random_weights(shape)
     generator = torch.Generator().manual_seed(6)
@@ -193,12 +196,13 @@ def test_the_compiled_decoder_writes_torchs_bytes(instructions: str) -> None:
     parts = [
         pool.memory.view(len(tokens), shape.num_kv_heads, 2, -1)[:, :, 0] for pool in (ours, theirs)
     ]
-    assert int(parts[0].count_nonzero()) > 3 * 61 * 60
+    assert int((parts[0] != 0).count_nonzero()) > 2 * 61 * 60
     assert torch.equal(*parts)
 
 
-def test_triton_refuses_int8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_triton_refuses_it(kv_dtype: KvDtype, tmp_path: Path) -> None:
     folder, _ = make_tiny_model("llama", tmp_path)
-    config = EngineConfig(model="", device="cpu", kernels="triton", kv_dtype="int8")
-    with pytest.raises(ConfigError, match="only the native and torch kernels read int8 KV"):
+    config = EngineConfig(model="", device="cpu", kernels="triton", kv_dtype=kv_dtype)
+    with pytest.raises(ConfigError, match=f"only the native and torch kernels read {kv_dtype} KV"):
         ModelRunner(folder, config)

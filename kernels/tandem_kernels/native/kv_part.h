@@ -1,0 +1,99 @@
+// A part of the pool: a layer of a head in a block.
+//
+//     K [tokens][key_row] | V [tokens][value_row] | scales of K [tokens] and of V [tokens]
+//
+// Pools of floats have no scales. A type names what a row is made of; one whose rows are packed
+// closer than a number a byte is unpacked to int8 before anything is computed with it.
+
+namespace tandem::TANDEM_ISA {
+
+struct Int8Int4 {  // keys of int8, values of 4 bits
+    int8_t byte;
+};
+
+template <class T>
+constexpr bool kIsPacked = std::is_same_v<T, Int8Int4>;
+
+template <class T>
+constexpr bool kHasScales = std::is_same_v<T, int8_t> || kIsPacked<T>;
+
+// Elements of a token's K, and of its V.
+template <class T>
+inline size_t key_row(int dim) {
+    return dim;
+}
+
+template <class T>
+inline size_t value_row(int dim) {
+    return std::is_same_v<T, Int8Int4> ? dim / 2 : dim;
+}
+
+// Where a row's K and V of a head go.
+template <class T>
+struct Place {
+    T *key, *value;
+    uint16_t* scale;  // of the key; the value's lies as many after it as a block has tokens
+
+    Place(const Model& model, const Step& step, int index, int row, int head) {
+        const Layer& layer = model.layers[index];
+        const KvGroup& group = step.group_of(layer);
+        const size_t block = group.slots[row] / step.block_size;
+        const size_t token = group.slots[row] % step.block_size;
+        const size_t of_key = key_row<T>(model.head_dim), of_value = value_row<T>(model.head_dim);
+        char* part = static_cast<char*>(group.kv) + block * group.block_bytes +
+                     head * group.head_bytes + layer.place * group.layer_bytes;
+        T* const values = reinterpret_cast<T*>(part) + step.block_size * of_key;
+        key = reinterpret_cast<T*>(part) + token * of_key;
+        value = values + token * of_value;
+        scale = reinterpret_cast<uint16_t*>(values + step.block_size * of_value) + token;
+    }
+
+    // So that storing need not wait: a few rows lie each in a block of its own.
+    void fetch(int dim) const {
+        constexpr size_t kLine = 64 / sizeof(T);
+        for (size_t i = 0; i < key_row<T>(dim); i += kLine) __builtin_prefetch(key + i, 1, 2);
+        for (size_t i = 0; i < value_row<T>(dim); i += kLine) __builtin_prefetch(value + i, 1, 2);
+        if constexpr (kHasScales<T>) __builtin_prefetch(scale, 1, 2);
+    }
+};
+
+// Stores a rotated key and a value.
+template <class T>
+inline void store_rows(const Model& model, const Step& step, const float* key, const float* value,
+                       const Place<T>& to) {
+    const int dim = model.head_dim;
+    if constexpr (!kHasScales<T>) {
+        for (int i = 0; i < dim; i += kLanes) {
+            store_some(to.key + i, load(key + i), kLanes);
+            store_some(to.value + i, load(value + i), kLanes);
+        }
+    } else {
+        int8_t* const keys = reinterpret_cast<int8_t*>(to.key);
+        *to.scale = quantize(key, dim, keys);
+        uint16_t* const scale_of_value = to.scale + step.block_size;
+        if constexpr (std::is_same_v<T, Int8Int4>)
+            *scale_of_value = quantize(value, dim, reinterpret_cast<Int4Pair*>(to.value));
+        else
+            *scale_of_value = quantize(value, dim, to.value);
+    }
+}
+
+// The numbers of a packed key and of its value.
+inline void unpack_rows(const Int8Int4* key, const Int8Int4* value, int dim, int8_t* to_key,
+                        int8_t* to_value) {
+    std::memcpy(to_key, key, dim);
+    unpack(reinterpret_cast<const Int4Pair*>(value), dim, to_value);
+}
+
+// Calls `work` with a number of the type that the pool has.
+template <class Work>
+inline void by_kv_kind(const Step& step, Work work) {
+    switch (step.kv_kind) {
+        case BF16: return work(Bf16{});
+        case I8: return work(int8_t{});
+        case I8_I4: return work(Int8Int4{});
+        default: return work(float{});
+    }
+}
+
+}  // namespace tandem::TANDEM_ISA
