@@ -13,7 +13,7 @@ from tandem_kernels import kv_int4, kv_int8
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # The modules that quantize K and V.
-_FORMATS = {"int8": (kv_int8, kv_int8), "k8v4": (kv_int8, kv_int4), "int4": (kv_int4, kv_int4)}
+_FORMATS = {"int8": (kv_int8, kv_int8), "k8v4": (kv_int8, kv_int4)}
 
 
 class KvLayout(Protocol):

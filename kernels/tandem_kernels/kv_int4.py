@@ -1,4 +1,4 @@
-"""The arithmetic of 4-bit rows of a KV pool: each token's K, or V, of a head is quantized by itself.
+"""The arithmetic of 4-bit rows of a KV pool: each token's K, or V, of a head by itself.
 
     e        the number with the largest |x| of the row's D numbers, fp32; of e and -e the negative
     scale    -e / 8 in fp32, at most 65504, its magnitude rounded up to float16

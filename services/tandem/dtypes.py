@@ -16,7 +16,6 @@ KV_BITS = {
     "float32": (32, 32),
     "int8": (8, 8),
     "k8v4": (8, 4),
-    "int4": (4, 4),
 }
 _SCALE_BYTES = 2  # float16
 _PART_MULTIPLE = 64  # of bytes, where there are scales: a cache line

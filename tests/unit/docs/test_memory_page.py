@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config.engine import EngineConfig
-from tandem.dtypes import DTYPE_BYTES
+from tandem.dtypes import DTYPE_BYTES, KV_BITS, is_quantized
 from tandem.engine.cache.layout import BlockLayout, num_blocks_of
 from tandem.memory import worker_need
 from tandem.models.source import BUILT_IN, ModelFolder, resolve
@@ -52,13 +52,14 @@ def test_a_row_of_the_pool_table_is_right(model: str) -> None:
     assert f"| {model} | {' | '.join(f'{size:,}' for size in sizes)} |" in PAGE
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in KV_BITS if is_quantized(dtype)])
 @pytest.mark.parametrize("model", SHAPES)
-def test_a_row_of_the_int8_table_is_right(model: str) -> None:
-    block_bytes = layout(model, "int8").block_bytes
+def test_a_row_of_the_table_of_quantized_kv_is_right(model: str, dtype: str) -> None:
+    block_bytes = layout(model, dtype).block_bytes
     num_blocks = num_blocks_of(EngineConfig(model=""), block_bytes)
     sizes = block_bytes // 16, block_bytes, num_blocks, num_blocks * 16
     ratio = layout(model).block_bytes / block_bytes
-    row = f"| {model}, int8 | {' | '.join(f'{size:,}' for size in sizes)} | {ratio:.2f} |"
+    row = f"| {model}, {dtype} | {' | '.join(f'{size:,}' for size in sizes)} | {ratio:.2f} |"
     assert row in PAGE
 
 

@@ -1,5 +1,5 @@
-"""Attention of the compiled decoder over bf16 and quantized KV: head sizes, groups and blocks that hurt,
-and rows whose bits depend on themselves alone (all: layer 2's KV tells what layer 1 saw)."""
+"""Attention of the compiled decoder over bf16 and quantized KV: head sizes, groups and blocks that
+hurt, and rows whose bits depend on themselves alone (all: layer 2's KV tells what layer 1 saw)."""
 
 from __future__ import annotations
 
