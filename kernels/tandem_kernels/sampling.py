@@ -79,9 +79,12 @@ def _sample_row(logits: Floats, draw: Draw, most_likely: int) -> int:
 
 
 def _draw(logits: Floats, draw: Draw) -> int:
+    most = logits.max()
+    if not np.isfinite(most):  # NaN, or infinite: there is no distribution to draw from
+        return int(logits.argmax())
     # The most likely token weighs 1. A tiny temperature overflows to -inf, whose weight is 0.
     with np.errstate(over="ignore"):
-        weights = np.exp((logits - logits.max()) / np.float32(draw.temperature))
+        weights = np.exp((logits - most) / np.float32(draw.temperature))
     left = weights >= np.float32(draw.min_p)
     num_left = int(np.count_nonzero(left))
     if 0 < draw.top_k < num_left:

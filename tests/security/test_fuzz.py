@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Iterator
 
 import grpc
@@ -11,7 +12,7 @@ import pytest
 
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tests.security.fuzz.examples import WORKER_CALLS
+from tests.security.fuzz.examples import SUBMIT, WORKER_CALLS
 from tests.security.fuzz.run import PARSERS, SOCKETS, Run, fuzz_parsers, fuzz_sockets
 from tests.security.fuzz.served import DEADLINE_S, Served, serving
 
@@ -49,6 +50,33 @@ def test_bytes_that_are_no_message_are_refused(served: Served, method: str, body
             list(call(body, timeout=DEADLINE_S, metadata=metadata))
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "UTF-8" in raised.value.details()
+
+
+@pytest.mark.parametrize("bias", [float("nan"), float("inf"), 3e38])
+def test_a_bias_that_is_no_number_is_refused_and_the_engine_goes_on(
+    served: Served, bias: float
+) -> None:
+    """A draw from such logits searched its token for ever, and the worker ended itself."""
+    submit = pb.SubmitSequence()
+    submit.CopyFrom(SUBMIT)
+    submit.input.sampling.logit_bias[5] = bias
+    answered = threading.Event()
+
+    def commands() -> Iterator[bytes]:
+        yield pb.DecodeCommand(submit=submit).SerializeToString()
+        answered.wait(DEADLINE_S)  # the end of the stream would abort the request
+
+    metadata = token_metadata(served.worker.token)
+    with grpc.insecure_channel(served.worker.address) as channel:
+        call = channel.stream_stream("/tandem.v1.Worker/Decode")
+        told = map(
+            pb.DecodeUpdate.FromString, call(commands(), timeout=DEADLINE_S, metadata=metadata)
+        )
+        update = next(one for update in told for one in update.sequences if one.finish_reason)
+        answered.set()
+    assert update.error.code == "invalid_request"
+    assert f"logit_bias is {bias:g}" in update.error.message
+    asyncio.run(served.check())
 
 
 def test_a_lease_ends_with_bytes_that_are_no_message(served: Served) -> None:

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from tandem.config.router import RouterConfig
 from tandem.errors import TandemError
+from tandem.garbage import exempt_loaded
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.observability.traces import make_tracing
@@ -235,6 +236,7 @@ class Router:
         self.generator.model = model
         self.view.tell_change()
         model.preparer.warm_up()
+        exempt_loaded()
         log.info("model %s is loaded", self.generator.served_name)
         said: str | None = None
         while True:

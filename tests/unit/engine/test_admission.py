@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.engine.scheduler.check_spec import check_spec
-from tandem.engine.types import Mode
+from tandem.engine.types import Mode, SamplingParams
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
 from tests.engine_driver import make_spec
 from tests.toy_runner import ToyRunner
@@ -81,3 +81,23 @@ def test_for_a_peer_only_the_prompt_must_fit() -> None:
 def test_nonsense(token_ids: list[int], fields: dict[str, int]) -> None:
     with pytest.raises(BadRequest):
         check(token_ids, **fields)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e38])
+def test_a_number_that_no_draw_can_compute_is_refused(name: str, value: float) -> None:
+    with pytest.raises(BadRequest, match=f"{name} is .*; it must be from ") as caught:
+        check([1], sampling=SamplingParams(**{name: value}))
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e38, 1e38])
+def test_an_edit_that_makes_a_logit_infinite_is_refused(value: float) -> None:
+    sampling = [
+        SamplingParams(presence_penalty=value),
+        SamplingParams(frequency_penalty=value),
+        SamplingParams(logit_bias={5: 1.0, 6: value}),
+    ]
+    for one in sampling:
+        with pytest.raises(BadRequest, match="it must be from -1e\\+06 to 1e\\+06"):
+            check([1], sampling=one)

@@ -130,3 +130,13 @@ def test_hidden_tokens_and_tiny_temperatures() -> None:
     drawn = {sample(logits, [replace(PLAIN, seed=seed)])[0] for seed in range(40)}
     assert drawn == {5, 599}
     assert sample(logits, [replace(PLAIN, temperature=1e-38)]) == [599]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("draw", [PLAIN, replace(PLAIN, top_p=0.5, top_k=3, min_p=0.1)])
+def test_a_row_without_a_distribution_gives_a_token(wrong: float, draw: Draw) -> None:
+    """No sum of its weights is a number, so a search among them would not end."""
+    logits = random_logits(1, 600)
+    logits[0, 7] = wrong
+    assert sample(logits, [draw]) == [7]
+    assert sample(torch.full((1, 600), -math.inf), [draw]) == [0]

@@ -4,8 +4,20 @@ from collections.abc import Callable
 
 from tandem.adapter import Adapter
 from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.types import Mode, SequenceSpec
+from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
+
+_EDIT_MAX = 1e6  # of a bias or penalty: far above any logit, and its sums stay finite in fp32
+_REPETITION_PENALTY_MIN = 1e-6  # a logit divided by it stays finite
+# Numbers of the sampling parameters, with the least and the largest that a draw can compute.
+_RANGES = {
+    "temperature": (0.0, _EDIT_MAX),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-_EDIT_MAX, _EDIT_MAX),
+    "frequency_penalty": (-_EDIT_MAX, _EDIT_MAX),
+    "repetition_penalty": (_REPETITION_PENALTY_MIN, _EDIT_MAX),
+}
 
 
 def check_spec(
@@ -46,9 +58,25 @@ def check_spec(
         raise ContextTooLong(
             f"the sequence has {num_tokens} tokens; the context is {max_model_len} tokens"
         )
+    _check_numbers(spec.sampling)
     _check_edits(spec, vocab_size)
     check_adapter(spec.adapter)
     _check_pool(spec, layout, max_model_len)
+
+
+def _check_numbers(sampling: SamplingParams) -> None:
+    """Refuses what makes a logit NaN or infinite, for which there is no distribution."""
+    for name, (least, largest) in _RANGES.items():
+        _check_number(name, getattr(sampling, name), least, largest)
+    for bias in sampling.logit_bias.values():
+        _check_number("logit_bias", bias, -_EDIT_MAX, _EDIT_MAX)
+
+
+def _check_number(name: str, value: float, least: float, largest: float) -> None:
+    if not least <= value <= largest:  # NaN is in no range
+        raise BadRequest(
+            f"{name} is {value:g}; it must be from {least:g} to {largest:g}", param=name
+        )
 
 
 def _check_edits(spec: SequenceSpec, vocab_size: int) -> None:

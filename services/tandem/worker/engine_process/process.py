@@ -29,6 +29,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Failed, StepReport
 from tandem.errors import ConfigError, InternalError, TandemError
+from tandem.garbage import exempt_loaded
 from tandem.grammars.compiler import GrammarCompiler
 from tandem.models.source import resolve
 from tandem.observability.logs import about, configure_logging
@@ -80,6 +81,7 @@ class EngineProcess:
         self._send(self._ready(fingerprint, load_ms))
         if on_cpu:
             populate(self._runner.kv.data_ptr(), self._runner.kv.nbytes)
+        exempt_loaded()
 
     def _load(
         self, settings: messages.EngineSettings, load_ms: dict[str, float]

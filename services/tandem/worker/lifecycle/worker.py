@@ -22,6 +22,7 @@ from msgspec.structs import asdict
 from tandem.block_hash import HASH_VERSION
 from tandem.config.worker import WorkerConfig
 from tandem.errors import ConfigError, WorkerLost
+from tandem.garbage import exempt_loaded
 from tandem.memory import read_memory
 from tandem.observability.traces import make_tracing
 from tandem.rpc.auth import KindInterceptor, TokenInterceptor
@@ -146,6 +147,7 @@ class Worker:
         if self.config.events.kv_events:
             self._events = await KvEvents.open(self.config)  # before the first step
         await server.start()
+        exempt_loaded()
         membership = Membership(
             self.config.cluster,
             worker_id=self.config.worker_id,
