@@ -118,3 +118,20 @@ labels:
 {{- .Values.apiKeys.textsSecret -}}
 {{- end -}}
 {{- end -}}
+
+{{/* The annotation of an object whose size the chart sets: the value that it was last told. */}}
+{{- define "tandem.toldReplicas" -}}tandem.dev/replicas{{- end -}}
+
+{{/* The number of replicas of an object: root, kind, component, replicas, sizeOwner. Empty: not stated.
+     An upgrade states the size that is there: server-side apply refuses another one that `kubectl scale`
+     owns, and a field that is left out falls back to 1. Only a changed value of `replicas` replaces it. */}}
+{{- define "tandem.replicas" -}}
+{{- $name := printf "%s-%s" (include "tandem.fullname" .root) .component -}}
+{{- $live := lookup "apps/v1" .kind .root.Release.Namespace $name -}}
+{{- $told := dig "metadata" "annotations" (include "tandem.toldReplicas" .) "" $live -}}
+{{- if and $live (or (ne .sizeOwner "chart") (eq $told (toString .replicas))) -}}
+{{- $live.spec.replicas -}}
+{{- else if eq .sizeOwner "chart" -}}
+{{- .replicas -}}
+{{- end -}}
+{{- end -}}
