@@ -46,7 +46,7 @@ class TransferChecks:
 
     def _caches_hold_what_their_hashes_say(self, node: Node) -> None:
         """A cache whose blocks are right publishes, shares and lends no wrong one."""
-        found = node.engine._pool._by_hash
+        found = node.engine._kv.pools[0]._by_hash
         size = node.engine.layout.block_size
         values = node.runner.read(list(found.values()), len(found) * size)
         for index, block_hash in enumerate(found):
@@ -56,7 +56,7 @@ class TransferChecks:
 
     def _no_read_writes_a_block_of_others(self) -> None:
         for read, (node, owner, blocks) in self._targets():
-            allowed = set(node.engine._pool._quarantined)
+            allowed = set(node.engine._kv.pools[0]._quarantined)
             if owner is not None and owner.status is Status.WAITING_FOR_KV:
                 allowed |= set(owner.block_table[owner.num_stored_blocks :])
             strangers = set(blocks) - allowed
@@ -66,12 +66,12 @@ class TransferChecks:
         for sequence in node.engine._sequences.values():
             if sequence.status is Status.WAITING_FOR_KV:
                 for block in sequence.block_table[sequence.num_stored_blocks :]:
-                    assert node.engine._pool.is_writable(block), (
+                    assert node.engine._kv.pools[0].is_writable(block), (
                         f"block {block} is hashed or shared before its lease was released"
                     )
 
     def _holds_what_is_leased(self, node: Node) -> None:
-        held = {*node.engine._sequences, *node.engine._peer_blocks._peer_blocks}
+        held = {*node.engine._sequences, *node.engine._peer_blocks._chains}
         leased = {s.lease_id for s in self.streams if s.producer is node and s.is_open_at_producer}
         waiting = [_decoder.decode(frames[0]) for frames in node.socket.received]
         leaving = {each.sequence_id for each in waiting if isinstance(each, messages.Remove)}

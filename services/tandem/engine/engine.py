@@ -15,9 +15,9 @@ import torch
 
 from tandem.config.engine import EngineConfig
 from tandem.engine.adapter_slots import AdapterSlots
-from tandem.engine.cache.block_pool import BlockPool
-from tandem.engine.cache.block_table import check_own, check_trusted, give_back, store_blocks
-from tandem.engine.cache.layout import num_blocks_of
+from tandem.engine.cache.block_table import check_own, check_trusted
+from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.cache.kv_groups import divide_pool
 from tandem.engine.executor.sampler import StepSampler
 from tandem.engine.load import measure_load
 from tandem.engine.new_sequences import NewSequences
@@ -44,10 +44,10 @@ class Engine:
         compiler: GrammarCompiler | None = None,
     ) -> None:
         """Allocates the KV pool. Without `compiler` grammars are refused. Raises ConfigError."""
-        self.layout = runner.layout(num_blocks_of(config, runner.layout().block_bytes))
         self.max_model_len = runner.max_model_len
         self.max_tokens_per_step = config.max_tokens_per_step or runner.tokens_per_step
-        runner.allocate(self.layout.num_blocks)
+        self.layout = divide_pool(runner.layout, config, step_tokens=self.max_tokens_per_step)
+        runner.allocate(*self.layout.sizes)
         self._runner = runner
         self._config = config
         self._adapters = AdapterSlots(
@@ -60,13 +60,13 @@ class Engine:
             vocab_size=runner.vocab_size,
             check_adapter=self._adapters.check,
         )
-        self._pool = BlockPool(self.layout.num_blocks)
+        self._kv = KvCache(self.layout)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
         self._step_time = StepTimeModel(min(limits_s, default=0.0))
         # Each decodes a token in every step, and one is left for a prompt.
         max_num_seqs = min(config.max_num_seqs, max(1, self.max_tokens_per_step - 1))
         self._scheduler = Scheduler(
-            self._pool,
+            self._kv,
             self._step_time,
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step,
@@ -75,8 +75,8 @@ class Engine:
             adapters=self._adapters,
         )
         self._sequences: dict[str, Sequence] = {}
-        self._peer_blocks = PeerBlocks(self._pool)
-        self._pending = PendingReport()
+        self._peer_blocks = PeerBlocks(self._kv)
+        self._pending = PendingReport(self.layout)
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
         self._new_sequences = NewSequences(
             runner, model_fingerprint, self.layout.block_size, self._grammars
@@ -115,7 +115,7 @@ class Engine:
 
     def start_local_prefill(self, sequence_id: str) -> None:
         """Computes a WAITING_FOR_REMOTE_KV sequence here after all; no block of it is filled."""
-        self._scheduler.start(self._awaiting_all(sequence_id))
+        self._scheduler.start_here(self._awaiting_all(sequence_id))
 
     def restart(self, spec: SequenceSpec, unsafe_blocks: Collection[int] = ()) -> None:
         """Gives up pulled KV: the sequence waits again with `spec`, by its age at the queue's head.
@@ -160,23 +160,19 @@ class Engine:
         if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(f"sequence {sequence_id} awaits all its KV, not a prefix")
         try:
-            check_trusted(
-                sequence_id,
-                sequence.block_table,
-                unsafe_blocks,
-                num_stored_blocks=sequence.num_stored_blocks,
-                num_blocks=num_blocks,
-            )
-            unsafe = set(unsafe_blocks)
-            fresh = self._pool.allocate(len(unsafe))
-            if fresh is None:
+            num_stored, num_held = sequence.num_stored_blocks, len(sequence.block_table)
+            check_trusted(sequence_id, num_blocks, num_stored, num_held)
+            is_short = self._kv.has_windows and num_blocks < sequence.num_prefix_blocks
+            own = self._kv.global_ids(sequence.tables, num_stored if is_short else num_blocks)
+            check_own(sequence_id, own, unsafe_blocks)
+            if not is_short and not self._kv.replace(sequence.tables, unsafe_blocks):
                 raise QueueFull("no blocks are left in place of some that a read may still write")
         except TandemError:
             self._drop(sequence, unsafe_blocks)
             raise
-        others = dict(zip(unsafe, fresh, strict=True))
-        self._pool.quarantine(unsafe)
-        sequence.block_table = [others.get(b, b) for b in sequence.block_table]
+        if is_short:
+            self._scheduler.begin_again(sequence, unsafe_blocks)
+            return
         # At least the last token is computed, whatever came.
         sequence.take_prefix(min(num_blocks, len(sequence.reusable_hashes)))
         self._store_full_blocks(sequence)
@@ -188,22 +184,24 @@ class Engine:
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int = 0
     ) -> None:
         """Keeps what is cached of a chain for a consumer until `remove`: reported at once."""
-        self._check_new(sequence_id)
-        self._check_queue(len(self._peer_blocks))
+        self._check_chain(sequence_id)
         chain = self._peer_blocks.pin_prefix(sequence_id, block_hashes)
-        self._pending.held(sequence_id, chain.block_table, first_wanted_block)
+        depth = chain.num_cached_blocks
+        self._pending.held(sequence_id, chain.tables, depth, first_wanted_block)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
         """Takes blocks for a chain that comes from outside, until `commit_import` or `remove`.
 
         Evicts nothing: the chain is cut short where no FREE block is left.
         """
-        self._check_new(sequence_id)
-        self._check_queue(len(self._peer_blocks))
+        self._check_chain(sequence_id)
         chain = self._peer_blocks.import_blocks(sequence_id, block_hashes)
-        num_cached = chain.num_cached_blocks
-        missing = chain.block_table[num_cached:]
-        self._pending.reserved(sequence_id, num_cached * self.layout.block_size, missing)
+        self._pending.reserved(
+            sequence_id,
+            chain.tables,
+            num_cached_blocks=chain.num_cached_blocks,
+            num_tokens=len(chain.block_hashes) * self.layout.block_size,
+        )
 
     def commit_import(
         self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int] = ()
@@ -215,15 +213,15 @@ class Engine:
 
     def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
         """Hashes of the chains used last, root to leaf; `blocks_max` different blocks at most."""
-        return self._pool.hot_prefixes(blocks_max)
+        return self._kv.hot_prefixes(blocks_max)
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
         """Hashes held here from `first` on and before `end`; empty `end`: to the last."""
-        return self._pool.block_hashes(first, end)
+        return self._kv.block_hashes(first, end)
 
     def reset_prefix_cache(self) -> int:
         """Drops all blocks that nobody uses; returns how many. Blocks in use stay as they are."""
-        return self._pool.drop_cached()
+        return self._kv.drop_cached()
 
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
         """Ends a sequence or chain in any state and frees its blocks; an unknown one is no error.
@@ -238,16 +236,16 @@ class Engine:
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """Frees quarantined blocks that no read writes any more."""
-        self._pool.unquarantine(block_ids)
+        self._kv.unquarantine(block_ids)
 
     def block_ids(self, sequence_id: str) -> list[int]:
         """The block table of a sequence or chain; while KV is awaited it stays as it is."""
         if sequence_id in self._peer_blocks:
             return self._peer_blocks.block_ids(sequence_id)
-        return list(self._find(sequence_id).block_table)
+        return self._kv.global_ids(self._find(sequence_id).tables)
 
     def has_work(self) -> bool:
-        has_news = self._pending.has_news or self._pool.has_events or self._adapters.has_news
+        has_news = self._pending.has_news or self._kv.has_events or self._adapters.has_news
         return has_news or self._scheduler.has_work()
 
     def awaits_threads(self) -> bool:
@@ -255,14 +253,13 @@ class Engine:
         return self._scheduler.awaits_threads()
 
     def load(self) -> EngineLoad:
-        parts = self._scheduler, self._peer_blocks, self._pool, self._adapters
+        parts = self._scheduler, self._peer_blocks, self._kv, self._adapters
         return measure_load(self._sequences.values(), *parts)
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is wrong with the blocks or the queues."""
         sequences = self._sequences.values()
-        tables = [*(s.block_table for s in sequences), *self._peer_blocks.block_tables]
-        self._pool.check_integrity(tables)
+        self._kv.check_integrity([*(s.tables for s in sequences), *self._peer_blocks.tables])
         self._scheduler.check_integrity(sequences)
 
     def _enter(self, sequence: Sequence) -> None:
@@ -339,9 +336,8 @@ class Engine:
     def _store_full_blocks(self, sequence: Sequence) -> None:
         """Lets others find what became full. A block that is there already takes its place."""
         num_full_blocks = sequence.num_computed_tokens // self.layout.block_size
-        store_blocks(
-            self._pool,
-            sequence.block_table,
+        self._kv.store(
+            sequence.tables,
             sequence.block_hashes,
             chain_root=sequence.chain_root,
             first=sequence.num_stored_blocks,
@@ -349,18 +345,23 @@ class Engine:
             block_tokens=sequence.block_tokens if self._config.report_block_tokens else None,
         )
         sequence.num_stored_blocks = max(sequence.num_stored_blocks, num_full_blocks)
+        self._kv.pass_by(sequence.tables, sequence.num_computed_tokens)
 
     def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
         """The one place where a sequence leaves the engine and its blocks are freed."""
-        own = sequence.block_table[sequence.num_stored_blocks :]
+        own = self._kv.global_ids(sequence.tables, sequence.num_stored_blocks)
         check_own(sequence.sequence_id, own, unsafe_blocks)
         del self._sequences[sequence.sequence_id]
         self._scheduler.withdraw(sequence)
-        give_back(self._pool, sequence.let_go(), unsafe_blocks)
+        self._kv.give_back(sequence.let_go(), unsafe_blocks)
 
     def _check_new(self, sequence_id: str) -> None:
         if sequence_id in self._sequences or sequence_id in self._peer_blocks:
             raise InternalError(f"sequence {sequence_id} is on this engine already")
+
+    def _check_chain(self, sequence_id: str) -> None:
+        self._check_new(sequence_id)
+        self._check_queue(len(self._peer_blocks))
 
     def _check_queue(self, num_queued: int) -> None:
         if num_queued >= self._config.queue_max:
@@ -389,9 +390,8 @@ class Engine:
     def _take_report(self, work: StepWork, started: float) -> StepReport:
         seconds = time.perf_counter() - started
         report = self._pending.take(work, seconds)
-        report.step = next(self._steps)
-        report.stored, report.removed = self._pool.take_events()
-        report.load = self.load()
+        report.step, report.load = next(self._steps), self.load()
+        report.stored, report.removed = self._kv.take_events()
         if work.num_tokens:
             self._step_time.observe(work, seconds)
             report.rates = self._step_time.rates(

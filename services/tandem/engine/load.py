@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from tandem.engine.adapter_slots import AdapterSlots
-from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence
@@ -14,7 +14,7 @@ def measure_load(
     sequences: Collection[Sequence],
     scheduler: Scheduler,
     peer_blocks: PeerBlocks,
-    pool: BlockPool,
+    kv: KvCache,
     adapters: AdapterSlots,
 ) -> EngineLoad:
     """A sequence counts once: as waiting, awaiting KV, running, or computed (to be) for a peer.
@@ -33,11 +33,11 @@ def measure_load(
         num_running_slots=scheduler.num_running_slots,
         chunk_tokens=scheduler.chunk_tokens,
         queued_tokens=sum(s.num_queued_tokens for s in sequences),
-        blocks_total=pool.num_blocks,
-        blocks_free=pool.num_free,
-        blocks_used=pool.num_used,
-        blocks_cached=pool.num_cached,
-        blocks_quarantined=pool.num_quarantined,
+        blocks_total=sum(pool.num_blocks for pool in kv.pools),
+        blocks_free=sum(pool.num_free for pool in kv.pools),
+        blocks_used=sum(pool.num_used for pool in kv.pools),
+        blocks_cached=sum(pool.num_cached for pool in kv.pools),
+        blocks_quarantined=kv.num_quarantined,
         tokens_wasted=sum(
             max(0, len(s.block_table) * s.block_size - s.num_tokens) for s in sequences
         ),

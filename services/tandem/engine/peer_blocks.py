@@ -9,60 +9,74 @@ no cycle of workers can wait for each other's blocks through them.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from tandem.engine.cache.block_pool import BlockPool, Reservation
-from tandem.engine.cache.block_table import check_own, check_trusted, give_back, store_blocks
+from tandem.engine.cache.block_table import BlockTables, check_own, check_trusted
+from tandem.engine.cache.kv_cache import KvCache
 from tandem.errors import InternalError
 
 _ROOT_UNKNOWN = b""  # hashes come without their chain's root, and nobody looks for it
 
 
-@dataclass(frozen=True, slots=True)
-class ImportedBlocks(Reservation):
-    block_hashes: list[bytes]  # of the table's blocks
+@dataclass(slots=True)
+class Chain:
+    """Blocks of a chain that a peer reads, or fills from `num_cached_blocks` on if imported."""
+
+    tables: BlockTables
+    block_hashes: list[bytes]  # of the tables' blocks
+    num_cached_blocks: int
+    is_imported: bool
 
 
 class PeerBlocks:
     """All chains of one engine, by the id of the sequence that a peer knows them under."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._peer_blocks: dict[str, Reservation] = {}
+    def __init__(self, kv: KvCache) -> None:
+        self._kv = kv
+        self._chains: dict[str, Chain] = {}
 
     def __contains__(self, sequence_id: str) -> bool:
-        return sequence_id in self._peer_blocks
+        return sequence_id in self._chains
 
     def __len__(self) -> int:
-        return len(self._peer_blocks)
+        return len(self._chains)
 
     @property
     def num_imports(self) -> int:
-        return sum(isinstance(chain, ImportedBlocks) for chain in self._peer_blocks.values())
+        return sum(chain.is_imported for chain in self._chains.values())
 
     @property
-    def block_tables(self) -> list[list[int]]:
-        return [chain.block_table for chain in self._peer_blocks.values()]
+    def tables(self) -> list[BlockTables]:
+        return [chain.tables for chain in self._chains.values()]
 
     def block_ids(self, sequence_id: str) -> list[int]:
-        return list(self._peer_blocks[sequence_id].block_table)
+        return self._kv.global_ids(self._chains[sequence_id].tables)
 
-    def pin_prefix(self, sequence_id: str, block_hashes: list[bytes]) -> Reservation:
-        """References what is cached of the chain, until `remove`."""
-        num_cached = len(self._pool.match(block_hashes))
-        chain = self._pool.reserve(block_hashes[:num_cached], num_cached)
-        assert chain is not None, "blocks that are there need no room"
-        self._peer_blocks[sequence_id] = chain
-        return chain
+    def pin_prefix(self, sequence_id: str, block_hashes: list[bytes]) -> Chain:
+        """References what is cached of the chain, until `remove`.
 
-    def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> Reservation:
-        """References what is cached of the chain and as many FREE blocks after it as there are."""
-        num_cached = len(self._pool.match(block_hashes))
-        block_hashes = block_hashes[: num_cached + self._pool.num_free]
-        reservation = self._pool.reserve(block_hashes, len(block_hashes))
-        assert reservation is not None, "free blocks were counted"
-        chain = ImportedBlocks(reservation.block_table, num_cached, block_hashes=block_hashes)
-        self._peer_blocks[sequence_id] = chain
+        With windows it is all of the chain or nothing: what a window has of one depth is of no use
+        to a consumer that asked for another.
+        """
+        depth = self._kv.match(block_hashes)
+        if self._kv.has_windows and depth < len(block_hashes):
+            depth = 0
+        return self._take(sequence_id, block_hashes[:depth], depth, is_imported=False)
+
+    def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> Chain:
+        """References what is cached of the chain and as many FREE blocks after it as there are;
+        with windows as many as the chain needs, or none."""
+        depth = self._kv.match(block_hashes)
+        room = self._kv.room_for_import(block_hashes, depth)
+        return self._take(sequence_id, block_hashes[:room], depth, is_imported=True)
+
+    def _take(
+        self, sequence_id: str, block_hashes: list[bytes], depth: int, *, is_imported: bool
+    ) -> Chain:
+        num_tokens = len(block_hashes) * self._kv.layout.block_size
+        tables = self._kv.reserve(block_hashes, depth, num_tokens=num_tokens, resume=num_tokens)
+        assert tables is not None, "its free blocks were counted"
+        chain = self._chains[sequence_id] = Chain(tables, block_hashes, depth, is_imported)
         return chain
 
     def commit(self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int]) -> None:
@@ -70,31 +84,29 @@ class PeerBlocks:
 
         The chain is gone then, also when InternalError is raised for what cannot be.
         """
-        chain = self._peer_blocks.get(sequence_id)
-        if not isinstance(chain, ImportedBlocks):
+        chain = self._chains.get(sequence_id)
+        if chain is None or not chain.is_imported:
             raise InternalError(f"no chain {sequence_id} is imported on this engine")
+        num_cached, num_held = chain.num_cached_blocks, len(chain.block_hashes)
         try:
-            check_trusted(
-                sequence_id,
-                chain.block_table,
-                unsafe_blocks,
-                num_stored_blocks=chain.num_cached_blocks,
-                num_blocks=num_blocks,
-            )
-            store_blocks(
-                self._pool,
-                chain.block_table,
+            check_trusted(sequence_id, num_blocks, num_cached, num_held)
+            if self._kv.has_windows and num_blocks < num_held:
+                num_blocks = num_cached  # what came is of no use without the rest
+            check_own(sequence_id, self._kv.global_ids(chain.tables, num_blocks), unsafe_blocks)
+            self._kv.store(
+                chain.tables,
                 chain.block_hashes,
                 chain_root=_ROOT_UNKNOWN,
-                first=chain.num_cached_blocks,
+                first=num_cached,
                 last=num_blocks,
             )
-            self._peer_blocks[sequence_id] = replace(chain, num_cached_blocks=num_blocks)
+            chain.num_cached_blocks = num_blocks
         finally:
             self.remove(sequence_id, unsafe_blocks)
 
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int]) -> None:
-        chain = self._peer_blocks[sequence_id]
-        check_own(sequence_id, chain.block_table[chain.num_cached_blocks :], unsafe_blocks)
-        del self._peer_blocks[sequence_id]
-        give_back(self._pool, chain.block_table, unsafe_blocks)
+        chain = self._chains[sequence_id]
+        own = self._kv.global_ids(chain.tables, chain.num_cached_blocks)
+        check_own(sequence_id, own, unsafe_blocks)
+        del self._chains[sequence_id]
+        self._kv.give_back(chain.tables, unsafe_blocks)

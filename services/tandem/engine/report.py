@@ -2,6 +2,9 @@
 
 import time
 
+from tandem.engine.cache.block_table import BlockTables
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.transfer_order import transfer_order
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import (
     Admitted,
@@ -21,7 +24,8 @@ from tandem.perf_model.step_time import StepWork
 
 
 class PendingReport:
-    def __init__(self) -> None:
+    def __init__(self, layout: KvLayout) -> None:
+        self._layout = layout
         self._report = StepReport()
 
     @property
@@ -36,28 +40,54 @@ class PendingReport:
 
     def admitted(self, sequence: Sequence) -> None:
         self._report.admitted.append(Admitted(sequence.sequence_id, time.monotonic()))
-        if sequence.status is Status.WAITING_FOR_KV:
-            missing = sequence.block_table[sequence.num_stored_blocks :]
-            self.reserved(sequence.sequence_id, sequence.num_computed_tokens, missing)
-        if sequence.mode is Mode.PREFILL_ONLY:
+        awaits = sequence.status is Status.WAITING_FOR_KV
+        if awaits:
+            # A window that is to be resumed after the prefix has no blocks beyond it yet.
+            prefix = sequence.num_prefix_blocks * self._layout.block_size * self._layout.has_windows
+            self.reserved(
+                sequence.sequence_id,
+                sequence.tables,
+                num_cached_blocks=sequence.num_stored_blocks,
+                num_tokens=prefix or sequence.num_tokens,
+            )
+        # With windows a sequence that awaits its prefix may have to give back its blocks.
+        if sequence.mode is Mode.PREFILL_ONLY and not (awaits and self._layout.has_windows):
             self.final_blocks(sequence)
 
-    def reserved(self, sequence_id: str, num_cached_tokens: int, missing: list[int]) -> None:
+    def reserved(
+        self, sequence_id: str, tables: BlockTables, *, num_cached_blocks: int, num_tokens: int
+    ) -> None:
+        """The KV of the first `num_tokens` tokens is to come from outside, but what is cached."""
+        num_blocks = self._layout.blocks_of(num_tokens)
+        missing = transfer_order(
+            self._layout, tables, num_cached_blocks, num_blocks, resume=num_tokens
+        )
+        num_cached_tokens = num_cached_blocks * self._layout.block_size
         self._report.reserved.append(Reserved(sequence_id, num_cached_tokens, missing))
 
-    def held(self, sequence_id: str, block_table: list[int], first_wanted_block: int) -> None:
+    def held(
+        self, sequence_id: str, tables: BlockTables, num_blocks: int, first_wanted_block: int
+    ) -> None:
         """A chain is held: what of it the consumer wants, and how much there is."""
-        if wanted := block_table[first_wanted_block:]:
+        resume = num_blocks * self._layout.block_size
+        wanted = transfer_order(self._layout, tables, first_wanted_block, num_blocks, resume=resume)
+        if wanted:
             self._report.final_blocks.append(FinalBlocks(sequence_id, first_wanted_block, wanted))
-        self._report.held.append(Held(sequence_id, len(block_table)))
+        self._report.held.append(Held(sequence_id, num_blocks))
 
     def final_blocks(self, sequence: Sequence) -> None:
         """Reports what became final of a PREFILL_ONLY sequence and its consumer wants."""
-        first = sequence.num_reported_blocks
-        block_ids = sequence.block_table[first : sequence.num_final_blocks]
+        first, end = sequence.num_reported_blocks, sequence.num_final_blocks
+        if end <= first:
+            return
+        block_ids = transfer_order(
+            self._layout, sequence.tables, first, end, resume=sequence.num_tokens
+        )
+        sequence.num_reported_blocks = end
         if block_ids:
-            sequence.num_reported_blocks = sequence.num_final_blocks
-            self._report.final_blocks.append(FinalBlocks(sequence.sequence_id, first, block_ids))
+            number = sequence.next_in_transfer
+            sequence.next_in_transfer += len(block_ids)
+            self._report.final_blocks.append(FinalBlocks(sequence.sequence_id, number, block_ids))
 
     def tell_final(self, on_final: OnFinal | None) -> None:
         """Hands over the blocks that became final, ahead of the report they would be in."""

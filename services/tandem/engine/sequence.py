@@ -6,10 +6,12 @@
        `---admit---> WAITING_FOR_KV --commit or start_local_prefill--> RUNNING
        (WAITING_FOR_REMOTE_KV: LOCAL now)
                           |------continue_prefill--> RUNNING (LOCAL and PREFILL_ONLY with a prefix)
-                          `------restart--> WAITING
+                          `------restart--> WAITING  (and, with windows, whoever did not get the
+                                                      KV that it awaited)
 
 The scheduler moves WAITING and RUNNING, the engine the rest. A WAITING sequence references no
-block; every other one references all of its `block_table`, and whoever ends that state releases it.
+block; every other one references all that its `tables` hold, and whoever ends that state releases
+it.
 
 Ranges of a running sequence (n tokens):
 
@@ -31,6 +33,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from tandem.block_hash import block_hash, hash_blocks
+from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.logit_edits import LogitEdits
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.grammars.masks import GrammarMatcher
@@ -51,6 +54,16 @@ class BlockCopy(NamedTuple):
     group: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The start of a sequence with what is cached of it."""
+
+    num_cached_blocks: int
+    num_computed_tokens: int
+    resume: int  # it goes on with the token after so many others, once it awaits no KV any more
+    parent: Sequence | None  # it is a fork of this one
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     sequence_id: str
@@ -62,10 +75,11 @@ class Sequence:
     chain_root: bytes
     block_hashes: list[bytes]  # of the full blocks of token_ids
     num_reported_blocks: int  # PREFILL_ONLY: the consumer was told of these, or does not want them
+    next_in_transfer: int  # PREFILL_ONLY: the number of the next block to tell of, in their order
     # LOCAL, PREFILL_ONLY: to come from a peer, if they are not cached; 0: none.
     num_prefix_blocks: int
     status: Status = Status.WAITING
-    block_table: list[int] = field(default_factory=list)
+    tables: BlockTables = field(default_factory=BlockTables)
     num_computed_tokens: int = 0  # tokens whose KV is in the blocks
     num_prefill_tokens: int = 0  # tokens there were at admission; decode comes after them
     num_stored_blocks: int = 0  # the table's first blocks that the pool finds by hash
@@ -94,6 +108,7 @@ class Sequence:
             chain_root=chain_root,
             block_hashes=hash_blocks(chain_root, spec.token_ids, block_size),
             num_reported_blocks=spec.first_wanted_block,
+            next_in_transfer=spec.first_wanted_block,
             num_prefix_blocks=0 if takes_none else min(spec.prefix_blocks, num_reusable),
         )
 
@@ -121,9 +136,9 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def num_blocks_needed(self) -> int:
-        """Blocks that hold all its tokens."""
-        return -(-len(self.token_ids) // self.block_size)
+    def block_table(self) -> list[int]:
+        """The table of the first KV group; empty while it waits."""
+        return self.tables.ids[0] if self.tables else []
 
     @property
     def num_final_blocks(self) -> int:
@@ -210,37 +225,49 @@ class Sequence:
             new.append(forced)
         return new
 
-    def hold(
-        self, block_table: list[int], num_cached_blocks: int, parent: Sequence | None = None
-    ) -> BlockCopy | None:
-        """Takes blocks for all its tokens at admission; the first ones have their KV. Returns the
-        copy that makes it a fork of `parent`, if it can be one and needs a copy."""
-        self.block_table = block_table
-        self.num_stored_blocks = num_cached_blocks
-        self.num_computed_tokens = num_cached_blocks * self.block_size
+    def plan(self, num_cached_blocks: int, parent: Sequence | None) -> Admission:
+        """Returns how it would be admitted with so many first blocks cached."""
+        num_computed, num_tokens = num_cached_blocks * self.block_size, self.num_tokens
+        forked = (
+            parent if parent is not None and self._can_fork(parent, num_cached_blocks) else None
+        )
+        if forked is not None:
+            num_computed = max(num_computed, num_tokens - 1)
+        resume = num_computed
+        if self.mode is Mode.WAITING_FOR_REMOTE_KV:
+            if not forked and num_tokens - num_computed >= self.spec.remote_prefill_min_tokens:
+                resume = num_tokens
+        elif not forked and self.num_prefix_blocks > num_cached_blocks:
+            resume = self.num_prefix_blocks * self.block_size
+        return Admission(num_cached_blocks, num_computed, resume, forked)
+
+    def hold(self, tables: BlockTables, admission: Admission) -> list[BlockCopy]:
+        """Takes its blocks at admission; the first ones have their KV. Returns the copies that make
+        it a fork."""
+        self.tables = tables
+        self.num_stored_blocks = num_blocks = admission.num_cached_blocks
+        self.num_computed_tokens = admission.num_computed_tokens
         self.num_prefill_tokens = len(self.token_ids)
-        copy = None
-        if parent is not None and self._can_fork(parent):
-            self.is_forked = True
-            if self.num_missing_tokens > 1:
-                copy = BlockCopy(
-                    parent.block_table[num_cached_blocks], block_table[num_cached_blocks]
-                )
-                self.num_computed_tokens = len(self.token_ids) - 1
+        self.is_forked = admission.parent is not None
         if self.num_cached_tokens is None:
             self.num_cached_tokens = self._countable(self.num_computed_tokens)
-        return copy
+        if admission.parent is None or self.num_computed_tokens == num_blocks * self.block_size:
+            return []
+        return [
+            BlockCopy(theirs[num_blocks], own[num_blocks], group)
+            for group, (theirs, own) in enumerate(
+                zip(admission.parent.tables.ids, tables.ids, strict=True)
+            )
+            if num_blocks >= tables.firsts[group]
+        ]
 
-    def _can_fork(self, parent: Sequence) -> bool:
-        """Returns whether the parent has all that is missing here but the last token, in the one
-        block after those that both share."""
-        num_blocks, start, end = (
-            self.num_stored_blocks,
-            self.num_computed_tokens,
-            self.num_tokens - 1,
-        )
+    def _can_fork(self, parent: Sequence, num_blocks: int) -> bool:
+        """Returns whether the parent has all that is missing here after `num_blocks` blocks but the
+        last token, in the one block after those that both share."""
+        start, end = num_blocks * self.block_size, self.num_tokens - 1
         return (
             end - start <= self.block_size
+            and all(first <= num_blocks for first in parent.tables.firsts)
             and end <= parent.num_computed_tokens
             and not self.wants_prompt_logits
             and self.chain_root == parent.chain_root
@@ -266,12 +293,12 @@ class Sequence:
         is_whole = self.mode is Mode.PREFILL_ONLY
         return min(num_tokens, self.num_tokens if is_whole else self.spec.num_prompt_tokens)
 
-    def let_go(self) -> list[int]:
+    def let_go(self) -> BlockTables:
         """Gives up all its blocks; returns them, to be released."""
-        block_table, self.block_table = self.block_table, []
+        tables, self.tables = self.tables, BlockTables()
         self.num_computed_tokens = self.num_stored_blocks = 0
         self.is_forked = False
-        return block_table
+        return tables
 
 
 def finish_reason(spec: SequenceSpec, token_ids: list[int], max_model_len: int) -> str:

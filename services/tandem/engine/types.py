@@ -98,7 +98,7 @@ class Reserved(msgspec.Struct, frozen=True):
 
     sequence_id: str
     num_cached_tokens: int  # a multiple of the block size
-    block_ids: list[int]  # its block table from the first missing block on
+    block_ids: list[int]  # to be filled, in the order in which blocks travel (transfer_order.py)
 
 
 class FinalBlocks(msgspec.Struct, frozen=True):
@@ -106,7 +106,7 @@ class FinalBlocks(msgspec.Struct, frozen=True):
     without gaps."""
 
     sequence_id: str
-    first_block: int
+    first_block: int  # its number in the order in which blocks travel (transfer_order.py)
     block_ids: list[int]
 
 
@@ -184,6 +184,7 @@ class StoredBlock(msgspec.Struct, frozen=True):
     block_hash: bytes
     # With `report_block_tokens` only, and not of blocks that were imported by their hashes.
     token_ids: list[int] = []
+    index: int = 0  # of the block in its chain
 
 
 class StepReport(msgspec.Struct):

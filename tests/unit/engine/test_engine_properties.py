@@ -152,7 +152,7 @@ class Machine(EngineMachine):
 
     def parents(self) -> dict[bytes, bytes]:
         """Returns the parent of every block that the engine finds by hash, reported or not."""
-        pool = self.engine._pool
+        pool = self.engine._kv.pools[0]
         new = {block_hash: block.parent_hash for block_hash, block in pool._stored.items()}
         stored = {**self.tree, **new}
         return {hash_: parent for hash_, parent in stored.items() if hash_ not in pool._removed}

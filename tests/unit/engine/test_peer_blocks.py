@@ -76,7 +76,11 @@ class TestImport:
         engine.commit_import("c", 3)
         one, two, three = hashes()
         stored = engine.step().stored
-        assert stored == [StoredBlock(b"", one), StoredBlock(one, two), StoredBlock(two, three)]
+        assert stored == [
+            StoredBlock(b"", one),
+            StoredBlock(one, two, index=1),
+            StoredBlock(two, three, index=2),
+        ]
         outcome = drive_all(engine, make_spec("a", PROMPT))
         assert outcome.ends["a"].num_cached_tokens == 12
         assert outcome.token_ids["a"] == continuation(PROMPT, 5)

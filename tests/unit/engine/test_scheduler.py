@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.engine.adapter_slots import AdapterSlots
-from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.scheduler import Schedule, Scheduler
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import Mode
@@ -23,10 +23,10 @@ class Bench:
         tokens: int = 16,
         itl_limit_s: float = 0.0,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.kv = KvCache(ToyRunner(block_size=4).layout(num_blocks))
         self.step_time = StepTimeModel(0.0)
         self.scheduler = Scheduler(
-            self.pool,
+            self.kv,
             self.step_time,
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=tokens,
@@ -97,7 +97,7 @@ def test_who_awaits_kv_has_a_place_in_the_step_once_it_is_there() -> None:
         if number > 3:  # one ends
             done = bench.scheduler.running[0]
             bench.scheduler.withdraw(done)
-            bench.pool.release(done.let_go())
+            bench.kv.give_back(done.let_go())
             bench.sequences.remove(done)
     assert here is not None
     assert here.num_tokens > 8
@@ -176,7 +176,7 @@ def test_has_no_work_while_the_oldest_cannot_be_admitted() -> None:
     assert not bench.scheduler.has_work()
     bench.scheduler.withdraw(awaiting)
     bench.sequences.remove(awaiting)
-    bench.pool.release(awaiting.let_go())
+    bench.kv.give_back(awaiting.let_go())
     assert bench.scheduler.has_work()
 
 
@@ -192,7 +192,7 @@ def test_sequences_wait_for_a_running_slot_and_those_for_a_peer_need_none() -> N
     assert [s.sequence_id for s in bench.scheduler.waiting] == ["b"]
     bench.scheduler.withdraw(a)
     bench.sequences.remove(a)
-    bench.pool.release(a.let_go())
+    bench.kv.give_back(a.let_go())
     assert bench.scheduler.has_work()
     assert bench.step() == [("b", 2)]
     peer = bench.add("peer", 2, Mode.PREFILL_ONLY)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from tandem.block_hash import hash_blocks
+from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.sequence import Sequence
 from tandem.engine.sequence import finish_reason as reason_of
 from tandem.engine.types import Mode
@@ -26,6 +27,10 @@ def test_hashes_grow_with_the_tokens() -> None:
         assert sequence.block_hashes == hash_blocks(ROOT, list(range(token_id + 1)), 4)
 
 
+def hold(sequence: Sequence, block_table: list[int], num_cached_blocks: int) -> None:
+    sequence.hold(BlockTables([block_table], [0]), sequence.plan(num_cached_blocks, None))
+
+
 def test_the_last_token_is_never_taken_from_the_cache() -> None:
     assert [len(make(n).reusable_hashes) for n in (3, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
 
@@ -33,7 +38,7 @@ def test_the_last_token_is_never_taken_from_the_cache() -> None:
 def test_blocks_that_are_final() -> None:
     for mode, expected in ((Mode.LOCAL, 1), (Mode.PREFILL_ONLY, 2)):
         sequence = make(6, mode)
-        sequence.hold([0, 1], 0)
+        hold(sequence, [0, 1], 0)
         assert sequence.num_final_blocks == 0
         sequence.num_computed_tokens = 5
         assert sequence.num_final_blocks == 1
@@ -43,10 +48,10 @@ def test_blocks_that_are_final() -> None:
 
 def test_only_the_first_admission_counts_as_cached_and_only_of_the_prompt() -> None:
     sequence = make(12, num_prompt_tokens=6)
-    sequence.hold([0, 1, 2], 2)
+    hold(sequence, [0, 1, 2], 2)
     assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (8, 6)
-    assert sequence.let_go() == [0, 1, 2]
-    sequence.hold([0, 1, 2], 0)
+    assert sequence.let_go().ids == [[0, 1, 2]]
+    hold(sequence, [0, 1, 2], 0)
     assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (0, 6)
 
 

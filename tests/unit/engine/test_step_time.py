@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from tandem.engine.adapter_slots import AdapterSlots
-from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.engine import Engine
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.scheduler.scheduler import Schedule, Scheduler
@@ -47,10 +47,10 @@ class Bench:
     machine: Machine = field(default_factory=Machine)
 
     def __post_init__(self) -> None:
-        pool = BlockPool(4096)
+        kv = KvCache(ToyRunner(block_size=16).layout(4096))
         self.step_time = StepTimeModel(self.target_s)
         self.scheduler = Scheduler(
-            pool,
+            kv,
             self.step_time,
             max_num_seqs=64,
             max_tokens_per_step=BUDGET,

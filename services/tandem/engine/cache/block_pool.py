@@ -80,6 +80,10 @@ class BlockPool:
             found.append(block_id)
         return found
 
+    def find(self, block_hash: bytes) -> int | None:
+        """Returns the block with this content; None if there is none."""
+        return self._by_hash.get(block_hash)
+
     def can_reserve(self, block_hashes: Iterable[bytes], num_blocks: int) -> bool:
         return self._fits(self.match(block_hashes), num_blocks)
 
@@ -110,18 +114,7 @@ class BlockPool:
         """Drops one reference on each block of a table (given in the order of the chain)."""
         self._clock += 1
         for block_id in reversed(block_table):
-            block = self._blocks[block_id]
-            assert block.num_references > 0, f"block {block_id} is released once too often"
-            block.num_references -= 1
-            if block.num_references:
-                continue
-            if block.block_hash is None:
-                self._free.append(block_id)
-                continue
-            block.last_used = self._clock
-            self.num_cached += 1
-            if not block.num_children:
-                self._policy.add(block_id, block.last_used)
+            self._drop_reference(block_id, self._clock)
 
     def drop_cached(self) -> int:
         """Frees every CACHED block, so that `match` finds USED ones only; returns how many."""
@@ -138,12 +131,13 @@ class BlockPool:
         parent_hash: bytes,
         block_hash: bytes,
         token_ids: Sequence[int] = (),
+        index: int = 0,
     ) -> int:
         """Lets a full block, final in memory, be found by its hash; parents come before children.
 
         Answers the block that holds this content from now on. When another one did already, the
-        caller's reference moves to that one, and `block_id` is free. `token_ids` only go into the
-        event.
+        caller's reference moves to that one, and `block_id` is free. `token_ids` and the block's
+        `index` in its chain only go into the event.
         """
         block = self._blocks[block_id]
         assert block.num_references == 1, f"block {block_id} is shared before it was stored"
@@ -163,7 +157,7 @@ class BlockPool:
         if block_hash in self._removed:
             del self._removed[block_hash]
         else:
-            self._stored[block_hash] = StoredBlock(parent_hash, block_hash, list(token_ids))
+            self._stored[block_hash] = StoredBlock(parent_hash, block_hash, list(token_ids), index)
         return block_id
 
     def is_writable(self, block_id: int) -> bool:
@@ -243,6 +237,20 @@ class BlockPool:
         unreferenced = sum(not self._blocks[b].num_references for b in matched)
         room = self.num_free + self.num_cached - unreferenced
         return num_blocks - len(matched) <= room
+
+    def _drop_reference(self, block_id: int, last_used: int) -> None:
+        block = self._blocks[block_id]
+        assert block.num_references > 0, f"block {block_id} is released once too often"
+        block.num_references -= 1
+        if block.num_references:
+            return
+        if block.block_hash is None:
+            self._free.append(block_id)
+            return
+        block.last_used = last_used
+        self.num_cached += 1
+        if not block.num_children:
+            self._policy.add(block_id, last_used)
 
     def _reference(self, block_id: int) -> None:
         block = self._blocks[block_id]

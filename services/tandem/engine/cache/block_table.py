@@ -1,38 +1,39 @@
-"""Operations on the block tables of sequences and chains: store blocks, and give them back.
+"""Block tables of sequences and chains, one for each KV group.
 
-A table's first blocks are stored (hashed, shared, never written), the rest are its owner's own. Own
-blocks that a read may still write (unsafe) go to quarantine, never straight to the next owner.
+A table's first blocks are stored (hashed, shared, never written), the rest are its owner's own. In
+a group with a window, blocks that no later token sees are not held any more:
+
+    full    [ stored  stored  stored  stored | own ]
+    window  [ NULL    NULL    stored  stored | own ]
+                              first
 """
 
-from collections.abc import Callable, Collection, Sequence
+from __future__ import annotations
 
-from tandem.engine.cache.block_pool import BlockPool
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
 from tandem.errors import InternalError
 
+NULL_BLOCK = -1
 
-def store_blocks(
-    pool: BlockPool,
-    block_table: list[int],
-    block_hashes: Sequence[bytes],
-    *,
-    chain_root: bytes,
-    first: int,
-    last: int,
-    block_tokens: Callable[[int], Sequence[int]] | None = None,
-) -> None:
-    """Lets others find blocks first..last - 1 of the table, those before them being stored.
 
-    A block that is there already takes the place of the table's own. `block_tokens` are the token
-    ids of a block, by its index, if the pool's events are to have them.
+@dataclass(slots=True)
+class BlockTables:
+    """`ids[g][i]` is the block of group g that has the i-th tokens, by its id in the group's pool.
+
+    It is NULL_BLOCK before `firsts[g]`, and no kernel reads it there.
     """
-    for i in range(first, last):
-        block_table[i] = pool.store(
-            block_table[i],
-            parent_id=block_table[i - 1] if i else None,
-            parent_hash=block_hashes[i - 1] if i else chain_root,
-            block_hash=block_hashes[i],
-            token_ids=block_tokens(i) if block_tokens else (),
-        )
+
+    ids: list[list[int]] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.ids)
+
+    def held(self, group: int, first: int = 0) -> list[int]:
+        """Returns the blocks that it references, from the index `first` on."""
+        return self.ids[group][max(first, self.firsts[group]) :]
 
 
 def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -> None:
@@ -43,25 +44,10 @@ def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -
         )
 
 
-def check_trusted(
-    sequence_id: str,
-    block_table: Sequence[int],
-    unsafe: Collection[int],
-    *,
-    num_stored_blocks: int,
-    num_blocks: int,
-) -> None:
+def check_trusted(sequence_id: str, num_blocks: int, num_stored: int, num_held: int) -> None:
     """Raises InternalError when the table's first `num_blocks` blocks cannot all be good."""
-    if not num_stored_blocks <= num_blocks <= len(block_table):
+    if not num_stored <= num_blocks <= num_held:
         raise InternalError(
             f"{num_blocks} blocks of sequence {sequence_id} are said to be good; it has "
-            f"{len(block_table)}, and {num_stored_blocks} of them were here"
+            f"{num_held}, and {num_stored} of them were here"
         )
-    check_own(sequence_id, block_table[num_blocks:], unsafe)
-
-
-def give_back(pool: BlockPool, block_table: Sequence[int], unsafe: Collection[int]) -> None:
-    """Drops the table's references; its `unsafe` blocks wait in quarantine until they are safe."""
-    quarantined = set(unsafe)
-    pool.quarantine(quarantined)
-    pool.release([b for b in block_table if b not in quarantined])

@@ -11,12 +11,19 @@ Most models have one group, whose ids are the blocks of its pool. It stands on n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout import BlockLayout, num_blocks_of
 from tandem.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from tandem.config.engine import EngineConfig
+
+ROLLING = False  # windows have groups of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,23 @@ class KvGroup:
     layers: tuple[int, ...]  # of the model, in their order
     window: int | None  # tokens that a token sees, itself the last; None: all before it
     layout: BlockLayout
+
+    def first_seen(self, num_tokens: int) -> int:
+        """Returns the first block that the token after `num_tokens` others sees."""
+        if self.window is None:
+            return 0
+        return max(0, num_tokens + 1 - self.window) // self.layout.block_size
+
+    @property
+    def blocks_seen(self) -> int:
+        """Blocks of a window before the first token of a block, which sees them all."""
+        assert self.window is not None
+        return -(-(self.window - 1) // self.layout.block_size)
+
+    @property
+    def decode_blocks(self) -> int | None:
+        """Largest number of blocks that a token and its window lie in; None without a window."""
+        return None if self.window is None else self.blocks_seen + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +69,47 @@ class KvLayout:
         return self.groups[0].layout.block_size
 
     @property
+    def has_windows(self) -> bool:
+        return any(group.window is not None for group in self.groups)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Returns how many blocks so many tokens fill, the last one maybe in part."""
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def tokens_max(self) -> int | None:
+        """Tokens that a sequence may have; None: the pools set no bound."""
+        return min(
+            (
+                group.layout.num_blocks * self.block_size
+                for group in self.groups
+                if group.decode_blocks is None or group.layout.num_blocks < group.decode_blocks
+            ),
+            default=None,
+        )
+
+    @property
+    def first_ids(self) -> list[int]:
+        """The first block id of each group."""
+        return list(accumulate(self.sizes, initial=0))[:-1]
+
+    def locate(self, block_id: int) -> tuple[int, int]:
+        """Returns a block's group and its id in the group's pool. Raises ValueError."""
+        local = block_id
+        for number, group in enumerate(self.groups):
+            if 0 <= local < group.layout.num_blocks:
+                return number, local
+            local -= group.layout.num_blocks
+        raise ValueError(f"block {block_id} is not in pools of {self.num_blocks} blocks")
+
+    @property
+    def sizes(self) -> list[int]:
+        """Blocks in each group's pool."""
+        return [group.layout.num_blocks for group in self.groups]
+
+    @property
     def num_blocks(self) -> int:
-        return sum(group.layout.num_blocks for group in self.groups)
+        return sum(self.sizes)
 
     @property
     def block_bytes(self) -> int:
@@ -69,8 +132,14 @@ class KvLayout:
 
 
 def layer_groups(model: ModelConfig) -> dict[int | None, tuple[int, ...]]:
-    """Returns the layers of each group by the group's window."""
-    return {None: tuple(range(model.num_layers))}
+    """Returns the layers of each group by the group's window; those that see all come first."""
+    if not ROLLING:
+        return {None: tuple(range(model.num_layers))}
+    windows = dict.fromkeys(layer.window for layer in model.layers)
+    return {
+        window: tuple(i for i, layer in enumerate(model.layers) if layer.window == window)
+        for window in sorted(windows, key=lambda window: window is not None)
+    }
 
 
 class LayerPlace(NamedTuple):
@@ -88,6 +157,31 @@ def layer_places(model: ModelConfig) -> list[LayerPlace]:
         for number, layer in enumerate(layers)
     }
     return [places[layer] for layer in range(model.num_layers)]
+
+
+def divide_pool(
+    layout: Callable[..., KvLayout], config: EngineConfig, *, step_tokens: int
+) -> KvLayout:
+    """Returns the layout of pools that share an engine's memory for KV. `layout` makes one of the
+    number of blocks in each group.
+
+    A group with a window needs no more than what as many sequences as may run have of it when they
+    decode, and one step's tokens besides. It gets that, but at most as many blocks as each group
+    would have if all had the same number. The group that sees furthest gets the rest: so none of
+    them has fewer than with one pool for all. Raises ConfigError when not even one block fits.
+    """
+    one = layout()
+    equal = num_blocks_of(config, one.block_bytes)
+    left = config.kv_bytes_max if config.num_blocks is None else equal * one.block_bytes
+    furthest = max(one.groups, key=lambda group: group.window or sys.maxsize)
+    sizes: dict[KvGroup, int] = {}
+    for group in one.groups:
+        if group is not furthest and group.decode_blocks is not None:
+            running = config.max_num_seqs * (group.decode_blocks + 1)
+            sizes[group] = min(equal, running + one.blocks_of(step_tokens))
+            left -= sizes[group] * group.layout.block_bytes
+    sizes[furthest] = left // furthest.layout.block_bytes
+    return layout(*(sizes[group] for group in one.groups))
 
 
 def model_layout(

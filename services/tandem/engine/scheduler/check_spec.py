@@ -93,8 +93,11 @@ def _check_edits(spec: SequenceSpec, vocab_size: int) -> None:
 
 
 def _check_pool(spec: SequenceSpec, layout: KvLayout, max_model_len: int) -> None:
-    capacity = layout.num_blocks * layout.block_size
-    pool = f"{capacity} tokens ({layout.num_blocks} blocks of {layout.block_size})"
+    capacity = layout.tokens_max
+    if capacity is None:
+        return
+    size = layout.block_size
+    pool = f"{capacity} tokens ({capacity // size} blocks of {size})"
     if spec.mode is Mode.PREFILL_ONLY:
         if len(spec.token_ids) > capacity:
             raise NeverFits(

@@ -5,7 +5,9 @@ to prefill in the order of arrival, in chunks that delay those who decode by no 
 (perf_model/step_time.py); then waiting sequences are admitted, oldest first.
 
 Blocks: admission reserves all that a sequence's tokens need, or the sequence waits and holds
-nothing. While it decodes it takes one more when its last is full; when the pool has none, the
+nothing. Of a KV group with a window these are the blocks of a decode step; what a chunk needs
+besides is taken as it is planned, and given back when it is computed. While a sequence decodes it
+takes one more block when its last is full; when the pool has none, the
 youngest running sequence is preempted: it gives its blocks back, waits again by its age, and
 computes them again. Never preempted: WAITING_FOR_KV (reads are in flight) and PREFILL_ONLY (a
 consumer trusts its blocks). One that awaits its prefix only (`prefix_blocks`) was admitted with
@@ -25,11 +27,11 @@ from operator import attrgetter
 
 from tandem.adapter import NO_ADAPTER
 from tandem.engine.adapter_slots import AdapterSlots, Answer
-from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
 from tandem.engine.scheduler.running_slots import num_running_slots
-from tandem.engine.sequence import BlockCopy, Sequence, Status
+from tandem.engine.sequence import Admission, BlockCopy, Sequence, Status
 from tandem.engine.types import Mode
 from tandem.perf_model.rates import token_contexts
 from tandem.perf_model.step_time import StepTimeModel, StepWork
@@ -59,6 +61,7 @@ class Chunk:
             token_ids=sequence.token_ids[start:end],
             context_len=end,
             block_table=sequence.block_table,
+            other_tables=sequence.tables.ids[1:],
             wants_logits=self.samples,
             all_logits=self.all_logits,
             wants_hidden=self.samples and sequence.spec.embed,
@@ -97,7 +100,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        kv: KvCache,
         step_time: StepTimeModel,
         *,
         max_num_seqs: int,
@@ -110,7 +113,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.awaiting: list[Sequence] = []
-        self._pool = pool
+        self._kv = kv
         self._step_time = step_time
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens_per_step
@@ -128,6 +131,22 @@ class Scheduler:
         sequence.await_nothing()
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_arrival)
+
+    def start_here(self, sequence: Sequence) -> None:
+        """A sequence for which no KV came joins the running ones. With windows it waits first: it
+        holds no block but those that were to come."""
+        if self._kv.has_windows:
+            self.begin_again(sequence)
+        else:
+            self.start(sequence)
+
+    def begin_again(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
+        """A sequence that awaited KV gives back its blocks and waits again, to be computed here. A
+        window that came for one depth is of no use at another."""
+        self.withdraw(sequence)
+        self._kv.give_back(sequence.let_go(), unsafe_blocks)
+        sequence.await_nothing()
+        self.enqueue(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Takes the sequence out of the queue it is in; its blocks stay its own."""
@@ -190,13 +209,15 @@ class Scheduler:
 
     def _admit(self, schedule: Schedule) -> None:
         while (sequence := self._next_waiting()) and self._can_admit(sequence, schedule):
-            reservation = self._pool.reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
-            assert reservation is not None
-            copy = sequence.hold(
-                reservation.block_table, reservation.num_cached_blocks, self._parent(sequence)
+            admission, hashes = self._plan(sequence), sequence.reusable_hashes
+            tables = self._kv.reserve(
+                hashes,
+                admission.num_cached_blocks,
+                num_tokens=sequence.num_tokens,
+                resume=admission.resume,
             )
-            if copy is not None:
-                schedule.copies.append(copy)
+            assert tables is not None
+            schedule.copies += sequence.hold(tables, admission)
             schedule.admitted.append(sequence)
             if sequence.lacks_kv:
                 self.withdraw(sequence)
@@ -205,6 +226,9 @@ class Scheduler:
                 continue
             self.start(sequence)
             self._add_chunk(schedule, sequence)
+
+    def _plan(self, sequence: Sequence) -> Admission:
+        return sequence.plan(self._kv.match(sequence.reusable_hashes), self._parent(sequence))
 
     def _parent(self, sequence: Sequence) -> Sequence | None:
         """Returns the sequence that this one may be a fork of. A RUNNING one: its KV is committed,
@@ -251,7 +275,15 @@ class Scheduler:
             slot = len(queue) < self._max_num_seqs
         if not sequence.may_wait_for_remote_kv:
             slot = slot and self._tokens_left(schedule, 0) > 0
-        return slot and self._pool.can_reserve(sequence.reusable_hashes, sequence.num_blocks_needed)
+        if not slot:
+            return False
+        admission = self._plan(sequence)
+        return self._kv.can_reserve(
+            sequence.reusable_hashes,
+            admission.num_cached_blocks,
+            num_tokens=sequence.num_tokens,
+            resume=admission.resume,
+        )
 
     @property
     def num_running_slots(self) -> int:
@@ -283,9 +315,13 @@ class Scheduler:
         if not tokens_left or len(schedule.chunks) >= self._max_num_seqs:
             return
         if sequence.mode is Mode.PREFILL_ONLY:
-            schedule.add(sequence, self._chunk_prefill_only(sequence, tokens_left))
+            num_tokens = self._chunk_prefill_only(sequence, tokens_left)
         else:
-            schedule.add(sequence, min(sequence.num_missing_tokens, tokens_left))
+            num_tokens = min(sequence.num_missing_tokens, tokens_left)
+        # A window may have room for a part only, for as long as others hold what it has passed.
+        end = self._kv.extend(sequence.tables, sequence.num_computed_tokens + num_tokens)
+        if end > sequence.num_computed_tokens:
+            schedule.add(sequence, end - sequence.num_computed_tokens)
 
     def computed(self, chunk: Chunk) -> None:
         """Updates the pull lag after a chunk was run, before its sequence moves on."""
@@ -323,11 +359,7 @@ class Scheduler:
 
         False when it was preempted itself, for want of a younger one.
         """
-        while len(sequence.block_table) < sequence.num_blocks_needed:
-            taken = self._pool.allocate(1)
-            if taken is not None:
-                sequence.block_table += taken
-                continue
+        while self._kv.extend(sequence.tables, sequence.num_tokens) < sequence.num_tokens:
             victim = next(
                 (s for s in reversed(self.running) if s.mode is not Mode.PREFILL_ONLY), sequence
             )
@@ -338,6 +370,6 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.withdraw(sequence)
-        self._pool.release(sequence.let_go())
+        self._kv.give_back(sequence.let_go())
         sequence.num_preemptions += 1
         self.enqueue(sequence)

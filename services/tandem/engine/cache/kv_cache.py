@@ -1,0 +1,251 @@
+"""The KV pools of all groups as one: what a sequence holds of each, and what a request may reuse.
+
+A hit at depth d (blocks) counts if the full group has blocks [0, d) and each group with a window
+has those of [0, d) that the token after them sees; `match` finds the largest such d.
+
+A table covers a span of blocks in each group. Without a window it begins at block 0. With one it
+begins at the first block that the next token sees: `pass_by` gives back what the window has passed,
+and `extend` takes what comes next. Ids in tables are of their group's pool; all who talk to the
+outside use ids that are unique among the pools (kv_groups.py).
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.resumable_depths import ResumableDepths
+from tandem.engine.cache.window_pool import WindowPool
+from tandem.engine.types import StoredBlock
+
+
+class KvCache:
+    def __init__(self, layout: KvLayout) -> None:
+        self.layout = layout
+        self.pools: list[BlockPool] = [
+            (BlockPool if group.window is None else WindowPool)(group.layout.num_blocks)
+            for group in layout.groups
+        ]
+        self._windows = [pool for pool in self.pools if isinstance(pool, WindowPool)]
+        self._depths = ResumableDepths(layout) if self._windows else None
+
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._windows)
+
+    def match(self, block_hashes: Sequence[bytes]) -> int:
+        """Returns how many first blocks of a chain need not be computed. References nothing."""
+        depth = len(block_hashes)
+        for group, pool in zip(self.layout.groups, self.pools, strict=True):
+            if group.window is None:
+                depth = len(pool.match(block_hashes[:depth]))
+        while gap := self._last_gap(block_hashes, depth):
+            depth = gap - 1
+        return depth
+
+    def _last_gap(self, block_hashes: Sequence[bytes], depth: int) -> int:
+        """Returns the number of the last block that a window lacks for a hit there; 0: none."""
+        gap = 0
+        for group, pool in zip(self.layout.groups, self.pools, strict=True):
+            if group.window is None:
+                continue
+            first = group.first_seen(depth * self.layout.block_size)
+            for index in range(depth - 1, first - 1, -1):
+                if pool.find(block_hashes[index]) is None:
+                    gap = max(gap, index + 1)
+                    break
+        return gap
+
+    def reserve(
+        self, block_hashes: Sequence[bytes], depth: int, *, num_tokens: int, resume: int
+    ) -> BlockTables | None:
+        """References what is cached of the chain's first `depth` blocks, and allocates the rest.
+
+        The tables cover a sequence of `num_tokens` tokens from what the token after `resume` others
+        sees; with a window, as far as a decode step needs it at least. None when there is no room
+        for all of it; then nothing changed.
+        """
+        if not self.can_reserve(block_hashes, depth, num_tokens=num_tokens, resume=resume):
+            return None
+        tables = BlockTables()
+        spans = self._spans(num_tokens, resume)
+        for pool, (first, end) in zip(self.pools, spans, strict=True):
+            found = pool.reserve(block_hashes[first:depth], end - first)
+            assert found is not None
+            assert found.num_cached_blocks == max(0, depth - first), "there was no such hit"
+            tables.ids.append([NULL_BLOCK] * first + found.block_table)
+            tables.firsts.append(first)
+        return tables
+
+    def can_reserve(
+        self, block_hashes: Sequence[bytes], depth: int, *, num_tokens: int, resume: int
+    ) -> bool:
+        """Returns whether there is room for what `reserve` would take."""
+        return all(
+            pool.can_reserve(block_hashes[first:depth], end - first)
+            for pool, (first, end) in zip(self.pools, self._spans(num_tokens, resume), strict=True)
+        )
+
+    def room_for_import(self, block_hashes: Sequence[bytes], depth: int) -> int:
+        """Returns how long a chain of these blocks may be if it evicts nothing and `depth` of them
+        are cached. With windows that is all of it or what is cached."""
+        num_blocks = len(block_hashes)
+        num_tokens = num_blocks * self.layout.block_size
+        spans = self._spans(num_tokens, num_tokens)
+        room = min(
+            max(first, depth) + pool.num_free
+            for pool, (first, _) in zip(self.pools, spans, strict=True)
+        )
+        return min(room, num_blocks) if room >= num_blocks or not self.has_windows else depth
+
+    def _spans(self, num_tokens: int, resume: int) -> list[tuple[int, int]]:
+        """Returns the first block and the end of a table in each group."""
+        num_blocks = self.layout.blocks_of(num_tokens)
+        spans = []
+        for group in self.layout.groups:
+            first, least = group.first_seen(resume), group.decode_blocks
+            spans.append((first, num_blocks if least is None else min(num_blocks, first + least)))
+        return spans
+
+    def extend(self, tables: BlockTables, num_tokens: int) -> int:
+        """Lets the tables cover `num_tokens` tokens; returns how many they cover, maybe fewer."""
+        num_blocks = covered = self.layout.blocks_of(num_tokens)
+        for pool, ids in zip(self.pools, tables.ids, strict=True):
+            while len(ids) < num_blocks:
+                taken = pool.allocate(1)
+                if taken is None:
+                    break
+                ids += taken
+            covered = min(covered, len(ids))
+        return min(num_tokens, covered * self.layout.block_size)
+
+    def pass_by(self, tables: BlockTables, num_tokens: int) -> None:
+        """Gives back what no token sees that comes after `num_tokens` others."""
+        for number, group in enumerate(self.layout.groups):
+            if group.window is None:
+                continue
+            ids, first = tables.ids[number], tables.firsts[number]
+            end = min(group.first_seen(num_tokens), len(ids))
+            if end > first:
+                pool = self.pools[number]
+                assert isinstance(pool, WindowPool)
+                pool.release_passed(ids[first:end])
+                ids[first:end] = [NULL_BLOCK] * (end - first)
+                tables.firsts[number] = end
+
+    def store(
+        self,
+        tables: BlockTables,
+        block_hashes: Sequence[bytes],
+        *,
+        chain_root: bytes,
+        first: int,
+        last: int,
+        block_tokens: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:
+        """Lets others find blocks first..last - 1 of the tables, those before them being stored.
+
+        A block that is there already takes the place of a table's own. `block_tokens` are the token
+        ids of a block, by its index, if the events are to have them.
+        """
+        for group, pool, ids, held in zip(
+            self.layout.groups, self.pools, tables.ids, tables.firsts, strict=True
+        ):
+            for i in range(max(first, held), last):
+                ids[i] = pool.store(
+                    ids[i],
+                    parent_id=ids[i - 1] if i and group.window is None else None,
+                    parent_hash=block_hashes[i - 1] if i else chain_root,
+                    block_hash=block_hashes[i],
+                    token_ids=block_tokens(i) if block_tokens else (),
+                    index=i,
+                )
+
+    def give_back(self, tables: BlockTables, unsafe: Collection[int] = ()) -> None:
+        """Drops the tables' references; `unsafe` blocks wait in quarantine until they are safe."""
+        for number, quarantined in enumerate(self._by_group(unsafe)):
+            if tables:
+                pool = self.pools[number]
+                pool.quarantine(quarantined)
+                pool.release([b for b in tables.held(number) if b not in quarantined])
+
+    def replace(self, tables: BlockTables, unsafe: Collection[int]) -> bool:
+        """Quarantines blocks of the tables, and puts others in their place. False, and nothing
+        changed, when there are too few."""
+        by_group = self._by_group(unsafe)
+        if any(
+            len(blocks) > pool.num_free + pool.num_cached
+            for pool, blocks in zip(self.pools, by_group, strict=True)
+        ):
+            return False
+        for pool, blocks, ids in zip(self.pools, by_group, tables.ids, strict=True):
+            fresh = pool.allocate(len(blocks))
+            assert fresh is not None
+            others = dict(zip(blocks, fresh, strict=True))
+            pool.quarantine(blocks)
+            ids[:] = [others.get(b, b) for b in ids]
+        return True
+
+    def unquarantine(self, block_ids: Iterable[int]) -> None:
+        """Frees quarantined blocks, which no read writes any more; ignores other blocks."""
+        for pool, blocks in zip(self.pools, self._by_group(block_ids), strict=True):
+            pool.unquarantine(blocks)
+
+    def global_ids(self, tables: BlockTables, first: int = 0) -> list[int]:
+        """Returns what the tables hold from the index `first` on, group after group."""
+        return [
+            start + block
+            for number, start in enumerate(self.layout.first_ids)
+            if tables
+            for block in tables.held(number, first)
+        ]
+
+    def _by_group(self, block_ids: Iterable[int]) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self.pools]
+        for block_id in dict.fromkeys(block_ids):
+            group, local = self.layout.locate(block_id)
+            found[group].append(local)
+        return found
+
+    def drop_cached(self) -> int:
+        """Frees every CACHED block, so that `match` finds USED ones only; returns how many."""
+        return sum(pool.drop_cached() for pool in self.pools)
+
+    @property
+    def num_quarantined(self) -> int:
+        return sum(pool.num_quarantined for pool in self.pools)
+
+    @property
+    def has_events(self) -> bool:
+        return any(pool.has_events for pool in self.pools)
+
+    def take_events(self) -> tuple[list[StoredBlock], list[bytes]]:
+        """Returns net changes since last time: (stored, parents first; removed, children first).
+
+        With windows they are of the blocks after which a request may go on.
+        """
+        events = [pool.take_events() for pool in self.pools]
+        return events[0] if self._depths is None else self._depths.update(events)
+
+    def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
+        """Hashes that events told of, from `first` on and before `end`; empty `end`: to the
+        last."""
+        if self._depths is None:
+            return self.pools[0].block_hashes(first, end)
+        return self._depths.block_hashes(first, end)
+
+    def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
+        """Hashes of the most lately used chains, each from its root to where it can be resumed."""
+        if self.layout.groups[0].window is not None:
+            return []  # its pool knows no chains
+        chains = self.pools[0].hot_prefixes(blocks_max)
+        return [cut for chain in chains if (cut := chain[: self.match(chain)])]
+
+    def check_integrity(self, tables: Iterable[BlockTables]) -> None:
+        """Raises AssertionError naming what is wrong; `tables` are all that reference."""
+        held = [each for each in tables if each]
+        for number, pool in enumerate(self.pools):
+            for each in held:
+                first = each.firsts[number]
+                assert set(each.ids[number][:first]) <= {NULL_BLOCK}, "a passed block is named"
+            pool.check_integrity(each.held(number) for each in held)

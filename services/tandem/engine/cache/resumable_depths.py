@@ -1,0 +1,114 @@
+"""The blocks after which a request may go on, of a model with windows: what the prefix tree holds.
+
+A block is resumable if the full group has it (and so its parents) and each group with a window has
+it and the blocks before it that the next token sees. Each window counts how many blocks of the
+chain it has in a row up to a block; a block that goes shortens the counts of those after it:
+
+    window of 3 blocks   a b c d e f      b goes:   a . c d e f
+    in a row             1 2 3 3 3 3                1   1 2 3 3      c and d are resumable no more
+
+It follows the events of the pools, so it may forget a depth that a pool could serve again, but
+never tells of one that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.types import StoredBlock
+
+Events = tuple[list[StoredBlock], list[bytes]]
+
+
+class ResumableDepths:
+    def __init__(self, layout: KvLayout) -> None:
+        self._full = [set[bytes]() for group in layout.groups if group.window is None]
+        self._windows = [
+            _Window(group.blocks_seen) for group in layout.groups if group.window is not None
+        ]
+        self._is_window = [group.window is not None for group in layout.groups]
+        self._told: dict[bytes, None] = {}
+
+    def update(self, events: Sequence[Events]) -> Events:
+        """Takes the events of each group's pool; returns what became resumable, and what not."""
+        known: dict[bytes, StoredBlock] = {}
+        changed: dict[bytes, None] = {}
+        full, windows = iter(self._full), iter(self._windows)
+        for is_window, (stored, removed) in zip(self._is_window, events, strict=True):
+            known.update((each.block_hash, each) for each in stored)
+            if is_window:
+                changed |= dict.fromkeys(next(windows).update(stored, removed))
+            else:
+                held = next(full)
+                held.update(each.block_hash for each in stored)
+                held.difference_update(removed)
+                changed |= dict.fromkeys([each.block_hash for each in stored] + removed)
+        gained, lost = [], []
+        for block_hash in changed:
+            is_resumable = self._is_resumable(block_hash)
+            if is_resumable and block_hash not in self._told and block_hash in known:
+                self._told[block_hash] = None
+                gained.append(known[block_hash])
+            elif not is_resumable and block_hash in self._told:
+                del self._told[block_hash]
+                lost.append(block_hash)
+        gained.sort(key=lambda each: each.index)
+        return gained, lost
+
+    def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
+        """Hashes that were told of, from `first` on and before `end`; empty `end`: to the last."""
+        return [h for h in self._told if first <= h and (not end or h < end)]
+
+    def _is_resumable(self, block_hash: bytes) -> bool:
+        return all(block_hash in held for held in self._full) and all(
+            window.is_whole(block_hash) for window in self._windows
+        )
+
+
+class _Window:
+    """The blocks of one group's pool, each with how many are there in a row up to it."""
+
+    def __init__(self, blocks_seen: int) -> None:
+        self._blocks_seen = max(1, blocks_seen)
+        self._in_row: dict[bytes, int] = {}
+        self._wanted: dict[bytes, int] = {}
+        self._parents: dict[bytes, bytes] = {}
+        self._children: dict[bytes, list[bytes]] = {}
+
+    def is_whole(self, block_hash: bytes) -> bool:
+        in_row = self._in_row.get(block_hash, 0)
+        return in_row > 0 and in_row >= self._wanted[block_hash]
+
+    def update(self, stored: Iterable[StoredBlock], removed: Iterable[bytes]) -> list[bytes]:
+        """Returns the blocks whose counts changed."""
+        changed = []
+        for block in stored:
+            self._wanted[block.block_hash] = min(self._blocks_seen, block.index + 1)
+            self._parents[block.block_hash] = block.parent_hash
+            self._children.setdefault(block.parent_hash, []).append(block.block_hash)
+            self._in_row[block.block_hash] = 0
+            changed += self._count_from(block.block_hash)
+        for block_hash in removed:
+            del self._in_row[block_hash], self._wanted[block_hash]
+            parent_hash = self._parents.pop(block_hash)
+            self._children[parent_hash].remove(block_hash)
+            if not self._children[parent_hash]:
+                del self._children[parent_hash]
+            changed.append(block_hash)
+            for child in self._children.get(block_hash, ()):
+                changed += self._count_from(child)
+        return changed
+
+    def _count_from(self, block_hash: bytes) -> list[bytes]:
+        """Counts a block anew, and those after it whose count it changes."""
+        changed, waiting = [], [block_hash]
+        while waiting:
+            block_hash = waiting.pop()
+            before = self._in_row.get(self._parents[block_hash], 0)
+            in_row = min(self._blocks_seen, before + 1)
+            if in_row != self._in_row[block_hash]:
+                self._in_row[block_hash] = in_row
+                changed.append(block_hash)
+                waiting += self._children.get(block_hash, ())
+        return changed

@@ -1,0 +1,32 @@
+"""The order in which blocks travel to a peer that goes on from them: both sides count in it.
+
+By their index in the chain, and at each index the groups in their order. Of a group with a window
+only those travel that the token after the chain sees:
+
+    full    [ 0  1  3  5 ]      a consumer that has block 0 is sent 1, 2 ... by these numbers,
+    window  [       2  4 ]      and blocks before its first missing one never travel
+"""
+
+from tandem.engine.cache.block_table import BlockTables
+from tandem.engine.cache.kv_groups import KvLayout
+
+
+def transfer_order(
+    layout: KvLayout, tables: BlockTables, first: int, end: int, *, resume: int
+) -> list[int]:
+    """Returns ids, unique among the pools, of the blocks with an index in first..end - 1.
+
+    The consumer goes on with the token after `resume` others.
+    """
+    if not layout.has_windows:
+        return tables.ids[0][first:end]
+    groups = [
+        (start, ids, group.first_seen(resume))
+        for start, ids, group in zip(layout.first_ids, tables.ids, layout.groups, strict=True)
+    ]
+    return [
+        start + ids[index]
+        for index in range(first, end)
+        for start, ids, seen in groups
+        if index >= seen
+    ]

@@ -1,0 +1,116 @@
+"""ToyRunner with a KV group for each of a few windows; also the oracle of its tokens.
+
+A token's KV in a group is a digest of the token and of the KV in that group that its window shows.
+The tokens follow from the KV of all groups, so whatever is wrong in one of them changes all.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.cache.kv_groups import KvGroup, KvLayout
+from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.engine import Engine
+from tandem.engine.scheduler.batch import SequenceSlice
+from tests.toy_runner import ToyRunner, attend, logits_of
+
+Windows = tuple[int | None, ...]
+
+
+def group_values(token_ids: Sequence[int], window: int | None) -> list[int]:
+    """The KV of the tokens in one group."""
+    values: list[int] = []
+    for token_id in token_ids:
+        first = 0 if window is None else max(0, len(values) + 1 - window)
+        values.append(attend(values[first:], token_id))
+    return values
+
+
+def token_after(token_ids: Sequence[int], windows: Windows) -> int:
+    values = [group_values(token_ids, window)[-1] for window in windows]
+    return int(logits_of(_mixed(values)).argmax())
+
+
+def continuation(token_ids: Sequence[int], num_tokens: int, windows: Windows) -> list[int]:
+    made: list[int] = []
+    while len(made) < num_tokens:
+        made.append(token_after([*token_ids, *made], windows))
+    return made
+
+
+class GroupedToyRunner(ToyRunner):
+    def __init__(self, windows: Windows, *, block_size: int, max_model_len: int = 1000) -> None:
+        super().__init__(block_size=block_size, max_model_len=max_model_len)
+        self.windows = windows
+
+    def layout(self, *num_blocks: int) -> KvLayout:
+        sizes = num_blocks or [1] * len(self.windows)
+        return KvLayout(
+            tuple(
+                KvGroup((number,), window, BlockLayout(size, 1, 1, self.block_size, 1, "float32"))
+                for number, (window, size) in enumerate(zip(self.windows, sizes, strict=True))
+            )
+        )
+
+    def allocate(self, *num_blocks: int) -> None:
+        self.pools = [torch.full((size, 2, self.block_size), -1.0) for size in num_blocks]
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        for source, target, group in copies:
+            self.pools[group][target] = self.pools[group][source]
+
+    def block(self, layout: KvLayout, block_id: int) -> torch.Tensor:
+        """A block by its id among all pools."""
+        group, local = layout.locate(block_id)
+        return self.pools[group][local]
+
+    def _compute(self, piece: SequenceSlice) -> list[int]:
+        start, values = piece.context_len - piece.num_tokens, []
+        for position, token_id in enumerate(piece.token_ids, start):
+            of_groups = []
+            for pool, table, window in zip(
+                self.pools, piece.block_tables, self.windows, strict=True
+            ):
+                first = 0 if window is None else max(0, position + 1 - window)
+                seen = [self._get(pool, table, place) for place in range(first, position)]
+                of_groups.append(attend(seen, token_id))
+                block, offset = self._slot(table, position)
+                pool[block, :, offset] = torch.tensor(
+                    [of_groups[-1] >> 16, of_groups[-1] & 0xFFFF]
+                ).float()
+            values.append(_mixed(of_groups))
+        return values
+
+    def _get(self, pool: torch.Tensor, table: Sequence[int], position: int) -> int:
+        block, offset = self._slot(table, position)
+        high, low = pool[block, :, offset].long().tolist()
+        return int((high << 16) + low)
+
+    def _slot(self, table: Sequence[int], position: int) -> tuple[int, int]:
+        block = table[position // self.block_size]
+        assert block >= 0, f"position {position} is read, and its block was given back"
+        return block, position % self.block_size
+
+
+def make_grouped_engine(
+    windows: Windows,
+    *,
+    num_blocks: int,
+    block_size: int = 4,
+    max_model_len: int = 1000,
+    **settings: Any,
+) -> tuple[Engine, GroupedToyRunner]:
+    runner = GroupedToyRunner(windows, block_size=block_size, max_model_len=max_model_len)
+    config = EngineConfig(
+        model="toy", block_size=block_size, num_blocks=num_blocks, itl_target_s=0.0, **settings
+    )
+    return Engine(config, runner, "toy"), runner
+
+
+def _mixed(values: Sequence[int]) -> int:
+    return zlib.crc32(str(list(values)).encode()) >> 1
