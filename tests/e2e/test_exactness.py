@@ -81,9 +81,11 @@ async def test_decode_worker_alone(start_cluster: StartCluster) -> None:
 @pytest.mark.parametrize("transport", ["nixl", "grpc"])
 async def test_disaggregated(start_cluster: StartCluster, transport: str) -> None:
     prompts, expected = golden()
-    with start_cluster("--transport", transport, *REMOTE_ALL) as cluster:
+    options = ("--transport", transport, "--verify-blocks", "all", *REMOTE_ALL)
+    with start_cluster(*options) as cluster:
         answers = await complete_all(cluster, prompts)
         assert [a.token_ids for a in answers] == expected
+        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
         needed = sum(-(-len(p) // 16) for p in prompts)
         cached = sum(a.cached_tokens for a in answers)
         assert blocks_moved(cluster, transport) >= needed - cached // 16 > 0

@@ -101,44 +101,48 @@ async def test_a_hung_engine_is_ended_and_a_stopped_worker_is_not(
         assert "the engine made no turn for" in worker.log.read_text()
 
 
-@pytest.mark.parametrize("phase", ["queued", "prefill", "transfer", "decode"])
+@pytest.mark.parametrize(
+    ("options", "phases"),
+    [
+        (("--max-num-seqs", "1", "--num-blocks", "60"), ("queued", "prefill", "decode")),
+        (("--transfer-delay", "20"), ("transfer",)),
+    ],
+    ids=["computing", "transfer"],
+)
 async def test_client_that_disconnects_leaves_nothing(
-    start_cluster: StartCluster, phase: str
+    start_cluster: StartCluster, options: tuple[str, ...], phases: tuple[str, ...]
 ) -> None:
-    options = {
-        "queued": ("--max-num-seqs", "1", "--num-blocks", "60"),
-        "prefill": (),
-        "transfer": ("--transfer-delay", "20"),
-        "decode": (),
-    }[phase]
     with start_cluster(*SHORT_STEPS, *options) as cluster:
         decode = cluster.workers["decode-0"]
         prefill = cluster.workers["prefill-0"]
-        reached = {
+        reached: dict[str, Callable[[], object]] = {
             "queued": lambda: decode.state().load.num_waiting,
             "prefill": lambda: prefill.state().load.num_leases,
             "transfer": lambda: decode.state().load.num_pulls and decode.state().load.blocks_used,
             "decode": lambda: decode.state().load.num_running,
-        }[phase]
-        count, made = (4, 400) if phase == "queued" else (1, 3000)  # none ends by itself
-        async with open_client(cluster) as client:
-            streams = [
-                asyncio.create_task(collect(client, PROMPT, asyncio.Event(), max_tokens=made))
-                for _ in range(count)
-            ]
-            await asyncio.to_thread(wait_for, reached, deadline_s=60, what=f"phase {phase}")
-            for stream in streams:
-                stream.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
-        try:
-            await asyncio.to_thread(
-                wait_for,
-                lambda: not any(map(any, held(cluster).values())),
-                deadline_s=FREED_DEADLINE_S,
-                what="release",
-            )
-        except TimeoutError:
-            pytest.fail(f"still held after a disconnect in phase {phase}: {held(cluster)}")
+        }
+        for number, phase in enumerate(phases):
+            prompt = [number, *PROMPT[1:]]  # nothing of it is cached
+            async with open_client(cluster) as client:
+                streams = [
+                    asyncio.create_task(collect(client, prompt, asyncio.Event(), max_tokens=400))
+                    for _ in range(4 if phase == "queued" else 1)
+                ]
+                await asyncio.to_thread(
+                    wait_for, reached[phase], deadline_s=60, what=f"phase {phase}"
+                )
+                for stream in streams:
+                    stream.cancel()
+                await asyncio.gather(*streams, return_exceptions=True)
+            try:
+                await asyncio.to_thread(
+                    wait_for,
+                    lambda: not any(map(any, held(cluster).values())),
+                    deadline_s=FREED_DEADLINE_S,
+                    what="release",
+                )
+            except TimeoutError:
+                pytest.fail(f"still held after a disconnect in phase {phase}: {held(cluster)}")
 
 
 async def test_redis_killed_and_started_again_under_load(tmp_path: Path) -> None:

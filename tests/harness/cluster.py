@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -99,15 +98,22 @@ class WorkerProcess:
         self.process.wait()
 
     def stop(self) -> None:
+        self.process.terminate()
+        self.wait_ended()
+
+    def wait_ended(self) -> None:
+        """Waits until it has left, as it was told; kills it after a bound."""
         if self.channel is not None:
             self.channel.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        _wait_or_kill(self.process, 5)
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes], deadline_s: float) -> None:
+    try:
+        process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 @dataclass
@@ -277,15 +283,13 @@ class LocalCluster:
         wait_for(self.idle, deadline_s=deadline_s, what="idleness of all workers")
 
     def close(self) -> None:
+        for worker in self.workers.values():  # all leave at the same time
+            worker.process.terminate()
         for worker in self.workers.values():
-            worker.stop()
-        if self.router is not None and self.router.poll() is None:
+            worker.wait_ended()
+        if self.router is not None:
             self.router.terminate()
-            try:
-                self.router.wait(10)
-            except subprocess.TimeoutExpired:
-                self.router.kill()
-                self.router.wait()
+            _wait_or_kill(self.router, 10)
 
     def _tls(self, kind: str) -> list[str]:
         return ["--tls-dir", str(self.tls_dir / kind)] if self.tls_dir else []

@@ -7,6 +7,7 @@ towards the marks that end strings, lists and objects lets most of them come to 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import referencing.exceptions
 
 from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
@@ -39,18 +41,23 @@ class Counts:
 
     refused: Counter[str] = field(default_factory=Counter)  # schemas, by reason
     followed: int = 0  # schemas
-    ended: int = 0  # answers that end by `stop`
+    answered: set[str] = field(default_factory=set)  # those of them with answers that end by `stop`
+    ended: int = 0  # such answers
     cut: int = 0  # by max_tokens
     failed: Counter[str] = field(default_factory=Counter)  # answers that the engine ended
     invalid: list[tuple[str, str, str]] = field(default_factory=list)  # schema, answer, reason
+    unread: Counter[str] = field(default_factory=Counter)  # answers whose schema Python cannot read
 
     def __str__(self) -> str:
         reasons = "".join(f"\n  {n:5} {why}" for why, n in self.refused.most_common())
         failed = "".join(f"\n  {n:5} {why}" for why, n in self.failed.most_common())
+        unread = "".join(f"\n  {n:5} {why}" for why, n in self.unread.most_common())
         wrong = "".join(f"\n  {name}: {text[:200]!r}: {why}" for name, text, why in self.invalid)
         return (
             f"{self.followed} schemas are followed, {self.refused.total()} refused{reasons}\n"
+            f"{len(self.answered)} schemas have answers that end by stop\n"
             f"{self.ended} answers end by stop, {len(self.invalid)} of them invalid{wrong}\n"
+            f"{self.unread.total()} of these answers are not validated{unread}\n"
             f"{self.cut} answers are cut, {self.failed.total()} fail{failed}"
         )
 
@@ -120,6 +127,7 @@ class SchemaAnswers:
 
     def _validate(self, name: str, schema: Any, token_ids: list[int]) -> None:
         self.counts.ended += 1
+        self.counts.answered.add(name)
         text = self._tokenizer.decode(token_ids)
         kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
         try:
@@ -127,6 +135,8 @@ class SchemaAnswers:
         except (ValueError, jsonschema.ValidationError) as error:
             reason = str(error).splitlines()[0]
             self.counts.invalid.append((name, text, reason[:200]))
+        except (re.error, referencing.exceptions.Unresolvable) as error:
+            self.counts.unread[f"{name}: {error}"[:90]] += 1
 
 
 def read_schemas(folder: Path) -> dict[str, Any]:

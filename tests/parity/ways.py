@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +95,21 @@ class Migrated(Way):
 
     def disturbances(self) -> float:
         return migrations(self.cluster, "drain")
+
+
+async def ask_all_ways(ways: Mapping[str, Way], asked: Sequence[Asked]) -> dict[str, list[Answer]]:
+    """Asks everything of all ways at the same time; returns the answers by way."""
+    answers = await asyncio.gather(*(way.ask_all(asked) for way in ways.values()))
+    return dict(zip(ways, answers, strict=True))
+
+
+@contextmanager
+def all_disturbed(ways: Mapping[str, Way]) -> Iterator[None]:
+    """Raises AssertionError if a way did not do meanwhile what it is named after."""
+    before = {name: way.disturbances() for name, way in ways.items() if name != "aggregated"}
+    yield
+    for name, count in before.items():
+        assert ways[name].disturbances() > count, f"nothing was {name}"
 
 
 @contextmanager
