@@ -6,6 +6,8 @@
 A round decodes with each of the options once, so that a busy machine slows all of them. A ratio is
 the median over the rounds of the option's median step over that of the plain step in the round.
 `--cpu-time` counts the time of the engine's own thread, which others on the machine disturb less.
+
+The last line is about sequences that ask for none of this: what a step takes to find that out.
 """
 
 import argparse
@@ -13,16 +15,24 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import count
+from timeit import repeat
+from typing import cast
 
+import torch
 from msgspec.structs import replace
 
 from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.sampler import StepSampler, next_draw
+from tandem.engine.runner_protocol import Runner
+from tandem.engine.scheduler.scheduler import Chunk
+from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.grammars.compiler import GrammarCompiler
 from tandem.grammars.text import StructuredOutput, grammar_text
 from tandem.models.source import resolve
+from tandem_kernels.sampling import Draw
 
 PLAIN = "nothing"
 BIAS = dict.fromkeys(range(1000, 1300), 1.0)
@@ -57,6 +67,38 @@ def step_ms(
     for spec in specs:
         engine.remove(spec.sequence_id)
     return statistics.median(times)
+
+
+class _NoDraw:
+    """Stands for a runner whose draw takes no time."""
+
+    def sample(self, logits: torch.Tensor, draws: list[Draw], rows: list[int] | None) -> list[int]:
+        return [0] * len(draws)
+
+
+def unused_us(batch: int) -> float:
+    """Returns the microseconds that the sampler takes, less those of the draws alone, for sequences
+    that want no edits and no log probabilities."""
+    sequences = [
+        Sequence.from_spec(
+            SequenceSpec(str(place), [1, 2], 2, Mode.LOCAL, SamplingParams(), 9),
+            arrival=place,
+            block_size=16,
+            chain_root=bytes(16),
+        )
+        for place in range(batch)
+    ]
+    chunks = [Chunk(each, 1, samples=True, all_logits=False) for each in sequences]
+    runner, logits = cast("Runner", _NoDraw()), torch.empty(0)
+
+    def draws_alone() -> None:
+        runner.sample(logits, [next_draw(each) for each in sequences], None)
+
+    whole, alone = (
+        min(repeat(work, number=1000, repeat=9)) * 1000
+        for work in (lambda: StepSampler(chunks).run(runner, logits), draws_alone)
+    )
+    return whole - alone
 
 
 def main() -> None:
@@ -105,6 +147,7 @@ def main() -> None:
     for name, found in times.items():
         ratio = statistics.median(a / b for a, b in zip(found, times[PLAIN], strict=True))
         print(f"{name:20} {statistics.median(found):8.2f} ms, ratio {ratio:.3f}")
+    print(f"looking for none of them: {unused_us(asked.batch):.0f} us")
 
 
 if __name__ == "__main__":
