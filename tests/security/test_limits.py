@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ import httpx
 import pytest
 
 from tandem.rpc.tandem.v1 import inference_pb2
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tests.harness.scripted_worker import silent
+from tests.harness.scripted_worker import Say, silent, update
 from tests.harness.tenant_load import measure
 from tests.security.test_keys import (
     Routers,
@@ -27,6 +29,7 @@ from tests.security.test_keys import (
     until,
 )
 from tests.service.router.conftest import eventually
+from tests.service.router.test_http import EOS
 
 __all__ = ["routers"]
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
@@ -243,6 +246,48 @@ async def test_requests_at_once_over_two_routers(routers: Routers) -> None:
     await until(partial(is_accepted, urls[1], keys["acme"]))
     open_ones[0].cancel()
     await asyncio.wait(open_ones)
+
+
+async def test_a_search_costs_what_it_made(routers: Routers) -> None:
+    """A user's key asks for beams, of which short ones win or which it leaves before they end."""
+    url = await routers.start("r1")
+    await ready(url)
+    key = await create(routers.admin_of(url), "acme", tokens_per_minute=10_000)
+    answering, begun = routers.worker.script, len(routers.worker.submitted)
+    numbers = itertools.count(1000)
+
+    async def search(submit: pb.SubmitSequence, say: Say) -> None:
+        top = [EOS, 1001, 1002, 1003]
+        entry = pb.LogprobEntry(logprob=-1, rank=1, top_ids=top, top_logprobs=[-1, -1.1, -1.2, -9])
+        if len(submit.input.token_ids) == len(PROMPT) + 6:
+            return  # the beams of the second search stay here until the client leaves
+        say(update(submit, [EOS], "length", is_committed=True, logprobs=[entry]))
+        routers.worker.tell_load(next(numbers))
+
+    routers.worker.script = search
+    beams = {"prompt": PROMPT, "n": 2, "use_beam_search": True, "length_penalty": -10.0}
+    found = await call(url, key, max_tokens=6, **beams)
+    assert found.json()["usage"]["completion_tokens"] == 3, found.text
+    left = asyncio.create_task(call(url, key, max_tokens=9, **beams))
+    await eventually(lambda: len(routers.worker.submitted) - begun == (1 + 5 * 2) + (1 + 6 * 2))
+    left.cancel()
+    await asyncio.wait([left])
+    routers.worker.script = answering
+    made = 2 * (len(PROMPT) + 1 + 5 * 2)
+
+    async def used() -> int:
+        answer = await call(url, key, prompt=PROMPT, max_tokens=1)
+        remaining = int(answer.headers["x-ratelimit-remaining-tokens"])
+        return 10_000 - remaining
+
+    num_asked = 0
+
+    async def is_settled() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return await used() == made + num_asked * (len(PROMPT) + 1)
+
+    await until(is_settled)
 
 
 @pytest.mark.slow

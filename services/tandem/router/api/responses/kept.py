@@ -1,28 +1,57 @@
 """Keeps the latest responses of a router, so that clients can read them and go on from them.
 
     --responses-kept 0 (the default): nothing is kept
-    else: answered --> kept --> forgotten (deleted, or the oldest of too many, or the router ends)
+    else: answered --> kept --> forgotten (deleted, or the router ends, or there are too many)
 
-In memory alone, and each router replica has its own. Another tenant's response does not exist.
+In memory alone, and each router replica has its own. Another tenant's response does not exist. If
+there are too many, or if they take too many bytes, the tenant that has the most of them loses its
+oldest one: no tenant can push out the others' responses.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import msgspec
 
 from tandem.errors import PreviousResponseNotFound, ResponseNotFound
+
+_BYTES_EACH = 64 << 10  # on average; one may have more, as far as all have room together
+_BYTES_MIN = 32 << 20  # of all together: the largest response has room whatever their number is
 
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response. `messages` are those of the chat, the answer included, without instructions;
-    `input_items` are the request's own."""
+    """A response as JSON, whose size is known. `messages` are those of the chat, the answer
+    included, without instructions; `input_items` are the request's own."""
 
     tenant: str
-    body: dict[str, Any]
-    messages: Sequence[dict[str, Any]]
-    input_items: Sequence[dict[str, Any]]
+    body: bytes
+    messages: bytes
+    input_items: bytes
+
+    @classmethod
+    def of(
+        cls,
+        tenant: str,
+        body: dict[str, Any],
+        messages: Sequence[dict[str, Any]],
+        input_items: Sequence[dict[str, Any]],
+    ) -> Self:
+        return cls(tenant, *map(msgspec.json.encode, (body, messages, input_items)))
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.messages) + len(self.input_items)
+
+
+@dataclass(slots=True)
+class _Share:
+    """The part of all kept responses that one tenant has, the oldest first."""
+
+    responses: OrderedDict[str, KeptResponse] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
 
 
 class KeptResponses:
@@ -30,24 +59,29 @@ class KeptResponses:
 
     def __init__(self, num_max: int) -> None:
         self._num_max = num_max
-        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._bytes_max = max(_BYTES_MIN, num_max * _BYTES_EACH)
+        self._shares: dict[str, _Share] = {}  # by tenant
 
     @property
     def is_on(self) -> bool:
         return self._num_max > 0
 
-    def keep(self, response: KeptResponse) -> None:
-        """Keeps a response, and forgets the oldest of too many."""
-        self._kept[response.body["id"]] = response
-        while len(self._kept) > self._num_max:
-            self._kept.popitem(last=False)
+    def keep(self, response_id: str, response: KeptResponse) -> None:
+        """Keeps a response, and forgets what is too much."""
+        share = self._shares.setdefault(response.tenant, _Share())
+        share.responses[response_id] = response
+        share.num_bytes += response.num_bytes
+        while sum(len(s.responses) for s in self._shares.values()) > self._num_max:
+            self._forget_oldest(max(self._shares, key=lambda t: len(self._shares[t].responses)))
+        while sum(s.num_bytes for s in self._shares.values()) > self._bytes_max:
+            self._forget_oldest(max(self._shares, key=lambda t: self._shares[t].num_bytes))
 
     def find(self, response_id: str, tenant: str) -> KeptResponse:
         """Returns a tenant's response. Raises ResponseNotFound."""
-        found = self._kept.get(response_id)
-        if found is None or found.tenant != tenant:
+        share = self._shares.get(tenant)
+        if share is None or response_id not in share.responses:
             raise ResponseNotFound(self._why(response_id), param="response_id")
-        return found
+        return share.responses[response_id]
 
     def messages_of(self, response_id: str | None, tenant: str) -> Sequence[dict[str, Any]]:
         """Returns the messages up to a response, if one is named. Raises
@@ -55,19 +89,32 @@ class KeptResponses:
         if response_id is None:
             return ()
         try:
-            return self.find(response_id, tenant).messages
+            found = self.find(response_id, tenant)
         except ResponseNotFound as error:
             raise PreviousResponseNotFound(error.message, param="previous_response_id") from None
+        return msgspec.json.decode(found.messages, type=list[dict[str, Any]])
 
     def delete(self, response_id: str, tenant: str) -> None:
         """Forgets a tenant's response. Raises ResponseNotFound."""
         self.find(response_id, tenant)
-        del self._kept[response_id]
+        self._forget(tenant, response_id)
 
     def is_of_another(self, response_id: str, tenant: str) -> bool:
         """Returns whether the response is kept here, and is not this tenant's."""
-        found = self._kept.get(response_id)
-        return found is not None and found.tenant != tenant
+        return any(
+            response_id in share.responses
+            for owner, share in self._shares.items()
+            if owner != tenant
+        )
+
+    def _forget_oldest(self, tenant: str) -> None:
+        self._forget(tenant, next(iter(self._shares[tenant].responses)))
+
+    def _forget(self, tenant: str, response_id: str) -> None:
+        share = self._shares[tenant]
+        share.num_bytes -= share.responses.pop(response_id).num_bytes
+        if not share.responses:
+            del self._shares[tenant]
 
     def _why(self, response_id: str) -> str:
         keeps = f"it keeps the last {self._num_max} of its own; another replica may know it"

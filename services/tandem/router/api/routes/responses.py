@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from pydantic import TypeAdapter
 from starlette.responses import Response
@@ -41,7 +42,8 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
             def keep(response: dict[str, Any]) -> None:
                 said = to_messages(_ITEMS.validate_python(response["output"]))
                 messages = (*parsed.messages, *said)
-                kept.keep(KeptResponse(tenant, response, messages, told_items(body.input)))
+                items = told_items(body.input)
+                kept.keep(response["id"], KeptResponse.of(tenant, response, messages, items))
 
             replies = ResponseReplies(
                 parsed,
@@ -68,11 +70,12 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
     async def retrieve(response_id: str, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise BadRequest("stream must be false: a kept response is whole", param="stream")
-        return JsonResponse(find(request, response_id).body)
+        return Response(find(request, response_id).body, media_type=JsonResponse.media_type)
 
     @app.get(f"{_PATH}/{{response_id}}/input_items")
     async def input_items(response_id: str, request: Request) -> Response:
-        return JsonResponse(page_of(find(request, response_id).input_items, request.query_params))
+        items = msgspec.json.decode(find(request, response_id).input_items)
+        return JsonResponse(page_of(items, request.query_params))
 
     @app.post(f"{_PATH}/{{response_id}}/cancel")
     async def cancel(response_id: str, request: Request) -> Response:

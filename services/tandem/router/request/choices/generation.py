@@ -62,6 +62,7 @@ class Generation:
         self._reservation = reservation
         self._first = record.jobs[0]
         self._num_open = num_choices
+        self._num_made = 0  # tokens, those of left-out beams too
         self._num_reasoning = 0  # of the choices that ended
         self._deadline = deadline
 
@@ -101,6 +102,7 @@ class Generation:
                     ) from None
                 except StopAsyncIteration:
                     return
+                self._num_made += len(step.token_ids)
                 yield step
 
     def _delta(self, choice: Choice, piece: Piece, logprobs: list[LogprobEntry]) -> Delta:
@@ -118,7 +120,7 @@ class Generation:
             self._num_reasoning += piece.num_reasoning
             if not self._num_open:
                 self.settle()
-                self._means.metrics.demand.ended(self._num_made)
+                self._means.metrics.demand.ended(max(self._num_made, self._record.num_sent))
                 total = Usage(
                     len(prompt_token_ids), record.num_sent, cached_tokens, self._num_reasoning
                 )
@@ -144,19 +146,17 @@ class Generation:
 
     def settle(self) -> None:
         """Counts what the request took of its tenant's limits, once; nothing if it was refused."""
+        client = self._first.request.client
+        num_sent = self._record.num_sent
         if any(_took(job) for job in self._record.jobs):
             self._means.tenants.settle(
                 self._reservation,
-                self._first.request.client.tenant,
+                client.tenant,
                 prompt=len(self._first.request.token_ids),
                 cached=self._first.progress.cached_tokens,
-                completion=self._record.num_sent,
+                # A search makes more tokens than its best beams have, and sends them at its end.
+                completion=self._num_made if client.use_beam_search else num_sent,
             )
-
-    @property
-    def _num_made(self) -> int:
-        of_jobs = sum(len(job.progress.output_token_ids) for job in self._record.jobs)
-        return max(of_jobs, self._record.num_sent)
 
     def _note(self, choice: Choice, num_tokens: int) -> None:
         """Observes the latency of new tokens; the autoscaler's meter gets it as a share of what its
