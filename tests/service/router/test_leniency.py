@@ -206,3 +206,19 @@ async def test_small_calls_of_other_servers(router: RunningRouter) -> None:
     assert (await router.http.get("/load")).json() == {"server_load": 0}
     for answer in (await router.http.get("/ping"), await router.http.post("/ping")):
         assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/chat/completions", "'/chat/completions' is not served here; /v1/chat/completions is"),
+        ("/v1/v1/messages", "'/v1/v1/messages' is not served here; /v1/messages is"),
+        ("/v1/images/generations", "the path '/v1/images/generations' is not served here"),
+    ],
+)
+async def test_a_wrong_path_says_which_is_meant(
+    router: RunningRouter, path: str, says: str
+) -> None:
+    answer = await router.http.post(path, json={})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith(says)

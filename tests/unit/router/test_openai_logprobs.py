@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -46,6 +47,13 @@ DELTAS = [
         total=Usage(2, 1 + len(EMOJI), 0),
         logprobs=[measured(-0.25, (one, -0.25), (ONE, -3.0), rank=1) for one in EMOJI],
     ),
+]
+
+# The same, where the text waits for the last token of its character.
+HELD = [
+    DELTAS[0],
+    Delta("", EMOJI[:-1], Usage(2, len(EMOJI), 0), logprobs=DELTAS[1].logprobs[:-1]),
+    replace(DELTAS[1], token_ids=EMOJI[-1:], logprobs=DELTAS[1].logprobs[-1:]),
 ]
 
 
@@ -116,10 +124,11 @@ def test_log_probabilities_of_a_prompt_are_by_token_id(chat: bool) -> None:
 )
 def test_a_stream_has_what_a_whole_answer_has(chat: bool, asked: dict[str, Any]) -> None:
     whole = replies(chat=chat, **asked).whole([DELTAS])["choices"][0]["logprobs"]
-    streaming = replies(chat=chat, stream=True, **asked)
-    chunks = [chunk for delta in DELTAS for chunk in streaming.chunks(0, delta)]
-    told = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
-    assert {name: [one for part in told for one in part[name]] for name in whole} == whole
+    for deltas in (DELTAS, HELD):
+        streaming = replies(chat=chat, stream=True, **asked)
+        chunks = [chunk for delta in deltas for chunk in streaming.chunks(0, delta)]
+        told = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+        assert {name: [one for part in told for one in part[name]] for name in whole} == whole
 
 
 def test_what_stopped_the_text_is_told() -> None:

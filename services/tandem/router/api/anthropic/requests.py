@@ -42,6 +42,7 @@ _ALLOWED = {
     "content that is a string or a non-empty list of blocks: text, tool_use and thinking (of an "
     "assistant), tool_result (of a user)",
     "system": "a string or a list of text blocks",
+    "max_tokens": "an integer of at least 1",
     "stop_sequences": ALLOWED["stop"],
     "tools": 'a list of tools such as {"name": ..., "description": ..., "input_schema": {...}}; '
     "tools that Anthropic's servers run are not supported",
@@ -277,7 +278,7 @@ class CountTokensBody(Strict):
 
 
 class MessagesBody(CountTokensBody):
-    max_tokens: int = Field(description=ALLOWED["max_tokens"])
+    max_tokens: int = Field(description=_ALLOWED["max_tokens"])
     stop_sequences: list[str] = Field([], description=_ALLOWED["stop_sequences"])
     stream: bool = Field(False, description=ALLOWED["stream"])
     temperature: float = Field(1.0, description=ALLOWED["temperature"])

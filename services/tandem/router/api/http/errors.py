@@ -56,8 +56,8 @@ def install_handlers(app: FastAPI) -> None:
             headers["Allow"] = ", ".join(_allowed_methods(request))
         code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
         form = anthropic if anthropic.is_anthropic(request.scope) else openai
-        body = form.plain_error(status, str(error.detail), code)
-        return JsonResponse(body, status, headers)
+        message = _not_served(request) if status == 404 else str(error.detail)
+        return JsonResponse(form.plain_error(status, message, code), status, headers)
 
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
@@ -71,6 +71,17 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ClientDisconnect, on_gone)
     app.add_exception_handler(Exception, on_bug)
+
+
+def _not_served(request: Request) -> str:
+    """Returns the message for an unknown path. Clients differ in whether a base URL ends in /v1, so
+    it names the path that was meant if that is only about this."""
+    path: str = request.scope["path"]
+    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    scope = {**request.scope, "path": meant}
+    is_served = any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+    hint = f"; {meant} is" if is_served else ""
+    return f"the path {path[:80]!r} is not served here{hint}"
 
 
 def _allowed_methods(request: Request) -> list[str]:

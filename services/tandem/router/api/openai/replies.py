@@ -125,7 +125,9 @@ class Replies:
     def _tells_each_token(self) -> bool:
         """Returns whether a chunk without text tells something, too."""
         parsed = self.parsed
-        return not self.is_chat or parsed.return_token_ids or parsed.continuous_usage
+        wants_logprobs = parsed.requests[0].logprobs is not None
+        shows_tokens = parsed.return_token_ids or wants_logprobs
+        return not self.is_chat or shows_tokens or parsed.continuous_usage
 
     def _chunk(
         self, index: int, message: dict[str, Any], delta: Delta, *, is_head: bool = False
