@@ -27,6 +27,7 @@ setup(
                     "attention",
                     "attention_dot",
                     "decoder",
+                    "experts",
                     "forward",
                     "gated",
                     "inputs",

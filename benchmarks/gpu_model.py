@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
+from tandem.engine.executor.weights import LayerWeights, Linear, Mlp, ModelWeights
 from tandem.models.config import ModelConfig
 from tandem.models.layers import LayerSpec
 from tandem.models.rope import Rope
@@ -117,8 +117,10 @@ def make_weights(size: Size, device: torch.device) -> tuple[ModelConfig, ModelWe
             k_norm=None,
             attention_out=Linear(matrix(size.hidden, q_size), None),
             mlp_norm=ones(),
-            gate_up=(Linear(matrix(2 * size.inner, size.hidden), None),),
-            down=Linear(matrix(size.hidden, size.inner), None),
+            mlp=Mlp(
+                gate_up=(Linear(matrix(2 * size.inner, size.hidden), None),),
+                down=Linear(matrix(size.hidden, size.inner), None),
+            ),
         )
         for _ in range(size.layers)
     )

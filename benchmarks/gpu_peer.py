@@ -70,7 +70,7 @@ def _state(size: Size, weights: ModelWeights) -> dict[str, torch.Tensor]:
 def _layer_state(size: Size, layer: LayerWeights) -> dict[str, torch.Tensor]:
     q_size, kv_size = size.heads * size.head_dim, size.kv_heads * size.head_dim
     q, k, v = layer.qkv[0].weight.split((q_size, kv_size, kv_size))
-    gate, up = layer.gate_up[0].weight.split((size.inner, size.inner))
+    gate, up = layer.mlp.gate_up[0].weight.split((size.inner, size.inner))
     return {
         "input_layernorm": layer.attention_norm,
         "self_attn.q_proj": q,
@@ -80,5 +80,5 @@ def _layer_state(size: Size, layer: LayerWeights) -> dict[str, torch.Tensor]:
         "post_attention_layernorm": layer.mlp_norm,
         "mlp.gate_proj": gate,
         "mlp.up_proj": up,
-        "mlp.down_proj": layer.down.weight,
+        "mlp.down_proj": layer.mlp.down.weight,
     }

@@ -11,12 +11,16 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -26,6 +30,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -55,6 +61,14 @@ _YARN = {
     "rope_theta": 10000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 128,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.1],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0],
+    "attention_factor": 1.2,
 }
 _NO_PAD = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 _GEMMA = {
@@ -92,6 +106,37 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
         Qwen2Config,
         {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
     ),
+    "mixtral": (
+        MixtralForCausalLM,
+        MixtralConfig,
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 40},
+    ),
+    "qwen3-moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "mlp_only_layers": [1],
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 40,
+        },
+    ),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "head_dim": 32,
+            "sliding_window": 40,
+            "rope_parameters": _YARN | {"truncate": False},
+            "swiglu_limit": 0.5,  # reached
+        },
+    ),
     "smollm3": (
         SmolLM3ForCausalLM,
         SmolLM3Config,
@@ -110,6 +155,16 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
         },
     ),
     "phi3": (Phi3ForCausalLM, Phi3Config, {"sliding_window": 40, **_NO_PAD}),
+    "phi3-longrope": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            "original_max_position_embeddings": 512,
+            "rope_parameters": _LONGROPE,
+            "tie_word_embeddings": True,
+            **_NO_PAD,
+        },
+    ),
     "gemma2": (
         Gemma2ForCausalLM,
         Gemma2Config,

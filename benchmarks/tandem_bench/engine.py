@@ -123,9 +123,9 @@ def measure(
     repeats: int,
 ) -> dict[str, Any]:
     """Everything of the JSON file but the idle time. Raises TandemError."""
-    from tandem.models.source import resolve
+    from tandem_bench.engine_steps import resolve_dense
 
-    folder = resolve(model)
+    folder = resolve_dense(model)
     rows = []
     for count in threads:
         runs = {mode: dict(_work(folder, mode, count, prompts, batches)) for mode in modes}

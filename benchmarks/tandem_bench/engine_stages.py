@@ -34,9 +34,13 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import TandemError
 from tandem.models.config import ModelConfig
-from tandem.models.source import resolve
 from tandem_bench.engine import MODES, idle_percent, limits
-from tandem_bench.engine_steps import blocks_needed, decode_step, prefill_steps
+from tandem_bench.engine_steps import (
+    blocks_needed,
+    decode_step,
+    prefill_steps,
+    resolve_dense,
+)
 from tandem_kernels.native.library import Kind, Stage, load
 
 _READ_BYTES = 512 << 20
@@ -100,7 +104,7 @@ def main(
 def _rows(
     model: str, mode: str, threads: int, prompts: list[int], batches: list[int], repeats: int
 ) -> list[dict[str, Any]]:
-    folder = resolve(model)
+    folder = resolve_dense(model)
     config = EngineConfig(model="", device="cpu", num_threads=threads, **MODES[mode])  # type: ignore[arg-type]
     runner = ModelRunner(folder, config)
     block_size = config.block_size

@@ -8,9 +8,21 @@ from __future__ import annotations
 from random import Random
 
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.errors import UnsupportedModel
+from tandem.models.source import ModelFolder, resolve
 
 STEP_TOKENS = 512
 DECODE_CONTEXT = 256
+
+
+def resolve_dense(model: str) -> ModelFolder:
+    """Resolves a model whose steps all read all weights. Raises UnsupportedModel for experts."""
+    folder = resolve(model)
+    if any(layer.experts for layer in folder.config.layers):
+        raise UnsupportedModel(
+            f"{model} has experts; this benchmark counts the work of dense models only"
+        )
+    return folder
 
 
 def blocks_needed(block_size: int, *, prompt: int = 0, batch: int = 0) -> int:

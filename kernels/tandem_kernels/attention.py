@@ -3,6 +3,8 @@
     out[t, h] = softmax(q[t, h] . K[h / G] / sqrt(D)) V[h / G]     over the keys at or before t,
                                                                of which a window has the last w
 
+A head may have a sink: a score that takes part in the softmax without a value.
+
 torch's scaled_dot_product_attention over copies gathered per layer: one call for all sequences
 that decode, one for each prefill chunk. Scores and sums are fp32 inside it, whatever the dtype.
 Results may differ in their last bits with what shares the batch; attention_invariant.py does not.
@@ -17,8 +19,11 @@ from torch.nn.functional import scaled_dot_product_attention, softmax
 from tandem_kernels.attention_groups import AttentionGroup, QuerySpan, make_groups
 from tandem_kernels.kv_cache import KvPool
 
-# (queries, keys, values, mask) -> as queries
-_Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+# (queries, keys, values, mask, sinks) -> as queries
+_Product = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    torch.Tensor,
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +55,20 @@ class PagedAttention:
             for group in make_groups(spans, pool, window=window)
         ]
 
-    def __call__(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """Queries [T, heads, D] to [T, heads, D]; the step's own K and V are in the pool."""
+    def __call__(
+        self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Queries [T, heads, D] to [T, heads, D]; the step's own K and V are in the pool.
+
+        sinks   [heads]
+        """
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for part in self._parts:
             group = part.group
             rows = slice(group.first_row, group.first_row + group.num_rows)
             kv = self._pool.gather(layer, group.block_rows, group.num_seqs).to(queries.dtype)
             attend = _attend_one_query if group.num_queries == 1 else _attend_chunk
-            attend(queries[rows], kv, part.mask, self._product, out[rows])
+            attend(queries[rows], kv, part.mask, sinks, self._product, out[rows])
         return out
 
     def _product(
@@ -67,33 +77,42 @@ class PagedAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attends [..., n, D] to [..., keys, D]; no mask: causal, and there are n keys."""
-        if self._cap is None:
+        """Attends [..., n, D] to [..., keys, D]; no mask: causal, and there are n keys. Sinks come
+        as [..., n or 1, 1]."""
+        if self._cap is None and sinks is None:
             return scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale
             )
         scores = queries.float() @ keys.float().transpose(-1, -2) * self._scale
-        scores = torch.tanh(scores / self._cap) * self._cap
+        if self._cap is not None:
+            scores = torch.tanh(scores / self._cap) * self._cap
         if mask is None:
             ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(ahead, float("-inf"))
         else:
             scores = scores + mask
-        return (softmax(scores, -1) @ values.float()).to(queries.dtype)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), -1)
+        weights = softmax(scores, -1)[..., : values.shape[-2]]
+        return (weights @ values.float()).to(queries.dtype)
 
 
 def _attend_one_query(
     queries: torch.Tensor,
     kv: torch.Tensor,
     mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     product: _Product,
     out: torch.Tensor,
 ) -> None:
     """Queries [B, heads, D]; the heads that share a KV head are the rows of one product."""
     num_seqs, num_kv_heads, _, head_dim = kv[0].shape
     grouped = queries.view(num_seqs, num_kv_heads, -1, head_dim)
-    result = product(grouped, kv[0], kv[1], mask)
+    if sinks is not None:
+        sinks = sinks.view(num_kv_heads, -1, 1)
+    result = product(grouped, kv[0], kv[1], mask, sinks)
     out.view(grouped.shape).copy_(result)
 
 
@@ -101,6 +120,7 @@ def _attend_chunk(
     queries: torch.Tensor,
     kv: torch.Tensor,
     mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     product: _Product,
     out: torch.Tensor,
 ) -> None:
@@ -112,7 +132,9 @@ def _attend_chunk(
     keys, values = kv[:, 0].unsqueeze(2).expand(-1, -1, group_size, -1, -1)
     if mask is None:
         keys, values = keys[..., :num_queries, :], values[..., :num_queries, :]
-    result = product(grouped, keys, values, mask)
+    if sinks is not None:
+        sinks = sinks.view(num_kv_heads, group_size, 1, 1)
+    result = product(grouped, keys, values, mask, sinks)
     out.view(num_queries, num_kv_heads, group_size, head_dim).copy_(result.permute(2, 0, 1, 3))
 
 

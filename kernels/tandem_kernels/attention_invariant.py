@@ -56,20 +56,32 @@ class InvariantPagedAttention:
         groups = make_groups(spans, pool, padded_to, window)
         self._parts = [self._tiled(group, window) for group in groups]
 
-    def __call__(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """Queries [T, heads, D] to [T, heads, D]; the step's own K and V are in the pool."""
+    def __call__(
+        self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Queries [T, heads, D] to [T, heads, D]; the step's own K and V are in the pool.
+
+        sinks   [heads]: scores of the softmax that no keys have
+        """
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         scaled = queries * self._scale
+        if sinks is not None:
+            sinks = sinks.view(-1, self._group_size)
         for part in self._parts:
             group = part.group
             rows = slice(group.first_row, group.first_row + group.num_rows)
             kv = self._pool.gather(layer, group.block_rows, group.num_seqs)
             attend = self._attend_one_query if group.num_queries == 1 else self._attend_chunk
-            attend(part, scaled[rows], kv, out[rows])
+            attend(part, scaled[rows], kv, sinks, out[rows])
         return out
 
     def _attend_one_query(
-        self, part: _TiledGroup, queries: torch.Tensor, kv: torch.Tensor, out: torch.Tensor
+        self,
+        part: _TiledGroup,
+        queries: torch.Tensor,
+        kv: torch.Tensor,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
     ) -> None:
         """Queries [B, heads, D]: row tiles are (sequence, KV head), or several of a large group."""
         head_dim = queries.shape[-1]
@@ -77,12 +89,20 @@ class InvariantPagedAttention:
         if self._tiles_per_query > 1:
             kv = kv.repeat_interleave(self._tiles_per_query, dim=2)
         keys, values = kv.flatten(1, 2)
-        result = _attend_tiles(part, rows.view(-1, ROW_TILE, head_dim), keys, values, self._cap)
+        if sinks is not None:
+            sinks = _padded_rows(sinks.unsqueeze(-1)).repeat(len(queries), 1, 1).view(-1, ROW_TILE)
+        tiles = rows.view(-1, ROW_TILE, head_dim)
+        result = _attend_tiles(part, tiles, keys, values, self._cap, sinks)
         used = result.view(rows.shape)[:, : self._group_size]
         out.view(-1, self._group_size, head_dim).copy_(used)
 
     def _attend_chunk(
-        self, part: _TiledGroup, queries: torch.Tensor, kv: torch.Tensor, out: torch.Tensor
+        self,
+        part: _TiledGroup,
+        queries: torch.Tensor,
+        kv: torch.Tensor,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
     ) -> None:
         """Queries [n, heads, D] of one sequence, one KV head after the other."""
         num_queries, _, head_dim = queries.shape
@@ -92,7 +112,11 @@ class InvariantPagedAttention:
         for head in range(shape[1]):
             tiles = _padded_rows(by_head[head]).view(-1, ROW_TILE, head_dim)
             keys, values = kv[:, 0, head].unsqueeze(1).expand(-1, tiles.shape[0], -1, -1)
-            result = _attend_tiles(part, tiles, keys, values, self._cap).view(-1, head_dim)
+            of_rows = None
+            if sinks is not None:
+                by_query = sinks[head].repeat(num_queries).view(1, -1, 1)
+                of_rows = _padded_rows(by_query).view(-1, ROW_TILE)
+            result = _attend_tiles(part, tiles, keys, values, self._cap, of_rows).view(-1, head_dim)
             used = result[: num_queries * self._group_size]
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
@@ -141,8 +165,10 @@ def _attend_tiles(
     keys: torch.Tensor,
     values: torch.Tensor,
     cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Scaled queries [N, 16, D] over keys and values [N, padded context, D]: [N, 16, D]."""
+    """Scaled queries [N, 16, D] over keys and values [N, padded context, D], with sinks [N, 16]:
+    [N, 16, D]."""
     scores = tiles.new_full(part.hidden.shape, float("-inf"))
     for t, first in enumerate(part.first_row_tile):
         key_tile = keys[first:, t * KEY_TILE : (t + 1) * KEY_TILE]
@@ -150,9 +176,10 @@ def _attend_tiles(
     if cap is not None:
         scores.div_(cap).tanh_().mul_(cap)
     scores.masked_fill_(part.hidden, float("-inf"))
-    weights = scores.sub_(scores.amax((0, 3)).unsqueeze(-1)).exp_()
+    highest = scores.amax((0, 3))
+    weights = scores.sub_(highest.unsqueeze(-1)).exp_()
     tile_sums = weights.sum(-1)
-    sums = torch.zeros_like(tile_sums[0])
+    sums = torch.zeros_like(tile_sums[0]) if sinks is None else (sinks - highest).exp_()
     out = torch.zeros_like(tiles)
     for t, first in enumerate(part.first_row_tile):
         sums[first:] += tile_sums[t, first:]

@@ -17,7 +17,8 @@ from tandem_kernels.linear import TILE_ROWS, linear, linear_invariant
 from tandem_kernels.norm import rms_norm
 from tandem_kernels.rope import rotate
 
-Attention = Callable[[int, torch.Tensor], torch.Tensor]  # (layer, queries) -> as queries
+# (layer, queries, scores of heads without keys or None) -> as queries
+Attention = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -61,10 +61,16 @@ def scale_yarn(
     return frequencies / factor * interpolated + frequencies * (1 - interpolated)
 
 
+def scale_longrope(head_dim: int, theta: float, factors: torch.Tensor) -> torch.Tensor:
+    """Each frequency divided by a factor of its own (arXiv:2402.13753)."""
+    return 1.0 / (factors * theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
+
+
 def rotary_angles(
-    positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (cos, sin) times `scale`, each [T, 1, D / 2] in fp32, to be used in every layer."""
+    """Returns (cos, sin) times `scale`, a number or [D / 2]; each is [T, 1, D / 2] in fp32, to be
+    used in every layer."""
     angles = (positions.float().unsqueeze(-1) * frequencies).unsqueeze(1)
     return angles.cos() * scale, angles.sin() * scale
 

@@ -16,6 +16,7 @@ import psutil
 
 from tandem.config.engine import EngineOptions
 from tandem.dtypes import DTYPE_BYTES, compute_dtype, cpu_has_bfloat16, kv_part_bytes
+from tandem.models.shape import num_parameters
 from tandem.models.source import ModelFolder
 
 
@@ -84,9 +85,12 @@ def worker_need(
         return Need(option, pool_bytes, 0)
     stored = model.config.torch_dtype
     num_weights = sum(f.stat().st_size for f in model.weight_files) // DTYPE_BYTES[stored]
+    is_converted = dtype != stored
+    if model.config.is_mxfp4:
+        num_weights, is_converted = num_parameters(model.config), True
     if (kernels or config.kernels) in ("torch", "triton"):
         return Need(option, pool_bytes, num_weights * DTYPE_BYTES[dtype])
-    converted_bytes = 0 if dtype == stored else DTYPE_BYTES[dtype]
+    converted_bytes = DTYPE_BYTES[dtype] if is_converted else 0
     packed_bytes = 1 if config.weights == "int8" else DTYPE_BYTES[dtype]
     return Need(option, pool_bytes, num_weights * (packed_bytes + converted_bytes))
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -22,9 +24,11 @@ from tests.harness.models import HERMES_TEMPLATE
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def make_random_model(folder: Path, window: int | None = None) -> PreTrainedModel:
-    """Saves a Llama, or a Mistral whose layers all have the window, and returns transformers' own
-    model of it."""
+def make_random_model(
+    folder: Path, window: int | None = None, *, is_gpt_oss: bool = False
+) -> PreTrainedModel:
+    """Saves a Llama, a Mistral whose layers all have the window, or a gpt-oss of which every second
+    layer has it, and returns transformers' own model of it."""
     source = resolve("smollm2").path
     config = json.loads((source / "config.json").read_text())
     torch.manual_seed(3)
@@ -39,11 +43,18 @@ def make_random_model(folder: Path, window: int | None = None) -> PreTrainedMode
         "bos_token_id": config["bos_token_id"],
         "eos_token_id": config["eos_token_id"],
     }
-    model: PreTrainedModel = (
-        LlamaForCausalLM(LlamaConfig(**sizes))
-        if window is None
-        else MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
-    ).eval()
+    model: PreTrainedModel
+    if is_gpt_oss:
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        model = GptOssForCausalLM(
+            GptOssConfig(**sizes, **experts, sliding_window=window, rope_parameters=rope)
+        )
+    elif window is None:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    else:
+        model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
+    model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)

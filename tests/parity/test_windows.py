@@ -1,4 +1,5 @@
-"""A model whose layers have a window gets transformers' tokens, whichever way its KV came.
+"""A model whose layers have a window gets transformers' tokens, whichever way its KV came: in all
+layers, or in every second one of a model with experts and sinks.
 
 Prompts are several windows long. Each is asked twice: the second time its KV is cached.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 import torch
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
@@ -37,9 +39,10 @@ def _token_ids(answer: Answer) -> list[int]:
     return token_ids
 
 
-def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_gpt_oss", [False, True])
+def test_five_ways(is_gpt_oss: bool, redis_server: EmbeddedRedis, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    model = make_random_model(tmp_path / "model", _WINDOW)
+    model = make_random_model(tmp_path / "model", _WINDOW, is_gpt_oss=is_gpt_oss)
     asked = [_asked(prompt) for prompt in _PROMPTS]
     with five_ways(redis_server, tmp_path, str(tmp_path / "model")) as ways:
         with all_disturbed(ways):

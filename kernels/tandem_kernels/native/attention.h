@@ -253,6 +253,12 @@ inline float weigh(float* scores, Seen seen, int num_keys, float& highest, float
     return factor;
 }
 
+// The weight of a head's sink beside those of keys, of which the highest score is given.
+inline float mass_of_sink(const Model& model, int layer, int head, float highest) {
+    const float* const sinks = model.layers[layer].sinks;
+    return sinks == nullptr ? 0.0f : std::exp(sinks[head] - highest);
+}
+
 template <class T, int MR>
 void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* seen, float* scores,
                  float* highest, float* mass, float* out) {
@@ -531,7 +537,7 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         const int query = (item.first_row + i) / group, head = (item.first_row + i) % group;
         const InputRow to = attended.row(span.first_row + query);
         const int column = (item.kv_head * group + head) * dim;
-        const float scale = 1.0f / mass[i];
+        const float scale = 1.0f / (mass[i] + mass_of_sink(model, layer, column / dim, highest[i]));
         float ordered[kPanel];
         for (int d = 0; d < dim; d += kPanel) {
             for (int lane = 0; lane < kPanel; ++lane)

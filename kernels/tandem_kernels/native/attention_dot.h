@@ -576,7 +576,9 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
     }
     for (int i = 0; i < item.num_rows; ++i) {
         const Floats mass[kVectors] = {load(at.sums[i].mass)};
-        const float scale = 1.0f / sum(mass);
+        const float highest = at.sums[i].base * (1.0f / kLog2E);
+        const float of_sink = mass_of_sink(model, layer, first_column(i) / dim, highest);
+        const float scale = 1.0f / (sum(mass) + of_sink);
         const InputRow to = attended.row(span.first_row + (item.first_row + i) / group);
         for (int d = 0; d < dim; d += kPanel)
             to.put(first_column(i) + d,

@@ -31,6 +31,7 @@
 #include "attention.h"
 #include "lora.h"
 #include "forward.h"
+#include "experts.h"
 #include "limits.h"
 #include "logprobs.h"
 

@@ -28,7 +28,12 @@ namespace tandem {
 
 enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, BF16_PAIRS = 3, I8_I4 = 4 };
 
-enum Activation : int32_t { SILU_GATE = 0, GELU_TANH_GATE = 1 };
+enum Activation : int32_t { SILU_GATE = 0, GELU_TANH_GATE = 1, CLAMPED_GATE = 2 };
+
+struct Gating {
+    int32_t activation;
+    float alpha, limit;  // of CLAMPED_GATE
+};
 
 constexpr int kStepInputs = 32;  // of a step of a product of pairs
 
@@ -46,7 +51,18 @@ struct Matrix {
     const float* bias;    // of each output, or null
     int32_t in, out;
     int32_t kind;
-    int32_t activation;  // of gates
+    Gating gating;  // of gates and ups
+};
+
+struct Mlp {
+    Matrix gate_up, down;
+};
+
+struct Experts {  // MLPs of one shape, of which each row has some
+    const Mlp* mlps;  // [num]
+    Matrix router;    // a logit for each
+    int32_t num, top_k;
+    int32_t is_normalized;  // the weights of a row's experts sum to 1
 };
 
 struct Layer {  // a norm that is null is not there
@@ -54,9 +70,12 @@ struct Layer {  // a norm that is null is not there
     const float* attention_post_norm;  // of what attention adds to the residual stream
     const float* q_norm;               // [head_dim], or of all heads as one
     const float* k_norm;
+    const float* sinks;  // [heads]: scores that no keys have, or null
     const float* mlp_norm;
     const float* mlp_post_norm;
-    Matrix qkv, attention_out, gate_up, down;
+    Matrix qkv, attention_out;
+    Mlp mlp;
+    const Experts* experts;  // in the place of the MLP, or null
     int32_t rope;    // which table of angles
     int32_t window;  // keys that a query sees, its own the last; 0: all before it
     int32_t group;   // of KV: where its keys and values lie

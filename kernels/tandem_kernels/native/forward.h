@@ -104,13 +104,13 @@ void place_row(const Model& model, const Layer& layer, const Step& step, int ind
     }
 }
 
-inline void gate_row(const float* gate_up, int32_t activation, const InputRow& to) {
+inline void gate_row(const float* gate_up, const Gating& gating, const InputRow& to) {
     const float *gate = gate_up, *up = gate_up + to.in;
     int at = 0;
     for (; at + kLanes <= to.in; at += kLanes)
-        to.put(at, gated(load(gate + at), load(up + at), activation));
+        to.put(at, gated(load(gate + at), load(up + at), gating));
     if (const int rest = to.in - at)
-        to.put(at, gated(load_some(gate + at, rest), load_some(up + at, rest), activation), rest);
+        to.put(at, gated(load_some(gate + at, rest), load_some(up + at, rest), gating), rest);
 }
 
 inline void embed(const Model& model, int token, float* to) {
@@ -171,7 +171,8 @@ struct LayerItems {
 };
 
 struct Rows {  // buffers of a step, as all threads see them
-    float *hidden, *input, *projected, *attended, *delta;
+    float *hidden, *input, *projected, *attended, *delta, *routed, *logits;
+    Routing* routing;
     Laps* laps;
     StepLora lora;
 };
@@ -212,27 +213,27 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
 // What the MLP's last product reads.
 inline Inputs gate_all(const Model& model, int index, const Step& step, const Inputs& normed,
                        const Rows& rows, int thread, int threads) {
-    const Layer& layer = model.layers[index];
+    const Mlp& mlp = model.layers[index].mlp;
 #ifdef TANDEM_PAIRS
-    if (layer.gate_up.kind == BF16_PAIRS) {
-        Inputs gated = inputs_of(layer.down, rows.projected, step.num_rows);
+    if (mlp.gate_up.kind == BF16_PAIRS) {
+        Inputs gated = inputs_of(mlp.down, rows.projected, step.num_rows);
         gated.added = added_gates(model, rows.lora, index, normed, thread);
-        gate(layer.gate_up, normed, gated, thread, threads);
+        gate(mlp.gate_up, normed, gated, thread, threads);
 #pragma omp barrier
         rows.laps->end(GATE_UP, thread);
         return gated;
     }
 #endif
-    const Inputs gated = inputs_of(layer.down, rows.input, step.num_rows);
+    const Inputs gated = inputs_of(mlp.down, rows.input, step.num_rows);
     const size_t width = 2 * static_cast<size_t>(model.inner);
     const Output projected{rows.projected, width, Into::kSet};
-    linear(layer.gate_up, normed, projected, thread, threads);
+    linear(mlp.gate_up, normed, projected, thread, threads);
 #pragma omp barrier
     add_lora(rows.lora, index, &LoraLayer::gate_up, normed, projected, thread);
     rows.laps->end(GATE_UP, thread);
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row) 
-        gate_row(rows.projected + row * width, layer.gate_up.activation, gated.row(row));
+        gate_row(rows.projected + row * width, mlp.gate_up.gating, gated.row(row));
     rows.laps->end(SILU, thread);
     return gated;
 }
@@ -260,13 +261,29 @@ inline void add_product(const Model& model, const Matrix& matrix, const Inputs& 
     rows.laps->end(NORM, thread);
 }
 
-// Attention and the MLP, added to the residual stream.
+inline void add_experts(const Model& model, const Layer& layer, const Step& step, const Rows& rows,
+                        int thread, int threads);
+
+inline void add_mlp(const Model& model, int index, const Step& step, const Rows& rows,
+                    int thread, int threads) {
+    const Layer& layer = model.layers[index];
+    const Inputs normed = inputs_of(layer.mlp.gate_up, rows.input, step.num_rows);
+#pragma omp for schedule(static)
+    for (int row = 0; row < step.num_rows; ++row)
+        norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
+                 model.norm_eps, normed.row(row));
+    rows.laps->end(NORM, thread);
+    const Inputs gated = gate_all(model, index, step, normed, rows, thread, threads);
+    add_product(model, layer.mlp.down, gated, layer.mlp_post_norm, DOWN, rows, index,
+                &LoraLayer::down, thread, threads);
+}
+
+// Attention and the MLP or experts, added to the residual stream.
 inline void finish_layer(const Model& model, const Step& step, int index, const Rows& rows,
                          const std::vector<Item>& items, float* buffer, int thread, int threads) {
     const Layer& layer = model.layers[index];
     const size_t width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
     const Inputs attended = inputs_of(layer.attention_out, rows.attended, step.num_rows);
-    const Inputs normed = inputs_of(layer.gate_up, rows.input, step.num_rows);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < items.size(); ++i) {
         const Item& next = items[i + threads < items.size() ? i + threads : i];
@@ -275,14 +292,10 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
     rows.laps->end(ATTENTION, thread);
     add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT, rows,
                 index, &LoraLayer::attention_out, thread, threads);
-#pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row)
-        norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
-                 model.norm_eps, normed.row(row));
-    rows.laps->end(NORM, thread);
-    const Inputs gated = gate_all(model, index, step, normed, rows, thread, threads);
-    add_product(model, layer.down, gated, layer.mlp_post_norm, DOWN, rows, index, &LoraLayer::down,
-                thread, threads);
+    if (layer.experts != nullptr)
+        add_experts(model, layer, step, rows, thread, threads);
+    else
+        add_mlp(model, index, step, rows, thread, threads);
 }
 
 inline bool needs_delta(const Model& model) {
@@ -291,16 +304,40 @@ inline bool needs_delta(const Model& model) {
            !adds_at_once(model, layer.mlp_post_norm);
 }
 
+// Experts of all layers have one shape: those of a layer that has them, or null.
+inline const Experts* experts_of(const Model& model) {
+    for (int index = 0; index < model.num_layers; ++index)
+        if (model.layers[index].experts != nullptr) return model.layers[index].experts;
+    return nullptr;
+}
+
 inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
     const size_t rows = step.num_rows;
     const int heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
     const int inner = model.inner, hidden = model.hidden;
     for (Buffer& buffer : scratch.of_thread) buffer.of(attention_floats(model, step));
+    size_t projected = rows * std::max({heads, 2 * inner, whole_steps(inner)});
+    size_t routed = 0, logits = 0;
+    const Experts* const experts = experts_of(model);
+    if (experts != nullptr) {
+        const size_t places = rows * experts->top_k;
+        const Mlp& mlp = experts->mlps[0];
+        projected = std::max(projected, places * std::max(mlp.gate_up.out, whole_steps(hidden)));
+        projected = std::max(projected, input_floats(places, mlp.down.in));
+        routed = input_floats(places, std::max(hidden, mlp.down.in));
+        logits = rows * experts->num;
+        scratch.routing.chosen.resize(places);
+        scratch.routing.choices.resize(places);
+        scratch.routing.first.resize(experts->num + 1);
+    }
     return {scratch.hidden.of(rows * hidden),
             scratch.input.of(input_floats(rows, inner > hidden ? inner : hidden)),
-            scratch.projected.of(rows * std::max({heads, 2 * inner, whole_steps(inner)})),
+            scratch.projected.of(projected),
             scratch.attended.of(input_floats(rows, model.num_heads * model.head_dim)),
-            scratch.delta.of(needs_delta(model) ? rows * hidden : 0),
+            scratch.delta.of(experts != nullptr || needs_delta(model) ? rows * hidden : 0),
+            scratch.routed.of(routed),
+            scratch.logits.of(logits),
+            &scratch.routing,
             &scratch.laps,
             lora_of(model, step, scratch)};
 }

@@ -2,22 +2,33 @@
 //
 //     silu         f(x) = x
 //     gelu_tanh    f(x) = 2 sqrt(2 / pi) (x + 0.044715 x^3), for (1 + tanh(f / 2)) / 2 is the same
+//     clamped      f(x) = alpha x; gates are at most `limit`, ups within it, and 1 is added to them
 
 namespace tandem::TANDEM_ISA {
 
-inline Floats gate_power(Floats gate, int32_t activation) {
-    if (activation == SILU_GATE) return gate;
+inline Floats gate_power(Floats gate, const Gating& gating) {
+    if (gating.activation == SILU_GATE) return gate;
+    if (gating.activation == CLAMPED_GATE) return gate * gating.alpha;
     return gate * (gate * gate * 0.0713548162726f + 1.5957691216057308f);
 }
 
-inline Floats gated(Floats gate, Floats up, int32_t activation) {
-    return gate / (exp(-gate_power(gate, activation)) + 1.0f) * up;
+inline void clamp_gate(Floats& gate, Floats& up, const Gating& gating) {
+    if (gating.activation != CLAMPED_GATE) return;
+    const Floats most = all(gating.limit);
+    gate = gate < most ? gate : most;
+    up = max(up < most ? up : most, -most) + 1.0f;
+}
+
+inline Floats gated(Floats gate, Floats up, const Gating& gating) {
+    clamp_gate(gate, up, gating);
+    return gate / (exp(-gate_power(gate, gating)) + 1.0f) * up;
 }
 
 #ifdef TANDEM_PAIRS
 // The same to 14 bits, for what is rounded to the 8 of bf16 next: a shorter exp, no division.
-inline Floats gated_for_bf16(Floats gate, Floats up, int32_t activation) {
-    const __m512 power = (__m512)(gate_power(gate, activation) * -1.44269504088896341f);
+inline Floats gated_for_bf16(Floats gate, Floats up, const Gating& gating) {
+    clamp_gate(gate, up, gating);
+    const __m512 power = (__m512)(gate_power(gate, gating) * -1.44269504088896341f);
     const __m512 whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT);
     const Floats part = (Floats)power - (Floats)whole;  // in [-1/2, 1/2]
     Floats p = part * 9.6181291e-3f + 5.5504109e-2f;    // Taylor's series of 2^part

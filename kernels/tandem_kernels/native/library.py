@@ -47,7 +47,7 @@ class Stage(IntEnum):
     """A stage of a step; it ends when all threads are through with it."""
 
     EMBED = 0
-    NORM = 1
+    NORM = 1  # and the choice of experts
     QKV = 2
     PLACE = 3  # head norms, rotation, K and V into the pool
     ATTENTION = 4
@@ -63,6 +63,11 @@ class Activation(IntEnum):
 
     SILU = 0
     GELU_TANH = 1
+    CLAMPED = 2
+
+
+class Gating(Structure):
+    _fields_ = (("activation", c_int32), ("alpha", c_float), ("limit", c_float))
 
 
 class Matrix(Structure):
@@ -73,7 +78,21 @@ class Matrix(Structure):
         ("num_in", c_int32),
         ("num_out", c_int32),
         ("kind", c_int32),
-        ("activation", c_int32),
+        ("gating", Gating),
+    )
+
+
+class Mlp(Structure):
+    _fields_ = (("gate_up", Matrix), ("down", Matrix))
+
+
+class Experts(Structure):
+    _fields_ = (
+        ("mlps", POINTER(Mlp)),
+        ("router", Matrix),
+        ("num", c_int32),
+        ("top_k", c_int32),
+        ("is_normalized", c_int32),
     )
 
 
@@ -83,12 +102,13 @@ class Layer(Structure):
         ("attention_post_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("sinks", c_void_p),
         ("mlp_norm", c_void_p),
         ("mlp_post_norm", c_void_p),
         ("qkv", Matrix),
         ("attention_out", Matrix),
-        ("gate_up", Matrix),
-        ("down", Matrix),
+        ("mlp", Mlp),
+        ("experts", POINTER(Experts)),
         ("rope", c_int32),
         ("window", c_int32),
         ("group", c_int32),

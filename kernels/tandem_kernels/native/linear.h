@@ -238,7 +238,7 @@ inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int 
             gate += load_some(row, num);
             up += load_some(row + gated.in, num);
         }
-        first.below(m).put(at, gated_for_bf16(gate, up, matrix.activation), num);
+        first.below(m).put(at, gated_for_bf16(gate, up, matrix.gating), num);
     }
 }
 

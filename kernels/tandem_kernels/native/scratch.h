@@ -58,6 +58,17 @@ struct Largest {  // of some logits, the first one
     int32_t token;
 };
 
+struct Chosen {  // one of a row's experts, its weight, and where it lies among all experts' rows
+    int32_t expert, place;
+    float share;
+};
+
+struct Routing {
+    std::vector<Chosen> chosen;    // [rows, top k]
+    std::vector<int32_t> choices;  // [rows * top k]: which of `chosen` has a place
+    std::vector<int32_t> first;    // [experts + 1]: places
+};
+
 struct Scratch {
     Buffer hidden;    // [rows, hidden]: the residual stream
     Buffer input;     // rows in tiles, as a product reads them
@@ -66,6 +77,9 @@ struct Scratch {
     Buffer delta;     // [rows, hidden]: what a product adds to `hidden`, if that is not all
     Buffer last;      // [logit rows, hidden]
     Buffer gates;     // [rows with adapters, gate and up]: what these add to gates
+    Buffer routed;    // rows of experts in tiles, expert by expert
+    Buffer logits;    // [rows, experts]: of a router
+    Routing routing;
     std::vector<Buffer> of_thread;  // attention's tiles
     std::vector<Buffer> lora;       // of each thread
     std::vector<Largest> largest;   // [threads, logit rows]

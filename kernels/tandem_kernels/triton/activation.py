@@ -1,4 +1,5 @@
-"""The gated activations of MLPs: silu(gate) * up and gelu_tanh(gate) * up  (arXiv:2002.05202).
+"""The gated activations of MLPs: silu(gate) * up and gelu_tanh(gate) * up  (arXiv:2002.05202), and
+with gates of at most a limit, and ups within it, gate sigmoid(alpha gate) (up + 1).
 
 gelu_tanh(x) is x (1 + tanh(f(x))) / 2 with f(x) = sqrt(2 / pi) (x + 0.044715 x^3), which is
 x sigmoid(2 f(x)).
@@ -11,10 +12,13 @@ import triton.language as tl
 _COLUMNS = 1024
 
 
-def gated_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+def gated_mul(
+    gate_up: torch.Tensor, activation: str = "silu", clamp: tuple[float, float] | None = None
+) -> torch.Tensor:
     """Returns [T, inner] from [T, 2 * inner], gate and up side by side; in fp32, same dtype.
 
     activation  silu or gelu_tanh
+    clamp       alpha and the limit, instead of the activation
     """
     assert activation in ("silu", "gelu_tanh")
     num_rows, width = gate_up.shape
@@ -28,6 +32,8 @@ def gated_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
         INNER=width // 2,
         COLUMNS=_COLUMNS,
         IS_SILU=activation == "silu",
+        ALPHA=clamp[0] if clamp else 0.0,
+        LIMIT=clamp[1] if clamp else 0.0,
     )
     return out
 
@@ -40,6 +46,8 @@ def _gated_mul(
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_SILU: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -48,6 +56,13 @@ def _gated_mul(
     places = gate_up + row * stride_row + columns
     gate = tl.load(places, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(places + INNER, mask=is_column, other=0.0).to(tl.float32)
-    power = gate if IS_SILU else gate * (gate * gate * 0.0713548162726 + 1.5957691216057308)
+    if LIMIT > 0.0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.maximum(tl.minimum(up, LIMIT), -LIMIT) + 1.0
+        power = gate * ALPHA
+    elif IS_SILU:
+        power = gate
+    else:
+        power = gate * (gate * gate * 0.0713548162726 + 1.5957691216057308)
     active = (gate * tl.sigmoid(power)).to(dtype).to(tl.float32)  # as the reference rounds
     tl.store(out + row * INNER + columns, (active * up).to(dtype), mask=is_column)

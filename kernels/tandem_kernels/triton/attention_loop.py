@@ -70,7 +70,7 @@ def attend(
         else:
             k = tl.load(k_at, mask=is_dim[:, None], other=0.0)
             v = tl.load(v_at, mask=is_dim[None, :], other=0.0)
-        scores = _product(queries, k.to(queries.dtype)) * scale
+        scores = product(queries, k.to(queries.dtype)) * scale
         if CAP > 0.0:  # tanh(x) is 2 sigmoid(2 x) - 1
             scores = 2.0 * CAP * tl.sigmoid(scores * (2.0 / CAP)) - CAP
         if MASKED:
@@ -86,7 +86,7 @@ def attend(
         shrink = tl.exp2(maxima - base)
         sums = sums * shrink + tl.sum(weights, 1)
         accumulator = accumulator * shrink[:, None]
-        accumulator += _product(weights.to(queries.dtype), v.to(queries.dtype))
+        accumulator += product(weights.to(queries.dtype), v.to(queries.dtype))
         maxima = new_maxima
     return accumulator, sums, maxima
 
@@ -102,7 +102,7 @@ def start_state(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _product(a, b):
+def product(a, b):
     """Multiplies in fp32. The interpreter would multiply the bits of bfloat16 as integers."""
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))

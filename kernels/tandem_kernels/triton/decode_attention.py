@@ -29,6 +29,7 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attention [B, heads, D], in the queries' dtype.
 
@@ -39,6 +40,7 @@ def decode_attention(
     window        the last keys of each context that are seen; None: all
     scale         of q . k; None: 1 / sqrt(D)
     cap           scores become cap * tanh(score / cap); None: they do not
+    sinks         [heads]: scores of the softmax that no keys have; None: there are none
     """
     num_seqs, num_heads, head_dim = queries.shape
     num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
@@ -54,6 +56,8 @@ def decode_attention(
         partials = queries.new_empty((*shape, head_dim), dtype=torch.float32)
         log_sums = queries.new_empty(shape, dtype=torch.float32)
     block_d = max(16, next_power_of_2(head_dim))
+    has_sinks = sinks is not None
+    given_sinks = queries if sinks is None else sinks  # a pointer in any case
     _attend_split[(num_seqs, num_kv_heads, num_splits)](
         queries,
         layer_kv,
@@ -61,6 +65,7 @@ def decode_attention(
         context_lens,
         partials,
         log_sums,
+        given_sinks,
         queries.stride(0),
         layer_kv.stride(0),
         layer_kv.stride(1),
@@ -75,11 +80,20 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAP=(cap or 0.0) * LOG2_E.value,
+        HAS_SINKS=has_sinks and num_splits == 1,
         DEVICE=device_name(queries.device),
     )
     if num_splits > 1:
         _weigh_splits[(num_seqs, num_heads)](
-            partials, log_sums, out, num_splits, head_dim, block_d, next_power_of_2(num_splits)
+            partials,
+            log_sums,
+            out,
+            given_sinks,
+            num_splits,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            SPLITS=next_power_of_2(num_splits),
+            HAS_SINKS=has_sinks,
         )
     return out
 
@@ -110,7 +124,7 @@ def choose_num_splits(
             (128, 8, 5),
         )
     ],
-    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "CAP", "num_splits"],
+    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "CAP", "HAS_SINKS", "num_splits"],
 )
 @triton.jit(
     do_not_specialize=["num_splits", "stride_table"],
@@ -123,6 +137,7 @@ def _attend_split(
     context_lens,
     partials,
     log_sums,
+    sinks,
     stride_query,
     stride_block,
     stride_head,
@@ -137,6 +152,7 @@ def _attend_split(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     DEVICE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -175,6 +191,9 @@ def _attend_split(
         True,
     )
     is_empty = sums == 0.0  # nothing is in this range
+    if HAS_SINKS:
+        sink = tl.load(sinks + heads, mask=rows < GROUP_SIZE, other=0.0).to(tl.float32) * LOG2_E
+        sums += tl.where(is_empty, 0.0, tl.exp2(sink - maxima))
     sums = tl.where(is_empty, 1.0, sums)
     result = accumulator / sums[:, None]
     parts = (seq * num_heads + heads) * num_splits + split
@@ -193,10 +212,12 @@ def _weigh_splits(
     partials,
     log_sums,
     out,
+    sinks,
     num_splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     splits = tl.arange(0, SPLITS)
@@ -207,6 +228,9 @@ def _weigh_splits(
     largest = tl.where(largest == float("-inf"), 0.0, largest)  # an empty sequence
     weights = tl.exp2(log_sum - largest)
     total = tl.sum(weights, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + tl.program_id(1)).to(tl.float32) * LOG2_E
+        total += tl.where(total == 0.0, 0.0, tl.exp2(sink - largest))
     weights = weights / tl.where(total == 0.0, 1.0, total)
     places = (row * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
     is_element = is_split[:, None] & (dims < HEAD_DIM)[None, :]

@@ -33,6 +33,7 @@ def prefill_attention(
     window: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns [T, heads, D], in the queries' dtype. The chunks' own K and V are in the pool.
 
@@ -45,6 +46,7 @@ def prefill_attention(
     window        keys that a query sees, its own the last of them; None: all before it
     scale         of q . k; None: 1 / sqrt(D)
     cap           scores become cap * tanh(score / cap); None: they do not
+    sinks         [heads]: scores of the softmax that no keys have; None: there are none
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
@@ -65,6 +67,7 @@ def prefill_attention(
         context_lens,
         query_starts,
         out,
+        queries if sinks is None else sinks,  # a pointer in any case
         num_seqs,
         queries.stride(0),
         layer_kv.stride(0),
@@ -79,6 +82,7 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAP=(cap or 0.0) * LOG2_E.value,
+        HAS_SINKS=sinks is not None,
         DEVICE=device_name(queries.device),
     )
     return out
@@ -97,7 +101,7 @@ def prefill_attention(
             (128, 128, 8, 2),
         )
     ],
-    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "CAP", "size_class"],
+    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "CAP", "HAS_SINKS", "size_class"],
 )
 @triton.jit(
     do_not_specialize=["num_seqs", "size_class", "stride_table"],
@@ -110,6 +114,7 @@ def _attend_chunks(
     context_lens,
     query_starts,
     out,
+    sinks,
     num_seqs,
     stride_query,
     stride_block,
@@ -124,6 +129,7 @@ def _attend_chunks(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     DEVICE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -178,9 +184,12 @@ def _attend_chunks(
         CAP,
         False,
     )
-    accumulator, sums, _maxima = attend(
+    accumulator, sums, maxima = attend(
         state, tile, seen_by_all, end, paged, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, WINDOW, CAP, True
     )
+    if HAS_SINKS:
+        sink = tl.load(sinks + heads).to(tl.float32) * LOG2_E
+        sums += tl.exp2(sink - maxima)
     num_heads = GROUP_SIZE * tl.num_programs(1)
     places = (tokens[:, None] * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
     result = accumulator / sums[:, None]

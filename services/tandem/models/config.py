@@ -6,12 +6,12 @@ refused here with UnsupportedModel, so that it is found before any weight is rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tandem.errors import UnsupportedModel
-from tandem.models.families import FAMILIES, Family, Norms, QkNorm
+from tandem.models.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
 from tandem.models.layers import LayerSpec, read_layers
 from tandem.models.rope import read_ropes
 
@@ -35,8 +35,16 @@ class Multipliers:
 
 
 @dataclass(frozen=True, slots=True)
+class GateClamp:
+    """Gates g are at most `limit`, ups u within it; the MLP has g sigmoid(alpha g) (u + 1)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder: RMSNorm, grouped-query attention, a gated MLP, and what families add to it."""
+    """A decoder: RMSNorm, grouped-query attention, gated MLPs or experts, what families add."""
 
     architecture: str
     vocab_size: int
@@ -61,6 +69,10 @@ class ModelConfig:
     multipliers: Multipliers = Multipliers()
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
     attention_cap: float | None = None  # the same of scores
+    has_sinks: bool = False  # each head has a score without a key in its softmax
+    gate_clamp: GateClamp | None = None  # instead of the activation
+    is_mxfp4: bool = False  # experts are stored as blocks of 32 numbers of 4 bits and a scale
+    expert_form: ExpertForm = ""  # how checkpoints name the tensors of experts
     is_fused: bool = False  # q, k and v are stored as one matrix, and so are gate and up
 
     @property
@@ -80,6 +92,21 @@ class ModelConfig:
         """The factor of q . k."""
         given = self.multipliers.attention
         return self.head_dim**-0.5 if given is None else given
+
+    def for_contexts(self, max_model_len: int) -> ModelConfig:
+        """Returns the model as it computes if contexts have at most `max_model_len` tokens.
+
+        transformers chooses longrope's factors by the length of each call. Keys that are kept
+        cannot change, so the longest context that is served decides for all of them."""
+        layers = tuple(
+            replace(layer, rope=layer.rope.for_contexts(max_model_len)) for layer in self.layers
+        )
+        return replace(self, layers=layers)
+
+    @property
+    def is_long(self) -> bool:
+        """True if frequencies are longrope's for contexts beyond the original ones."""
+        return any(layer.rope.is_long for layer in self.layers)
 
     @classmethod
     def from_hf(
@@ -101,16 +128,19 @@ class ModelConfig:
                 f"{num_heads} attention heads do not divide into {num_kv_heads} KV heads"
             )
         has_bias = family.biases == "config" and bool(config.get("attention_bias", False))
+        head_dim = int(config.get("head_dim") or hidden_size // num_heads)
         max_model_len = _max_model_len(config, family)
+        layers = read_layers(config, family, _size(config, "num_hidden_layers"), max_model_len)
+        _check_ropes(layers, family, head_dim)
         return cls(
             architecture=architecture,
             vocab_size=_size(config, "vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=_size(config, "intermediate_size"),
-            layers=read_layers(config, family, _size(config, "num_hidden_layers"), max_model_len),
+            layers=layers,
             num_attention_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+            head_dim=head_dim,
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=family.biases == "qkv" or has_bias,
@@ -126,6 +156,10 @@ class ModelConfig:
             multipliers=_multipliers(config, family, hidden_size),
             logit_cap=_cap(config, family, "final_logit_softcapping"),
             attention_cap=_cap(config, family, "attn_logit_softcapping"),
+            has_sinks=family.has_sinks,
+            gate_clamp=_gate_clamp(config, family),
+            is_mxfp4=bool(config.get("quantization_config")),
+            expert_form=family.experts,
             is_fused=family.is_fused,
         )
 
@@ -161,8 +195,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _check_supported(config: Mapping[str, Any], family: Family) -> None:
     quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "an unnamed method")
+    method = quantization.get("quant_method", "an unnamed method") if quantization else ""
+    if method != "" and method != family.quantization:
         raise UnsupportedModel(
             f"checkpoints quantized with {method} are not supported; supported are float32, "
             "bfloat16 and float16 weights, and GGUF files of any quantization"
@@ -181,13 +215,34 @@ def _max_model_len(config: Mapping[str, Any], family: Family) -> int:
     stated = _size(config, "max_position_embeddings")
     ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
     scaling = ropes["full_attention"].scaling
-    if scaling is not None and family.is_rope_plain:
+    if scaling is not None and family.has_partial_rope and scaling.kind != "longrope":
         raise UnsupportedModel(
-            f"rope scaling {scaling.kind!r} is not supported for this architecture"
+            f"rope scaling {scaling.kind!r} is not supported for this architecture; longrope is"
         )
     if scaling is None or family.is_length_scaled:
         return stated
     return scaling.max_model_len(stated)
+
+
+def _check_ropes(layers: Sequence[LayerSpec], family: Family, head_dim: int) -> None:
+    for rope in dict.fromkeys(layer.rope for layer in layers):
+        rotary_dim = rope.rotary_dim(head_dim)
+        if rotary_dim != head_dim and not family.has_partial_rope:
+            raise UnsupportedModel(
+                f"partial_rotary_factor {rope.rotary_share} is not supported for this architecture"
+            )
+        if rotary_dim % 2:
+            raise UnsupportedModel(
+                f"partial_rotary_factor {rope.rotary_share} rotates {rotary_dim} numbers of a "
+                "head; it must be an even number"
+            )
+        scaling = rope.scaling
+        for factors in (scaling.short_factors, scaling.long_factors) if scaling else ():
+            if scaling and scaling.kind == "longrope" and len(factors) != rotary_dim // 2:
+                raise UnsupportedModel(
+                    f"rope scaling 'longrope' has {len(factors)} factors for {rotary_dim // 2} "
+                    "frequencies"
+                )
 
 
 def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) -> Multipliers:
@@ -204,6 +259,14 @@ def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
             attention=_positive(config, "query_pre_attn_scalar", 256.0) ** -0.5,
         )
     return Multipliers()
+
+
+def _gate_clamp(config: Mapping[str, Any], family: Family) -> GateClamp | None:
+    if not family.has_clamped_gates:
+        return None
+    return GateClamp(
+        _positive(config, "swiglu_alpha", 1.702), _positive(config, "swiglu_limit", 7.0)
+    )
 
 
 def _cap(config: Mapping[str, Any], family: Family, name: str) -> float | None:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 Norms = Literal["before", "after", "around"]
 QkNorm = Literal["", "head", "all"]
-Windows = Literal["none", "all", "chosen", "pattern"]
+Windows = Literal["none", "all", "switched", "chosen", "pattern"]
+ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +24,22 @@ class Family:
     qk_norm: RMSNorm of q and k before the rotation: none, of each head, or of all heads as one.
     biases: whether q, k and v and the output have biases: as `attention_bias` says, q, k and v
         always and the output never, or none.
-    windows: which layers have `sliding_window`: none; all; those chosen by layer_types and other
-        keys if `use_sliding_window` is true; or by a pattern with a full layer at its end.
+    windows: which layers have `sliding_window`: none; all; if `use_sliding_window` is true
+        all, or those chosen by layer_types and other keys; or by a pattern with a full layer at
+        its end.
     pattern: the default length of that pattern.
     has_rope_by_kind: layers with a window have a rope of their own.
     has_no_rope_layers: some layers have no rope (`no_rope_layers`).
     is_fused: checkpoints hold q, k and v in one matrix, and gate and up in one.
-    is_rope_plain: the rope of these models has no scaling that can be run.
+    has_partial_rope: some of a head's numbers may have no rope (`partial_rotary_factor`), and the
+        only scaling is longrope.
     is_length_scaled: `max_position_embeddings` includes the scaling of the rope, of any kind.
+    experts: how config.json and checkpoints say which layers have experts and of what sizes:
+        Mixtral's or gpt-oss's way (all layers), Qwen 3's (those that `decoder_sparse_step` and
+        `mlp_only_layers` leave), or not at all.
+    has_sinks: each head has a learned score that takes part in its softmax and has no value.
+    has_clamped_gates: gates and ups are clamped to `swiglu_limit`.
+    quantization: the method of `quantization_config` that may be read.
     has_caps: logits and scores may be capped (`final_logit_softcapping` and
         `attn_logit_softcapping`).
     refuses: keys whose value must be absent, null or false.
@@ -47,10 +56,14 @@ class Family:
     has_rope_by_kind: bool = False
     has_no_rope_layers: bool = False
     is_fused: bool = False
-    is_rope_plain: bool = False
+    has_partial_rope: bool = False
     is_length_scaled: bool = False
     activation_key: str = "hidden_act"
     multipliers: Literal["", "granite", "gemma"] = ""
+    experts: ExpertForm = ""
+    has_sinks: bool = False
+    has_clamped_gates: bool = False
+    quantization: str = ""
     has_caps: bool = False
     refuses: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -64,12 +77,59 @@ _GEMMA = {
     "tie_word_embeddings": True,
 }
 
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(windows="all", defaults={"sliding_window": 4096}),
     "Qwen2ForCausalLM": Family(biases="qkv", windows="chosen", defaults={"sliding_window": 4096}),
     "Qwen3ForCausalLM": Family(
         qk_norm="head", windows="chosen", defaults={"head_dim": 128, "sliding_window": 4096}
+    ),
+    "MixtralForCausalLM": Family(
+        windows="all",
+        biases="none",
+        rope_theta=1000000.0,
+        experts="mixtral",
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm="head",
+        windows="switched",
+        experts="qwen",
+        defaults={
+            "sliding_window": 4096,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "GptOssForCausalLM": Family(
+        windows="pattern",
+        pattern=2,
+        rope_theta=150000.0,
+        is_length_scaled=True,
+        experts="gpt_oss",
+        has_sinks=True,
+        has_clamped_gates=True,
+        quantization="mxfp4",
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": _GPT_OSS_ROPE,
+            "sliding_window": 128,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
     ),
     "SmolLM3ForCausalLM": Family(
         windows="chosen",
@@ -83,7 +143,8 @@ FAMILIES: Mapping[str, Family] = {
         biases="none",
         windows="all",
         is_fused=True,
-        is_rope_plain=True,
+        has_partial_rope=True,
+        is_length_scaled=True,
         defaults={"rms_norm_eps": 1e-5},
     ),
     "Gemma2ForCausalLM": Family(

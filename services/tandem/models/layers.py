@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import UnsupportedModel
+from tandem.models.experts import Experts, read_experts
 from tandem.models.families import Family
 from tandem.models.rope import NO_ROPE, Rope, read_ropes
 
@@ -23,6 +24,7 @@ class LayerSpec:
 
     rope: Rope
     window: int | None = None  # tokens that a token sees, itself the last; None: all before it
+    experts: Experts | None = None  # in the place of the MLP
 
 
 def read_layers(
@@ -39,8 +41,11 @@ def read_layers(
         LayerSpec(
             rope=ropes[_SLIDING if slides else _FULL] if has_rope else NO_ROPE,
             window=window if slides else None,
+            experts=experts,
         )
-        for slides, has_rope in zip(slide, have_rope, strict=True)
+        for slides, has_rope, experts in zip(
+            slide, have_rope, read_experts(config, family, num_layers), strict=True
+        )
     )
 
 
@@ -60,8 +65,10 @@ def _slide(config: Mapping[str, Any], family: Family, have_rope: list[bool]) -> 
     num_layers = len(have_rope)
     if family.windows in ("none", "all"):
         return [family.windows == "all"] * num_layers
-    if family.windows == "chosen" and not config.get("use_sliding_window"):
+    if family.windows in ("switched", "chosen") and not config.get("use_sliding_window"):
         return [False] * num_layers
+    if family.windows == "switched":
+        return [True] * num_layers
     kinds = config.get("layer_types")
     if kinds is not None:
         return [_slides(kind) for kind in _of_all_layers(kinds, "layer_types", num_layers)]

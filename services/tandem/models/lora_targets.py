@@ -31,8 +31,9 @@ def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
         of_layer["mlp.gate_proj"] = of_layer["mlp.up_proj"] = (inner, hidden)
     return {
         f"model.layers.{layer}.{name}": shape
-        for layer in range(model.num_layers)
+        for layer, spec in enumerate(model.layers)
         for name, shape in of_layer.items()
+        if not (spec.experts and name.startswith("mlp."))
     }
 
 

@@ -7,7 +7,7 @@ one `rope_parameters`. Numbers that files leave out are filled in here as transf
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tandem.errors import UnsupportedModel
@@ -26,9 +26,12 @@ class RopeScaling:
     yarn: frequencies blended between kept and divided by `factor` over the dimensions that turn
         `beta_fast` to `beta_slow` times in the original context, the borders rounded outwards
         when `truncate`; cos and sin times `attention_factor` (https://arxiv.org/abs/2309.00071).
+    longrope: each frequency divided by a number of its own: one of `short_factors` if contexts are
+        at most the original one, else one of `long_factors`; cos and sin times `attention_factor`
+        (https://arxiv.org/abs/2402.13753).
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     original_max_position_embeddings: int = 0  # tokens
     low_freq_factor: float = 1.0
@@ -37,11 +40,14 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def max_model_len(self, max_position_embeddings: int) -> int:
         """Returns the context in tokens, from what the config says without its scaling.
 
-        As in vLLM: llama3 states the scaled length itself, linear and yarn the unscaled one.
+        As in vLLM: llama3 and longrope state the scaled length itself, linear and yarn the unscaled
+        one.
         """
         if self.kind == "linear":
             return int(max_position_embeddings * self.factor)
@@ -56,6 +62,20 @@ class Rope:
 
     theta: float | None  # None: the layer has no positions (NoPE)
     scaling: RopeScaling | None = None
+    rotary_share: float = 1.0  # of each head's numbers, the first of them
+    is_long: bool = False  # of longrope's factors the long ones are used
+
+    def for_contexts(self, max_model_len: int) -> "Rope":
+        """Returns the rope for contexts of at most so many tokens."""
+        scaling = self.scaling
+        if scaling is None or scaling.kind != "longrope":
+            return self
+        is_long = max_model_len > scaling.original_max_position_embeddings
+        return replace(self, is_long=is_long)
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Returns how many numbers of a head are rotated."""
+        return int(head_dim * self.rotary_share)
 
     @property
     def attention_factor(self) -> float:
@@ -95,18 +115,23 @@ def read_ropes(
 
 def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> Rope:
     """Returns the rope that all layers of a config.json share. Raises UnsupportedModel."""
-    parameters = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModel(
             "rope parameters per layer type are not supported; one set for all layers is"
         )
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or default_theta)
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
+    if not isinstance(partial, int | float) or not 0 < partial <= 1:
         raise UnsupportedModel(
-            f"partial_rotary_factor {partial} is not supported; rotating the whole head (1.0) is"
+            f"partial_rotary_factor is {partial!r:.80}; it must be within 0 to 1"
         )
-    return Rope(theta, _read_scaling(parameters, int(config["max_position_embeddings"])))
+    # Phi-3 has it outside.
+    parameters.setdefault(
+        "original_max_position_embeddings", config.get("original_max_position_embeddings")
+    )
+    scaling = _read_scaling(parameters, int(config["max_position_embeddings"]))
+    return Rope(theta, scaling, float(partial))
 
 
 def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
@@ -135,9 +160,35 @@ def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScal
             attention_factor=_yarn_attention_factor(parameters, factor),
             truncate=bool(parameters.get("truncate", True)),
         )
+    if kind in ("longrope", "su"):
+        return RopeScaling(
+            kind="longrope",
+            factor=float(parameters.get("factor") or max_positions / original),
+            original_max_position_embeddings=original,
+            attention_factor=_longrope_attention_factor(parameters, max_positions, original),
+            short_factors=_factors(parameters, "short_factor"),
+            long_factors=_factors(parameters, "long_factor"),
+        )
     raise UnsupportedModel(
-        f"rope scaling {kind!r} is not supported; supported are linear, llama3 and yarn"
+        f"rope scaling {kind!r} is not supported; supported are linear, llama3, yarn and longrope"
     )
+
+
+def _factors(parameters: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    values = parameters.get(name)
+    if isinstance(values, list) and all(isinstance(v, int | float) and v > 0 for v in values):
+        return tuple(map(float, values))
+    raise UnsupportedModel(f"rope scaling 'longrope' needs {name}, a list of numbers > 0")
+
+
+def _longrope_attention_factor(
+    parameters: Mapping[str, Any], max_positions: int, original: int
+) -> float:
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    factor = float(parameters.get("factor") or max_positions / original)
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _number(parameters: Mapping[str, Any], kind: str, name: str) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tandem.errors import ConfigError
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig
+from tandem.models.experts import Experts
 from tandem.models.gguf.convert import gguf_config
 from tandem.models.source import BUILT_IN, built_in_file, read_json, read_json_if_any
 
@@ -38,14 +39,22 @@ def num_parameters(model: ModelConfig) -> int:
     hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
     kv = model.num_kv_heads * model.head_dim
     attention = 2 * hidden * (heads + kv)
-    mlp = 3 * hidden * model.intermediate_size
+    mlps = sum(_mlp_parameters(model, layer.experts) for layer in model.layers)
     norms = (4 if model.norms == "around" else 2) * hidden
     if model.qk_norm:
         norms += heads + kv if model.qk_norm == "all" else 2 * model.head_dim
+    norms += model.num_attention_heads * model.has_sinks
     biases = (heads + 2 * kv) * model.qkv_bias + hidden * model.attention_out_bias
-    biases += (2 * model.intermediate_size + hidden) * model.mlp_bias
     embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
-    return embeddings + model.num_layers * (attention + mlp + norms + biases) + hidden
+    return embeddings + model.num_layers * (attention + norms + biases) + mlps + hidden
+
+
+def _mlp_parameters(model: ModelConfig, experts: Experts | None) -> int:
+    hidden, inner = model.hidden_size, model.intermediate_size
+    if experts is None:
+        return 3 * hidden * inner + (2 * inner + hidden) * model.mlp_bias
+    biases = (2 * experts.inner + hidden + 1) * experts.has_biases
+    return experts.num * (3 * hidden * experts.inner + hidden + biases)
 
 
 def _read_config(path: Path) -> ModelConfig:

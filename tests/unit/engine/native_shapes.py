@@ -19,9 +19,10 @@ from tandem.dtypes import is_quantized
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.torch_steps import TorchSteps
-from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
+from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, Mlp, ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.config import ModelConfig, Multipliers
+from tandem.models.config import GateClamp, ModelConfig, Multipliers
+from tandem.models.experts import Experts
 from tandem.models.families import Norms, QkNorm
 from tandem.models.layers import LayerSpec
 from tandem.models.rope import Rope
@@ -49,6 +50,8 @@ class Shape:
     num_threads: int = 1
     norms: Norms = "before"
     is_odd: bool = False  # layers that differ, gelu, multipliers and a cap
+    experts: int = 0
+    has_sinks: bool = False  # and clamped gates
 
 
 BASE = Shape()
@@ -60,6 +63,10 @@ SHAPES = (
     replace(BASE, qk_norm="head", hidden=17, inner=1, vocab=1),
     replace(BASE, qk_norm="all", norms="after", num_threads=2),
     replace(BASE, qk_norm="head", norms="around", window=20, is_odd=True, num_threads=3),
+    replace(BASE, experts=5, num_threads=3),
+    replace(BASE, experts=9, bias=True, norms="around", is_odd=True, num_threads=2),
+    replace(BASE, experts=3, hidden=17, inner=1),
+    replace(BASE, experts=3, bias=True, has_sinks=True, window=20, num_threads=2),
     *(replace(BASE, window=window) for window in (1, 20, 64, 100)),
     replace(BASE, weights=torch.bfloat16, num_threads=3),
     replace(BASE, weights=torch.bfloat16, hidden=1100, inner=2050, bias=True, num_threads=2),
@@ -79,15 +86,14 @@ STEPS = ((1,), (1, 5, 64), (1, 1, 1, 1, 1, 1, 1), (130, 1, 3), (1, 2, 1, 40))
 
 
 def config_of(shape: Shape) -> ModelConfig:
+    experts = Experts(shape.experts, 2, shape.inner, shape.is_odd) if shape.experts else None
+    first = LayerSpec(Rope(10000.0), shape.window, experts)
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
-        layers=(
-            LayerSpec(Rope(10000.0), shape.window),
-            LayerSpec(Rope(500.0)) if shape.is_odd else LayerSpec(Rope(10000.0), shape.window),
-        ),
+        layers=(first, LayerSpec(Rope(500.0)) if shape.is_odd else first),
         num_attention_heads=shape.group * shape.num_kv_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -103,6 +109,8 @@ def config_of(shape: Shape) -> ModelConfig:
         norms=shape.norms,
         activation="gelu_tanh" if shape.is_odd else "silu",
         multipliers=Multipliers(1.5, 0.2, 0.5, 2.0) if shape.is_odd else Multipliers(),
+        has_sinks=shape.has_sinks,
+        gate_clamp=GateClamp(1.7, 0.8) if shape.has_sinks else None,
         logit_cap=3.0 if shape.is_odd else None,
         attention_cap=2.0 if shape.is_odd else None,
     )
@@ -129,20 +137,30 @@ def random_weights(shape: Shape) -> ModelWeights:
             made |= {"q_norm": kv_size * (shape.group if has_all else 1), "k_norm": kv_size}
         return {name: some(size) for name, size in made.items() if size}
 
-    def layer() -> LayerWeights:
+    def mlp() -> Mlp:
+        return Mlp(
+            gate_up=(linear(shape.inner, shape.hidden), linear(shape.inner, shape.hidden)),
+            down=linear(shape.hidden, shape.inner),
+        )
+
+    def layer(has_experts: bool) -> LayerWeights:
         q_size, kv_size = shape.group * shape.num_kv_heads, shape.num_kv_heads
         parts = (q_size, kv_size, kv_size)
         return LayerWeights(
             qkv=tuple(linear(heads * shape.head_dim, shape.hidden) for heads in parts),
             attention_out=linear(shape.hidden, q_size * shape.head_dim),
-            gate_up=(linear(shape.inner, shape.hidden), linear(shape.inner, shape.hidden)),
-            down=linear(shape.hidden, shape.inner),
+            mlp=ExpertWeights(
+                linear(shape.experts, shape.hidden), tuple(mlp() for _ in range(shape.experts))
+            )
+            if has_experts
+            else mlp(),
+            sinks=some(q_size) if shape.has_sinks else None,
             **norms(),
         )
 
     return ModelWeights(
         embedding=some(shape.vocab, shape.hidden),
-        layers=(layer(), layer()),
+        layers=(layer(shape.experts > 0), layer(shape.experts > 0 and not shape.is_odd)),
         final_norm=some(shape.hidden),
         output=linear(shape.vocab, shape.hidden).weight,
     )
@@ -157,18 +175,23 @@ def widened(weights: ModelWeights) -> ModelWeights:
     def wide(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.float()
 
+    def mlp(w: Mlp) -> Mlp:
+        return Mlp(tuple(map(linear, w.gate_up)), linear(w.down))
+
     def layer(w: LayerWeights) -> LayerWeights:
         return LayerWeights(
             qkv=tuple(map(linear, w.qkv)),
             attention_out=linear(w.attention_out),
-            gate_up=tuple(map(linear, w.gate_up)),
-            down=linear(w.down),
+            mlp=mlp(w.mlp)
+            if isinstance(w.mlp, Mlp)
+            else ExpertWeights(linear(w.mlp.router), tuple(map(mlp, w.mlp.mlps))),
             attention_norm=wide(w.attention_norm),
             attention_post_norm=wide(w.attention_post_norm),
             mlp_norm=wide(w.mlp_norm),
             mlp_post_norm=wide(w.mlp_post_norm),
             q_norm=wide(w.q_norm),
             k_norm=wide(w.k_norm),
+            sinks=wide(w.sinks),
         )
 
     return ModelWeights(

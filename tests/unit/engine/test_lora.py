@@ -72,6 +72,8 @@ def run(runner: ModelRunner, sequences: list[tuple[list[int], str]]) -> list[tor
         ("olmo2", {"target_modules": list(ALL), "r": 16}),
         ("granite", {"target_modules": ["o_proj", "up_proj"], "r": 33, "lora_alpha": 5}),
         ("phi3", {"target_modules": list(FUSED), "r": 8}),
+        ("phi3-longrope", {"target_modules": list(FUSED), "r": 8}),
+        ("gpt-oss", {"target_modules": list(ATTENTION)}),
         ("gemma3", {"target_modules": r".*\.(k_proj|gate_proj|o_proj)", "r": 8}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tandem.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tests.step_batches import mixed_steps
+from tests.step_batches import logits_after, mixed_steps
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 PROMPTS = [
@@ -43,6 +44,27 @@ def test_logits_equal_those_of_transformers_however_a_prompt_is_cut(
         expected = [reference(torch.tensor([prompt])).logits[0] for prompt in PROMPTS]
     for index, num_done, logits in mixed_steps(runner, PROMPTS, chunks=(1, 7, 64), seed=1):
         torch.testing.assert_close(logits, expected[index][num_done - 1], rtol=1e-4, atol=1e-4)
+
+
+def test_longrope_beyond_the_original_context(tmp_path: Path) -> None:
+    """An engine takes the long factors if contexts may be longer, transformers if a call is; so
+    workers that differ in it do not share KV."""
+    folder, reference = make_tiny_model(
+        "phi3-longrope", tmp_path, original_max_position_embeddings=64
+    )
+    (prompt,) = PROMPTS[-1:]
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt])).logits[0, -1]
+    for kernels in ("auto", "torch"):
+        settings = EngineConfig(model="", dtype="float32", kernels=kernels, device="cpu")  # type: ignore[arg-type]
+        runner = ModelRunner(folder, settings)
+        torch.testing.assert_close(logits_after(runner, prompt), expected, rtol=1e-4, atol=1e-4)
+        assert runner.dtype_name == "float32+long-rope"
+    runner = ModelRunner(folder, replace(settings, max_model_len=64))
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt[:64]])).logits[0, -1]
+    torch.testing.assert_close(logits_after(runner, prompt[:64]), expected, rtol=1e-4, atol=1e-4)
+    assert runner.dtype_name == "float32"
 
 
 def test_bfloat16_stays_near_float32(family: str, tmp_path: Path) -> None:

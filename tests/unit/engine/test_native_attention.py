@@ -32,6 +32,7 @@ SHAPES = (
     *(replace(OF_K8V4, group=group, head_dim=dim) for group, dim in ((1, 16), (17, 128))),
     *(replace(DOT_K8V4, group=group, head_dim=dim) for group, dim in ((1, 16), (5, 80), (17, 64))),
     *(replace(of, block_size=size) for of in (OF_K8V4, DOT_K8V4) for size in (1, 12)),
+    *(replace(of, has_sinks=True) for of in (OF_BF16, OF_INT8, DOT_INT8)),
     *(replace(OF_BF16, window=window) for window in (1, 16)),
     replace(DOT_K8V4, window=100),
     *(replace(of, window=100) for of in (OF_BF16, OF_INT8, DOT_INT8)),

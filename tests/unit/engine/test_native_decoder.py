@@ -39,7 +39,7 @@ def test_it_computes_what_torch_does(shape: Shape, instructions: str) -> None:
     native_shapes.compare(shape, instructions)
 
 
-@pytest.mark.parametrize("shape", [BASE, SHAPES[-5]], ids=repr)
+@pytest.mark.parametrize("shape", [BASE, SHAPES[-5], replace(BASE, experts=5)], ids=repr)
 def test_threads_do_not_change_a_bit(shape: Shape) -> None:
     alone = native_shapes.outputs(replace(shape, num_threads=1), None)
     for num_threads in (2, 5):
@@ -51,13 +51,13 @@ ROUNDED = replace(BASE, weights=torch.bfloat16, kv="bfloat16", hidden=100, inner
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@pytest.mark.parametrize("block_size", [8, 16, 64])
+@pytest.mark.parametrize(("block_size", "experts"), [(8, 0), (16, 0), (64, 0), (16, 7)])
 def test_a_token_does_not_depend_on_its_company_or_its_chunk(
-    instructions: str, block_size: int
+    instructions: str, block_size: int, experts: int
 ) -> None:
     """Sequence 1's 9 tokens in bf16 are the same beside others and alone, within one instruction
     set."""
-    shape = replace(ROUNDED, block_size=block_size)
+    shape = replace(ROUNDED, block_size=block_size, experts=experts)
     seen = []
     for num_threads, steps in (
         (1, native_shapes.batches(shape)),
@@ -134,9 +134,11 @@ def test_gates_and_ups_may_come_in_one_matrix(instructions: str) -> None:
     apart = native_shapes.random_weights(shape)
     layers = []
     for layer in apart.layers:
-        weights, biases = zip(*((part.weight, part.bias) for part in layer.gate_up), strict=True)
+        weights, biases = zip(
+            *((part.weight, part.bias) for part in layer.mlp.gate_up), strict=True
+        )
         joined = Linear(torch.cat(weights), torch.cat(biases))
-        layers.append(replace(layer, gate_up=(joined,)))
+        layers.append(replace(layer, mlp=replace(layer.mlp, gate_up=(joined,))))
     seen = []
     for weights in (apart, replace(apart, layers=tuple(layers))):
         decoder = NativeDecoder(

@@ -31,10 +31,19 @@ FAMILIES = (
     pytest.param("olmo2", marks=pytest.mark.slow),
     pytest.param("granite", marks=pytest.mark.slow),
     pytest.param("phi3", marks=pytest.mark.slow),
+    "gpt-oss",
+    pytest.param("mixtral", marks=pytest.mark.slow),
+    pytest.param("qwen3-moe", marks=pytest.mark.slow),
     pytest.param("gemma2", marks=pytest.mark.slow),
     "gemma3",
 )
-WINDOWS = {"phi3": 8, "gemma2": 8, "gemma3": 8}  # tokens; shorter than the longest prompt
+WINDOWS = {
+    "phi3": 8,
+    "mixtral": 8,
+    "gpt-oss": 8,
+    "gemma2": 8,
+    "gemma3": 8,
+}  # tokens; shorter than the longest prompt
 PROMPTS = [list(range(1, 20)), [5, 9, 2], [7]]
 
 

@@ -112,7 +112,7 @@ def test_tensors_stored_in_the_compute_dtype_are_mapped_and_never_joined(
     weights = load(folder)
     file = stored(folder)
     assert len(weights.layers[0].qkv) == 3
-    assert len(weights.layers[0].gate_up) == 2
+    assert len(weights.layers[0].mlp.gate_up) == 2
     assert torch.equal(
         weights.layers[2].qkv[1].weight, file["model.layers.2.self_attn.k_proj.weight"]
     )

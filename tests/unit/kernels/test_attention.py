@@ -37,9 +37,13 @@ def make_spans(shapes: Sequence[Shape], block_size: int) -> list[QuerySpan]:
 
 
 def plain_attention(
-    queries: torch.Tensor, spans: list[QuerySpan], pool: KvPool, window: int | None = None
+    queries: torch.Tensor,
+    spans: list[QuerySpan],
+    pool: KvPool,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes attention in fp64, one query at a time."""
+    """Computes attention in fp64, one query at a time; sinks are keys without values."""
     out = torch.empty(queries.shape, dtype=torch.double)
     for span in spans:
         table = torch.tensor([list(span.block_table)])
@@ -50,7 +54,10 @@ def plain_attention(
             keys = slice(max(0, seen - window) if window else 0, seen)
             row = span.first_row + i
             query = queries[row].double().unsqueeze(-1)
-            weights = torch.softmax((kv[0, :, keys] @ query) / HEAD_DIM**0.5, dim=1)
+            scores = (kv[0, :, keys] @ query) / HEAD_DIM**0.5
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double().view(-1, 1, 1)), 1)
+            weights = torch.softmax(scores, dim=1)[:, : kv[1, :, keys].shape[1]]
             out[row] = (kv[1, :, keys] * weights).sum(1)
     return out
 
@@ -113,6 +120,20 @@ def test_a_window(attention: type[PagedAttention], block_size: int, window: int)
         spans[i] = QuerySpan(span.first_row, span.num_queries, span.context_len, table)
     result = attention(spans, pool, queries.shape[1], torch.float32, window)(LAYER, queries)
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("group_size", [1, 3, 20])
+@pytest.mark.parametrize("window", [None, 40])
+def test_sinks(attention: type[PagedAttention], group_size: int, window: int | None) -> None:
+    pool = make_pool(16)
+    spans = make_spans([(1, 3), (1, 80), (20, 20), (70, 150)], 16)
+    queries = torch.randn(92, KV_HEADS * group_size, HEAD_DIM)
+    sinks = torch.linspace(-5, 5, queries.shape[1])
+    attend = attention(spans, pool, queries.shape[1], torch.float32, window)
+    expected = plain_attention(queries, spans, pool, window, sinks)
+    result = attend(LAYER, queries, sinks).double()
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_keys_may_be_of_another_dtype_than_queries() -> None:

@@ -4,7 +4,8 @@ import pytest
 import transformers
 
 from tandem.errors import UnsupportedModel
-from tandem.models.config import ModelConfig, Multipliers, read_eos_token_ids
+from tandem.models.config import GateClamp, ModelConfig, Multipliers, read_eos_token_ids
+from tandem.models.experts import Experts
 from tandem.models.rope import Rope
 
 LLAMA = {
@@ -97,7 +98,7 @@ def test_generation_config_decides_what_ends_a_sequence():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported.*Qwen3"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported.*Qwen3"),
         ({"architectures": []}, "none named"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized with gptq"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported; supported are silu"),
@@ -202,6 +203,65 @@ def test_caps(changes, caps):
     assert (config.logit_cap, config.attention_cap) == caps
 
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 4}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "experts", "layers"),
+    [
+        (MIXTRAL, Experts(8, 2, 96, True), "1111"),
+        (
+            MIXTRAL | {"num_local_experts": 4, "num_experts_per_tok": 1},
+            Experts(4, 1, 96, True),
+            "1111",
+        ),
+        (QWEN3_MOE, Experts(128, 8, 768, False), "1111"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, Experts(128, 8, 768, False), "0101"),
+        (
+            QWEN3_MOE | {"mlp_only_layers": [0, 2], "norm_topk_prob": True, "num_experts": 9},
+            Experts(9, 8, 768, True),
+            "0101",
+        ),
+        ({"num_local_experts": 8}, None, "00"),  # Llama has none
+    ],
+)
+def test_experts(changes, experts, layers):
+    config = ModelConfig.from_hf(llama(**changes), None)
+    found = [layer.experts for layer in config.layers]
+    assert found == [experts if each == "1" else None for each in layers]
+
+
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "rope_theta": 150000.0}
+
+
+def test_gpt_oss():
+    config = ModelConfig.from_hf(llama(**GPT_OSS), None)
+    assert [layer.window for layer in config.layers] == [128, None]
+    assert config.layers[0].experts == Experts(128, 4, 96, True, has_biases=True)
+    assert (config.qkv_bias, config.attention_out_bias, config.has_sinks) == (True, True, True)
+    assert (config.gate_clamp, config.is_mxfp4) == (GateClamp(1.702, 7.0), False)
+    scaling = config.layers[0].rope.scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.factor, scaling.truncate) == ("yarn", 32.0, False)
+    assert config.max_model_len == 512  # which has the scaling in it
+    packed = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert ModelConfig.from_hf(llama(**GPT_OSS, **packed), None).is_mxfp4
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        (QWEN3_MOE | {"sliding_window": 64}, None),
+        (QWEN3_MOE | {"sliding_window": 64, "use_sliding_window": True}, 64),
+        (MIXTRAL | {"sliding_window": 64}, 64),
+        (MIXTRAL, None),
+    ],
+)
+def test_windows_beside_experts(changes, window):
+    assert ModelConfig.from_hf(llama(**changes), None).sliding_window == window
+
+
 def test_granite():
     keys = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "logits_scaling": 8.0}
     changes = {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.22, **keys}
@@ -227,9 +287,25 @@ def test_granite():
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         (GEMMA3 | {"hidden_activation": "gelu"}, "activation 'gelu' is not supported"),
         (GEMMA3 | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is None"),
-        (PHI3 | {"partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75 is not supported"),
-        (PHI3 | {"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported"),
-        (PHI3 | {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope scaling 'yarn'"),
+        (MIXTRAL | {"quantization_config": {"quant_method": "mxfp4"}}, "quantized with mxfp4"),
+        (GPT_OSS | {"swiglu_limit": 0}, "swiglu_limit is 0; it must be a number > 0"),
+        (MIXTRAL | {"num_local_experts": 0}, "num_local_experts is 0; it must be a positive"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; there are 8 experts"),
+        (QWEN3_MOE | {"mlp_only_layers": ["1"]}, "mlp_only_layers is .*a list of layers"),
+        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75 is not supported"),
+        (PHI3 | {"partial_rotary_factor": 0.07}, "rotates 1 numbers of a head; it must"),
+        (
+            PHI3
+            | {
+                "partial_rotary_factor": 0.5,
+                "rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]},
+            },
+            "'longrope' has 1 factors for 4 frequencies",
+        ),
+        (
+            PHI3 | {"rope_scaling": {"type": "yarn", "factor": 2}},
+            "rope scaling 'yarn'.*longrope is",
+        ),
     ],
 )
 def test_flags_that_cannot_be_run_are_named(changes, message):

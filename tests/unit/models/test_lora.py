@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.config import ModelConfig
+from tandem.models.experts import Experts
 from tandem.models.lora import WEIGHTS_FILE, open_lora, read_modules
 from tests.lora_adapters import _DEFAULTS, ALL, write_adapter
 
@@ -66,6 +68,19 @@ def modules_of(**settings: Any) -> dict[str, tuple[int, float]]:
 )
 def test_targets_are_those_of_peft(settings: dict[str, Any], names: set[str]) -> None:
     assert modules_of(**settings).keys() == names
+
+
+def test_layers_with_experts_have_no_other_matrices() -> None:
+    """An adapter that names other matrices is refused; they are not left out."""
+    experts = replace(MODEL.layers[0], experts=Experts(4, 2, 8, True))
+    model = replace(MODEL, layers=(experts, *MODEL.layers[1:]))
+    found = read_modules(_DEFAULTS | {"target_modules": "all-linear"}, model)
+    assert "model.layers.1.mlp.up_proj" in found
+    assert "model.layers.0.self_attn.o_proj" in found
+    assert "model.layers.0.mlp.up_proj" not in found
+    only = replace(MODEL, layers=(experts,))
+    with pytest.raises(UnsupportedModel, match=r"target_modules has 'up_proj'.*o_proj"):
+        read_modules(_DEFAULTS | {"target_modules": ["up_proj"]}, only)
 
 
 def test_all_linear_is_all_but_the_output() -> None:

@@ -89,15 +89,34 @@ def test_yarn_scales_attention_as_transformers_does(extra, attention_factor):
     assert (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32, 1, True)
 
 
+def test_longrope_chooses_by_the_longest_context():
+    longrope = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+    rope = read_rope(OLD | {"rope_scaling": longrope, "original_max_position_embeddings": 128})
+    assert rope.scaling is not None
+    assert (rope.scaling.factor, rope.scaling.max_model_len(512)) == (4.0, 512)
+    assert rope.attention_factor == pytest.approx((1 + math.log(4) / math.log(128)) ** 0.5)
+    assert rope.for_contexts(128) == rope
+    assert rope.for_contexts(129).is_long
+    yarn = read_rope(OLD | {"rope_scaling": {"type": "yarn", "factor": 4.0}})
+    assert yarn.for_contexts(4096) == yarn
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'.*llama3 and yarn"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "'dynamic'.*llama3, yarn and longrope",
+        ),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' needs short_factor"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [0]}},
+            "'longrope' needs long_factor, a list of numbers > 0",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "needs factor > 0"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be within"),
     ],
 )
 def test_what_cannot_be_run_is_named(changes, message):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load
 
 from tandem.adapter import Adapter
+from tandem.engine.executor.weights import rotary_rows
 from tandem.errors import AdapterUnavailable
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig
@@ -80,6 +81,7 @@ def make_layers(
     """Brings an adapter's tensors into the compute dtype and onto the device."""
     names = _PRODUCTS | (_FUSED if config.is_fused else {})
     widths = _widths(config)
+    order = rotary_rows(config)
 
     def parts(layer: int, product: str) -> Parts:
         made, first = [], 0
@@ -88,6 +90,8 @@ def make_layers(
             if (module := folder.modules.get(name)) is not None:
                 a, b = (stored[tensor] for tensor in folder.tensors[name])
                 scaled = b.to(torch.float32) * module.scale
+                if product == "qkv" and order is not None:  # of a fused matrix
+                    scaled = scaled[order]
                 made.append(
                     LoraPart(
                         first,

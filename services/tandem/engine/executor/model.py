@@ -1,4 +1,4 @@
-"""The decoder of the dense families, by what a model's config says.
+"""The decoder of all families, by what a model's config says.
 
     x = embedding[token]
     per layer:  x += W_o attention(rotate(q), rotate(k), v)     q, k, v = W_qkv norm(x)
@@ -7,6 +7,7 @@
 
 Families differ from this drawing in what models/families.py lists: norms may stand after attention
 and the MLP, q and k may be normalized, layers may have a window or no rotation, sums multipliers.
+In the place of the MLP there may be experts: MLPs of which a router chooses some for each token.
 Knows tensors and the KV pool; no sequences, no scheduling.
 """
 
@@ -17,14 +18,22 @@ from torch.nn.functional import gelu, silu
 
 from tandem.engine.cache.kv_groups import layer_places
 from tandem.engine.executor.step_inputs import StepInputs
-from tandem.engine.executor.step_lora import StepLora
-from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
-from tandem.models.config import ModelConfig
+from tandem.engine.executor.step_lora import NO_LORA, StepLora
+from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, Mlp, ModelWeights
+from tandem.models.config import GateClamp, ModelConfig
+from tandem.models.experts import Experts
 from tandem.models.rope import Rope
 from tandem_kernels.attention_groups import QuerySpan
 from tandem_kernels.dispatch import Angles, Attention, Kernels
+from tandem_kernels.experts import choose_experts
 from tandem_kernels.kv_cache import KvPool
-from tandem_kernels.rope import rotary_angles, rotary_frequencies, scale_llama3, scale_yarn
+from tandem_kernels.rope import (
+    rotary_angles,
+    rotary_frequencies,
+    scale_llama3,
+    scale_longrope,
+    scale_yarn,
+)
 
 
 class Decoder:
@@ -35,9 +44,7 @@ class Decoder:
         self._dtype = weights.embedding.dtype
         device = weights.embedding.device
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        self._frequencies = {
-            rope: rope_frequencies(rope, config.head_dim).to(device) for rope in ropes
-        }
+        self._frequencies = {rope: rope_tables(rope, config.head_dim, device) for rope in ropes}
         self._places = layer_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
         self.final_hidden = weights.embedding[:0]  # what the last step's logits were made of
@@ -62,8 +69,8 @@ class Decoder:
             )
         }
         angles = {
-            rope: rotary_angles(inputs.positions, frequencies, rope.attention_factor)
-            for rope, frequencies in self._frequencies.items()
+            rope: rotary_angles(inputs.positions, *tables)
+            for rope, tables in self._frequencies.items()
         }
         x = self._weights.embedding[inputs.token_ids]
         if self._embedding_multiplier != 1.0:
@@ -79,11 +86,17 @@ class Decoder:
             pool.write(place.number, token_rows, keys, values)
             if on_kv_written is not None and layer is self._weights.layers[-1]:
                 on_kv_written()
-            attended = attentions[place.group, spec.window](place.number, queries).flatten(1)
+            attend = attentions[place.group, spec.window]
+            attended = attend(place.number, queries, layer.sinks).flatten(1)
             delta = self._project(attended, (layer.attention_out,))
             delta = lora.add(index, "attention_out", delta, attended)
             x = self._added(x, delta, layer.attention_post_norm)
-            delta = self._mlp(index, layer, self._norm(x, layer.mlp_norm), lora)
+            normed = self._norm(x, layer.mlp_norm)
+            if isinstance(layer.mlp, Mlp):
+                delta = self._mlp(index, layer.mlp, normed, lora)
+            else:
+                assert spec.experts is not None
+                delta = self._experts(spec.experts, layer.mlp, normed)
             x = self._added(x, delta, layer.mlp_post_norm)
         return self._logits(x, inputs.logit_rows)
 
@@ -113,15 +126,30 @@ class Decoder:
         tokens = slice(0, num_tokens)
         return rotated[:, :num_heads], rotated[tokens, num_heads:], heads[tokens, -num_kv_heads:]
 
-    def _mlp(
-        self, index: int, layer: LayerWeights, x: torch.Tensor, lora: StepLora
-    ) -> torch.Tensor:
-        gate_up = lora.add(index, "gate_up", self._project(x, layer.gate_up), x)
+    def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora) -> torch.Tensor:
+        gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
         gate, up = gate_up.chunk(2, dim=-1)
-        is_silu = self._config.activation == "silu"
-        activated = silu(gate) if is_silu else gelu(gate, approximate="tanh")
-        gated = activated.mul_(up)
-        return lora.add(index, "down", self._project(gated, (layer.down,)), gated)
+        if self._config.gate_clamp is not None:
+            gated = _gate_clamped(self._config.gate_clamp, gate, up)
+        elif self._config.activation == "silu":
+            gated = silu(gate).mul_(up)
+        else:
+            gated = gelu(gate, approximate="tanh").mul_(up)
+        return lora.add(index, "down", self._project(gated, (mlp.down,)), gated)
+
+    def _experts(self, experts: Experts, weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
+        """Sums a row's experts in their order, each of which computes its rows together."""
+        logits = self._project(x, (weights.router,))
+        chosen, shares = choose_experts(logits, experts.top_k, experts.is_normalized)
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for expert, mlp in enumerate(weights.mlps):
+            rows, places = torch.where(chosen == expert)
+            if not len(rows):
+                continue
+            padded = torch.nn.functional.pad(rows, (0, -len(rows) % self._kernels.row_multiple))
+            part = self._mlp(0, mlp, x[padded], NO_LORA)[: len(rows)]
+            out.index_add_(0, rows, part.float() * shares[rows, places].unsqueeze(1))
+        return out.to(x.dtype)
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple
@@ -163,6 +191,11 @@ class Decoder:
         return out
 
 
+def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
+
+
 def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
     """Returns what embeddings are multiplied with: transformers rounds it to the dtype."""
     return torch.tensor(config.multipliers.embedding, dtype=dtype).item()
@@ -177,17 +210,35 @@ def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Returns rotary frequencies [head_dim / 2]; of a layer without positions zeros, which rotate
-    nothing."""
+def rope_tables(
+    rope: Rope, head_dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns rotary frequencies, and factors of cos and sin, [head_dim / 2] each.
+
+    Pairs of numbers that have no position have the frequency 0 and the factor 1, which rotate
+    nothing. Where a rope rotates a part of a head, weights.py puts that part's pairs first.
+    """
+    rotary_dim = 0 if rope.theta is None else rope.rotary_dim(head_dim)
+    num_still = (head_dim - rotary_dim) // 2
+    rotated = _rotary_frequencies(rope, rotary_dim)
+    frequencies = torch.cat((rotated, torch.zeros(num_still)))
+    factors = torch.full_like(rotated, rope.attention_factor)
+    factors = torch.cat((factors, torch.ones(num_still)))
+    return frequencies.to(device), factors.to(device)
+
+
+def _rotary_frequencies(rope: Rope, rotary_dim: int) -> torch.Tensor:
     if rope.theta is None:
-        return torch.zeros(head_dim // 2)
-    frequencies = rotary_frequencies(head_dim, rope.theta)
+        return torch.zeros(0)
+    frequencies = rotary_frequencies(rotary_dim, rope.theta)
     scaling = rope.scaling
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "longrope":
+        factors = torch.tensor(scaling.long_factors if rope.is_long else scaling.short_factors)
+        return scale_longrope(rotary_dim, rope.theta, factors)
     if scaling.kind == "llama3":
         return scale_llama3(
             frequencies,

@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem.engine.executor.model import rope_frequencies
+from tandem.engine.executor.model import rope_tables
 from tandem.models.config import ModelConfig
 from tandem_kernels.rope import rotary_angles
 
@@ -15,7 +15,8 @@ class AngleTable:
 
     def __init__(self, config: ModelConfig) -> None:
         self.ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
-        self._frequencies = [rope_frequencies(rope, config.head_dim) for rope in self.ropes]
+        cpu = torch.device("cpu")
+        self._tables = [rope_tables(rope, config.head_dim, cpu) for rope in self.ropes]
         self._size = 0
         self.reach(_ANGLES_MIN)
 
@@ -26,10 +27,7 @@ class AngleTable:
             return
         self._size = 1 << (positions_end - 1).bit_length()
         positions = torch.arange(self._size)
-        angles = [
-            rotary_angles(positions, frequencies, rope.attention_factor)
-            for rope, frequencies in zip(self.ropes, self._frequencies, strict=True)
-        ]
+        angles = [rotary_angles(positions, *tables) for tables in self._tables]
         self._cosines, self._sines = (
             torch.stack(tables).contiguous() for tables in zip(*angles, strict=True)
         )

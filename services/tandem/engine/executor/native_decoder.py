@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import Array, addressof
+from ctypes import Array, addressof, pointer
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,9 @@ from tandem.engine.executor.lora_weights import LoraWeights
 from tandem.engine.executor.model import embedding_multiplier
 from tandem.engine.executor.native_angles import AngleTable
 from tandem.engine.executor.native_lora import NativeAdapters, PackedLora, by_adapter
-from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
+from tandem.engine.executor.native_results import Results
+from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, ModelWeights
+from tandem.engine.executor.weights import Mlp as MlpWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
 from tandem.models.layers import LayerSpec
@@ -32,11 +34,14 @@ from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.native.library import (
     PANEL,
     Activation,
+    Experts,
+    Gating,
     Kind,
     KvGroup,
     Layer,
     Library,
     Matrix,
+    Mlp,
     Model,
     Stage,
     Step,
@@ -89,7 +94,7 @@ class NativeDecoder:
         self._angles = AngleTable(config)
         self._panels = np.frombuffer(own_pages(self._packed_bytes(weights)), np.uint8)
         self._num_packed = 0
-        self._results = _Results(0, config.vocab_size)
+        self._results = Results(0, config.vocab_size)
         self._logit_rows: list[int] = []  # of the last step
         self._pools: Sequence[KvPool] | None = None
         self.adapters = NativeAdapters()
@@ -212,40 +217,61 @@ class NativeDecoder:
             attention_post_norm=self._floats(weights.attention_post_norm),
             q_norm=self._floats(weights.q_norm),
             k_norm=self._floats(weights.k_norm),
+            sinks=self._floats(weights.sinks),
             mlp_norm=self._floats(weights.mlp_norm),
             mlp_post_norm=self._floats(weights.mlp_post_norm),
             qkv=self._matrix(weights.qkv),
             attention_out=self._matrix((weights.attention_out,)),
-            gate_up=self._matrix(self._gate_up(weights.gate_up)),
-            down=self._matrix((weights.down,)),
             rope=self._angles.ropes.index(spec.rope),
             window=spec.window or 0,
             group=place.group,
             place=place.number,
         )
-        layer.gate_up.activation = _ACTIVATIONS[self._config.activation]
+        if isinstance(weights.mlp, ExpertWeights):
+            assert spec.experts is not None
+            experts = Experts(
+                mlps=(Mlp * spec.experts.num)(*map(self._mlp, weights.mlp.mlps)),
+                router=self._matrix((weights.mlp.router,), keeps_kind=True),
+                num=spec.experts.num,
+                top_k=spec.experts.top_k,
+                is_normalized=spec.experts.is_normalized,
+            )
+            self._kept.append(experts)
+            layer.experts = pointer(experts)
+        else:
+            layer.mlp = self._mlp(weights.mlp)
         return layer
+
+    def _mlp(self, weights: MlpWeights) -> Mlp:
+        gate_up = self._matrix(self._gate_up(weights.gate_up))
+        gate_up.gating = _gating(self._config)
+        return Mlp(gate_up=gate_up, down=self._matrix((weights.down,)))
 
     def _packed_bytes(self, weights: ModelWeights) -> int:
         """Returns the bytes of all packed matrices, which lie in a row, in huge pages if any."""
 
-        def of(parts: Sequence[Linear], *, in_turn: int = 1) -> int:
-            kind = self._kind(parts[0].weight)
+        def of(parts: Sequence[Linear], *, in_turn: int = 1, keeps_kind: bool = False) -> int:
+            kind = self._kind(parts[0].weight, keeps_kind=keeps_kind)
             num_out, num_in = sum(len(part.weight) for part in parts), parts[0].weight.shape[1]
             if kind is not Kind.BF16_PAIRS:
                 in_turn = 1
             return in_turn * packed_bytes((num_out // in_turn, num_in), kind)
 
-        return of((Linear(weights.output, None),)) + sum(
-            of(layer.qkv)
-            + of((layer.attention_out,))
-            + of(layer.gate_up, in_turn=2)  # as `_gate_up` lays them out
-            + of((layer.down,))
-            for layer in weights.layers
-        )
+        def of_mlp(mlp: MlpWeights) -> int:
+            return of(mlp.gate_up, in_turn=2) + of((mlp.down,))  # as `_gate_up` lays them out
 
-    def _kind(self, weight: torch.Tensor) -> Kind:
-        kind = Kind.I8 if self._int8 else _KINDS[weight.dtype]
+        def of_layer(layer: LayerWeights) -> int:
+            attention = of(layer.qkv) + of((layer.attention_out,))
+            if isinstance(layer.mlp, MlpWeights):
+                return attention + of_mlp(layer.mlp)
+            router = of((layer.mlp.router,), keeps_kind=True)
+            return attention + router + sum(map(of_mlp, layer.mlp.mlps))
+
+        return of((Linear(weights.output, None),)) + sum(map(of_layer, weights.layers))
+
+    def _kind(self, weight: torch.Tensor, *, keeps_kind: bool = False) -> Kind:
+        """`keeps_kind`: the weights are never quantized."""
+        kind = Kind.I8 if self._int8 and not keeps_kind else _KINDS[weight.dtype]
         return self._library.packed_kind(kind, self._instructions)
 
     def _gate_up(self, parts: Sequence[Linear]) -> Sequence[Linear]:
@@ -259,12 +285,12 @@ class NativeDecoder:
         biases = [half for bias in given for half in bias.chunk(num_chunks)]
         return (Linear(_in_turn(weights), _in_turn(biases) if biases else None),)
 
-    def _matrix(self, parts: Sequence[Linear]) -> Matrix:
+    def _matrix(self, parts: Sequence[Linear], *, keeps_kind: bool = False) -> Matrix:
         """The rows of all parts, one below the other."""
         weight = parts[0].weight if len(parts) == 1 else torch.cat([p.weight for p in parts])
         weight = weight.contiguous()
         num_out, num_in = weight.shape
-        kind = self._kind(weight)
+        kind = self._kind(weight, keeps_kind=keeps_kind)
         num_bytes = packed_bytes((num_out, num_in), kind)
         panels = self._panels[self._num_packed :][:num_bytes]
         self._num_packed += num_bytes
@@ -305,32 +331,18 @@ def _groups(pools: Sequence[KvPool]) -> Array[KvGroup]:
     )
 
 
+def _gating(config: ModelConfig) -> Gating:
+    if clamp := config.gate_clamp:
+        return Gating(Activation.CLAMPED, clamp.alpha, clamp.limit)
+    return Gating(_ACTIVATIONS[config.activation], 0.0, 0.0)
+
+
 def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Interleaves the tensors by panels of outputs; fills the last panel of each with zeros."""
     rest = -len(tensors[0]) % PANEL
     filled = [torch.cat([each, each.new_zeros(rest, *each.shape[1:])]) for each in tensors]
     panels = [each.view(-1, PANEL, *each.shape[1:]) for each in filled]
     return torch.stack(panels, 1).flatten(0, 2)
-
-
-class _Results:
-    """Memory for a step's results, reused: the system would find and zero megabytes each step."""
-
-    def __init__(self, num_rows: int, vocab: int, room: torch.Tensor | None = None) -> None:
-        """`room` of one before, used again if it is large enough."""
-        if room is None or len(room) < num_rows * vocab:
-            room = torch.frombuffer(own_pages(max(1, num_rows) * vocab * 4), dtype=torch.float32)
-        self._room = room
-        self._vocab = vocab
-        self.logits = room[: num_rows * vocab].view(num_rows, vocab)
-        self.logits_address = self.logits.data_ptr()
-        self.most_likely = array("i", bytes(4 * num_rows))
-
-    def of(self, num_rows: int) -> _Results:
-        """Returns results of `num_rows` rows in the same memory."""
-        if num_rows == len(self.most_likely):
-            return self
-        return _Results(num_rows, self._vocab, self._room)
 
 
 class _Inputs:

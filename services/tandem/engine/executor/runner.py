@@ -72,13 +72,14 @@ class ModelRunner:
         self.kv_dtype_name = dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.max_model_len = _choose_max_model_len(config, folder.config.max_model_len)
         self.vocab_size = folder.config.vocab_size
-        self._model_config = folder.config
+        self._model_config = model = folder.config.for_contexts(self.max_model_len)
         self._block_size = config.block_size
         self._lora_rank_max = config.max_lora_rank
         self._pool_fd = pool_fd
-        kernels = choose_kernels(config, self.device, folder.config)
+        kernels = choose_kernels(config, self.device, model)
         int8 = config.weights == "int8"
-        self.dtype_name = f"{dtype_name}+int8" if int8 else dtype_name
+        # What KV is computed with; workers that differ in it share none.
+        self.dtype_name = dtype_name + "+int8" * int8 + "+long-rope" * model.is_long
         self._dtype = _DTYPES[dtype_name]
         self.numerics_name: str = config.numerics
         self.tokens_per_step = _tokens_per_step(self.device)
@@ -86,7 +87,7 @@ class ModelRunner:
         if too_much := why_too_much(need, 1, _free_memory(self.device)):
             raise ConfigError(too_much)
         weights = load_weights(
-            folder.weight_files, folder.config, dtype=_DTYPES[dtype_name], device=self.device
+            folder.weight_files, model, dtype=_DTYPES[dtype_name], device=self.device
         )
         self._small: NativeDecoder | TorchSteps | TritonSteps
         self._large: NativeDecoder | TorchSteps | TritonSteps
@@ -96,23 +97,23 @@ class ModelRunner:
             from tandem.engine.executor.triton_steps import TritonSteps
 
             self._small = self._large = self._triton = TritonSteps(
-                folder.config,
+                model,
                 weights,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=self.max_model_len,
             )
         elif kernels == "native":
             self._small = self._large = native = NativeDecoder(
-                folder.config, weights, num_threads=config.num_threads, int8=int8
+                model, weights, num_threads=config.num_threads, int8=int8
             )
             if config.numerics == "invariant":  # the bits are one instruction set's
                 name = native.instructions or ""
                 self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
             widens = dtype_name == "bfloat16" and not native.multiplies_bf16
             if widens and has_bfloat16(self.device) and not int8:
-                self._large = TorchSteps(folder.config, weights, config.numerics)
+                self._large = TorchSteps(model, weights, config.numerics)
         else:
-            self._small = self._large = TorchSteps(folder.config, weights, config.numerics)
+            self._small = self._large = TorchSteps(model, weights, config.numerics)
 
     @property
     def native(self) -> NativeDecoder | None:

@@ -6,26 +6,37 @@
     attention              one launch for single tokens, one for chunks
     silu(gate) * up        one kernel
 
-Norms after attention and the MLP, and norms of all heads as one, are kernels of their own.
+Norms after attention and the MLP, and norms of all heads as one, are kernels of their own. Experts
+are two products, each one launch for all of them.
 
 Only views and launches, nothing that waits for the device: a CUDA graph can record it.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch.nn.functional import embedding, linear
 
 from tandem.engine.cache.kv_groups import layer_places
-from tandem.engine.executor.model import embedding_multiplier, final_logits, rope_frequencies
+from tandem.engine.executor.model import embedding_multiplier, final_logits, rope_tables
 from tandem.engine.executor.step_lora import NO_LORA, StepLora
 from tandem.engine.executor.triton_inputs import StepViews
-from tandem.engine.executor.weights import LayerWeights, Linear, ModelWeights
+from tandem.engine.executor.weights import (
+    ExpertWeights,
+    LayerWeights,
+    Linear,
+    Mlp,
+    ModelWeights,
+)
 from tandem.models.config import ModelConfig
+from tandem.models.experts import Experts
+from tandem_kernels.experts import choose_experts
 from tandem_kernels.kv_cache import layer_of
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.triton.activation import gated_mul
 from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
+from tandem_kernels.triton.grouped_linear import grouped_linear, tile_by_expert
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
 from tandem_kernels.triton.prefill_attention import prefill_attention
 from tandem_kernels.triton.rope_cache import rotate_and_store
@@ -39,9 +50,13 @@ class TritonDecoder:
         self._places = layer_places(config)
         device = weights.embedding.device
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        self._frequencies = {
-            rope: rope_frequencies(rope, config.head_dim).to(device) for rope in ropes
-        }
+        self._frequencies = {rope: rope_tables(rope, config.head_dim, device) for rope in ropes}
+        self._experts = [
+            _StackedExperts.of(layer.mlp) if isinstance(layer.mlp, ExpertWeights) else None
+            for layer in weights.layers
+        ]
+        clamp = config.gate_clamp
+        self._clamp = (clamp.alpha, clamp.limit) if clamp else None
         self._embedding_multiplier = embedding_multiplier(config, weights.embedding.dtype)
         # What the last step's logits were made of; a step that is replayed does not set it.
         self.final_hidden = weights.embedding[:0]
@@ -60,15 +75,15 @@ class TritonDecoder:
         """
         specs, eps = self._config.layers, self._config.rms_norm_eps
         angles = {
-            rope: rotary_angles(step.positions, frequencies, rope.attention_factor)
-            for rope, frequencies in self._frequencies.items()
+            rope: rotary_angles(step.positions, *tables)
+            for rope, tables in self._frequencies.items()
         }
         x = embedding(step.token_ids, self._weights.embedding)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         delta: torch.Tensor | None = None
-        layers = zip(specs, self._places, self._weights.layers, strict=True)
-        for index, (spec, place, layer) in enumerate(layers):
+        layers = zip(specs, self._places, self._weights.layers, self._experts, strict=True)
+        for index, (spec, place, layer, stacked) in enumerate(layers):
             normed = self._add_norm(x, delta, layer.attention_norm)
             layer_kv = layer_of(kv[place.group], place.number)
             has_head_norms = self._config.qk_norm == "head"
@@ -84,20 +99,43 @@ class TritonDecoder:
             )
             if layer is self._weights.layers[-1]:
                 on_kv_launched()
-            attended = self._attend(queries, step, layer_kv, place.group, spec.window).flatten(1)
+            attended = self._attend(
+                queries, step, layer_kv, place.group, spec.window, layer.sinks
+            ).flatten(1)
             delta = _project(attended, (layer.attention_out,))
             delta = lora.add(index, "attention_out", delta, attended)
             delta = self._scaled(delta, layer.attention_post_norm)
             normed = self._add_norm(x, delta, layer.mlp_norm)
-            gate_up = lora.add(index, "gate_up", _project(normed, layer.gate_up), normed)
-            gated = gated_mul(gate_up, self._config.activation)
-            delta = lora.add(index, "down", _project(gated, (layer.down,)), gated)
+            if isinstance(layer.mlp, Mlp):
+                delta = self._mlp(index, layer.mlp, normed, lora)
+            else:
+                assert spec.experts is not None
+                assert stacked is not None
+                delta = self._mix(spec.experts, stacked, layer.mlp.router, normed)
             delta = self._scaled(delta, layer.mlp_post_norm)
         assert delta is not None
         last, last_delta = x[step.logit_rows], delta[step.logit_rows]
         final = add_rms_norm(last, last_delta, self._weights.final_norm, eps)
         self.final_hidden = final
         return final_logits(self._config, linear(final, self._weights.output).float())
+
+    def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora) -> torch.Tensor:
+        gated = self._gated(lora.add(index, "gate_up", _project(x, mlp.gate_up), x))
+        return lora.add(index, "down", _project(gated, (mlp.down,)), gated)
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gated_mul(gate_up, self._config.activation, self._clamp)
+
+    def _mix(
+        self, experts: Experts, stacked: "_StackedExperts", router: Linear, x: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the weighted sum of each row's experts."""
+        logits = linear(x, router.weight, router.bias)
+        chosen, shares = choose_experts(logits, experts.top_k, experts.is_normalized)
+        tiles = tile_by_expert(chosen, experts.num)
+        gated = self._gated(grouped_linear(x, *stacked.gate_up, tiles))
+        parts = grouped_linear(gated, *stacked.down, tiles).view(*chosen.shape, -1)
+        return (parts * shares.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def _add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor | None
@@ -138,6 +176,7 @@ class TritonDecoder:
         layer_kv: torch.Tensor,
         group: int,
         window: int | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         block_tables = step.block_tables[group]
         num_single = step.shape.num_single
@@ -160,6 +199,7 @@ class TritonDecoder:
                     window=window,
                     scale=scale,
                     cap=cap,
+                    sinks=sinks,
                 )
             )
         if step.shape.num_chunks:
@@ -173,9 +213,53 @@ class TritonDecoder:
                     window,
                     scale,
                     cap,
+                    sinks,
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Stack(NamedTuple):
+    """One matrix of all experts of a layer."""
+
+    weight: torch.Tensor  # [experts, out, in]
+    bias: torch.Tensor | None  # [experts, out]
+
+    @classmethod
+    def of(cls, matrices: Sequence[Sequence[Linear]]) -> Self:
+        """Stacks the parts of each expert's matrix."""
+        biases = [[p.bias for p in parts if p.bias is not None] for parts in matrices]
+        return cls(
+            _stacked([[part.weight for part in parts] for parts in matrices]),
+            _stacked(biases) if biases[0] else None,
+        )
+
+
+class _StackedExperts(NamedTuple):
+    gate_up: _Stack
+    down: _Stack
+
+    @classmethod
+    def of(cls, weights: ExpertWeights) -> Self:
+        return cls(
+            _Stack.of([mlp.gate_up for mlp in weights.mlps]),
+            _Stack.of([(mlp.down,) for mlp in weights.mlps]),
+        )
+
+
+def _stacked(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Returns one tensor of all experts: the one that they are views of (weights.py), or a copy."""
+    first = parts[0][0]
+    num_bytes = first.numel() * first.element_size()
+    storage = first.untyped_storage().data_ptr()
+    if all(
+        len(each) == 1
+        and each[0].untyped_storage().data_ptr() == storage
+        and each[0].data_ptr() == first.data_ptr() + i * num_bytes
+        for i, each in enumerate(parts)
+    ):
+        return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+    return torch.stack([torch.cat(list(each)) for each in parts])
 
 
 def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tandem_kernels.triton import (
     blocks,
     decode_attention,
     edits,
+    grouped_linear,
     logprobs,
     norm,
     prefill_attention,
@@ -30,10 +31,15 @@ from tandem_kernels.triton import (
 
 PAGED = {"queries": "*bf16", "kv": "*bf16", "block_tables": "*i32", "context_lens": "*i32"}
 LLAMA3 = {"GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "DEVICE": "card"}
-LLAMA3 |= {"WINDOW": 0, "CAP": 0.0}
+LLAMA3 |= {"WINDOW": 0, "CAP": 0.0, "HAS_SINKS": False}
+SCALARS = {"sinks": "*bf16", "scale": "fp32"}
+GPT_OSS = LLAMA3 | {"WINDOW": 128, "GROUP_SIZE": 8, "HEAD_DIM": 64, "BLOCK_D": 64}
+GPT_OSS |= {"HAS_SINKS": True}
 MISTRAL = LLAMA3 | {"WINDOW": 4096}
 GEMMA2 = MISTRAL | {"CAP": 72.0, "GROUP_SIZE": 2, "HEAD_DIM": 256, "BLOCK_D": 256}
 QWEN = LLAMA3 | {"GROUP_SIZE": 7, "HEAD_DIM": 80}
+MIXTRAL = {"NUM_OUT": 28672, "NUM_IN": 4096, "NUM_EXPERTS": 8, "SLOTS_OF_ROW": 2}
+MIXTRAL |= {"COLUMNS": 64, "INPUTS": 64}
 
 HEADS = {
     "NUM_HEADS": 32,
@@ -48,38 +54,48 @@ HEADS = {
 KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (
         decode_attention._attend_split,
-        PAGED | {"partials": "*fp32", "log_sums": "*fp32", "scale": "fp32"},
+        PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
         LLAMA3 | {"ROWS": 16},
     ),
     (
         decode_attention._attend_split,
-        PAGED | {"partials": "*fp32", "log_sums": "*fp32", "scale": "fp32"},
+        PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
         MISTRAL | {"ROWS": 16},
     ),
     (
         decode_attention._attend_split,
-        PAGED | {"partials": "*fp32", "log_sums": "*fp32", "scale": "fp32"},
+        PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
         GEMMA2 | {"ROWS": 16},
     ),
     (
+        decode_attention._attend_split,
+        PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
+        GPT_OSS | {"ROWS": 16},
+    ),
+    (
         decode_attention._weigh_splits,
-        {"partials": "*fp32", "log_sums": "*fp32", "out": "*bf16"},
-        {"HEAD_DIM": 128, "BLOCK_D": 128, "SPLITS": 16},
+        {"partials": "*fp32", "log_sums": "*fp32", "out": "*bf16", "sinks": "*bf16"},
+        {"HEAD_DIM": 128, "BLOCK_D": 128, "SPLITS": 16, "HAS_SINKS": True},
     ),
     (
         prefill_attention._attend_chunks,
-        PAGED | {"query_starts": "*i32", "out": "*bf16", "scale": "fp32"},
+        PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
         LLAMA3,
     ),
     (
         prefill_attention._attend_chunks,
-        PAGED | {"query_starts": "*i32", "out": "*bf16", "scale": "fp32"},
+        PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
         MISTRAL,
     ),
     (
         prefill_attention._attend_chunks,
-        PAGED | {"query_starts": "*i32", "out": "*bf16", "scale": "fp32"},
+        PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
         GEMMA2,
+    ),
+    (
+        prefill_attention._attend_chunks,
+        PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
+        GPT_OSS,
     ),
     (
         rope_cache._rotate_and_store,
@@ -95,12 +111,24 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (
         activation._gated_mul,
         {"gate_up": "*bf16", "out": "*bf16"},
-        {"INNER": 14336, "COLUMNS": 1024, "IS_SILU": True},
+        {"INNER": 14336, "COLUMNS": 1024, "IS_SILU": True, "ALPHA": 0.0, "LIMIT": 0.0},
     ),
     (
         activation._gated_mul,
         {"gate_up": "*bf16", "out": "*bf16"},
-        {"INNER": 2048, "COLUMNS": 1024, "IS_SILU": False},
+        {"INNER": 2048, "COLUMNS": 1024, "IS_SILU": False, "ALPHA": 1.702, "LIMIT": 7.0},
+    ),
+    (
+        grouped_linear._grouped_linear,
+        dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
+        | {"slots": "*i32", "experts": "*i32"},
+        MIXTRAL | {"ROWS": 16, "HAS_BIAS": True},
+    ),
+    (
+        grouped_linear._grouped_linear,
+        dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
+        | {"slots": "*i32", "experts": "*i32"},
+        MIXTRAL | {"ROWS": 64, "HAS_BIAS": False},
     ),
     (
         blocks._move_words,
@@ -126,12 +154,12 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
 ODD_KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (
         decode_attention._attend_split,
-        PAGED | {"partials": "*fp32", "log_sums": "*fp32", "scale": "fp32"},
+        PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
         QWEN | {"ROWS": 16},
     ),
     (
         prefill_attention._attend_chunks,
-        PAGED | {"query_starts": "*i32", "out": "*bf16", "scale": "fp32"},
+        PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
         QWEN,
     ),
 ]

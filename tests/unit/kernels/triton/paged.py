@@ -55,9 +55,15 @@ class Paged:
             first_key = max(0, int(self.context_lens[seq]) - num_queries + 1 - window)
             self.block_tables[seq, : first_key // self.kv.shape[4]] = 2**30
 
-    def attention(self, seq: int, queries: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def attention(
+        self,
+        seq: int,
+        queries: torch.Tensor,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Computes attention of queries [n, heads, D], the last tokens of a sequence's context, in
-        fp64."""
+        fp64. Sinks are keys [heads] without values."""
         kv = self.layer[self.block_tables[seq].long()].double()  # [M, heads, 2, block size, D]
         keys, values = kv.permute(2, 1, 0, 3, 4).flatten(2, 3)
         group_size = queries.shape[1] // keys.shape[0]
@@ -68,7 +74,10 @@ class Paged:
             first = max(0, seen - window) if window else 0
             k = keys[:, first:seen].repeat_interleave(group_size, 0)
             v = values[:, first:seen].repeat_interleave(group_size, 0)
-            weights = torch.softmax(k @ query.unsqueeze(-1) / query.shape[-1] ** 0.5, 1)
+            scores = k @ query.unsqueeze(-1) / query.shape[-1] ** 0.5
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double().view(-1, 1, 1)), 1)
+            weights = torch.softmax(scores, 1)[:, : k.shape[1]]
             out.append((weights * v).sum(1))
         return torch.stack(out)
 

@@ -23,6 +23,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     paged = Paged.random(
         lens,
@@ -34,7 +35,9 @@ def check(
     )
     queries = random_queries(len(lens), group_size * num_kv_heads, head_dim, dtype, device)
     wanted = [
-        paged.attention(seq, queries[seq : seq + 1], window) for seq, n in enumerate(lens) if n
+        paged.attention(seq, queries[seq : seq + 1], window, sinks)
+        for seq, n in enumerate(lens)
+        if n
     ]
     for seq in range(len(lens)):
         paged.pass_window(seq, 1, window)
@@ -45,6 +48,7 @@ def check(
         paged.context_lens,
         num_splits=num_splits,
         window=window,
+        sinks=sinks,
     )
     assert out.dtype == dtype
     for seq, context_len in enumerate(lens):
@@ -60,6 +64,13 @@ def check(
 @pytest.mark.parametrize("lens", [[1], [0, 5], [16, 0, 131], [65, 64, 63, 1]])
 def test_lengths_and_splits(lens: list[int], num_splits: int, device: torch.device) -> None:
     check(lens, device, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 8])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks(window: int | None, num_splits: int, device: torch.device) -> None:
+    sinks = torch.tensor([0.0, 3.0, -2.0, 9.0, 200.0, -200.0], device=device)
+    check([65, 0, 1, 131], device, num_splits=num_splits, window=window, sinks=sinks)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 4, 5, 7, 8, 20])

@@ -23,6 +23,7 @@ def check(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     paged = Paged.random(
         [prefix + n for prefix, n in chunks],
@@ -39,10 +40,16 @@ def check(
     for seq, (_, num_tokens) in enumerate(chunks):
         rows = slice(int(starts[seq]), int(starts[seq + 1]))
         if num_tokens:
-            expected[rows] = paged.attention(seq, queries[rows], window)
+            expected[rows] = paged.attention(seq, queries[rows], window, sinks)
         paged.pass_window(seq, num_tokens, window)
     out = prefill_attention(
-        queries, paged.layer, paged.block_tables, paged.context_lens, starts.to(device), window
+        queries,
+        paged.layer,
+        paged.block_tables,
+        paged.context_lens,
+        starts.to(device),
+        window,
+        sinks=sinks,
     )
     assert out.dtype == dtype
     tolerance = TOLERANCES[dtype]
@@ -89,6 +96,12 @@ def test_bfloat16(device: torch.device) -> None:
 def test_a_window(window: int, group_size: int, device: torch.device) -> None:
     chunks = [(0, 150), (0, 5), (130, 1), (70, 90), (0, 0), (200, 30)]
     check(chunks, device, num_kv_heads=1, group_size=group_size, head_dim=16, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks(window: int | None, device: torch.device) -> None:
+    sinks = torch.tensor([0.0, 3.0, 200.0, -200.0], device=device)
+    check([(0, 70), (60, 1), (0, 0), (5, 33)], device, group_size=2, window=window, sinks=sinks)
 
 
 @pytest.mark.slow

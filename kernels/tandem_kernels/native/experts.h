@@ -1,0 +1,165 @@
+// A layer's experts: MLPs of which a router chooses a few for each row.
+//
+// The rows of an expert lie side by side, in the order of the step, and are one product's; so bits
+// of a row depend on it alone, as those of any product do. A row adds up its experts in their order.
+//
+//     logits      router . norm(row)                          all rows
+//     places      the row's experts, sorted: row by row to expert by expert
+//     part        down . (activation(gate) * up)              of each place
+//     row         += sum of share * part
+
+namespace tandem::TANDEM_ISA {
+
+// The experts with the largest logits, of equals the first, in the order of their numbers; their
+// shares are a softmax over all logits or over theirs.
+inline void choose(const Experts& experts, const float* logits, Chosen* chosen) {
+    const auto is_taken = [&](int expert, int num) {
+        for (int i = 0; i < num; ++i)
+            if (chosen[i].expert == expert) return true;
+        return false;
+    };
+    for (int i = 0; i < experts.top_k; ++i) {
+        int best = -1;
+        for (int e = 0; e < experts.num; ++e)
+            if ((best < 0 || logits[e] > logits[best]) && !is_taken(e, i)) best = e;
+        chosen[i].expert = best;
+    }
+    const float highest = logits[chosen[0].expert];
+    std::sort(chosen, chosen + experts.top_k,
+              [](const Chosen& a, const Chosen& b) { return a.expert < b.expert; });
+    float total = 0.0f;
+    for (int i = 0; i < experts.top_k; ++i) {
+        chosen[i].share = std::exp(logits[chosen[i].expert] - highest);
+        total += chosen[i].share;
+    }
+    if (!experts.is_normalized) {
+        total = 0.0f;
+        for (int e = 0; e < experts.num; ++e) total += std::exp(logits[e] - highest);
+    }
+    for (int i = 0; i < experts.top_k; ++i) chosen[i].share /= total;
+}
+
+// Gives each choice its place, expert by expert.
+inline void place_all(const Experts& experts, int num_rows, Routing& routing) {
+    const int num = num_rows * experts.top_k;
+    std::fill(routing.first.begin(), routing.first.end(), 0);
+    for (int i = 0; i < num; ++i) ++routing.first[routing.chosen[i].expert + 1];
+    for (int e = 0; e < experts.num; ++e) routing.first[e + 1] += routing.first[e];
+    for (int i = 0; i < num; ++i) {
+        Chosen& chosen = routing.chosen[i];
+        chosen.place = routing.first[chosen.expert]++;
+        routing.choices[chosen.place] = i;
+    }
+    for (int e = experts.num; e > 0; --e) routing.first[e] = routing.first[e - 1];
+    routing.first[0] = 0;
+}
+
+// Inputs of the rows that chose an expert; they lie in a buffer with those of the others.
+inline Inputs inputs_of_expert(const Matrix& matrix, float* buffer, const Routing& routing,
+                               int expert) {
+    const int first = routing.first[expert];
+    return inputs_of(matrix, buffer + input_floats(first, matrix.in),
+                     routing.first[expert + 1] - first);
+}
+
+// What the last products of all experts read, of all places.
+inline float* gate_experts(const Experts& experts, const Rows& rows, int num_places, int thread,
+                           int threads) {
+    const Routing& routing = *rows.routing;
+    const Mlp& any = experts.mlps[0];
+#ifdef TANDEM_PAIRS
+    if (any.gate_up.kind == BF16_PAIRS) {
+        for (int e = 0; e < experts.num; ++e) {
+            const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, routing, e);
+            if (inputs.num_rows)
+                gate(experts.mlps[e].gate_up, inputs,
+                     inputs_of_expert(any.down, rows.projected, routing, e), thread, threads);
+        }
+#pragma omp barrier
+        rows.laps->end(GATE_UP, thread);
+        return rows.projected;
+    }
+#endif
+    const size_t width = any.gate_up.out;
+    for (int e = 0; e < experts.num; ++e) {
+        const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, routing, e);
+        float* to = rows.projected + routing.first[e] * width;
+        if (inputs.num_rows)
+            linear(experts.mlps[e].gate_up, inputs, {to, width, Into::kSet}, thread, threads);
+    }
+#pragma omp barrier
+    rows.laps->end(GATE_UP, thread);
+#pragma omp for schedule(static)
+    for (int place = 0; place < num_places; ++place) {
+        const int expert = routing.chosen[routing.choices[place]].expert;
+        const Inputs gated = inputs_of_expert(any.down, rows.routed, routing, expert);
+        gate_row(rows.projected + place * width, any.gate_up.gating,
+                 gated.row(place - routing.first[expert]));
+    }
+    rows.laps->end(SILU, thread);
+    return rows.routed;
+}
+
+// Normalizes rows and computes the router's logits.
+inline void route(const Model& model, const Layer& layer, const Step& step, const Rows& rows,
+                  int thread, int threads) {
+    const Experts& experts = *layer.experts;
+    Routing& routing = *rows.routing;
+    const size_t num = experts.num;
+    const Inputs normed = inputs_of(experts.router, rows.input, step.num_rows);
+#pragma omp for schedule(static)
+    for (int row = 0; row < step.num_rows; ++row)
+        norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
+                 model.norm_eps, normed.row(row));
+    linear(experts.router, normed, {rows.logits, num, Into::kSet}, thread, threads);
+#pragma omp barrier
+#pragma omp for schedule(static)
+    for (int row = 0; row < step.num_rows; ++row)
+        choose(experts, rows.logits + row * num, &routing.chosen[row * experts.top_k]);
+#pragma omp single
+    place_all(experts, step.num_rows, routing);
+    rows.laps->end(NORM, thread);
+}
+
+// A layer's experts, added to the residual stream.
+inline void add_experts(const Model& model, const Layer& layer, const Step& step, const Rows& rows,
+                        int thread, int threads) {
+    const Experts& experts = *layer.experts;
+    const Routing& routing = *rows.routing;
+    const Mlp& any = experts.mlps[0];
+    const size_t hidden = model.hidden;
+    const int top_k = experts.top_k, num_places = step.num_rows * top_k;
+    route(model, layer, step, rows, thread, threads);
+#pragma omp for schedule(static)
+    for (int place = 0; place < num_places; ++place) {
+        const int choice = routing.choices[place], expert = routing.chosen[choice].expert;
+        const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, routing, expert);
+        norm_row(rows.hidden + choice / top_k * hidden, layer.mlp_norm, model.norm_eps,
+                 inputs.row(place - routing.first[expert]));
+    }
+    rows.laps->end(NORM, thread);
+    float* const gated = gate_experts(experts, rows, num_places, thread, threads);
+    float* const parts = gated == rows.routed ? rows.projected : rows.routed;
+    for (int e = 0; e < experts.num; ++e) {
+        const Inputs inputs = inputs_of_expert(any.down, gated, routing, e);
+        if (inputs.num_rows)
+            linear(experts.mlps[e].down, inputs,
+                   {parts + routing.first[e] * hidden, hidden, Into::kSet}, thread, threads);
+    }
+#pragma omp barrier
+    rows.laps->end(DOWN, thread);
+#pragma omp for schedule(static)
+    for (int row = 0; row < step.num_rows; ++row) {
+        float* delta = rows.delta + row * hidden;
+        std::fill(delta, delta + hidden, 0.0f);
+        for (int i = row * top_k; i < (row + 1) * top_k; ++i) {
+            const Chosen& chosen = routing.chosen[i];
+            const float* part = parts + chosen.place * hidden;
+            for (size_t at = 0; at < hidden; ++at) delta[at] += part[at] * chosen.share;
+        }
+        add_row(delta, layer.mlp_post_norm, model, rows.hidden + row * hidden);
+    }
+    rows.laps->end(NORM, thread);
+}
+
+}  // namespace tandem::TANDEM_ISA

@@ -1,0 +1,124 @@
+"""Products of rows with the matrices of their experts:  y[s] = x[s // d] W[e(s)]^T + b[e(s)].
+
+A slot s is a token and one of the experts that it chose; d slots share a row of x. Slots are put in
+order of their experts, and tiles of them are one expert's each. All sizes follow from the numbers
+of tokens and experts alone, so nothing waits for the device, and a CUDA graph can record it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tandem_kernels.triton.attention_loop import product
+
+_ROWS = 16  # of a tile, at least: what tensor cores take
+_MANY_ROWS = 64  # where experts have as many
+_COLUMNS, _INPUTS = 64, 64
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """Tiles of slots, each of one expert."""
+
+    tile_rows: int
+    slots: torch.Tensor  # [tiles * tile_rows] int32; -1: no slot
+    experts: torch.Tensor  # [tiles] int32; the number of experts: a tile without slots
+    num_slots: int
+    num_experts: int
+
+
+def tile_by_expert(chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
+    """Puts the slots of the chosen experts [T, top_k] into tiles."""
+    experts = chosen.flatten()
+    num_slots, device = len(experts), chosen.device
+    tile_rows = _ROWS if num_slots <= _ROWS * num_experts else _MANY_ROWS
+    num_tiles = num_slots // tile_rows + min(num_slots, num_experts)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
+    counts.scatter_add_(0, experts, torch.ones_like(experts))
+    padded = (counts + tile_rows - 1) // tile_rows * tile_rows
+    ends = padded.cumsum(0)
+    order = experts.argsort(stable=True)
+    in_order = experts[order]
+    within = torch.arange(num_slots, device=device) - (counts.cumsum(0) - counts)[in_order]
+    slots = torch.full((num_tiles * tile_rows,), -1, dtype=torch.int32, device=device)
+    slots[(ends - padded)[in_order] + within] = order.int()
+    firsts = torch.arange(num_tiles, device=device) * tile_rows
+    of_tiles = torch.searchsorted(ends, firsts, right=True).int()
+    return ExpertTiles(tile_rows, slots, of_tiles, num_slots, num_experts)
+
+
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: ExpertTiles
+) -> torch.Tensor:
+    """Returns [slots, out] of rows [slots / d, in] and matrices [experts, out, in], biases
+    [experts, out]; sums are fp32."""
+    num_out, num_in = weight.shape[1:]
+    assert tiles.num_slots % len(x) == 0
+    assert x.stride(1) == 1
+    assert weight.is_contiguous()
+    out = x.new_empty(tiles.num_slots, num_out)
+    _grouped_linear[(len(tiles.experts), triton.cdiv(num_out, _COLUMNS))](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        tiles.slots,
+        tiles.experts,
+        x.stride(0),
+        NUM_OUT=num_out,
+        NUM_IN=num_in,
+        NUM_EXPERTS=tiles.num_experts,
+        SLOTS_OF_ROW=tiles.num_slots // len(x),
+        HAS_BIAS=bias is not None,
+        ROWS=tiles.tile_rows,
+        COLUMNS=_COLUMNS,
+        INPUTS=_INPUTS,
+    )
+    return out
+
+
+@triton.jit
+def _grouped_linear(
+    x,
+    weight,
+    bias,
+    out,
+    slots,
+    experts,
+    stride_row,
+    NUM_OUT: tl.constexpr,
+    NUM_IN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    SLOTS_OF_ROW: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    expert = tl.load(experts + tile).to(tl.int64)
+    if expert < NUM_EXPERTS:
+        of_rows = tl.load(slots + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        is_row = of_rows >= 0
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = columns < NUM_OUT
+        inputs = tl.arange(0, INPUTS)
+        rows = x + (of_rows // SLOTS_OF_ROW)[:, None] * stride_row
+        matrix = weight + (expert * NUM_OUT + columns)[None, :] * NUM_IN
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, NUM_IN, INPUTS):
+            at = first + inputs
+            is_input = at < NUM_IN
+            a = tl.load(rows + at[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
+            b = tl.load(
+                matrix + at[:, None], mask=is_column[None, :] & is_input[:, None], other=0.0
+            )
+            sums += product(a, b)
+        if HAS_BIAS:
+            each = tl.load(bias + expert * NUM_OUT + columns, mask=is_column, other=0.0)
+            sums += each.to(tl.float32)[None, :]
+        places = out + of_rows[:, None] * NUM_OUT + columns[None, :]
+        is_in = is_row[:, None] & is_column[None, :]
+        tl.store(places, sums.to(out.dtype.element_ty), mask=is_in)

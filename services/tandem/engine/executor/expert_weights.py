@@ -1,0 +1,93 @@
+"""The names and shapes of experts' tensors in checkpoints.
+
+apart     block_sparse_moe.gate.weight                  [experts, hidden]       Mixtral
+          block_sparse_moe.experts.E.{w1,w3}.weight     [inner, hidden]         gate and up
+          block_sparse_moe.experts.E.w2.weight          [hidden, inner]         down
+          mlp.gate.weight, mlp.experts.E.{gate,up,down}_proj.weight             Qwen 3
+stacked   mlp.gate.weight                               [experts, hidden]       either
+          mlp.experts.gate_up_proj                      [experts, 2 inner, hidden]
+          mlp.experts.down_proj                         [experts, hidden, inner]
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Self
+
+from tandem.engine.executor.mxfp4 import BLOCK
+from tandem.errors import UnsupportedModel
+from tandem.models.config import ModelConfig
+from tandem.models.experts import Experts
+from tandem.models.families import ExpertForm
+
+Shapes = dict[str, tuple[int, ...]]
+
+_STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_PLACES: dict[ExpertForm, str] = {"mixtral": "block_sparse_moe", "qwen": "mlp"}
+_PARTS: dict[ExpertForm, tuple[str, str, str]] = {
+    "mixtral": ("w1", "w3", "w2"),
+    "qwen": ("gate_proj", "up_proj", "down_proj"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names of one layer's tensors, after the layer's own."""
+
+    form: ExpertForm
+    is_stacked: bool
+    is_mxfp4: bool = False
+
+    @classmethod
+    def of(cls, config: ModelConfig, stored: Collection[str]) -> Self:
+        """Returns the names that a checkpoint with tensors of the `stored` names uses."""
+        is_stacked = config.expert_form == "gpt_oss" or any(
+            name.endswith(_STACKED) for name in stored
+        )
+        return cls(config.expert_form, is_stacked, config.is_mxfp4)
+
+    @property
+    def router(self) -> str:
+        if self.form == "gpt_oss":
+            return "mlp.router"
+        return f"{'mlp' if self.is_stacked else _PLACES[self.form]}.gate"
+
+    @property
+    def stacked(self) -> tuple[str, str]:
+        """Gates and ups, and downs."""
+        return _STACKED
+
+    def parts(self, expert: int) -> tuple[str, str, str]:
+        """An expert's gate, up and down."""
+        place = f"{_PLACES[self.form]}.experts.{expert}"
+        gate, up, down = _PARTS[self.form]
+        return f"{place}.{gate}.weight", f"{place}.{up}.weight", f"{place}.{down}.weight"
+
+    def shapes(self, experts: Experts, hidden: int) -> Shapes:
+        shapes: Shapes = {f"{self.router}.weight": (experts.num, hidden)}
+        if self.form == "gpt_oss":
+            shapes[f"{self.router}.bias"] = (experts.num,)
+            gate_up, down = self.stacked
+            shapes |= self._shapes_of_gpt_oss(gate_up, experts.num, 2 * experts.inner, hidden)
+            return shapes | self._shapes_of_gpt_oss(down, experts.num, hidden, experts.inner)
+        if self.is_stacked:
+            gate_up, down = self.stacked
+            shapes[gate_up] = (experts.num, 2 * experts.inner, hidden)
+            shapes[down] = (experts.num, hidden, experts.inner)
+            return shapes
+        for expert in range(experts.num):
+            gate, up, down = self.parts(expert)
+            shapes[gate] = shapes[up] = (experts.inner, hidden)
+            shapes[down] = (hidden, experts.inner)
+        return shapes
+
+    def _shapes_of_gpt_oss(self, name: str, num: int, num_out: int, num_in: int) -> Shapes:
+        shapes: Shapes = {f"{name}_bias": (num, num_out)}
+        if not self.is_mxfp4:
+            return shapes | {name: (num, num_in, num_out)}
+        if num_in % BLOCK:
+            raise UnsupportedModel(
+                f"{num_in} inputs of experts in MXFP4 are not a multiple of {BLOCK}"
+            )
+        shapes[f"{name}_blocks"] = (num, num_out, num_in // BLOCK, BLOCK // 2)
+        shapes[f"{name}_scales"] = (num, num_out, num_in // BLOCK)
+        return shapes

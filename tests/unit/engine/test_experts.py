@@ -1,0 +1,169 @@
+"""Layers of experts: experts that none or all choose, stacked tensors, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.weights import load_weights
+from tandem.errors import UnsupportedModel
+from tandem.models.source import ModelFolder, read_folder
+from tandem_kernels.native.library import Kind
+from tests.step_batches import logits_after, mixed_steps
+from tests.tiny_models import make_tiny_model
+
+PROMPTS = [
+    torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (1, 33, 70)
+]
+Tensors = dict[str, torch.Tensor]
+
+
+def count(counts: torch.Tensor, _module: object, _inputs: object, found: Any) -> None:
+    """Adds how often each expert was chosen: the last of what transformers' routers return."""
+    counts += found[2].flatten().bincount(minlength=len(counts))
+
+
+def runner_of(folder: ModelFolder, **settings: object) -> ModelRunner:
+    settings = {"dtype": "float32", "block_size": 8, "max_model_len": 96} | settings
+    return ModelRunner(folder, EngineConfig(model="", device="cpu", **settings))  # type: ignore[arg-type]
+
+
+def tensors_of(path: Path) -> Tensors:
+    return {k: v.clone() for k, v in load_file(path / "model.safetensors").items()}
+
+
+def rewrite(path: Path, tensors: Tensors) -> ModelFolder:
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return read_folder(path)
+
+
+@pytest.mark.parametrize(
+    "kernels", ["native", "torch", pytest.param("triton", marks=pytest.mark.slow)]
+)
+def test_an_expert_that_none_choose_and_one_that_all_choose(
+    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens have one large number, which only the routers of these two experts weigh."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    _, model = make_tiny_model("mixtral", tmp_path, sliding_window=None)
+    counts = torch.zeros(len(model.model.layers), 5, dtype=torch.int64)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 60.0
+        for index, layer in enumerate(model.model.layers):
+            layer.post_attention_layernorm.weight[0] = 1.0
+            layer.mlp.gate.weight[:, 0] = torch.tensor([0.0, 9.0, 0.0, -9.0, 0.0])
+            layer.mlp.gate.register_forward_hook(partial(count, counts[index]))
+        expected = [model(torch.tensor([prompt])).logits[0] for prompt in PROMPTS]
+    assert (counts[:, 1] == sum(map(len, PROMPTS))).all()
+    assert (counts[:, 3] == 0).all()
+    model.save_pretrained(tmp_path)
+    runner = runner_of(read_folder(tmp_path), kernels=kernels)
+    for index, num_done, logits in mixed_steps(runner, PROMPTS, chunks=(1, 7, 64), seed=1):
+        torch.testing.assert_close(logits, expected[index][num_done - 1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stacked_tensors_give_the_bits_of_separate_ones(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    folder, _ = make_tiny_model(family, tmp_path)
+    expected = logits_after(runner_of(folder, dtype=dtype), PROMPTS[1])
+    stored, stacked = tensors_of(tmp_path), {}
+    gate, up, down = (
+        ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    )
+    for name, tensor in stored.items():
+        layer, _, part = name.rpartition(".experts.0.")
+        renamed = layer.replace("block_sparse_moe", "mlp")
+        if part == f"{gate}.weight":
+            experts = [name.replace(".experts.0.", f".experts.{i}.") for i in range(12)]
+            experts = [each for each in experts if each in stored]
+            both = [[each, each.replace(f".{gate}.", f".{up}.")] for each in experts]
+            stacked[f"{renamed}.experts.gate_up_proj"] = torch.stack(
+                [torch.cat([stored[each] for each in parts]) for parts in both]
+            )
+            stacked[f"{renamed}.experts.down_proj"] = torch.stack(
+                [stored[each.replace(f".{gate}.", f".{down}.")] for each in experts]
+            )
+        elif ".experts." not in name:
+            stacked[name.replace("block_sparse_moe", "mlp")] = tensor
+    runner = runner_of(rewrite(tmp_path, stacked), dtype=dtype)
+    assert torch.equal(logits_after(runner, PROMPTS[1]), expected)
+
+
+def test_mxfp4_gives_the_bits_of_its_numbers(tmp_path: Path) -> None:
+    """The numbers as bfloat16, which is exact, against blocks and scales of a checkpoint."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 2}
+    make_tiny_model("gpt-oss", tmp_path / "plain", **sizes)
+    plain, packed = tensors_of(tmp_path / "plain"), {}
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in plain.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            packed[name] = tensor
+            continue
+        num, num_in, num_out = tensor.shape
+        blocks = torch.randint(0, 256, (num, num_out, num_in // 32, 16), generator=generator)
+        scales = torch.randint(120, 126, blocks.shape[:-1], generator=generator)
+        packed[f"{name}_blocks"], packed[f"{name}_scales"] = blocks.byte(), scales.byte()
+        expected = convert_moe_packed_tensors(
+            blocks.byte(), scales.byte(), dtype=torch.float32, rows_per_chunk=1 << 20
+        )
+        plain[name] = expected.contiguous()
+    shutil.copytree(tmp_path / "plain", tmp_path / "packed")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    expected, found = (
+        logits_after(runner_of(rewrite(tmp_path / name, tensors)), PROMPTS[1])
+        for name, tensors in (("plain", plain), ("packed", packed))
+    )
+    assert torch.equal(found, expected)
+
+
+def test_inputs_of_mxfp4_are_whole_blocks(tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("gpt-oss", tmp_path)
+    config = replace(folder.config, is_mxfp4=True)
+    with pytest.raises(UnsupportedModel, match="76 inputs of experts in MXFP4 are not a multiple"):
+        load_weights(folder.weight_files, config, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_int8_weights_leave_the_router_as_it_is(tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("mixtral", tmp_path)
+    expected = logits_after(runner_of(folder), PROMPTS[1])
+    runner = runner_of(folder, weights="int8")
+    found = logits_after(runner, PROMPTS[1])
+    assert 0.97 < torch.corrcoef(torch.stack((found, expected)))[0, 1] < 0.99999
+    assert runner.native is not None
+    experts = runner.native._model.layers[0].experts.contents
+    assert (experts.router.kind, experts.mlps[4].down.kind) == (Kind.F32, Kind.I8)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("experts.4.w3.weight", r"lacks .*experts\.4\.w3\.weight"),
+        ("gate.weight", r"lacks .*block_sparse_moe\.gate\.weight"),
+    ],
+)
+def test_a_missing_tensor_of_an_expert_is_named(name: str, message: str, tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("mixtral", tmp_path)
+    tensors = tensors_of(tmp_path)
+    del tensors[f"model.layers.2.block_sparse_moe.{name}"]
+    folder = rewrite(tmp_path, tensors)
+    with pytest.raises(UnsupportedModel, match=message):
+        load_weights(
+            folder.weight_files, folder.config, dtype=torch.float32, device=torch.device("cpu")
+        )
