@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -49,23 +51,34 @@ class Tiny:
         return [(37 * i + 1009 * self._num_prompts) % VOCABULARY for i in range(num_tokens)]
 
 
-@pytest.fixture(scope="module")
-def tiny(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
-    path = tmp_path_factory.mktemp("tiny")
+@contextmanager
+def serve_tiny(
+    redis: EmbeddedRedis, folder: Path, *, num_blocks: int, prefill: int, decode: int
+) -> Iterator[Tiny]:
+    """Serves a tiny random model, with pools of so many blocks."""
+    path = folder / "model"
+    path.mkdir()
     _, model = make_tiny_model(
         "llama", path, vocab_size=VOCABULARY, eos_token_id=ENDS, max_position_embeddings=2048
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resolve("smollm2").path / name, path)
-    cluster = LocalCluster(redis_server, tmp_path_factory.mktemp("many"), model=str(path))
+    cluster = LocalCluster(redis, folder, model=str(path))
     cluster.options = [
         *("--numerics", "invariant", "--dtype", "float32", "--transport", "grpc"),
-        *("--prefill-at", "remote", "--num-blocks", str(NUM_BLOCKS)),
+        *("--prefill-at", "remote", "--num-blocks", str(num_blocks)),
     ]
     try:
-        yield Tiny(cluster.start(prefill=1, decode=2), model)
+        yield Tiny(cluster.start(prefill=prefill, decode=decode), model)
     finally:
         cluster.close()
+
+
+@pytest.fixture(scope="module")
+def tiny(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
+    folder = tmp_path_factory.mktemp("many")
+    with serve_tiny(redis_server, folder, num_blocks=NUM_BLOCKS, prefill=1, decode=2) as started:
+        yield started
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], **fields: Any) -> dict[str, Any]:
@@ -104,16 +117,17 @@ async def test_each_child_is_as_if_asked_for_alone(
     tiny.cluster.wait_idle()
 
 
-async def test_preempted_children_are_as_if_asked_for_alone(tiny: Tiny) -> None:
-    def preempted() -> float:
-        workers = [w for w in tiny.cluster.workers if w.startswith("decode")]
-        return sum(metric(tiny.cluster, w, "tandem_preemptions_total") for w in workers)
+def preemptions(cluster: LocalCluster) -> float:
+    workers = [worker for worker in cluster.workers if worker.startswith("decode")]
+    return sum(metric(cluster, worker, "tandem_preemptions_total") for worker in workers)
 
-    prompt, before = tiny.prompt(90), preempted()
+
+async def test_preempted_children_are_as_if_asked_for_alone(tiny: Tiny) -> None:
+    prompt, before = tiny.prompt(90), preemptions(tiny.cluster)
     asked = {**DRAWN, "max_tokens": 600}
     async with open_client(tiny.cluster) as client:
         together = await ask(client, prompt, n=8, **asked)
-        assert preempted() > before
+        assert preemptions(tiny.cluster) > before
         seed = asked.pop("seed")
         assert together["choices"][:3] == await alone(client, prompt, 3, seed, **asked)
         (last,) = await alone(client, prompt, 1, child_seed(seed, 7), **asked)
@@ -154,6 +168,33 @@ async def test_beams_are_the_reference(tiny: Tiny, num_tokens: int) -> None:
     tiny.cluster.wait_idle()
 
 
+async def test_four_beams_fit_where_four_copies_take_twice_the_blocks(
+    redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    num_prompt_tokens, max_tokens = 20, 128
+    copies = 4 * -(-(num_prompt_tokens + max_tokens) // 16)
+    pool = {"num_blocks": copies // 2, "prefill": 0, "decode": 1}
+    with serve_tiny(redis_server, tmp_path, **pool) as tiny:
+        prompt = tiny.prompt(num_prompt_tokens)
+        async with open_client(tiny.cluster) as client:
+            asked = {"n": 4, "max_tokens": max_tokens}
+            answer = await ask(client, prompt, use_beam_search=True, **asked)
+            assert preemptions(tiny.cluster) == 0
+            await ask(client, prompt, **asked, **DRAWN)
+            assert preemptions(tiny.cluster) > 0, "completions that differ do not fit"
+        expected = beams_of(
+            tiny.model,
+            prompt,
+            width=4,
+            max_tokens=max_tokens,
+            length_penalty=1.0,
+            end_token_ids=ENDS,
+            ignore_eos=True,
+        )
+        assert [choice["token_ids"] for choice in answer["choices"]] == expected
+        tiny.cluster.wait_idle()
+
+
 async def test_the_kv_of_a_prompt_crosses_once(cluster: LocalCluster) -> None:
     def work() -> tuple[float, float]:
         pulled = metric(cluster, "decode-0", "tandem_kv_bytes_pulled_total", transport="nixl")
@@ -175,6 +216,7 @@ async def test_the_kv_of_a_prompt_crosses_once(cluster: LocalCluster) -> None:
             assert record["bytes_pulled"] == pulled[-1]
         seed = int(asked.pop("seed"))
         assert answer["choices"] == await alone(client, fresh, 4, seed, **asked)
+    print(f"bytes pulled for n = 1: {pulled[0]:g}, for n = 4: {pulled[1]:g}")
     assert 0 < pulled[1] <= 1.02 * pulled[0]
     assert computed == [0, 3], "a fork computes one token"
     cluster.wait_idle()

@@ -138,11 +138,9 @@ class Work:
 async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
     start_cluster: StartCluster,
 ) -> None:
-    with start_cluster("--prefill-at", "auto") as cluster:
+    with start_cluster("--prefill-at", "auto", decode=2) as cluster:
         streams = Streams()
         async with open_client(cluster) as client:
-            cluster.start_worker("decode-1", "decode")
-            await asyncio.to_thread(cluster.wait_ready)
             await streams.draw(client)
             wait_for(
                 lambda: all(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,12 +128,12 @@ def five_ways(
         "migrated": (Migrated, (1, 1), (*remote, "--transport", "nixl")),
     }
     ways = {}
-    with ExitStack() as stack:
+    with ThreadPoolExecutor() as closing, ExitStack() as stack:
         for name, (kind, (prefill, decode), options) in wanted.items():
             (folder / name).mkdir()
             cluster = LocalCluster(redis, folder / name, model)
             cluster.options = (*cluster.options, *options, *more)
-            stack.callback(cluster.close)
+            stack.callback(closing.submit, cluster.close)
             cluster.start_router()
             for role, count in (("prefill", prefill), ("decode", decode)):
                 for number in range(count):
