@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
+_PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite")
 TOKENS = [*sorted(ByteLevel.alphabet()), "Ġt", "he", "Ġthe", "<s>", "</s>", "<think>", "[PAD]"]
 MERGES = ["Ġ t", "h e", "Ġt he"]
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -28,6 +29,14 @@ _PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+_OF_OLMO2 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -44,11 +53,12 @@ def tiny_gguf():
     )
 
 
-def gguf_name(hf_name: str) -> str:
+def gguf_name(hf_name: str, model_type: str = "llama") -> str:
     module, kind = hf_name.rsplit(".", 1)
     if module.startswith("model.layers."):
+        parts = _PARTS | (_OF_OLMO2 if model_type == "olmo2" else {})
         _, _, layer, part = module.split(".", 3)
-        return f"blk.{layer}.{_PARTS[part]}.{kind}"
+        return f"blk.{layer}.{parts[part]}.{kind}"
     return f"{_PARTS[module]}.{kind}"
 
 
@@ -62,10 +72,17 @@ def gguf_tensors(model) -> dict[str, np.ndarray]:
         array = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         part = name.split(".")[-2]
-        if config.model_type in ("llama", "mistral") and part in heads:
+        if name.endswith("experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            for half, rows in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
+                tensors[gguf_name(f"{stem}{half}_proj.weight")] = np.ascontiguousarray(rows)
+            continue
+        if name.endswith("experts.down_proj"):
+            name += ".weight"
+        if config.model_type in _PERMUTED and part in heads:
             rows = array.reshape(heads[part], 2, -1, *array.shape[1:])
             array = rows.swapaxes(1, 2).reshape(array.shape)
-        tensors[gguf_name(name)] = np.ascontiguousarray(array)
+        tensors[gguf_name(name, config.model_type)] = np.ascontiguousarray(array)
     return tensors
 
 

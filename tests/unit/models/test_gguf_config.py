@@ -96,7 +96,14 @@ def test_another_table_is_refused(tmp_path, tiny_gguf):
     ("options", "message"),
     [
         ({"architecture": "gemma3"}, "architecture gemma3 .* llama, qwen2, qwen3"),
-        ({"keys": {"expert_count": 8}}, "a mixture of 8 experts"),
+        (
+            {"architecture": "qwen2", "keys": {"expert_count": 8}},
+            "a mixture of 8 experts is not supported for qwen2; it is for llama and qwen3moe",
+        ),
+        (
+            {"architecture": "olmo2", "keys": {"attention.sliding_window": 128}},
+            "a sliding window is not supported for olmo2",
+        ),
         (
             {"keys": {"attention.sliding_window": 128, "attention.sliding_window_pattern": 6}},
             "sliding_window_pattern gives a sliding window to some layers",

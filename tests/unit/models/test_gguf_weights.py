@@ -71,7 +71,7 @@ def test_names():
 
 
 @pytest.mark.parametrize(
-    "name", ["blk.0.ffn_gate_inp.weight", "token_embd_norm.weight", "attn_q.weight", "x"]
+    "name", ["blk.0.ffn_gate_shexp.weight", "token_embd_norm.weight", "attn_q.weight", "x"]
 )
 def test_tensors_without_a_place_are_named(name):
     with pytest.raises(UnsupportedModel, match=rf"tensor {name} is not supported"):

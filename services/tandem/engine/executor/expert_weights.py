@@ -7,6 +7,16 @@ apart     block_sparse_moe.gate.weight                  [experts, hidden]       
 stacked   mlp.gate.weight                               [experts, hidden]       either
           mlp.experts.gate_up_proj                      [experts, 2 inner, hidden]
           mlp.experts.down_proj                         [experts, hidden, inner]
+GGUF      mlp.gate.weight                               [experts, hidden]
+          mlp.experts.{gate,up}_proj.weight             [experts, inner, hidden]
+          mlp.experts.down_proj.weight                  [experts, hidden, inner]
+gpt-oss   mlp.router.{weight,bias}                      [experts, hidden], [experts]
+          mlp.experts.gate_up_proj, gates and ups in turn   [experts, hidden, 2 inner]
+          mlp.experts.gate_up_proj_bias                 [experts, 2 inner]
+          mlp.experts.down_proj                         [experts, inner, hidden]
+          mlp.experts.down_proj_bias                    [experts, hidden]
+MXFP4     P_blocks for each projection P of gpt-oss     [experts, out, in / 32, 16] bytes
+          P_scales                                      [experts, out, in / 32] bytes
 """
 
 from collections.abc import Collection
@@ -22,6 +32,7 @@ from tandem.models.families import ExpertForm
 Shapes = dict[str, tuple[int, ...]]
 
 _STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_OF_GGUF = tuple(f"mlp.experts.{part}_proj.weight" for part in ("gate", "up", "down"))
 _PLACES: dict[ExpertForm, str] = {"mixtral": "block_sparse_moe", "qwen": "mlp"}
 _PARTS: dict[ExpertForm, tuple[str, str, str]] = {
     "mixtral": ("w1", "w3", "w2"),
@@ -36,6 +47,7 @@ class ExpertNames:
     form: ExpertForm
     is_stacked: bool
     is_mxfp4: bool = False
+    is_gguf: bool = False  # of stacked ones, gates and ups are apart
 
     @classmethod
     def of(cls, config: ModelConfig, stored: Collection[str]) -> Self:
@@ -43,7 +55,8 @@ class ExpertNames:
         is_stacked = config.expert_form == "gpt_oss" or any(
             name.endswith(_STACKED) for name in stored
         )
-        return cls(config.expert_form, is_stacked, config.is_mxfp4)
+        is_gguf = any(name.endswith(_OF_GGUF) for name in stored)
+        return cls(config.expert_form, is_stacked or is_gguf, config.is_mxfp4, is_gguf)
 
     @property
     def router(self) -> str:
@@ -52,9 +65,9 @@ class ExpertNames:
         return f"{'mlp' if self.is_stacked else _PLACES[self.form]}.gate"
 
     @property
-    def stacked(self) -> tuple[str, str]:
-        """Gates and ups, and downs."""
-        return _STACKED
+    def stacked(self) -> tuple[str, ...]:
+        """Gates and ups, and downs; of GGUF files gates, ups and downs."""
+        return _OF_GGUF if self.is_gguf else _STACKED
 
     def parts(self, expert: int) -> tuple[str, str, str]:
         """An expert's gate, up and down."""
@@ -69,6 +82,11 @@ class ExpertNames:
             gate_up, down = self.stacked
             shapes |= self._shapes_of_gpt_oss(gate_up, experts.num, 2 * experts.inner, hidden)
             return shapes | self._shapes_of_gpt_oss(down, experts.num, hidden, experts.inner)
+        if self.is_gguf:
+            gate, up, down = self.stacked
+            shapes[gate] = shapes[up] = (experts.num, experts.inner, hidden)
+            shapes[down] = (experts.num, hidden, experts.inner)
+            return shapes
         if self.is_stacked:
             gate_up, down = self.stacked
             shapes[gate_up] = (experts.num, 2 * experts.inner, hidden)

@@ -287,7 +287,8 @@ class _Builder:
             gate_ups = [(Linear(*each),) for each in zip(weight, bias, strict=True)]
             downs = [(Linear(*each),) for each in zip(*down, strict=True)]
         elif names.is_stacked:
-            gate_ups, downs = (self._of_stack(f"{layer}.{name}") for name in names.stacked)
+            *gates, downs = (self._of_stack(f"{layer}.{name}") for name in names.stacked)
+            gate_ups = [tuple(part for (part,) in parts) for parts in zip(*gates, strict=True)]
         else:
             parts = [[f"{layer}.{part}" for part in names.parts(i)] for i in range(num)]
             gate_ups = self._of_experts([(gate, up) for gate, up, _ in parts])

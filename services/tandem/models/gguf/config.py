@@ -18,6 +18,17 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2"),
+    "granite": ("GraniteForCausalLM", "granite"),
+}
+_WITH_EXPERTS = ("llama", "qwen3moe")  # llama: Mixtral
+_GRANITE = {
+    "embedding_multiplier": "embedding_scale",
+    "attention_multiplier": "attention.scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
 }
 
 
@@ -92,7 +103,8 @@ def hf_config(
         "mlp_bias": "blk.0.ffn_gate.bias" in tensor_names,
         "torch_dtype": "float32",
     }
-    return config | _window(metadata) | metadata.special_ids(**_SPECIAL)
+    more = _experts(metadata) | _granite(metadata) | _window(metadata)
+    return config | more | metadata.special_ids(**_SPECIAL)
 
 
 def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
@@ -106,9 +118,10 @@ def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
 
 def _check_supported(metadata: GgufMetadata, *, head_dim: int) -> None:
     num_experts = int(metadata.of_model("expert_count", 0))
-    if num_experts:
+    if num_experts and metadata.architecture not in _WITH_EXPERTS:
         raise UnsupportedModel(
-            f"a mixture of {num_experts} experts is not supported; dense models are"
+            f"a mixture of {num_experts} experts is not supported for {metadata.architecture}; "
+            f"it is for {' and '.join(_WITH_EXPERTS)}"
         )
     for key in ("attention.value_length", "rope.dimension_count"):
         size = int(metadata.of_model(key, head_dim))
@@ -116,6 +129,27 @@ def _check_supported(metadata: GgufMetadata, *, head_dim: int) -> None:
             raise UnsupportedModel(
                 f"{key} {size} is not supported; it must equal the head size {head_dim}"
             )
+
+
+def _experts(metadata: GgufMetadata) -> dict[str, Any]:
+    num_experts = int(metadata.of_model("expert_count", 0))
+    if not num_experts:
+        return {}
+    experts = {
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": int(metadata.of_model("expert_used_count")),
+    }
+    if metadata.architecture == "llama":
+        return experts | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    inner = int(metadata.of_model("expert_feed_forward_length"))
+    return experts | {"moe_intermediate_size": inner, "norm_topk_prob": True}
+
+
+def _granite(metadata: GgufMetadata) -> dict[str, Any]:
+    if metadata.architecture != "granite":
+        return {}
+    given = {name: metadata.of_model(key, None) for name, key in _GRANITE.items()}
+    return {name: float(value) for name, value in given.items() if value is not None}
 
 
 def _window(metadata: GgufMetadata) -> dict[str, Any]:
@@ -131,6 +165,10 @@ def _window(metadata: GgufMetadata) -> dict[str, Any]:
             "attention.sliding_window_pattern gives a sliding window to some layers and full "
             "attention to the others; supported is one kind for all layers"
         )
+    if metadata.architecture not in ("llama", "qwen2", "qwen3", "qwen3moe"):
+        raise UnsupportedModel(f"a sliding window is not supported for {metadata.architecture}")
+    if int(metadata.of_model("expert_count", 0)):
+        return {"sliding_window": window, "use_sliding_window": True}
     if metadata.architecture == "llama":  # the same computation but for the window
         return {
             "architectures": ["MistralForCausalLM"],

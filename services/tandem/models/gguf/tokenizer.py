@@ -36,9 +36,9 @@ _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _NFC_NAMES = ("qwen2", "deepseek-r1-qwen")
 # tokenizer.ggml.pre -> patterns that cut the text, one after the other.
 _PATTERNS = {
-    "gpt-2": (_GPT2,),
-    "smollm": (r"\p{N}", _GPT2),
-    **dict.fromkeys(_LLAMA3_NAMES, (_LLAMA3,)),
+    **dict.fromkeys(("gpt-2", "olmo"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "refact"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys((*_LLAMA3_NAMES, "smaug-bpe", "dbrx"), (_LLAMA3,)),
     **dict.fromkeys(_NFC_NAMES, (_QWEN2,)),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }

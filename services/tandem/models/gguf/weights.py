@@ -28,11 +28,18 @@ _INNER = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
+_PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite")
 _ROPE_FREQS = "rope_freqs.weight"
 
 
@@ -71,7 +78,7 @@ def hf_name(name: str) -> str:
     parts = _OUTER if match and match["layer"] is None else _INNER
     if match is None or match["part"] not in parts:
         raise UnsupportedModel(
-            f"the tensor {name} is not supported; those of dense Llama, Qwen 2 and Qwen 3 are"
+            f"the tensor {name} is not supported; those of Llama, Qwen and OLMo 2 are"
         )
     module = parts[match["part"]]
     if match["layer"] is not None:
@@ -107,7 +114,7 @@ def _array(tensor: Any, config: dict[str, Any]) -> np.ndarray:
     array = _dequantize(tensor)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     part = tensor.name.split(".")[-2]
-    is_permuted = config["model_type"] in ("llama", "mistral") and part in heads
+    is_permuted = config["model_type"] in _PERMUTED and part in heads
     return unpermute(array, heads[part]) if is_permuted else array
 
 

@@ -1,0 +1,82 @@
+"""Families in GGUF files: the engine's logits are those of the models that the files came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.executor.runner import ModelRunner
+from tandem.models.gguf.convert import converted_folder
+from tandem.models.source import read_folder
+from tests.step_batches import logits_after
+
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+}
+_NO_PAD = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+_EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+# Of a file: its architecture, transformers' name, what the config and the file have beyond sizes.
+_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("mixtral", _EXPERTS, {"expert_count": 5, "expert_used_count": 2}),
+    "qwen3moe": (
+        "qwen3_moe",
+        _EXPERTS | {"moe_intermediate_size": 40, "norm_topk_prob": True, "head_dim": 16},
+        {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 40},
+    ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 1], **_NO_PAD}, {}),
+    "olmo2": ("olmo2", {}, {}),
+    "granite": (
+        "granite",
+        _GRANITE,
+        {
+            "embedding_scale": 3.0,
+            "attention.scale": 0.1,
+            "residual_scale": 0.6,
+            "logit_scale": 2.5,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("architecture", _FAMILIES)
+def test_logits_are_those_of_the_origin(
+    architecture: str, kernels: Any, tmp_path: Path, tiny_gguf: Any
+) -> None:
+    model_type, options, keys = _FAMILIES[architecture]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        model_type,
+        vocab_size=tiny_gguf.vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        **options,
+    )
+    origin = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in origin.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    file = tiny_gguf.write(
+        tmp_path / "tiny.gguf", tiny_gguf.tensors_of(origin), architecture=architecture, keys=keys
+    )
+    folder = read_folder(converted_folder(file, cache_dir=tmp_path))
+    settings = EngineConfig(model="", dtype="float32", device="cpu", kernels=kernels)
+    prompt = torch.arange(20).tolist()
+    with torch.no_grad():
+        expected = origin(torch.tensor([prompt])).logits[0, -1]
+    found = logits_after(ModelRunner(folder, settings), prompt)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
