@@ -18,3 +18,8 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 NO_ADAPTER = ""  # the digest of the base model
+
+
+def digest_of(adapter: Adapter | None) -> str:
+    """Returns what block hashes take of an adapter; None is the base model."""
+    return NO_ADAPTER if adapter is None else adapter.digest

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import accumulate
+from typing import NamedTuple
 
 try:
     from tandem import _block_hash
@@ -45,6 +46,13 @@ def chain_root(
         digest.update(struct.pack("<I", len(field)))
         digest.update(field)
     return digest.digest()
+
+
+class Chain(NamedTuple):
+    """The root and the block size of the block hashes of a prompt."""
+
+    root: bytes
+    block_size: int
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 
 from tandem.config.groups import ENGINE, ModelName, ModelRevision
 from tandem.errors import ConfigError
-from tandem.options import Constant, Options, Positive, PositiveOrNone, Seconds
+from tandem.options import Constant, Count, Options, Positive, PositiveOrNone, Seconds
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -17,6 +20,39 @@ KvDtype = Literal["auto", "bfloat16", "float32", "int8", "k8v4"]
 Numerics = Literal["fast", "invariant"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 WeightFormat = Literal["auto", "int8"]
+
+
+ADAPTER_NAME = r"[A-Za-z0-9._:/-]{1,128}"
+
+
+def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
+    """Reads `NAME=PATH,...`, from one text or several. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for entry in filter(None, ",".join(texts).split(",")):
+        name, _, path = entry.partition("=")
+        if not re.fullmatch(ADAPTER_NAME, name) or not path:
+            raise ConfigError(
+                f"lora has {entry!r}; it must be NAME=PATH, the name of 1 to 128 letters, digits "
+                "and . _ : / -"
+            )
+        if name in found:
+            raise ConfigError(f"lora names {name!r} twice")
+        found[name] = str(Path(path).expanduser().absolute())
+    return found
+
+
+def _read_adapters(_: object, tokens: Sequence[Token]) -> dict[str, str]:
+    return parse_adapters([token.value for token in tokens])
+
+
+_Adapters = Parameter(
+    metavar="NAME=PATH,...",
+    converter=_read_adapters,
+    n_tokens=1,
+    accepts_keys=False,
+    negative=(),
+    show_default=False,
+)
 
 
 @Parameter(name="*", group=ENGINE)
@@ -54,6 +90,12 @@ class EngineOptions(Options):
     """Seconds to each next token, to which chunks of prompts in the same step are cut. 0: off."""
     itl_limit_s: Seconds = 0.0
     """Seconds to each next token; a sequence that would make them longer waits. 0: off."""
+    lora: Annotated[Mapping[str, str], _Adapters] = field(default_factory=dict)
+    """LoRA adapters in PEFT's format: name in the API and folder. May be given several times."""
+    max_loras: Count = 8
+    """Largest number of adapters in the engine's memory, and so in one step. 0: no adapters."""
+    max_lora_rank: Positive = 64
+    """Largest rank of an adapter; one of a larger rank is refused."""
     queue_max: Positive = 256
     """Largest number of waiting sequences; a worker refuses further ones."""
     num_threads: Annotated[Positive, Parameter(name="--threads")] = 1
@@ -62,6 +104,8 @@ class EngineOptions(Options):
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
             raise ConfigError("numerics=invariant computes in float32; use dtype auto or float32")
+        if self.lora and not self.max_loras:
+            raise ConfigError("lora names adapters, and max-loras is 0; it must be at least 1")
 
 
 @Parameter(name="*", group=ENGINE)
@@ -74,6 +118,4 @@ class EngineConfig(EngineOptions):
     # Tokens that a grammar forces in a row are computed together, so many at most: more of them
     # would delay the other sequences. 0: one by one. It changes no token.
     forced_max: Constant[int] = 16
-    max_loras: Constant[int] = 8  # adapters in memory, and so in one step; 0: none
-    max_lora_rank: Constant[int] = 64
     report_block_tokens: Constant[bool] = False  # in reports of stored blocks, for KV events

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tandem.adapter import NO_ADAPTER
+from tandem.adapter import digest_of
 from tandem.block_hash import chain_root
 from tandem.engine.logit_edits import logit_edits
 from tandem.engine.runner_protocol import Runner
@@ -31,8 +31,7 @@ class NewSequences:
 
     def make(self, spec: SequenceSpec, arrival: int) -> Sequence:
         """Returns the sequence of a spec that was checked."""
-        adapter = NO_ADAPTER if spec.adapter is None else spec.adapter.digest
-        root = self._root(cache_salt=spec.cache_salt, adapter=adapter)
+        root = self._root(cache_salt=spec.cache_salt, adapter=digest_of(spec.adapter))
         sequence = Sequence.from_spec(
             spec, arrival=arrival, block_size=self._block_size, chain_root=root
         )

@@ -45,6 +45,7 @@ from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.generator import Generator, LoadedModel
 from tandem.router.request.prompt.prompts import PromptPreparer
+from tandem.router.scaling.adapters import AdapterControl
 from tandem.router.scaling.autoscale import AutoscaleGauges, AutoscaleLoop
 from tandem.router.scaling.control import ClusterControl
 from tandem.router.workers.cluster_view import ClusterView
@@ -136,7 +137,8 @@ class Router:
             self._access.clients,
             self._tls,
         )
-        cluster = GrpcCluster(self._control, CallGuard(self._admin_access, self._trail))
+        adapters = AdapterControl(self._control, self.generator, self._trail)
+        cluster = GrpcCluster(self._control, adapters, CallGuard(self._admin_access, self._trail))
         self.admin = AdminListener(
             config, cluster.handlers(), self._admin_access.clients, self._tls
         )

@@ -26,7 +26,8 @@ from typing import Literal
 
 import msgspec
 
-from tandem.block_hash import chain_root
+from tandem.adapter import NO_ADAPTER, Adapter
+from tandem.block_hash import Chain, chain_root
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import Incompatible
 from tandem.perf_model.rates import PairRate, WorkerRates
@@ -64,16 +65,21 @@ class KvCompatibility(msgspec.Struct, frozen=True):
         """Returns bytes that are equal for two KV compatibilities that can be paired."""
         return _shared(self)
 
-    def chain_root(self, cache_salt: bytes = b"") -> bytes:
-        """Returns the root from which the block hashes of a prompt start."""
+    def chain_root(self, cache_salt: bytes = b"", adapter: str = NO_ADAPTER) -> bytes:
+        """Returns the root from which the block hashes of a prompt start; `adapter` is a digest."""
         return chain_root(
             model_fingerprint=self.model_fingerprint,
             compute_dtype=self.compute_dtype,
             numerics=self.numerics,
             kv_dtype=self.kv_dtype,
             block_size=self.block_size,
+            adapter=adapter,
             cache_salt=cache_salt,
         )
+
+    def chain(self, cache_salt: bytes = b"", adapter: str = NO_ADAPTER) -> Chain:
+        """Returns what the block hashes of a prompt are made with."""
+        return Chain(self.chain_root(cache_salt, adapter), self.block_size)
 
 
 class Load(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"}):
@@ -93,6 +99,16 @@ class Load(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"
     tokens_wasted: int = 0  # slots of blocks that live sequences hold and do not fill
     num_running_slots: int = 0  # sequences that may run or pull at once; 0: it does not say
     chunk_tokens: int = 0  # of prefill in a step, beside those who decode; 0: it does not say
+
+
+class AdapterState(msgspec.Struct, frozen=True):
+    """The LoRA adapters of a worker: those that it serves by name, and digests of those in its
+    engine's memory and of those that it could not read of late."""
+
+    named: list[Adapter] = []
+    loaded: list[str] = []
+    failed: list[str] = []
+    rank_max: int = 0  # that it loads; 0: it loads none
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contract"}):
@@ -115,6 +131,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     pool: str = ""  # that it was started for and counts as: not `role` while it is lent
     memory_free_bytes: int = 0  # of its machine or container
     memory_total_bytes: int = 0  # 0: it does not say
+    adapters: AdapterState = AdapterState()
 
     @property
     def transports(self) -> dict[str, str]:

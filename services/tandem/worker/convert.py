@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import asdict
 
+from tandem.adapter import Adapter
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
 from tandem.perf_model.rates import PairRate
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -40,6 +41,7 @@ def sequence_spec(
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         grammar=message.grammar,
         embed=message.embed,
+        adapter=adapter_of(message),
         remote_prefill_min_tokens=remote_prefill_min_tokens,
         first_wanted_block=first_wanted_block,
         consumer_rate=consumer_rate,
@@ -58,7 +60,16 @@ def sequence_input(spec: SequenceSpec) -> pb.SequenceInput:
         prompt_logprobs=spec.prompt_logprobs,
         grammar=spec.grammar,
         embed=spec.embed,
+        adapter=adapter_message(spec.adapter),
     )
+
+
+def adapter_of(message: pb.SequenceInput | pb.AddAdapterRequest) -> Adapter | None:
+    return plain_of(Adapter, message.adapter) if message.HasField("adapter") else None
+
+
+def adapter_message(adapter: Adapter | None) -> pb.Adapter | None:
+    return None if adapter is None else pb.Adapter(**asdict(adapter))
 
 
 def _sampling_params(message: pb.Sampling) -> SamplingParams:

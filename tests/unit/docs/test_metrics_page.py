@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from tandem.engine.types import AdapterLoad
 from tandem.observability.metrics import Declared, MetricSet
 from tandem.prefix_index.audit import TreeStats
 from tandem.router.index.metrics import IndexMetrics
@@ -16,6 +17,7 @@ from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.metrics.router import Metrics, WorkerGauges
 from tandem.router.scaling.autoscale import AutoscaleGauges
 from tandem.store.registry import Load
+from tandem.worker.metrics.adapters import adapter_metrics
 from tandem.worker.metrics.index import index_metrics
 from tandem.worker.metrics.worker import WorkerMetrics
 from tests.harness.documents import ROOT
@@ -26,6 +28,7 @@ TANDEM = ROOT / "services" / "tandem"
 FAMILIES = {
     "router/index/metrics.py",
     "router/metrics/router.py",
+    "worker/metrics/adapters.py",
     "worker/metrics/index.py",
     "worker/metrics/worker.py",
 }
@@ -54,6 +57,7 @@ def collected() -> set[str]:
     TenantMetrics(tenants)
     worker = WorkerMetrics(worker_id="decode-0", role="decode")
     families = [
+        *adapter_metrics({}, AdapterLoad(), 8),
         *index_metrics({}, publisher),
         *index.collect(),
         *WorkerGauges(view).collect(),

@@ -10,7 +10,7 @@ from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimi
 from tandem.grammars.text import StructuredOutput
 from tandem.router.request.allowed import ALLOWED, refusal, rename
 from tandem.router.request.conversation import Conversation, Message
-from tandem.router.request.request import ClientRequest, Sampling
+from tandem.router.request.request import ClientRequest, Sampling, check_model
 from tandem.security.limits import Limits
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
@@ -90,14 +90,11 @@ def test_impossible_role(role: str) -> None:
 
 
 def check(request: ClientRequest) -> None:
-    request.check_against(model="tiny", vocab_size=100, max_model_len=10)
+    request.check_against(vocab_size=100, max_model_len=10)
 
 
 def test_what_only_the_model_can_tell() -> None:
-    check(ClientRequest(prompt="x", model="tiny"))
     check(ClientRequest(prompt=(0, 99)))
-    with pytest.raises(ModelNotFound, match="'tiny'"):
-        check(ClientRequest(prompt="x", model="TINY"))
     with pytest.raises(BadRequest, match="0 to 99"):
         check(ClientRequest(prompt=(100,)))
     with pytest.raises(BadRequest, match="0 to 99"):
@@ -107,6 +104,13 @@ def test_what_only_the_model_can_tell() -> None:
     with pytest.raises(ContextTooLong, match="at most 640") as raised:
         check(ClientRequest(prompt=Conversation((Message("user", "x" * 641),))))
     assert raised.value.param == "messages"
+
+
+def test_another_model_is_named() -> None:
+    check_model("tiny", served="tiny")
+    check_model("", served="tiny")
+    with pytest.raises(ModelNotFound, match="'TINY' is not served here; 'tiny' is"):
+        check_model("TINY", served="tiny")
 
 
 def test_completion_limit() -> None:
@@ -235,7 +239,7 @@ def test_min_tokens_are_at_most_max_tokens_or_its_default() -> None:
 def test_biased_tokens_are_of_the_vocabulary() -> None:
     request = ClientRequest("x", sampling=Sampling(logit_bias={50: 1.0}))
     with pytest.raises(BadRequest) as raised:
-        request.check_against(model="", vocab_size=50, max_model_len=10)
+        request.check_against(vocab_size=50, max_model_len=10)
     assert raised.value.param == "logit_bias"
     assert "49" in raised.value.message
 
@@ -249,7 +253,7 @@ def test_a_truncated_prompt_leaves_room(
     request = ClientRequest((1,) * 30, truncate_prompt_tokens=asked, max_tokens=max_tokens)
     assert request.prompt_tokens_max(20) == kept
     if kept is not None:
-        request.check_against(model="", vocab_size=5, max_model_len=20)
+        request.check_against(vocab_size=5, max_model_len=20)
 
 
 def test_a_refusal_takes_the_names_of_another_api() -> None:

@@ -25,7 +25,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from tandem.adapter import NO_ADAPTER
+from tandem.adapter import digest_of
 from tandem.engine.adapter_slots import AdapterSlots, Answer
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -65,7 +65,7 @@ class Chunk:
             wants_logits=self.samples,
             all_logits=self.all_logits,
             wants_hidden=self.samples and sequence.spec.embed,
-            adapter=NO_ADAPTER if sequence.spec.adapter is None else sequence.spec.adapter.digest,
+            adapter=digest_of(sequence.spec.adapter),
         )
 
 

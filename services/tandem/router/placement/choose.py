@@ -82,10 +82,11 @@ def choose(
     if len(roster.compatibility_keys) > 1:
         return _choose_one_generation(work, roster, matches, rng, refused, near)
     holders = _deepest(roster, matches, rng)
-    usable = _only(near, roster, refused) or _shortlist("decode", roster, holders, refused, rng)
+    usable = _only(near, roster, refused)
+    usable = usable or _shortlist("decode", work, roster, holders, refused, rng)
     if not usable:
         return None
-    peers = _shortlist("prefill", roster, holders, frozenset(), rng)
+    peers = _shortlist("prefill", work, roster, holders, frozenset(), rng)
     likely = with_likely_rates(usable + peers)
     decode, prefill = likely[: len(usable)], likely[len(usable) :]
     candidates: list[WorkerSnapshot] = []
@@ -129,7 +130,7 @@ def _choose_one_generation(
     groups: dict[bytes, Roster] = {}
     for worker in roster.by_id.values():
         groups.setdefault(worker.compatibility_key, Roster()).put(worker)
-    counts = [_num_usable(group, refused) for group in groups.values()]
+    counts = [_num_usable(work, group, refused) for group in groups.values()]
     if _only(near, roster, refused):
         counts = [near in group.by_id for group in groups.values()]
     if not any(counts):
@@ -147,9 +148,9 @@ def _only(name: str, roster: Roster, refused: frozenset[str]) -> list[WorkerSnap
     return [worker] if worker.usable else []
 
 
-def _num_usable(roster: Roster, refused: frozenset[str]) -> int:
+def _num_usable(work: Work, roster: Roster, refused: frozenset[str]) -> int:
     workers = (roster.by_id[name] for name in roster.pool("decode"))
-    return sum(w.usable and w.epoch not in refused for w in workers)
+    return sum(w.usable and w.epoch not in refused and w.can_run(work) for w in workers)
 
 
 def near_best(
@@ -210,25 +211,34 @@ def _order_prefill(
 
 def _shortlist(
     role: str,
+    work: Work,
     roster: Roster,
     holders: Sequence[WorkerSnapshot],
     refused: frozenset[str],
     rng: Random,
 ) -> list[WorkerSnapshot]:
-    """Returns the workers to weigh: all of a small pool, else some at random and the holders."""
+    """Returns the workers to weigh: all of a small pool, else some at random and the holders. A
+    worker that cannot have the request's adapter is none of them."""
     pool, by_id = roster.pool(role), roster.by_id
     count = len(pool)
     if count > FEW:
-        drawn = {w.worker_id: w for w in holders if w.role == role and w.epoch not in refused}
+        drawn = {
+            w.worker_id: w
+            for w in holders
+            if w.role == role and w.epoch not in refused and w.can_run(work)
+        }
         wanted = len(drawn) + DRAWN
         for _ in range(DRAWS_MAX):
             w = by_id[pool[int(rng.random() * count)]]
-            if w.state == "ready" and w.reachable and w.epoch not in refused:
+            is_ready = w.state == "ready" and w.reachable and w.epoch not in refused
+            if is_ready and w.can_run(work):
                 drawn[w.worker_id] = w
                 if len(drawn) == wanted:
                     return list(drawn.values())
     # The pool is small, or few of it are usable: nobody may be missed.
     found = [w for name in pool if (w := by_id[name]).state == "ready" and w.reachable]
+    if work.adapter is not None:
+        found = [w for w in found if w.can_run(work)]
     return [w for w in found if w.epoch not in refused] if refused else found
 
 

@@ -19,6 +19,7 @@ and only the ratios of these prices matter.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tandem.adapter import Adapter
 from tandem.perf_model.predict import (
     Holder,
     believed,
@@ -34,6 +35,7 @@ TOKENS_PER_RUNNING = 24.0  # steps that one more sequence makes longer for the o
 TOKENS_PER_WAITING = 64.0
 TOKENS_PER_LEASE = 32.0
 PULL_PRICE = 0.25  # of a token's KV that is pulled, against one that is computed; unmeasured
+ADAPTER_READ_S = 0.05  # a guess: workers that have the adapter go before others like them
 SHORTFALL_PRICE = 4.0  # of a token without a free block: somebody is preempted for it
 
 
@@ -62,6 +64,9 @@ class WorkerSnapshot:
     # Workers whose keys differ cannot exchange KV. One of all but during an upgrade.
     compatibility_key: bytes = b""
     placed: float = 0.0  # its share of the prefill of late; only the ratios of shares count
+    adapters: frozenset[str] = frozenset()  # digests of those in its memory
+    adapters_failed: frozenset[str] = frozenset()  # that it could not read of late
+    lora_rank_max: int = 0  # of an adapter that it loads; 0: it loads none
 
     @property
     def usable(self) -> bool:
@@ -72,6 +77,13 @@ class WorkerSnapshot:
         """The share of the KV pool that live sequences reference, 0 to 1."""
         return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
 
+    def can_run(self, work: "Work") -> bool:
+        """Returns whether it has the request's adapter, if any, or may be able to load it."""
+        adapter = work.adapter
+        if adapter is None or adapter.digest in self.adapters:
+            return True
+        return adapter.rank <= self.lora_rank_max and adapter.digest not in self.adapters_failed
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -79,6 +91,7 @@ class Work:
 
     num_tokens: int  # of the model's input
     block_size: int = 16
+    adapter: Adapter | None = None  # that computes it
 
 
 def decode_cost(
@@ -99,6 +112,7 @@ def decode_cost(
         queue_seconds(rates, worker.queued_tokens)
         + TOKENS_PER_RUNNING * rates.decode.sequence_s * worker.num_running
         + _missing_s(work, worker, cached, producers)
+        + _adapter_s(work, worker)
     )
     if worker.num_waiting:
         cost_s += TOKENS_PER_WAITING * token_seconds(rates) * worker.num_waiting
@@ -133,10 +147,16 @@ def prefill_cost(
         holders=holders or (),
         bytes_per_token=rates.block_bytes / work.block_size,
     )
-    cost_s = expected.total_s
+    cost_s = expected.total_s + _adapter_s(work, worker)
     if num_leases := worker.num_leases:
         cost_s += num_leases * (TOKENS_PER_LEASE * token_seconds(rates) + expected.compute_s)
     return cost_s
+
+
+def _adapter_s(work: Work, worker: WorkerSnapshot) -> float:
+    """Seconds until the request's adapter is in the worker's memory."""
+    is_there = work.adapter is None or work.adapter.digest in worker.adapters
+    return 0.0 if is_there else ADAPTER_READ_S
 
 
 def computing_s(work: Work, worker: WorkerSnapshot, missing: int) -> float:

@@ -12,7 +12,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 
 from tandem.config.router import RouterConfig
-from tandem.errors import NeverFits, NoWorkers, QueueFull, TandemError, WorkerLost
+from tandem.errors import (
+    AdapterUnavailable,
+    NeverFits,
+    NoWorkers,
+    QueueFull,
+    TandemError,
+    WorkerLost,
+)
 from tandem.router.admission.controller import AdmissionController
 from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work, choose
@@ -150,7 +157,8 @@ class Dispatcher:
     async def _try_submit(self, job: Job) -> Attempt | None:
         """Submits once; None while no decode worker is usable. Raises QueueFull, Overloaded."""
         compatibility = self._view.compatibility()
-        work = Work(job.num_tokens, compatibility.block_size if compatibility else 16)
+        block_size = compatibility.block_size if compatibility else 16
+        work = Work(job.num_tokens, block_size, job.request.adapter)
         timeline = job.progress.timeline
         with timeline.stage("route"):
             block_hashes = job.hashes(compatibility)
@@ -306,7 +314,8 @@ class Dispatcher:
 
     def _choose(self, job: Job, work: Work, matches: dict[str, int]) -> Placement | None:
         """Returns None while no decode worker is usable. Raises QueueFull when all have refused, or
-        NeverFits unless the job has begun: then it fitted somewhere and waits for such a worker."""
+        what they said that cannot take it unless the job has begun: then one could, and it waits
+        for such a worker."""
         routing = job.routing
         refused = frozenset(routing.refused)
         near = job.parent.worker if job.parent is not None else None
@@ -323,8 +332,14 @@ class Dispatcher:
                 "the queues of all decode workers are full; try again later",
                 retry_after_s=routing.retry_after_s,
             )
-        if placement is None and routing.never_fits and routing.homeless_since is None:
-            raise routing.never_fits
+        if placement is None and routing.homeless_since is None:
+            if routing.cannot_take is not None:
+                raise routing.cannot_take
+            if work.adapter is not None and self._view.has_decode_worker(refused):
+                raise AdapterUnavailable(
+                    f"no decode worker can load the adapter {work.adapter.name!r} now",
+                    retry_after_s=RETRY_AFTER_DEFAULT_S,
+                )
         return placement
 
     def _turn(

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+from tandem.adapter import Adapter, digest_of
 from tandem.config.router import RouterConfig
 from tandem.errors import InternalError, NoWorkers, QueueFull, TandemError
 from tandem.models.source import ModelFolder
@@ -37,7 +38,12 @@ from tandem.router.request.job import Job, PreparedRequest, Progress
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
 from tandem.router.request.prompt.formats import answer_parser, wanted_form, with_template_options
 from tandem.router.request.prompt.prompts import PromptPreparer
-from tandem.router.request.request import ClientRequest, Sampling, check_token_ids
+from tandem.router.request.request import (
+    ClientRequest,
+    Sampling,
+    check_model,
+    check_token_ids,
+)
 from tandem.router.request.text import TextStream
 from tandem.router.workers.cluster_view import ClusterView
 
@@ -92,6 +98,25 @@ class Generator:
             return self.config.served_model_name
         return self.model.folder.name
 
+    def adapter(self, model: str) -> Adapter | None:
+        """Returns the LoRA adapter that a request names as its model; None for the base model.
+        Raises ModelNotFound for another name."""
+        if model in ("", self.served_name):
+            return None
+        if (adapter := self._view.adapters().get(model)) is not None:
+            return adapter
+        check_model(model, served=self.served_name)
+        return None
+
+    def name_of(self, model: str) -> str:
+        """Returns the name that answers tell of what a request names as its model."""
+        return model if model in self._view.adapters() else self.served_name
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The LoRA adapters that requests may name, by name."""
+        return sorted(self._view.adapters().values(), key=lambda adapter: adapter.name)
+
     @property
     def num_running(self) -> int:
         """Number of requests that are open: running, queued or being tokenized."""
@@ -123,11 +148,9 @@ class Generator:
         `generate` does for a prompt that cannot be prepared."""
         with self._place() as model:
             max_model_len = self.max_model_len
-            request.check_against(
-                model=self.served_name,
-                vocab_size=model.folder.config.vocab_size,
-                max_model_len=max_model_len,
-            )
+            self.adapter(request.model)
+            vocab_size = model.folder.config.vocab_size
+            request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
             request = with_template_options(model.answers, request)
             prepare = model.preparer.prepare
             return (await prepare(request, None, max_model_len=max_model_len)).token_ids
@@ -204,12 +227,13 @@ class Generator:
         operation = _OPERATIONS[request.kind]
         attributes: Attributes = {
             "gen_ai.operation.name": operation,
-            "gen_ai.request.model": self.served_name,
+            "gen_ai.request.model": self.name_of(request.model),
             "gen_ai.response.id": request.request_id,
             "tandem.client_request_id": request.client_id,
             "gen_ai.request.temperature": request.sampling.temperature,
         }
-        span = self._tracing.begin(f"{operation} {self.served_name}", trace, attributes)
+        name = f"{operation} {self.name_of(request.model)}"
+        span = self._tracing.begin(name, trace, attributes)
         record = RequestRecord(
             request.request_id, request.kind, Timeline(span), request.tenant, request.client_id
         )
@@ -258,14 +282,15 @@ class Generator:
 
     async def _prepare(self, request: ClientRequest, model: LoadedModel, timeline: Timeline) -> Job:
         max_model_len, vocab_size = self.max_model_len, model.folder.config.vocab_size
-        request.check_against(
-            model=self.served_name, vocab_size=vocab_size, max_model_len=max_model_len
-        )
+        adapter = self.adapter(request.model)
+        request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
         request = with_template_options(model.answers, request)
         salt = cache_salt(self.config.cluster.token, request.tenant)
         compatibility = self._view.compatibility()
         token_ids, block_hashes = await model.preparer.prepare(
-            request, compatibility, salt, max_model_len=max_model_len
+            request,
+            compatibility.chain(salt, digest_of(adapter)) if compatibility else None,
+            max_model_len=max_model_len,
         )
         limit = request.completion_limit(
             len(token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
@@ -293,6 +318,7 @@ class Generator:
             bad_words=[run for run in bad_words if max(run) < vocab_size],
             grammar=grammar,
             cache_salt=salt,
+            adapter=adapter,
             logprobs=logprobs,
             prompt_logprobs=request.prompt_logprobs,
         )

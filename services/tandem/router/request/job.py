@@ -28,8 +28,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from msgspec.structs import asdict
+
+from tandem.adapter import Adapter, digest_of
 from tandem.block_hash import block_hash
-from tandem.errors import NeverFits
+from tandem.errors import AdapterUnavailable, NeverFits
 from tandem.router.admission.calibration import Promise
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement, WorkerSnapshot
@@ -77,8 +80,13 @@ class PreparedRequest:
     bad_words: list[list[int]] = field(default_factory=list)  # as runs of tokens
     grammar: str = ""  # of the completion; empty: any text
     cache_salt: bytes = b""
+    adapter: Adapter | None = None  # None: the base model
     logprobs: int | None = None  # most likely tokens with each token; None: no log probabilities
     prompt_logprobs: int | None = None  # the same of the prompt's tokens
+
+    def chain_root(self, compatibility: KvCompatibility) -> bytes:
+        """Returns the root of its block hashes."""
+        return compatibility.chain_root(self.cache_salt, digest_of(self.adapter))
 
 
 @dataclass(slots=True)
@@ -122,7 +130,8 @@ class Routing:
     stays_until: float = -math.inf  # no worker was found for it to migrate to
     refused: set[str] = field(default_factory=set)  # epochs of workers that did not take it
     retry_after_s: float | None = None  # the shortest that a full worker named
-    never_fits: NeverFits | None = None  # what a worker said whose KV pool is too small for it
+    # What a worker said that cannot take it, however long it waits.
+    cannot_take: NeverFits | AdapterUnavailable | None = None
 
     def ask_all_again(self) -> None:
         """Workers that refused it may be asked once more."""
@@ -178,7 +187,7 @@ class Job:
         size = compatibility.block_size
         parent = block_hashes[-1] if block_hashes else None
         for start in range(len(block_hashes) * size, self.num_tokens - size + 1, size):
-            parent = parent or compatibility.chain_root(self.request.cache_salt)
+            parent = parent or self.request.chain_root(compatibility)
             parent = block_hash(parent, self._tokens(start, start + size))
             block_hashes.append(parent)
         return block_hashes
@@ -221,6 +230,7 @@ def submission(
             prompt_logprobs=request.prompt_logprobs,
             grammar=request.grammar,
             embed=request.client.embed,
+            adapter=None if request.adapter is None else pb.Adapter(**asdict(request.adapter)),
         ),
         prefill_candidates=[
             pb.PrefillCandidate(

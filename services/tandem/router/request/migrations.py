@@ -6,7 +6,15 @@ Raises what its client gets when it may not migrate any more; the bounds are in 
 import logging
 import time
 
-from tandem.errors import NeverFits, NoWorkers, QueueFull, TandemError, WorkerLeft, WorkerLost
+from tandem.errors import (
+    AdapterUnavailable,
+    NeverFits,
+    NoWorkers,
+    QueueFull,
+    TandemError,
+    WorkerLeft,
+    WorkerLost,
+)
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.job import Job
 from tandem.router.request.migration_budget import (
@@ -20,7 +28,7 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_DEFAULT_S = 1.0
 # What a worker answers that does not take the request: another one may.
-REFUSALS = (QueueFull, NoWorkers, NeverFits)
+REFUSALS = (QueueFull, NoWorkers, NeverFits, AdapterUnavailable)
 
 
 class Migrations:
@@ -39,8 +47,8 @@ class Migrations:
         if isinstance(error, QueueFull):
             after_s = error.retry_after_s or RETRY_AFTER_DEFAULT_S
             routing.retry_after_s = min(after_s, routing.retry_after_s or after_s)
-        if isinstance(error, NeverFits):
-            routing.never_fits = error
+        if isinstance(error, NeverFits | AdapterUnavailable):
+            routing.cannot_take = error
         if job.progress.output_token_ids and routing.homeless_since is None:
             routing.homeless_since = time.monotonic()
         self._metrics.refusals.labels(code=error.code).inc()

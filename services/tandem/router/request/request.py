@@ -204,9 +204,8 @@ class ClientRequest:
         """Number of completions that are made at once: beams, or those that some are best of."""
         return max(self.n, self.best_of or 1)
 
-    def check_against(self, *, model: str, vocab_size: int, max_model_len: int) -> None:
-        """Checks what it can before the prompt is tokenized. Raises BadRequest, ModelNotFound."""
-        check_model(self.model, served=model)
+    def check_against(self, *, vocab_size: int, max_model_len: int) -> None:
+        """Checks what it can before the prompt is tokenized. Raises BadRequest."""
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         check_token_ids("logit_bias", self.sampling.logit_bias, vocab_size)
         if isinstance(self.prompt, tuple):

@@ -70,7 +70,7 @@ class ClusterControl:
             leaves_decode = role == "prefill" and record.role == "decode"
             if leaves_decode and not self.view.has_decode_worker(frozenset({record.epoch})):
                 raise NotNow(f"{worker_id} is the only decode worker: nobody would answer requests")
-            reply = await self._call(record, "SetRole", pb.SetRoleRequest(role=role))
+            reply = await self.call(record, "SetRole", pb.SetRoleRequest(role=role))
         try:
             async with asyncio.timeout(SEEN_DEADLINE_S):
                 while not self._is_seen(worker_id, role):
@@ -90,7 +90,7 @@ class ClusterControl:
                 raise BadRequest(f"deadline_s must be seconds {limits}", param="deadline_s")
             record = self._record(worker_id)
             change.before = record.state
-            await self._call(record, "Drain", pb.DrainRequest(deadline_s=deadline_s))
+            await self.call(record, "Drain", pb.DrainRequest(deadline_s=deadline_s))
 
     async def reset_prefix_cache(self, worker_id: str = "", *, who: Caller) -> dict[str, int]:
         """Has all workers, or this one, drop the cached blocks that nobody uses.
@@ -103,7 +103,7 @@ class ClusterControl:
             records = [self._record(worker_id)] if worker_id else known
             request = pb.ResetPrefixCacheRequest()
             replies = await asyncio.gather(
-                *(self._call(record, "ResetPrefixCache", request) for record in records),
+                *(self.call(record, "ResetPrefixCache", request) for record in records),
                 return_exceptions=True,
             )
             dropped = {}
@@ -113,7 +113,8 @@ class ClusterControl:
                 dropped[record.worker_id] = reply.num_blocks
             return dict(sorted(dropped.items()))
 
-    async def _call(self, record: WorkerRecord, method: str, request: Any) -> Any:
+    async def call(self, record: WorkerRecord, method: str, request: Any) -> Any:
+        """Calls a worker. Raises NotNow where it cannot do it now, and WorkerLost."""
         async with self.view.calls.open(record.address) as channel:
             stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
             call = getattr(stub, method)

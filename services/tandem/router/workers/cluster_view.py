@@ -12,11 +12,12 @@ A record's epoch changes whenever a worker publishes its blocks again; only anot
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from tandem.adapter import Adapter
 from tandem.autoscaler.policy import Decision
 from tandem.config.cluster import ClusterConfig
 from tandem.router.placement.choose import Roster, WorkerSnapshot
@@ -54,6 +55,7 @@ class ClusterView:
     _read_at: float = 0.0  # monotonic seconds, when the records were read last
     _leaving: list[WorkerClient] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _adapters: dict[str, Adapter] = field(default_factory=dict)
     _data_set: bytes = b""
     _trusted_from: float = 0.0  # monotonic seconds: until then Redis may not know all workers yet
 
@@ -139,6 +141,11 @@ class ClusterView:
         """KV compatibility that blocks are hashed under; None without a compatible worker."""
         return next((w.record.compatibility for w in self._compatible()), None)
 
+    def adapters(self) -> Mapping[str, Adapter]:
+        """Returns the LoRA adapters that compatible workers serve, by name. Of two with one name
+        the one that was added last counts."""
+        return self._adapters
+
     def max_model_len(self) -> int | None:
         """The shortest context among compatible workers; None while there are none."""
         return min((w.record.max_model_len for w in self._compatible()), default=None)
@@ -205,10 +212,17 @@ class ClusterView:
             self._leaving.remove(client)
             # Closing is bounded; the view must not wait for it.
             asyncio.create_task(client.close())  # noqa: RUF006
-        if changed:
+        if changed | self._gather_adapters():
             self.tell_change()
         elif self._stale:
             self._tell_news()
+
+    def _gather_adapters(self) -> bool:
+        """Returns whether other adapters are served than before."""
+        named = [each for w in self._compatible() for each in w.record.adapters.named]
+        named.sort(key=lambda adapter: (adapter.added_at, adapter.digest))
+        before, self._adapters = self._adapters, {each.name: each for each in named}
+        return before != self._adapters
 
     def _merge_one(self, worker_id: str, record: WorkerRecord) -> bool:
         """Takes a record in. True when something changed that a waiting request may care about."""

@@ -90,4 +90,7 @@ class KnownWorker:
             pairs=self.record.pairs,
             compatibility_key=self.record.compatibility.compatibility_key(),
             placed=placed,
+            adapters=frozenset(self.record.adapters.loaded),
+            adapters_failed=frozenset(self.record.adapters.failed),
+            lora_rank_max=self.record.adapters.rank_max,
         )

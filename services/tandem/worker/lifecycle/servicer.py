@@ -10,7 +10,9 @@ import grpc
 import msgspec
 from msgspec.structs import asdict
 
+from tandem.adapter import Adapter
 from tandem.config.cluster import Role
+from tandem.errors import ConfigError
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
@@ -76,6 +78,29 @@ class Servicer(WorkerServicer):
     ) -> pb.ResetPrefixCacheResponse:
         num_blocks = await self._worker.link.reset_prefix_cache()
         return pb.ResetPrefixCacheResponse(num_blocks=num_blocks)
+
+    async def DescribeAdapter(
+        self, request: pb.DescribeAdapterRequest, context: Any
+    ) -> pb.DescribeAdapterResponse:
+        try:
+            digest, rank = await self._worker.adapters.describe(request.path)
+        except ConfigError as error:
+            return pb.DescribeAdapterResponse(error=error.message)
+        return pb.DescribeAdapterResponse(digest=digest, rank=rank)
+
+    async def AddAdapter(
+        self, request: pb.AddAdapterRequest, context: Any
+    ) -> pb.AddAdapterResponse:
+        self._worker.adapters.add(plain_of(Adapter, request.adapter))
+        await self._worker.tell_record()
+        return pb.AddAdapterResponse()
+
+    async def RemoveAdapter(
+        self, request: pb.RemoveAdapterRequest, context: Any
+    ) -> pb.RemoveAdapterResponse:
+        self._worker.adapters.remove(request.name)
+        await self._worker.tell_record()
+        return pb.RemoveAdapterResponse()
 
     async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:
         compatibility = self._worker.compatibility

@@ -43,6 +43,7 @@ from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.watch import EngineWatch
 from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.puller import Puller
+from tandem.worker.lifecycle.adapters import NamedAdapters
 from tandem.worker.lifecycle.kv_events import KvEvents
 from tandem.worker.lifecycle.membership import Membership
 from tandem.worker.lifecycle.role import RoleChange
@@ -82,6 +83,7 @@ class Worker:
         self._stopping = asyncio.Event()
         self._broken = ""  # why this process must end and be started anew
         self._load = Load()
+        self.adapters = NamedAdapters(config.engine)
         self._address = ""
         self._metrics_address = ""
         self._model = ""
@@ -98,7 +100,8 @@ class Worker:
         self._drain_until = min(self._drain_until, time.monotonic() + deadline_s)
         self._stopping.set()
 
-    async def _tell_role(self) -> None:
+    async def tell_record(self) -> None:
+        """Writes the record now rather than at the next interval."""
         self._metrics.role = self.role.role
         await self._membership.refresh()
 
@@ -114,6 +117,7 @@ class Worker:
                 "engine's memory; use it on a network of your own"
             )
         try:
+            await self.adapters.read_own()
             if (ready := await self._start_engine()) is not None:
                 await self._serve(ready)
         finally:
@@ -156,8 +160,8 @@ class Worker:
             on_records=self._on_records,
         )
         self._membership = membership
-        self.role = RoleChange(self.config.role, self.decode, self.prefill, self._tell_role)
-        self._metrics.watch(membership.publisher)
+        self.role = RoleChange(self.config.role, self.decode, self.prefill, self.tell_record)
+        self._metrics.watch(membership.publisher, self.adapters.metrics)
         watch = EngineWatch(
             self.config, self.link, self.load, is_used=self._is_used, give_up=self._give_up
         )
@@ -296,6 +300,7 @@ class Worker:
             num_pulls=step.load.num_awaiting_kv,
             step=report.tick,
         )
+        self.adapters.load = step.load.adapters
         self.decode.on_report(report, pb.WorkerLoad(**asdict(self._load)))
         self._membership.on_report(step)
         if self._events is not None:
@@ -347,6 +352,7 @@ class Worker:
             started_at=self._started_at,
             memory_free_bytes=memory.free_bytes,
             memory_total_bytes=memory.total_bytes,
+            adapters=self.adapters.state,
         )
 
     async def _unless(

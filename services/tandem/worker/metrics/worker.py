@@ -158,9 +158,12 @@ class WorkerMetrics(MetricSet):
     def on_second_token(self, transport: str, seconds: float) -> None:
         self._second_token.labels(**self._labels, transport=transport).observe(seconds)
 
-    def watch(self, publisher: Publisher) -> None:
-        """Its log in the prefix tree, from now on."""
+    def watch(
+        self, publisher: Publisher, adapters: Callable[[Mapping[str, str]], Iterable[Metric]]
+    ) -> None:
+        """Its log in the prefix tree and its adapters, from now on."""
         self._registry.register(_AtScrape(partial(index_metrics, self._labels, publisher)))
+        self._registry.register(_AtScrape(partial(adapters, self._labels)))
 
     def collect(self) -> Iterable[Metric]:
         """All but the gauges, as they stand."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from tandem.adapter import digest_of
 from tandem.block_hash import hash_blocks
 from tandem.config.worker import WorkerConfig
 from tandem.engine.types import Reserved, SequenceSpec
@@ -89,7 +90,9 @@ class PrefixPuller:
         holders = self._worth_asking(plan.holders, plan.spec, num_cached)[:_HOLDERS_MAX]
         if not holders:
             return num_cached
-        root = self._compatibility.chain_root(plan.spec.cache_salt)
+        root = self._compatibility.chain_root(
+            plan.spec.cache_salt, adapter=digest_of(plan.spec.adapter)
+        )
         block_hashes = hash_blocks(root, token_ids, self._block_size)
         computed_s = prefill_seconds(
             self._rates.worker, len(token_ids), num_cached * self._block_size

@@ -6,6 +6,7 @@ from starlette.responses import Response
 
 from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest
+from tandem.router.api.admin.adapters import add_adapter_routes
 from tandem.router.api.admin.cluster import add_cluster_routes
 from tandem.router.api.admin.keys import add_key_routes
 from tandem.router.api.http.errors import JsonResponse, install_handlers
@@ -14,6 +15,7 @@ from tandem.router.api.routes.health import add_health_routes
 from tandem.router.index.audit import IndexAudit
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator
+from tandem.router.scaling.adapters import AdapterControl
 from tandem.router.scaling.control import ClusterControl
 from tandem.security.access import Access
 from tandem.security.audit_trail import ENTRIES_MAX, AuditTrail
@@ -41,6 +43,7 @@ def make_admin_app(
     add_health_routes(app, generator)
     add_cluster_routes(app, config, generator, control, audit)
     add_key_routes(app, config, keys, trail)
+    add_adapter_routes(app, config, AdapterControl(control, generator, trail))
 
     @app.get("/v1/cluster/audit")
     async def entries(request: Request) -> Response:

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from tandem.router.api.grpc.access import CallGuard, caller
+from tandem.router.scaling.adapters import AdapterControl
 from tandem.router.scaling.control import ClusterControl
 from tandem.router.workers.pools import pool_states
 from tandem.rpc.tandem.v1 import cluster_pb2 as pb
@@ -21,10 +22,11 @@ _Answer = Callable[[Any, Caller], Awaitable[Any]]
 class GrpcCluster:
     """Serves the cluster API; add its `handlers` to a gRPC server."""
 
-    def __init__(self, control: ClusterControl, guard: CallGuard) -> None:
+    def __init__(self, control: ClusterControl, adapters: AdapterControl, guard: CallGuard) -> None:
         self._view = control.view
         self._guard = guard
         self._control = control
+        self._adapters = adapters
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         methods: dict[str, tuple[_Answer, Any]] = {
@@ -35,6 +37,8 @@ class GrpcCluster:
             "FlipWorker": (self._set_worker_role, pb.SetWorkerRoleRequest),
             "DrainWorker": (self._drain_worker, pb.DrainWorkerRequest),
             "ResetPrefixCache": (self._reset_prefix_cache, pb.ResetWorkersCacheRequest),
+            "LoadLoraAdapter": (self._load_adapter, pb.LoadLoraAdapterRequest),
+            "UnloadLoraAdapter": (self._unload_adapter, pb.UnloadLoraAdapterRequest),
         }
         return grpc.method_handlers_generic_handler(
             SERVICE,
@@ -97,6 +101,23 @@ class GrpcCluster:
     ) -> pb.ResetWorkersCacheResponse:
         dropped = await self._control.reset_prefix_cache(request.worker_id, who=who)
         return pb.ResetWorkersCacheResponse(dropped_blocks=dropped)
+
+    async def _load_adapter(
+        self, request: pb.LoadLoraAdapterRequest, who: Caller
+    ) -> pb.LoadLoraAdapterResponse:
+        loaded = await self._adapters.load(
+            request.lora_name,
+            request.lora_path,
+            in_place=request.load_inplace,
+            who=who,
+        )
+        return pb.LoadLoraAdapterResponse(digest=loaded.adapter.digest, refused=loaded.refused)
+
+    async def _unload_adapter(
+        self, request: pb.UnloadLoraAdapterRequest, who: Caller
+    ) -> pb.UnloadLoraAdapterResponse:
+        await self._adapters.unload(request.lora_name, who=who)
+        return pb.UnloadLoraAdapterResponse()
 
     def _handler(
         self, method: str, answer: _Answer, request_type: Any

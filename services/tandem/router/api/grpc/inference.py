@@ -194,7 +194,17 @@ class GrpcApi:
             root=self._generator.model.folder.name,
             created=self._generator.model.created_s,
         )
-        return pb.ListModelsResponse(models=[model])
+        adapters = [
+            pb.Model(
+                id=adapter.name,
+                max_model_len=self._generator.max_model_len,
+                root=adapter.path,
+                created=int(adapter.added_at),
+                parent=model.id,
+            )
+            for adapter in self._generator.adapters
+        ]
+        return pb.ListModelsResponse(models=[model, *adapters])
 
 
 def parse_request(body: bytes) -> ClientRequest:

@@ -91,7 +91,9 @@ def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:
     async def serve(request: Request, parse: Parse, kind: BodyKind) -> Response:
         body, headers = await routes.read(request, kind)
         parsed = parse(body, request.state.request_id)
-        replies = Replies(parsed, routes.generator.served_name, routes.tokenizer)
+        replies = Replies(
+            parsed, routes.generator.name_of(parsed.requests[0].model), routes.tokenizer
+        )
         return await routes.answer(request, parsed.requests, replies, headers, stream=parsed.stream)
 
     @app.post("/v1/completions", **generation_route(CompletionBody))

@@ -49,7 +49,10 @@ log = logging.getLogger(__name__)
 _GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _TOKENS = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 _UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/invocations", "/ping"))
-RESET_PATH = "/reset_prefix_cache"  # vLLM's name
+# vLLM's names.
+RESET_PATH = "/reset_prefix_cache"
+LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_ADMIN = ("/", "/metrics", RESET_PATH, LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH)
 PROBES = ("/health", "/ready", "/started", "/ping")
 _PORTS = {"http": 80, "https": 443}
 _TEXT_MAX = 100  # characters of what a client sent, in messages and logs
@@ -127,7 +130,7 @@ def public_need(path: str) -> Need | None:
         return "nothing"
     if path == "/load":
         return "metrics"
-    if path in ("/", "/metrics", RESET_PATH) or path.startswith(("/v1/cluster", "/v1/keys")):
+    if path in _ADMIN or path.startswith(("/v1/cluster", "/v1/keys")):
         return None
     return "user"
 

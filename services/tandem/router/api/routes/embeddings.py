@@ -40,5 +40,5 @@ def add_embedding_route(app: FastAPI, routes: GenerationRoutes) -> None:
             requests = body.to_requests(request.state.request_id)
             asked = routes.of_caller(request, requests)
             deltas = await until_disconnect(request.receive, whole(request, asked))
-        answer = embeddings_reply(body, generator.served_name, deltas)
+        answer = embeddings_reply(body, generator.name_of(body.model or ""), deltas)
         return JsonResponse(answer, headers={**deltas[-1].limit_headers, **headers})

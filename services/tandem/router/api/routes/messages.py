@@ -29,7 +29,7 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         body, headers = await routes.read(request, MessagesBody)
         with renamed(NAMES):
             parsed = parse_messages(body, request.state.request_id)
-            replies = MessageReplies(parsed, routes.generator.served_name)
+            replies = MessageReplies(parsed, routes.generator.name_of(parsed.requests[0].model))
             return await routes.answer(
                 request, parsed.requests, replies, headers, stream=parsed.stream
             )

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from tandem.adapter import Adapter
 from tandem.errors import ModelNotFound
 from tandem.router.api.anthropic.errors import MODELS_PATH, is_anthropic
 from tandem.router.api.http.errors import JsonResponse
@@ -16,13 +17,20 @@ from tandem.router.request.generator import Generator, LoadedModel
 def add_model_routes(app: FastAPI, generator: Generator) -> None:
     """Adds /v1/models. A header tells which API a client knows."""
 
-    def body(request: Request, model: LoadedModel) -> dict[str, Any]:
-        make = anthropic_model if is_anthropic(request.scope) else openai_model
-        return make(model, generator.served_name, generator.max_model_len)
+    def bodies(request: Request, model: LoadedModel) -> list[dict[str, Any]]:
+        name, max_model_len = generator.served_name, generator.max_model_len
+        if is_anthropic(request.scope):
+            base = anthropic_model(name, model.created_s, max_model_len)
+            others = (
+                anthropic_model(a.name, a.added_at, max_model_len) for a in generator.adapters
+            )
+            return [base, *others]
+        base = openai_model(model, name, max_model_len)
+        return [base, *(openai_adapter(base, adapter) for adapter in generator.adapters)]
 
     @app.get(MODELS_PATH)
     async def models(request: Request) -> Response:
-        data = [body(request, generator.model)] if generator.model is not None else []
+        data = bodies(request, generator.model) if generator.model is not None else []
         if not is_anthropic(request.scope):
             return JsonResponse({"object": "list", "data": data})
         ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
@@ -31,12 +39,13 @@ def add_model_routes(app: FastAPI, generator: Generator) -> None:
 
     @app.get(f"{MODELS_PATH}/{{model:path}}")
     async def model(model: str, request: Request) -> Response:
-        if generator.model is None or model != generator.served_name:
+        known = bodies(request, generator.model) if generator.model is not None else []
+        if (found := next((each for each in known if each["id"] == model), None)) is None:
             raise ModelNotFound(
                 f"the model {model[:80]!r} is not served here; {generator.served_name!r} is",
                 param="model",
             )
-        return JsonResponse(body(request, generator.model))
+        return JsonResponse(found)
 
 
 def openai_model(model: LoadedModel, name: str, max_model_len: int) -> dict[str, Any]:
@@ -53,9 +62,15 @@ def openai_model(model: LoadedModel, name: str, max_model_len: int) -> dict[str,
     }
 
 
-def anthropic_model(model: LoadedModel, name: str, max_model_len: int) -> dict[str, Any]:
-    """Returns the model as Anthropic's API describes it."""
-    created = datetime.fromtimestamp(model.created_s, UTC)
+def openai_adapter(base: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
+    """Returns a LoRA adapter of a model as vLLM describes one."""
+    of_its_own = {"id": adapter.name, "root": adapter.path, "parent": base["id"]}
+    return {**base, **of_its_own, "created": int(adapter.added_at)}
+
+
+def anthropic_model(name: str, created_s: float, max_model_len: int) -> dict[str, Any]:
+    """Returns a model or an adapter as Anthropic's API describes it."""
+    created = datetime.fromtimestamp(created_s, UTC)
     return {
         "type": "model",
         "id": name,

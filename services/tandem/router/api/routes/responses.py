@@ -47,7 +47,7 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
 
             replies = ResponseReplies(
                 parsed,
-                routes.generator.served_name,
+                routes.generator.name_of(parsed.chat.requests[0].model),
                 routes.tokenizer,
                 keep=keep if kept.is_on and body.store is not False else None,
             )

@@ -18,7 +18,6 @@ from tandem.router.api.openai.tokens import (
     tokenize_reply,
 )
 from tandem.router.api.routes.generation import GenerationRoutes
-from tandem.router.request.request import check_model
 
 
 def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
@@ -44,7 +43,7 @@ def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
     async def detokenize(request: Request) -> Response:
         body, headers = await routes.read(request, DetokenizeBody)
         parsed = validate(DetokenizeBody, body)
-        check_model(parsed.model, served=generator.served_name)
+        generator.adapter(parsed.model)
         decoding = generator.detokenize(
             parsed.tokens,
             tenant=routes.tenant(request),

@@ -29,7 +29,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.block_hash import hash_blocks
+from tandem.block_hash import Chain, hash_blocks
 from tandem.errors import BadRequest
 from tandem.grammars import check
 from tandem.grammars.text import StructuredOutput, refused
@@ -38,7 +38,6 @@ from tandem.router.request.conversation import Conversation
 from tandem.router.request.prompt.fair_executor import FairExecutor
 from tandem.router.request.prompt.pieces import at_least, cut, is_counted_first
 from tandem.router.request.request import ClientRequest, Prompt, num_characters
-from tandem.store.registry import KvCompatibility
 
 INLINE_COST_MAX = 8_192  # of a prompt that a thread prepares
 _TOKEN_COST = 4  # of a token id, in characters
@@ -94,13 +93,13 @@ class PromptPreparer:
     async def prepare(
         self,
         request: ClientRequest,
-        compatibility: KvCompatibility | None,
-        cache_salt: bytes = b"",
+        chain: Chain | None,
         *,
         max_model_len: int,
     ) -> PreparedPrompt:
-        """Raises BadRequest for a chat that the model's template refuses, and ContextTooLong for a
-        long text that cannot fit, unless it is to be truncated."""
+        """Without `chain` no block is hashed. Raises BadRequest for a chat that the template
+        refuses, and ContextTooLong for a long text that cannot fit, unless it is to be
+        truncated."""
         tenant, cost = request.tenant, _cost(request.prompt)
         kept = request.prompt_tokens_max(max_model_len)
         text: _Text = (
@@ -110,14 +109,12 @@ class PromptPreparer:
         )
         if cost <= INLINE_COST_MAX:
             return await self._threads.run(
-                tenant, cost, _prepare, self._tokenizer, text, kept, compatibility, cache_salt
+                tenant, cost, _prepare, self._tokenizer, text, kept, chain
             )
         may_be_too_long = kept is None and is_counted_first(cost, max_model_len)
         if not isinstance(text, tuple) and may_be_too_long:
             text = await self._count(request, text, max_model_len)
-        ids, hashes = await self._processes.run(
-            tenant, cost, _prepare_there, text, kept, compatibility, cache_salt
-        )
+        ids, hashes = await self._processes.run(tenant, cost, _prepare_there, text, kept, chain)
         return PreparedPrompt(ids.tolist(), hashes)
 
     async def bad_words(self, request: ClientRequest) -> list[list[int]]:
@@ -201,8 +198,7 @@ def _prepare(
     tokenizer: Tokenizer,
     text: _Text,
     kept: int | None,
-    compatibility: KvCompatibility | None,
-    cache_salt: bytes,
+    chain: Chain | None,
 ) -> PreparedPrompt:
     """`kept`: the number of the prompt's last tokens to keep; None: all."""
     if isinstance(text, tuple):
@@ -212,10 +208,9 @@ def _prepare(
         token_ids = tokenizer.encode_rendered(rendered)
     if kept is not None:
         token_ids = token_ids[-kept:]
-    if compatibility is None:
+    if chain is None:
         return PreparedPrompt(token_ids, [])
-    root = compatibility.chain_root(cache_salt)
-    return PreparedPrompt(token_ids, hash_blocks(root, token_ids, compatibility.block_size))
+    return PreparedPrompt(token_ids, hash_blocks(chain.root, token_ids, chain.block_size))
 
 
 def _spell(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
@@ -280,10 +275,9 @@ def _count_there(piece: RenderedText) -> int:
 def _prepare_there(
     text: _Text,
     kept: int | None,
-    compatibility: KvCompatibility | None,
-    cache_salt: bytes,
+    chain: Chain | None,
 ) -> tuple[array[int], list[bytes]]:
     """Returns token ids as an array: a list of 100,000 ints is slow to unpickle."""
     assert _process_tokenizer is not None
-    prepared = _prepare(_process_tokenizer, text, kept, compatibility, cache_salt)
+    prepared = _prepare(_process_tokenizer, text, kept, chain)
     return array("I", prepared.token_ids), prepared.block_hashes

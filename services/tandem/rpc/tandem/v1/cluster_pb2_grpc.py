@@ -64,6 +64,16 @@ class ClusterStub(object):
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ResetWorkersCacheRequest.SerializeToString,
                 response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ResetWorkersCacheResponse.FromString,
                 _registered_method=True)
+        self.LoadLoraAdapter = channel.unary_unary(
+                '/tandem.v1.Cluster/LoadLoraAdapter',
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.LoadLoraAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.LoadLoraAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadLoraAdapter = channel.unary_unary(
+                '/tandem.v1.Cluster/UnloadLoraAdapter',
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.UnloadLoraAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.UnloadLoraAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer(object):
@@ -115,6 +125,21 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLoraAdapter(self, request, context):
+        """Serves a LoRA adapter under a name of its own, beside the model. Answers once this router knows
+        it. INVALID_ARGUMENT if its folder cannot be used, or the name is taken.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLoraAdapter(self, request, context):
+        """Serves it no more; requests that use it go on. NOT_FOUND if there is none of this name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -147,6 +172,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ResetWorkersCacheRequest.FromString,
                     response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ResetWorkersCacheResponse.SerializeToString,
+            ),
+            'LoadLoraAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLoraAdapter,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.LoadLoraAdapterRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.LoadLoraAdapterResponse.SerializeToString,
+            ),
+            'UnloadLoraAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLoraAdapter,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.UnloadLoraAdapterRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.UnloadLoraAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +346,60 @@ class Cluster(object):
             '/tandem.v1.Cluster/ResetPrefixCache',
             tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ResetWorkersCacheRequest.SerializeToString,
             tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.ResetWorkersCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLoraAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/LoadLoraAdapter',
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.LoadLoraAdapterRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.LoadLoraAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLoraAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/UnloadLoraAdapter',
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.UnloadLoraAdapterRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_cluster__pb2.UnloadLoraAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,6 +69,21 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.DescribeAdapter = channel.unary_unary(
+                '/tandem.v1.Worker/DescribeAdapter',
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DescribeAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DescribeAdapterResponse.FromString,
+                _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/tandem.v1.Worker/AddAdapter',
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.AddAdapterResponse.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/tandem.v1.Worker/RemoveAdapter',
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
         self.Connect = channel.unary_unary(
                 '/tandem.v1.Worker/Connect',
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ConnectRequest.SerializeToString,
@@ -152,6 +167,28 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeAdapter(self, request, context):
+        """Checks an adapter's folder against the model, and tells what is in it. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddAdapter(self, request, context):
+        """Names an adapter in this worker's record, so that routers serve it. Its weights are read when
+        the first sequence wants them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """Takes a name out of the record again. Sequences that use the adapter go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Connect(self, request, context):
         """A consumer introduces itself before its first Prefill. Refused with FAILED_PRECONDITION and a
         message naming the difference when the two could not exchange KV blocks.
@@ -219,6 +256,21 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'DescribeAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeAdapter,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DescribeAdapterRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DescribeAdapterResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.AddAdapterRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.AddAdapterResponse.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.RemoveAdapterResponse.SerializeToString,
             ),
             'Connect': grpc.unary_unary_rpc_method_handler(
                     servicer.Connect,
@@ -430,6 +482,87 @@ class Worker(object):
             '/tandem.v1.Worker/ResetPrefixCache',
             tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
             tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/DescribeAdapter',
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DescribeAdapterRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DescribeAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/AddAdapter',
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.AddAdapterRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.AddAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/RemoveAdapter',
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.RemoveAdapterRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.RemoveAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

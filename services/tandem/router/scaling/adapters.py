@@ -1,0 +1,160 @@
+"""Operators' changes of the LoRA adapters that the cluster serves, over HTTP and gRPC alike.
+
+    load     all workers look at the folder --> those that can use it take the name --> this router
+             sees it in their records
+    unload   all workers drop the name ------------------------------------------> and not any more
+
+A worker that cannot use the folder now may load the adapter later, if a request brings it there and
+the files are those of its digest.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from dataclasses import dataclass
+
+from msgspec.structs import asdict
+
+from tandem.adapter import Adapter
+from tandem.config.engine import ADAPTER_NAME
+from tandem.errors import BadRequest, ModelNotFound, NotNow, NoWorkers, TandemError
+from tandem.router.request.generator import Generator
+from tandem.router.scaling.changes import logged_change
+from tandem.router.scaling.control import SEEN_DEADLINE_S, ClusterControl
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.security.audit_trail import AuditTrail, Caller
+from tandem.store.registry import WorkerRecord
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """An adapter that is served now, and the workers that could not use its folder, with why."""
+
+    adapter: Adapter
+    refused: dict[str, str]
+
+
+class AdapterControl:
+    """Loads and unloads. Raises errors of errors.py. `who` asks, for the log of changes."""
+
+    def __init__(self, control: ClusterControl, generator: Generator, trail: AuditTrail) -> None:
+        """`generator` tells the name of the model, which no adapter may take."""
+        self._control = control
+        self._generator = generator
+        self._view = control.view
+        self._trail = trail
+
+    async def load(self, name: str, path: str, *, in_place: bool, who: Caller) -> AdapterLoaded:
+        """Serves the adapter in a folder of the workers as `name`; with `in_place` also where an
+        adapter has the name."""
+        with logged_change(self._trail, who, f"adapter {name}") as change:
+            served = self._view.adapters()
+            change.before = served[name].digest if name in served else "none"
+            change.after = path
+            _check_names(name, path, base=self._generator.served_name)
+            if name in served and not in_place:
+                raise BadRequest(
+                    f"the lora adapter {name!r} has already been loaded. If you want to load the "
+                    "adapter in place, set 'load_inplace' to true",
+                    param="lora_name",
+                )
+            adapter, records, refused = await self._describe(name, path)
+            change.after = f"{adapter.digest} of {path}"
+            request = pb.AddAdapterRequest(adapter=pb.Adapter(**asdict(adapter)))
+            calls = [self._control.call(record, "AddAdapter", request) for record in records]
+            _raise_all_failed(await asyncio.gather(*calls, return_exceptions=True))
+        await self._see(name, adapter)
+        return AdapterLoaded(adapter, refused)
+
+    async def unload(self, name: str, *, who: Caller) -> None:
+        """Serves the adapter no more. Raises ModelNotFound, and WorkerLost if a worker did not
+        answer; the others are done."""
+        with logged_change(self._trail, who, f"adapter {name}") as change:
+            change.after = "none"
+            if (adapter := self._view.adapters().get(name)) is None:
+                raise ModelNotFound(
+                    f"the lora adapter {name[:80]!r} cannot be found", param="lora_name"
+                )
+            change.before = adapter.digest
+            request = pb.RemoveAdapterRequest(name=name)
+            calls = [self._control.call(r, "RemoveAdapter", request) for r in self._records()]
+            for answer in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(answer, BaseException):
+                    raise answer
+        await self._see(name, None)
+
+    async def _describe(
+        self, name: str, path: str
+    ) -> tuple[Adapter, list[WorkerRecord], dict[str, str]]:
+        """Returns the adapter, the workers that can use it, and why the others cannot."""
+        records = self._records()
+        request = pb.DescribeAdapterRequest(path=path)
+        calls = [self._control.call(record, "DescribeAdapter", request) for record in records]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        found: dict[str, tuple[int, list[WorkerRecord]]] = {}
+        refused: dict[str, str] = {}
+        for record, answer in zip(records, answers, strict=True):
+            if isinstance(answer, TandemError):
+                refused[record.worker_id] = answer.message
+            elif isinstance(answer, BaseException):
+                raise answer
+            elif answer.error:
+                refused[record.worker_id] = answer.error
+            else:
+                found.setdefault(answer.digest, (answer.rank, []))[1].append(record)
+        if len(found) > 1:
+            raise NotNow(
+                f"the files in {path} are not the same on all workers: "
+                + "; ".join(
+                    f"{digest} on {', '.join(r.worker_id for r in has)}"
+                    for digest, (_, has) in sorted(found.items())
+                )
+            )
+        if not found:
+            raise BadRequest(next(iter(refused.values())), param="lora_path")
+        ((digest, (rank, usable)),) = found.items()
+        if not any(record.role == "decode" for record in usable):
+            reasons = [refused[r.worker_id] for r in records if r.role == "decode"]
+            raise BadRequest(
+                reasons[0] if reasons else "there is no decode worker", param="lora_path"
+            )
+        return Adapter(name, digest, path, rank, time.time()), usable, refused
+
+    def _records(self) -> list[WorkerRecord]:
+        records = [w.record for w in self._view.known() if self._view.is_compatible(w.record)]
+        if not records:
+            raise NoWorkers("no worker is known", retry_after_s=1.0)
+        return records
+
+    async def _see(self, name: str, adapter: Adapter | None) -> None:
+        """Waits until this router serves the name as it is to be."""
+        try:
+            async with asyncio.timeout(SEEN_DEADLINE_S):
+                while self._view.adapters().get(name) != adapter:
+                    await self._view.wait_change()
+        except TimeoutError:
+            log.warning("adapter %s is changed on the workers and not seen here yet", name)
+
+
+def _check_names(name: str, path: str, *, base: str) -> None:
+    if not re.fullmatch(ADAPTER_NAME, name):
+        raise BadRequest(
+            f"lora_name is {name[:80]!r}; it must have 1 to 128 letters, digits and . _ : / -",
+            param="lora_name",
+        )
+    if name == base:
+        raise BadRequest(f"lora_name is {name!r}, which is the model's", param="lora_name")
+    if not path.startswith("/"):
+        raise BadRequest(
+            f"lora_path is {path[:80]!r}; it must be an absolute path on the workers",
+            param="lora_path",
+        )
+
+
+def _raise_all_failed(answers: list[object]) -> None:
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    if errors and len(errors) == len(answers):
+        raise errors[0]

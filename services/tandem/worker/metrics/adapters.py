@@ -1,0 +1,21 @@
+"""The gauge of a worker's LoRA adapters, as vLLM's `vllm:lora_requests_info`."""
+
+import time
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.metrics_core import Metric
+
+from tandem.engine.types import AdapterLoad
+from tandem.observability.metrics import gauges
+
+
+def adapter_metrics(
+    labels: Mapping[str, str], load: AdapterLoad, max_loras: int
+) -> Iterator[Metric]:
+    """Yields the gauge; its labels tell everything, and its value is the time."""
+    names = [*labels, "running_lora_adapters", "waiting_lora_adapters", "max_lora"]
+    told = [",".join(load.running), ",".join(load.waiting), str(max_loras)]
+    text = "Adapters of running and of waiting sequences; the value is the time of the scrape"
+    yield gauges(
+        "tandem_lora_requests_info", text, names, [([*labels.values(), *told], time.time())]
+    )

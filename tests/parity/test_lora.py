@@ -1,0 +1,103 @@
+"""Adapters get the tokens of merged weights, whichever way their KV came, beside the base model's.
+
+Each prompt is asked of the base and of two adapters at once, and twice: the second time its KV is
+cached. One adapter is there from the start, the other is loaded while the clusters run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import torch
+from transformers import PreTrainedModel
+
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.models.source import read_folder
+from tests.harness.client import open_client
+from tests.lora_adapters import ALL, merged, write_adapter
+from tests.parity.models import make_random_model
+from tests.parity.ways import Answer, Asked, Way, all_disturbed, ask_all_ways, five_ways
+
+_NUM_TOKENS = 48
+_PROMPTS = [
+    torch.randint(1000, 9000, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (97, 90, 65, 100)
+]
+_BASE = "model"
+_NAMES = (_BASE, "early", "late")
+
+
+def _asked(name: str, prompt: list[int]) -> Asked:
+    return "/v1/completions", {
+        "model": name,
+        "prompt": prompt,
+        "max_tokens": _NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def _token_ids(answer: Answer) -> list[int]:
+    token_ids: list[int] = answer["choices"][0]["token_ids"]
+    return token_ids
+
+
+async def _load(way: Way, path: Path, **more: bool) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=way.cluster.admin_url, timeout=60) as client:
+        body = {"lora_name": "late", "lora_path": str(path), **more}
+        return await client.post("/v1/load_lora_adapter", json=body)
+
+
+def _check(model: PreTrainedModel, prompt: list[int], made: list[int]) -> None:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == made
+
+
+def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
+    (tmp_path / _BASE).mkdir()
+    base = make_random_model(tmp_path / _BASE)
+    config = read_folder(tmp_path / _BASE).config
+    models = {_BASE: base}
+    for seed, (name, targets) in enumerate({"early": ALL, "late": ("q_proj", "v_proj")}.items()):
+        made = write_adapter(tmp_path / name, config, seed=seed, target_modules=list(targets))
+        models[name] = merged(base, made)
+    asked = [(name, prompt) for prompt in _PROMPTS for name in _NAMES]
+    bodies = [_asked(*one) for one in asked]
+    options = ("--lora", f"early={tmp_path / 'early'}", "--max-loras", "2")
+    with five_ways(redis_server, tmp_path, str(tmp_path / _BASE), *options) as ways:
+        for way in ways.values():
+            reply = asyncio.run(_load(way, tmp_path / "late"))
+            assert reply.status_code == 200, reply.text
+        with all_disturbed(ways):
+            first, again = (asyncio.run(ask_all_ways(ways, bodies)) for _ in range(2))
+        expected = list(map(_token_ids, first["aggregated"]))
+        for (name, prompt), found in zip(asked, expected, strict=True):
+            _check(models[name], prompt, found)
+        for name in ways:
+            for answers in (first[name], again[name]):
+                assert list(map(_token_ids, answers)) == expected, name
+                assert [answer["model"] for answer in answers[:3]] == list(_NAMES)
+        asyncio.run(_reload(ways["nixl"], tmp_path, base))
+
+
+async def _reload(way: Way, folder: Path, base: PreTrainedModel) -> None:
+    """Other files under one name: no block of the old ones is found, here or by a transfer."""
+    config = read_folder(folder / _BASE).config
+    made = write_adapter(folder / "late", config, seed=9, target_modules=["q_proj", "v_proj"])
+    assert (await _load(way, folder / "late")).status_code == 400
+    reply = await _load(way, folder / "late", load_inplace=True)
+    assert reply.status_code == 200, reply.text
+    changed = merged(base, made)
+    async with open_client(way.cluster) as client:
+        for expected_cached in (0, 96):
+            path, body = _asked("late", _PROMPTS[0])
+            answer = (await client.post(path, json=body)).json()
+            _check(changed, _PROMPTS[0], _token_ids(answer))
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == expected_cached
+        listed = (await client.get("/v1/models")).json()["data"]
+        told = [(model["id"], model["parent"]) for model in listed]
+        assert told == [(_BASE, None), ("early", _BASE), ("late", _BASE)]

@@ -1,0 +1,80 @@
+"""Placement by adapters, and which adapters a router serves."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from tandem.adapter import Adapter
+from tandem.router.placement.choose import Work, WorkerSnapshot, choose
+from tandem.store.registry import AdapterState, KvCompatibility
+
+ADAPTER = Adapter("sql", "digest", "/adapters/sql", 16)
+COMPATIBILITY = KvCompatibility("model", "float32", "fast", 16, "float32", "layout", 1)
+
+
+def worker(name: str, *, role: str = "decode", **fields: Any) -> WorkerSnapshot:
+    fields.setdefault("lora_rank_max", 64)
+    return WorkerSnapshot(name, f"epoch-{name}", "", role, "ready", blocks_total=100, **fields)
+
+
+def chosen(*workers: WorkerSnapshot, adapter: Adapter | None = ADAPTER) -> set[str]:
+    """Returns the decode workers that are chosen of these, over many draws."""
+    found = set()
+    for seed in range(20):
+        placement = choose(Work(100, 16, adapter), workers, {}, Random(seed))
+        if placement is not None:
+            found.add(placement.decode.worker_id)
+    return found
+
+
+def test_a_worker_that_has_the_adapter_goes_first() -> None:
+    has = worker("has", adapters=frozenset({"digest"}))
+    lacks = worker("lacks", adapters=frozenset({"another"}))
+    assert chosen(has, lacks) == {"has"}
+    assert chosen(has, lacks, adapter=None) == {"has", "lacks"}
+    assert chosen(lacks) == {"lacks"}  # it can load it
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lora_rank_max": 0},
+        {"lora_rank_max": 8},
+        {"adapters_failed": frozenset({"digest"})},
+    ],
+    ids=repr,
+)
+def test_a_worker_that_cannot_load_it_is_not_chosen(fields: dict[str, Any]) -> None:
+    assert chosen(worker("cannot", **fields)) == set()
+    assert chosen(worker("cannot", **fields), worker("can")) == {"can"}
+    assert chosen(worker("cannot", **fields), adapter=None) == {"cannot"}
+    many = [worker(f"cannot-{i}", **fields) for i in range(40)]
+    assert chosen(*many, worker("can")) == {"can"}
+    has = worker("has", **fields | {"adapters": frozenset({"digest"})})
+    assert chosen(has) == {"has"}
+
+
+def test_only_prefill_workers_that_can_load_it_are_candidates() -> None:
+    decode = worker("decode", adapters=frozenset({"digest"}))
+    can = worker("can", role="prefill")
+    cannot = worker("cannot", role="prefill", lora_rank_max=8)
+    for workers, names in (((can, cannot), ["can"]), ((cannot,), [])):
+        placement = choose(Work(100, 16, ADAPTER), (decode, *workers), {}, Random(1))
+        assert placement is not None
+        assert [w.worker_id for w in placement.prefill_candidates] == names
+
+
+def test_the_root_of_hashes_takes_the_digest_and_not_the_name() -> None:
+    base = COMPATIBILITY.chain_root(b"salt")
+    assert COMPATIBILITY.chain_root(b"salt", "digest") != base
+    assert COMPATIBILITY.chain_root(b"salt", "digest") != COMPATIBILITY.chain_root(b"salt", "other")
+    assert COMPATIBILITY.chain(b"salt", "digest").root == COMPATIBILITY.chain_root(
+        b"salt", "digest"
+    )
+
+
+def test_a_record_without_adapters_loads_none() -> None:
+    assert AdapterState().rank_max == 0
