@@ -1,6 +1,6 @@
 """Rows of the parity tests: one request each, by a plan over what a client may combine.
 
-`pairwise` covers each pair of values in few rows, `drawn` draws whole rows. A row's prompt, seed
+`pairwise` covers each pair of values in few rows, `drawn` all combinations. A row's prompt, seed
 and values follow from its number alone, so a failure can be made again.
 """
 
@@ -132,10 +132,13 @@ def pairwise(seed: int) -> list[Row]:
 
 
 def drawn(seed: int, count: int) -> list[Row]:
-    """Returns so many rows at random; their numbers differ by the seed."""
+    """Returns so many rows in random order, with every allowed combination equally often; their
+    numbers differ by the seed."""
     rng = random.Random(seed)
-    values = list(_all_values())
-    return [Row(1_000_000 * (1 + seed) + i, **rng.choice(values)) for i in range(count)]
+    values, chosen = list(_all_values()), list[dict[str, str]]()
+    while len(chosen) < count:
+        chosen += rng.sample(values, len(values))
+    return [Row(1_000_000 * (1 + seed) + i, **each) for i, each in enumerate(chosen[:count])]
 
 
 def _all_values() -> Iterator[dict[str, str]]:
