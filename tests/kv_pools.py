@@ -6,6 +6,7 @@ import torch
 
 from tandem.engine.cache.layout import BlockLayout
 from tandem_kernels.kv_cache import KvPool, make_pool
+from tandem_kernels.kv_int4_keys import KeyChannels
 
 
 def pool_of(kv: torch.Tensor) -> KvPool:
@@ -18,4 +19,14 @@ def pool_of(kv: torch.Tensor) -> KvPool:
 
 def empty_pool(layout: BlockLayout) -> KvPool:
     """Returns a pool of zeros."""
-    return make_pool(torch.zeros(layout.num_blocks, layout.block_bytes, dtype=torch.uint8), layout)
+    memory = torch.zeros(layout.num_blocks, layout.block_bytes, dtype=torch.uint8)
+    return make_pool(memory, layout, some_channels(layout))
+
+
+def some_channels(layout: BlockLayout) -> KeyChannels:
+    """Returns channels for an int4 pool, other ones in each layer and head."""
+    generator = torch.Generator().manual_seed(11)
+    shape = layout.num_layers, layout.num_kv_heads, layout.head_dim
+    order = torch.rand(shape, generator=generator).argsort(-1)
+    scales = 2 ** torch.randint(-2, 3, shape, generator=generator).float()
+    return KeyChannels(order.int(), scales)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -204,8 +205,16 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
         for parameter in model.parameters():  # biases and norms too: zeros and ones hide mistakes
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
     model.save_pretrained(path)
-    (path / "tokenizer.json").write_text("{}")
+    (path / "tokenizer.json").write_text(_character_tokenizer().to_str())
     return read_folder(path), model
+
+
+def _character_tokenizer() -> Tokenizer:
+    """Returns a tokenizer that makes a token of each printable character of ASCII."""
+    vocabulary = {chr(32 + i): i for i in range(95)} | {"?": 31}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return tokenizer
 
 
 def make_random_speaker(path: Path) -> ModelFolder:

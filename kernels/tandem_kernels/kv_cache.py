@@ -9,11 +9,25 @@ from typing import Protocol
 
 import torch
 
-from tandem_kernels import kv_int4, kv_int8
+from tandem_kernels import kv_int4, kv_int4_keys, kv_int8
+from tandem_kernels.kv_int4_keys import KeyChannels
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# The modules that quantize K and V.
-_FORMATS = {"int8": (kv_int8, kv_int8), "k8v4": (kv_int8, kv_int4)}
+
+
+class RowFormat(Protocol):
+    """This is what a module of rows in few bits has: kv_int8.py, kv_int4.py."""
+
+    def quantize(self, rows: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def widen(self, numbers: torch.Tensor, scales: torch.Tensor, /) -> torch.Tensor: ...
+
+
+# Of K and of V.
+_FORMATS: dict[str, tuple[RowFormat, RowFormat]] = {
+    "int8": (kv_int8, kv_int8),
+    "k8v4": (kv_int8, kv_int4),
+    "int4": (kv_int4, kv_int4),  # of keys see Int4KvPool
+}
 
 
 class KvLayout(Protocol):
@@ -41,13 +55,20 @@ class KvLayout(Protocol):
     def row_bytes(self) -> tuple[int, int]: ...
 
 
-def make_pool(memory: torch.Tensor, layout: KvLayout) -> "KvPool":
-    """`memory`: uint8 [num_blocks, block_bytes]."""
+def make_pool(
+    memory: torch.Tensor, layout: KvLayout, key_channels: KeyChannels | None = None
+) -> "KvPool":
+    """`memory`: uint8 [num_blocks, block_bytes]. An int4 pool needs the channels of its layers."""
+    if layout.dtype == "int4":
+        assert key_channels is not None
+        return Int4KvPool(memory, layout, key_channels)
     return (KvPool if layout.dtype in _DTYPES else QuantizedKvPool)(memory, layout)
 
 
 class KvPool:
     """Views of one pool's memory, with the strides that indexing needs."""
+
+    key_channels: KeyChannels | None = None
 
     def __init__(self, memory: torch.Tensor, layout: KvLayout) -> None:
         assert memory.dtype == torch.uint8
@@ -125,19 +146,56 @@ class QuantizedKvPool(KvPool):
         parts = token_rows // (2 * self.block_size) + layer
         offsets = token_rows % self.block_size
         for which, rows in enumerate((keys, values)):
-            numbers, scales = self._formats[which].quantize(rows)
+            numbers, scales = self._quantize(which, layer, rows)
             self._numbers[which].index_put_((parts, offsets), numbers)
             self._scales[:, which].index_put_((parts, offsets), scales)
 
     def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
         """K and V of whole blocks in fp32: [2, B, heads, M * block_size, D]."""
-        runs = torch.stack(
-            [
-                self._formats[which].widen(self._numbers[which][parts], self._scales[parts, which])
-                for which, parts in enumerate((block_rows // 2 + layer).view(2, -1))
-            ]
-        )
-        return runs.view(2, num_seqs, self.num_kv_heads, -1, self.head_dim)
+        size = num_seqs, self.num_kv_heads, -1
+        runs = []
+        for which, parts in enumerate((block_rows // 2 + layer).view(2, -1)):
+            numbers = self._numbers[which][parts]
+            scales = self._scales[parts, which].view(size)
+            runs.append(self._widen(which, layer, numbers.view(*size, numbers.shape[-1]), scales))
+        return torch.stack(runs)
+
+    def _quantize(
+        self, which: int, layer: int, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K (0) or V (1) of tokens, [T, heads, D]."""
+        return self._formats[which].quantize(rows)
+
+    def _widen(
+        self, which: int, layer: int, numbers: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """K (0) or V (1) of tokens, [B, heads, tokens, bytes]."""
+        return self._formats[which].widen(numbers, scales)
+
+
+class Int4KvPool(QuantizedKvPool):
+    """A quantized pool whose keys lie by static channels (kv_int4_keys.py)."""
+
+    def __init__(self, memory: torch.Tensor, layout: KvLayout, key_channels: KeyChannels) -> None:
+        super().__init__(memory, layout)
+        self.key_channels = key_channels
+        self._channels = key_channels.order, key_channels.scales, key_channels.multipliers
+
+    def _quantize(
+        self, which: int, layer: int, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if which == 1:
+            return kv_int4.quantize(rows)
+        order, scales, _ = self._channels
+        return kv_int4_keys.quantize(rows, order[layer], scales[layer])
+
+    def _widen(
+        self, which: int, layer: int, numbers: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        if which == 1:
+            return kv_int4.widen(numbers, scales)
+        order, _, multipliers = self._channels
+        return kv_int4_keys.widen(numbers, scales, order[layer], multipliers[layer])
 
 
 def layer_of(kv: torch.Tensor, layer: int) -> torch.Tensor:

@@ -22,15 +22,22 @@ _LOWEST, _HIGHEST = -8, 7
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., D] of any float dtype to uint8 pairs [..., D / 2] and float16 scales [...]."""
     wide = rows.float()
+    scales, divisors = scales_of(wide)
+    numbers = (wide / divisors.unsqueeze(-1)).round_().clamp_(_LOWEST, _HIGHEST)
+    numbers = torch.where(scales.isnan().unsqueeze(-1), 0.0, numbers)
+    low, high = (numbers - _LOWEST).to(torch.uint8).chunk(2, -1)
+    return low | high << 4, scales
+
+
+def scales_of(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the float16 scales [...] of fp32 rows [..., D], and what to divide by: infinity where
+    the numbers are to be zeros."""
     largest = wide.abs().amax(-1)
     is_finite = largest.isfinite()
     scales = round_up(torch.where(is_finite, largest / -_LOWEST, 0.0))
     scales = torch.where(wide.amin(-1) == -largest, scales, -scales)
     divisors = torch.where(is_finite & (scales != 0), scales.float(), torch.inf)
-    numbers = (wide / divisors.unsqueeze(-1)).round_().clamp_(_LOWEST, _HIGHEST)
-    numbers = torch.where(is_finite.unsqueeze(-1), numbers, 0.0)
-    low, high = (numbers - _LOWEST).to(torch.uint8).chunk(2, -1)
-    return low | high << 4, torch.where(is_finite, scales, torch.nan)
+    return torch.where(is_finite, scales, torch.nan), divisors
 
 
 def widen(pairs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ KV_BITS = {
     "float32": (32, 32),
     "int8": (8, 8),
     "k8v4": (8, 4),
+    "int4": (4.5, 4),  # a quarter of a key's numbers have 6 bits (tandem_kernels.kv_int4_keys)
 }
 _SCALE_BYTES = 2  # float16
 _PART_MULTIPLE = 64  # of bytes, where there are scales: a cache line
@@ -52,7 +53,7 @@ def is_quantized(kv_dtype: str) -> bool:
 def kv_row_bytes(kv_dtype: str, head_dim: int) -> tuple[int, int]:
     """Returns the bytes of a token's K and of its V, of one layer of one head, without scales."""
     keys, values = KV_BITS[kv_dtype]
-    return head_dim * keys // 8, head_dim * values // 8
+    return int(head_dim * keys) // 8, int(head_dim * values) // 8
 
 
 def kv_part_bytes(kv_dtype: str, block_size: int, head_dim: int) -> int:

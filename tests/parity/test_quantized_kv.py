@@ -54,7 +54,9 @@ def _expected(model: str, kv_dtype: KvDtype) -> list[list[list[int]]]:
     return [[made[spec.sequence_id]] * 2 for spec in specs]
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("k8v4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kv_dtype", ["int8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("k8v4", "int4"))]
+)
 def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path, kv_dtype: KvDtype) -> None:
     (tmp_path / "model").mkdir()
     model = str(tmp_path / "model")

@@ -87,7 +87,7 @@ ENGINE = EngineConfig(model="m")
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: replace(ENGINE, device="tpu"), "device is 'tpu'; it must be one of auto, cpu, cuda"),
     (lambda: replace(ENGINE, dtype="float16"), "dtype is 'float16'"),
-    (lambda: replace(ENGINE, kv_dtype="int4"), "kv-dtype is 'int4'"),
+    (lambda: replace(ENGINE, kv_dtype="int2"), "kv-dtype is 'int2'"),
     (lambda: replace(ENGINE, numerics="exact"), "numerics is 'exact'"),
     (lambda: replace(ENGINE, block_size=0), "block-size is 0; it must be at least 1"),
     (lambda: replace(ENGINE, kv_bytes_max=-1), "kv-memory"),

@@ -312,7 +312,9 @@ struct HeadKv {
     const char* first;  // in block 0
     const int32_t* table;
     int64_t block_bytes;
-    int block_size, dim, first_key, num_keys;  // those before and after are not read
+    int block_size, dim;
+    KeyChannels channels;
+    int first_key, num_keys;  // those before and after are not read
 
     HeadKv(const Model& model, const Step& step, int layer, const Item& item)
         : HeadKv(model, step, model.layers[layer], step.group_of(model.layers[layer]), item) {}
@@ -325,11 +327,21 @@ struct HeadKv {
           block_bytes(group.block_bytes),
           block_size(step.block_size),
           dim(model.head_dim),
+          channels(key_channels(model, group, layer, item.kv_head)),
           first_key(keys_of(model, step.spans[item.span], item).first),
           num_keys(keys_of(model, step.spans[item.span], item).end) {}
 
     // From a block's keys to its values, in elements.
     size_t run() const { return block_size * key_row<T>(dim); }
+
+    // A query as the numbers of keys are multiplied with it.
+    void put_query(const float* from, float* to) const {
+        if constexpr (!std::is_same_v<T, Int4>) {
+            std::memcpy(to, from, dim * sizeof(float));
+            return;
+        }
+        for (int i = 0; i < dim; ++i) to[i] = from[channels.order[i]] * channels.multiplier(i, dim);
+    }
 
     int first_tile(int most) const { return first_key / most * most; }
 
@@ -493,7 +505,7 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         const int query = (item.first_row + i) / group, head = (item.first_row + i) % group;
         const float* from = queries + (span.first_row + query) * stride +
                             static_cast<size_t>(item.kv_head * group + head) * dim;
-        std::memcpy(q + i * dim, from, dim * sizeof(float));
+        kv.put_query(from, q + i * dim);
         sees[i] = keys_seen(span, query, item.window);
         highest[i] = -INFINITY;
         mass[i] = 0.0f;

@@ -551,6 +551,11 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
     for (int i = 0; i < item.num_rows; ++i) {
         const int query = (item.first_row + i) / group;
         const float* from = queries + (span.first_row + query) * stride + first_column(i);
+        [[maybe_unused]] alignas(64) float as_keys[kHeadMax];
+        if constexpr (std::is_same_v<Kept, Int4>) {
+            kv.put_query(from, as_keys);
+            from = as_keys;
+        }
         Bf16* to = at.queries.row(i);
         std::memset(to + padded - kPanel, 0, kPanel * sizeof(Bf16));
         for (int d = 0; d < dim; d += kPanel)

@@ -26,7 +26,7 @@
 
 namespace tandem {
 
-enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, BF16_PAIRS = 3, I8_I4 = 4 };
+enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, BF16_PAIRS = 3, I8_I4 = 4, I4 = 5 };
 
 enum Activation : int32_t { SILU_GATE = 0, GELU_TANH_GATE = 1, CLAMPED_GATE = 2 };
 
@@ -107,6 +107,8 @@ struct KvGroup {  // layers whose KV lies in one pool, by block ids of its own
     const int32_t* slots;         // [rows]: block id * block size + offset
     const int32_t* block_tables;  // of all spans, one after another; not read before a window
     int64_t block_bytes, head_bytes, layer_bytes;  // from one block, head or layer to the next
+    const int32_t* key_order;  // of I4: channels [layers][kv heads][head_dim]; else null
+    const float* key_scales;   // of the channels, in that order
 };
 
 // What a LoRA adapter adds to a product: (x A^T) B^T. The matrices A of its parts are one below the
@@ -142,7 +144,7 @@ struct Step {
     float* logits;         // [num_logit_rows, vocab]
     int32_t* most_likely;  // [num_logit_rows]: tokens, of equals the first
     int32_t num_rows, num_spans, num_logit_rows, block_size;
-    int32_t kv_kind;       // F32, BF16, I8, or I8_I4: keys and values
+    int32_t kv_kind;       // F32, BF16, I8, I8_I4 (keys and values) or I4
     int64_t table_floats;  // from one table of angles to the next
     const LoraRows* adapted;  // rows with adapters, which are the first ones
     int32_t num_adapted;

@@ -1,33 +1,94 @@
-// Rows of 4 bits: the arithmetic of kv_int4.py, to the bit.
+// Rows of 4 bits, and the keys of an int4 pool: the arithmetic of kv_int4.py and kv_int4_keys.py, to
+// the bit.
 
 namespace tandem::TANDEM_ISA {
 
-struct Int4Pair {  // two numbers plus 8
+constexpr int kHeadMax = 512;  // numbers of a row
+
+struct Int4Pair {  // two numbers plus 8, or the lower bits of four
     uint8_t bits;
 };
 
-// Stores a row of `dim` numbers, a multiple of 16, and answers its scale.
-inline uint16_t quantize(const float* row, int dim, Int4Pair* to) {
-    constexpr int kHalfMax = 256, kZeros = 0x88;
-    const int32_t most = largest_bits(row, dim);
-    if (most == 0 || most >= kInfinityBits) {
-        std::memset(to, kZeros, static_cast<unsigned>(dim) / 2);
-        return most == 0 ? 0 : kHalfNan;
-    }
-    Ints lowest = {};  // of all lanes: whether there is -largest
+// The scale with which -8 is the number with the largest absolute value, whose bits are `most`.
+inline uint16_t scale_of_4_bits(const float* row, int dim, int32_t most) {
+    Ints lowest = {};  // whether there is -largest
     for (int i = 0; i < dim; i += kLanes) lowest |= (Ints)load(row + i) == (most | INT32_MIN);
     bool is_negative = false;
     for (int lane = 0; lane < kLanes; ++lane) is_negative |= lowest[lane] != 0;
-    const uint16_t scale = scale_of_steps(most, 8.0f) | (is_negative ? 0 : 0x8000);
-    const Floats divisor = all_of_half(scale);
-    uint8_t numbers[2 * kHalfMax];
-    for (int i = 0; i < dim; i += kLanes) {
-        const Bytes each = __builtin_convertvector(
-            rounded(load(row + i), divisor, -8.0f, 7.0f) + 8, Bytes);
-        std::memcpy(numbers + i, &each, sizeof each);
-    }
+    return scale_of_steps(most, 8.0f) | (is_negative ? 0 : 0x8000);
+}
+
+inline void store_pairs(const uint8_t* numbers, int dim, Int4Pair* to) {
     for (int i = 0; i < dim / 2; ++i)
         to[i].bits = static_cast<uint8_t>(numbers[i] | numbers[i + dim / 2] << 4);
+}
+
+// Answers the scale of a row that has zeros, or a number that is not finite.
+inline uint16_t store_zeros(int32_t most, int dim, Int4Pair* to) {
+    constexpr int kZeros = 0x88;
+    std::memset(to, kZeros, static_cast<unsigned>(dim) / 2);
+    return most == 0 ? 0 : kHalfNan;
+}
+
+// Stores a row of `dim` numbers, a multiple of 16, and answers its scale.
+inline uint16_t quantize(const float* row, int dim, Int4Pair* to) {
+    const int32_t most = largest_bits(row, dim);
+    if (most == 0 || most >= kInfinityBits) return store_zeros(most, dim, to);
+    const uint16_t scale = scale_of_4_bits(row, dim, most);
+    const Floats divisor = all_of_half(scale);
+    uint8_t numbers[kHeadMax];
+    for (int i = 0; i < dim; i += kLanes) {
+        const Ints each = rounded(load(row + i), divisor, all(-8.0f), all(7.0f)) + 8;
+        const Bytes bytes = __builtin_convertvector(each, Bytes);
+        std::memcpy(numbers + i, &bytes, sizeof bytes);
+    }
+    store_pairs(numbers, dim, to);
+    return scale;
+}
+
+// The static channels of a KV head's keys, in their order.
+struct KeyChannels {
+    const int32_t* order;
+    const float* scales;
+
+    // What the number of channel `i` is multiplied with, beside the scale of the token.
+    float multiplier(int i, int dim) const { return i < dim / 4 ? scales[i] * 0.25f : scales[i]; }
+};
+
+// The same for a key.
+inline uint16_t quantize_key(const float* row, int dim, const KeyChannels& channels,
+                             Int4Pair* to) {
+    alignas(64) float scaled[kHeadMax];
+    for (int i = 0; i < dim; ++i) scaled[i] = row[channels.order[i]];
+    for (int i = 0; i < dim; i += kLanes)
+        store(scaled + i, load(scaled + i) / load(channels.scales + i));
+    const int quarter = dim / 4, sixteenth = dim / 16;
+    Int4Pair* const lower = to + dim / 2;
+    const int32_t most = largest_bits(scaled, dim);
+    if (most == 0 || most >= kInfinityBits) {
+        std::memset(lower, 0, static_cast<unsigned>(sixteenth));
+        return store_zeros(most, dim, to);
+    }
+    const uint16_t scale = scale_of_4_bits(scaled, dim, most);
+    const Floats divisor = all_of_half(scale);
+    uint8_t numbers[kHeadMax];
+    Ints channel;
+    for (int lane = 0; lane < kLanes; ++lane) channel[lane] = lane;
+    for (int i = 0; i < dim; i += kLanes, channel += kLanes) {
+        const Floats steps = channel < quarter ? all(4.0f) : all(1.0f);
+        const Ints each = rounded(load(scaled + i) * steps, divisor, steps * -8.0f,
+                                  steps * 8.0f - 1.0f) + __builtin_convertvector(steps * 8.0f, Ints);
+        const Bytes bytes = __builtin_convertvector(each, Bytes);
+        std::memcpy(numbers + i, &bytes, sizeof bytes);
+    }
+    for (int i = 0; i < sixteenth; ++i) {
+        int bits = 0;
+        for (int part = 0; part < 4; ++part)
+            bits |= (numbers[i + part * sixteenth] & 3) << 2 * part;
+        lower[i].bits = static_cast<uint8_t>(bits);
+    }
+    for (int i = 0; i < quarter; ++i) numbers[i] >>= 2;
+    store_pairs(numbers, dim, to);
     return scale;
 }
 
@@ -48,6 +109,33 @@ inline void unpack(const Int4Pair* from, int dim, int8_t* to) {
     int i = 0;
     for (; i + 32 <= half; i += 32) unpack_some<More>(from + i, half, to + i);
     for (; i < half; i += 8) unpack_some<Some>(from + i, half, to + i);
+}
+
+// Makes 6 bits of the upper 4 and the lower 2, of four words.
+template <class Word>
+inline void add_lower(const Int4Pair* lower, int8_t* to) {
+    typedef Word Four __attribute__((vector_size(4 * sizeof(Word))));
+    constexpr Word kLower = static_cast<Word>(0x0303030303030303);
+    constexpr Word kUpper = static_cast<Word>(0x3f3f3f3f3f3f3f3f);
+    Word bits;
+    std::memcpy(&bits, lower, sizeof bits);
+    Four numbers;
+    std::memcpy(&numbers, to, sizeof numbers);
+    const Four added = (Four{bits, bits, bits, bits} >> Four{0, 2, 4, 6}) & kLower;
+    numbers = ((numbers & kUpper) << 2) | added;
+    std::memcpy(to, &numbers, sizeof numbers);
+}
+
+// The numbers of a key.
+inline void unpack_key(const Int4Pair* from, int dim, int8_t* to) {
+    unpack(from, dim, to);
+    const Int4Pair* const lower = from + dim / 2;
+    if (dim == 64) return add_lower<uint32_t>(lower, to);
+    if (dim == 128) return add_lower<uint64_t>(lower, to);
+    const int sixteenth = dim / 16;
+    for (int i = 0; i < dim / 4; ++i)
+        to[i] = static_cast<int8_t>(
+            to[i] * 4 + (lower[i % sixteenth].bits >> 2 * (i / sixteenth) & 3));
 }
 
 }  // namespace tandem::TANDEM_ISA

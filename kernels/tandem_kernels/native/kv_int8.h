@@ -41,12 +41,12 @@ inline int32_t largest_bits(const float* row, int dim) {
 }
 
 // Divides and rounds to the nearest integers within `lowest` to `highest`.
-inline Ints rounded(Floats x, Floats divisor, float lowest, float highest) {
+inline Ints rounded(Floats x, Floats divisor, Floats lowest, Floats highest) {
     const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds
     // No compiler joins a division with an addition: both round, as torch's do.
     x = x / divisor;
-    x = x > highest ? all(highest) : x;
-    x = x < lowest ? all(lowest) : x;
+    x = x > highest ? highest : x;
+    x = x < lowest ? lowest : x;
     return __builtin_convertvector((x + to_integer) - to_integer, Ints);
 }
 
@@ -77,7 +77,7 @@ inline uint16_t quantize(const float* row, int dim, int8_t* to) {
     const uint16_t scale = scale_of_steps(most, 127.0f);
     const Floats divisor = all_of_half(scale);
     for (int i = 0; i < dim; i += kLanes) {
-        const Ints numbers = rounded(load(row + i), divisor, -127.0f, 127.0f);
+        const Ints numbers = rounded(load(row + i), divisor, all(-127.0f), all(127.0f));
         const Bytes bytes = __builtin_convertvector(numbers, Bytes);
         std::memcpy(to + i, &bytes, sizeof bytes);
     }

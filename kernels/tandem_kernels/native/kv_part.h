@@ -11,8 +11,12 @@ struct Int8Int4 {  // keys of int8, values of 4 bits
     int8_t byte;
 };
 
+struct Int4 {  // keys of 4 and 6 bits by static channels, values of 4 bits
+    Int4Pair byte;
+};
+
 template <class T>
-constexpr bool kIsPacked = std::is_same_v<T, Int8Int4>;
+constexpr bool kIsPacked = std::is_same_v<T, Int8Int4> || std::is_same_v<T, Int4>;
 
 template <class T>
 constexpr bool kHasScales = std::is_same_v<T, int8_t> || kIsPacked<T>;
@@ -20,12 +24,21 @@ constexpr bool kHasScales = std::is_same_v<T, int8_t> || kIsPacked<T>;
 // Elements of a token's K, and of its V.
 template <class T>
 inline size_t key_row(int dim) {
-    return dim;
+    return std::is_same_v<T, Int4> ? dim / 2 + dim / 16 : dim;
 }
 
 template <class T>
 inline size_t value_row(int dim) {
-    return std::is_same_v<T, Int8Int4> ? dim / 2 : dim;
+    return kIsPacked<T> ? dim / 2 : dim;
+}
+
+// Of an int4 pool; of others there is none.
+inline KeyChannels key_channels(const Model& model, const KvGroup& group, const Layer& layer,
+                                int head) {
+    if (group.key_order == nullptr) return {nullptr, nullptr};
+    const size_t first =
+        (static_cast<size_t>(layer.place) * model.num_kv_heads + head) * model.head_dim;
+    return {group.key_order + first, group.key_scales + first};
 }
 
 // Where a row's K and V of a head go.
@@ -33,6 +46,7 @@ template <class T>
 struct Place {
     T *key, *value;
     uint16_t* scale;  // of the key; the value's lies as many after it as a block has tokens
+    KeyChannels channels;
 
     Place(const Model& model, const Step& step, int index, int row, int head) {
         const Layer& layer = model.layers[index];
@@ -46,6 +60,7 @@ struct Place {
         key = reinterpret_cast<T*>(part) + token * of_key;
         value = values + token * of_value;
         scale = reinterpret_cast<uint16_t*>(values + step.block_size * of_value) + token;
+        channels = key_channels(model, group, layer, head);
     }
 
     // So that storing need not wait: a few rows lie each in a block of its own.
@@ -68,20 +83,22 @@ inline void store_rows(const Model& model, const Step& step, const float* key, c
             store_some(to.value + i, load(value + i), kLanes);
         }
     } else {
-        int8_t* const keys = reinterpret_cast<int8_t*>(to.key);
-        *to.scale = quantize(key, dim, keys);
-        uint16_t* const scale_of_value = to.scale + step.block_size;
-        if constexpr (std::is_same_v<T, Int8Int4>)
-            *scale_of_value = quantize(value, dim, reinterpret_cast<Int4Pair*>(to.value));
+        if constexpr (std::is_same_v<T, Int4>)
+            *to.scale = quantize_key(key, dim, to.channels, reinterpret_cast<Int4Pair*>(to.key));
         else
-            *scale_of_value = quantize(value, dim, to.value);
+            *to.scale = quantize(key, dim, reinterpret_cast<int8_t*>(to.key));
+        typedef std::conditional_t<kIsPacked<T>, Int4Pair, int8_t> OfValue;
+        to.scale[step.block_size] = quantize(value, dim, reinterpret_cast<OfValue*>(to.value));
     }
 }
 
 // The numbers of a packed key and of its value.
-inline void unpack_rows(const Int8Int4* key, const Int8Int4* value, int dim, int8_t* to_key,
-                        int8_t* to_value) {
-    std::memcpy(to_key, key, dim);
+template <class T>
+inline void unpack_rows(const T* key, const T* value, int dim, int8_t* to_key, int8_t* to_value) {
+    if constexpr (std::is_same_v<T, Int4>)
+        unpack_key(reinterpret_cast<const Int4Pair*>(key), dim, to_key);
+    else
+        std::memcpy(to_key, key, dim);
     unpack(reinterpret_cast<const Int4Pair*>(value), dim, to_value);
 }
 
@@ -92,6 +109,7 @@ inline void by_kv_kind(const Step& step, Work work) {
         case BF16: return work(Bf16{});
         case I8: return work(int8_t{});
         case I8_I4: return work(Int8Int4{});
+        case I4: return work(Int4{});
         default: return work(float{});
     }
 }

@@ -38,6 +38,7 @@ class Kind(IntEnum):
     I8 = 2
     BF16_PAIRS = 3  # as packed for AMX and AVX512_BF16
     I8_I4 = 4  # KV: int8 keys, values of 4 bits
+    I4 = 5  # KV
 
 
 _WEIGHT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.I8: 1, Kind.BF16_PAIRS: 2}
@@ -156,6 +157,7 @@ class KvGroup(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("kv", "slots", "block_tables")),
         *((name, c_int64) for name in ("block_bytes", "head_bytes", "layer_bytes")),
+        *((name, c_void_p) for name in ("key_order", "key_scales")),
     )
 
 

@@ -80,6 +80,8 @@ SHAPES = (
     replace(BASE, kv="int8", block_size=12, weights=torch.bfloat16, num_threads=2),
     replace(BASE, kv="k8v4", window=20, is_odd=True),
     replace(BASE, kv="k8v4", block_size=12, weights=torch.bfloat16, num_threads=2),
+    replace(BASE, kv="int4", window=20, is_odd=True),
+    replace(BASE, kv="int4", block_size=12, weights=torch.bfloat16, num_threads=2),
 )
 # Tokens of each sequence in each step, the first ones as a prompt without a prefix.
 STEPS = ((1,), (1, 5, 64), (1, 1, 1, 1, 1, 1, 1), (130, 1, 3), (1, 2, 1, 40))

@@ -42,6 +42,14 @@ def test_k8v4_has_values_of_half_the_bytes() -> None:
     assert layout.describe().endswith("dtype=k8v4 scales=float16")
 
 
+def test_int4_has_keys_of_four_and_a_half_bits() -> None:
+    layout = smollm2("int4")
+    assert layout.row_bytes == (36, 32)
+    assert layout.layer_bytes == 16 * (36 + 32) + 2 * 16 * 2 == 18 * 64
+    assert smollm2("bfloat16").block_bytes / layout.block_bytes == pytest.approx(3.556, abs=1e-3)
+    assert layout.describe().endswith("dtype=int4 scales=float16")
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 @pytest.mark.parametrize("head_dim", [8, 64, 80])
 def test_every_part_of_int8_begins_a_cache_line(block_size: int, head_dim: int) -> None:

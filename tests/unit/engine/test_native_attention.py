@@ -20,6 +20,7 @@ from tests.unit.engine.test_native_decoder import INSTRUCTIONS
 OF_BF16 = replace(BASE, kv="bfloat16", num_kv_heads=1)
 OF_INT8 = replace(OF_BF16, kv="int8")  # computed in fp32, unless weights are bf16
 DOT_INT8 = replace(OF_INT8, weights=torch.bfloat16)
+OF_INT4, DOT_INT4 = replace(OF_INT8, kv="int4"), replace(DOT_INT8, kv="int4")
 OF_K8V4, DOT_K8V4 = replace(OF_INT8, kv="k8v4"), replace(DOT_INT8, kv="k8v4")
 SHAPES = (
     *(replace(OF_BF16, group=group) for group in (1, 2, 5, 8, 17)),
@@ -34,11 +35,14 @@ SHAPES = (
     *(replace(of, block_size=size) for of in (OF_K8V4, DOT_K8V4) for size in (1, 12)),
     *(replace(of, has_sinks=True) for of in (OF_BF16, OF_INT8, DOT_INT8)),
     *(replace(OF_BF16, window=window) for window in (1, 16)),
-    replace(DOT_K8V4, window=100),
+    *(replace(OF_INT4, group=group, head_dim=dim) for group, dim in ((1, 16), (17, 128))),
+    *(replace(DOT_INT4, group=group, head_dim=dim) for group, dim in ((1, 16), (5, 80), (17, 64))),
+    *(replace(of, block_size=size) for of in (OF_INT4, DOT_INT4) for size in (1, 12)),
+    *(replace(of, window=100) for of in (DOT_K8V4, OF_INT4, DOT_INT4)),
     *(replace(of, window=100) for of in (OF_BF16, OF_INT8, DOT_INT8)),
     *(replace(of, window=128) for of in (OF_BF16, OF_INT8, DOT_INT8)),
 )
-WINDOWS = (*SHAPES[-7:], replace(BASE, kv="float32", num_kv_heads=1, window=100, group=5))
+WINDOWS = (*SHAPES[-9:], replace(BASE, kv="float32", num_kv_heads=1, window=100, group=5))
 NUM_TOKENS = 330  # of two tiles and some, of items that one thread alone has and of smaller ones
 
 
@@ -61,7 +65,9 @@ def test_a_row_does_not_know_its_chunk(shape: Shape, instructions: str) -> None:
 
 def test_what_lies_after_the_last_token_is_not_read() -> None:
     """Blocks are not cleared: there may be anything, also NaN."""
-    for instructions, shape in product(INSTRUCTIONS, (OF_BF16, OF_INT8, DOT_INT8, DOT_K8V4)):
+    for instructions, shape in product(
+        INSTRUCTIONS, (OF_BF16, OF_INT8, DOT_INT8, DOT_K8V4, DOT_INT4)
+    ):
         clean = _run(shape, instructions, [33, 1])
         dirty = _run(shape, instructions, [33, 1], fill=0xFF)
         for ours, theirs in zip(dirty, clean, strict=True):

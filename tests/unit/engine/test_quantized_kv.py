@@ -7,6 +7,7 @@ both are given alike they write alike, to the byte.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -25,6 +26,7 @@ from tandem.engine.executor.weights import Linear
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import ConfigError
+from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
 from tandem.models.source import ModelFolder
 from tests.engine_driver import drive, drive_all, make_spec
 from tests.tiny_models import make_tiny_model
@@ -33,7 +35,7 @@ from tests.unit.engine.test_native_decoder import INSTRUCTIONS
 
 PROMPT = torch.randint(0, 203, (96,), generator=torch.Generator().manual_seed(2)).tolist()
 NUM_TOKENS = 40
-KV_DTYPES: list[KvDtype] = ["int8", "k8v4"]
+KV_DTYPES: list[KvDtype] = ["int8", "k8v4", "int4"]
 
 
 class Bench:
@@ -72,9 +74,13 @@ class Bench:
 
 
 @pytest.fixture(scope="module", params=list(product(["torch", "native"], KV_DTYPES)), ids=str)
-def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
     folder, _ = make_tiny_model("llama", tmp_path_factory.mktemp("llama"))
-    return Bench(folder, *request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_DIR_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        yield Bench(folder, *request.param)
 
 
 def held(engine: Engine, token_ids: list[int]) -> tuple[list[bytes], list[int]]:

@@ -17,6 +17,7 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.errors import Incompatible
 from tandem.kv_size.sizes import KvSize, device_fit, kv_size, rank_layout, side_by_side
 from tandem.models.config import ModelConfig
+from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
 from tandem.models.shape import num_parameters
 from tandem.models.source import ModelFolder
 from tests.tiny_models import make_tiny_model
@@ -105,6 +106,17 @@ def test_an_engine_allocates_what_was_computed(
     assert computed.sequence_bytes == engine.layout.pool_bytes == runner.kv.nbytes
     assert computed.block_bytes == engine.layout.block_bytes == runner.pools[0].memory[0].nbytes
     assert computed.token_bytes * block_size == engine.layout.block_bytes
+
+
+def test_an_engine_allocates_what_was_computed_for_int4(
+    tiny: Callable[[str, int], ModelFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, str(tmp_path))
+    folder = tiny("llama", 2)
+    computed = size(folder.config, "int4", block_size=12, context=NUM_BLOCKS * 12)
+    engine, runner = engine_of(folder, kv_dtype="int4", block_size=12, num_blocks=NUM_BLOCKS)
+    assert computed.sequence_bytes == engine.layout.pool_bytes == runner.kv.nbytes
+    assert computed.block_bytes == engine.layout.block_bytes
 
 
 def test_a_dtype_that_no_engine_has_yet_is_what_its_tensor_takes() -> None:

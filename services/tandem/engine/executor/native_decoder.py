@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import Array, addressof, pointer
+from ctypes import addressof, pointer
 from itertools import chain
 from typing import Any
 
@@ -23,6 +23,7 @@ from tandem.engine.executor.lora_weights import LoraWeights
 from tandem.engine.executor.model import embedding_multiplier
 from tandem.engine.executor.native_angles import AngleTable
 from tandem.engine.executor.native_lora import NativeAdapters, PackedLora, by_adapter
+from tandem.engine.executor.native_pools import KV_KINDS, kv_groups_of
 from tandem.engine.executor.native_results import Results
 from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, ModelWeights
 from tandem.engine.executor.weights import Mlp as MlpWeights
@@ -37,7 +38,6 @@ from tandem_kernels.native.library import (
     Experts,
     Gating,
     Kind,
-    KvGroup,
     Layer,
     Library,
     Matrix,
@@ -52,12 +52,7 @@ from tandem_kernels.native.library import (
 from tandem_kernels.sampling import Draw, sample
 
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
-_KV_KINDS = {
-    "float32": Kind.F32,
-    "bfloat16": Kind.BF16,
-    "int8": Kind.I8,
-    "k8v4": Kind.I8_I4,
-}
+_HEAD_MAX = 512  # kv_int4.h
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 _INPUTS = ("token_ids", "positions", "spans", "logit_rows")
 
@@ -66,6 +61,8 @@ def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model; empty if they can."""
     if load() is None:
         return "they were not built (no C++ compiler at install?)"
+    if config.head_dim > _HEAD_MAX:
+        return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
     if config.head_dim % PANEL:
         return f"the head size {config.head_dim} is not a multiple of {PANEL}"
     return ""
@@ -148,7 +145,7 @@ class NativeDecoder:
         """Writes the tokens' KV into the pools of all groups; fp32 logits [slices that want them,
         vocab], good until the next call. `on_kv_written` is called when all KV is in the pools."""
         if self._pools is not pools:  # the same in every step: asking a tensor takes long
-            self._pools, self._groups = pools, _groups(pools)
+            self._pools, self._groups = pools, kv_groups_of(pools)
         layout = pools[0].layout
         slices, lora = batch.slices, {}
         if batch.has_adapters:
@@ -164,7 +161,7 @@ class NativeDecoder:
             **self._angles.fields,
             groups=addressof(self._groups),
             block_size=layout.block_size,
-            kv_kind=_KV_KINDS[layout.dtype],
+            kv_kind=KV_KINDS[layout.dtype],
             **lora,
             logits=results.logits_address,
             most_likely=results.most_likely.buffer_info()[0],
@@ -314,21 +311,6 @@ class NativeDecoder:
         floats = tensor.float().contiguous()
         self._kept.append(floats)
         return floats.data_ptr()
-
-
-def _groups(pools: Sequence[KvPool]) -> Array[KvGroup]:
-    """Returns where the KV of each group lies; a step adds which blocks it has."""
-    return (KvGroup * len(pools))(
-        *(
-            KvGroup(
-                kv=pool.memory.data_ptr(),
-                block_bytes=pool.layout.block_bytes,
-                head_bytes=pool.layout.head_bytes,
-                layer_bytes=pool.layout.layer_bytes,
-            )
-            for pool in pools
-        )
-    )
 
 
 def _gating(config: ModelConfig) -> Gating:

@@ -16,7 +16,7 @@ import torch
 from tandem.adapter import Adapter
 from tandem.config.engine import EngineConfig
 from tandem.dtypes import compute_dtype, cpu_has_bfloat16
-from tandem.engine.cache.kv_groups import KvLayout, model_layout
+from tandem.engine.cache.kv_groups import KvGroup, KvLayout, model_layout
 from tandem.engine.cache.pool_memory import own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.lora_weights import LoraWeights, load_lora
@@ -29,6 +29,7 @@ from tandem.errors import ConfigError
 from tandem.memory import Memory, read_memory, why_too_much, worker_need
 from tandem.models.source import ModelFolder
 from tandem_kernels.kv_cache import KvPool, make_pool
+from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
@@ -69,7 +70,8 @@ class ModelRunner:
         torch.set_num_threads(config.num_threads)
         self.device = _choose_device(config.device)
         dtype_name = compute_dtype(config, has_bfloat16=has_bfloat16(self.device))
-        self.kv_dtype_name = dtype_name if config.kv_dtype == "auto" else config.kv_dtype
+        self._kv_dtype = dtype_name if config.kv_dtype == "auto" else config.kv_dtype
+        self.kv_dtype_name = self._kv_dtype
         self.max_model_len = _choose_max_model_len(config, folder.config.max_model_len)
         self.vocab_size = folder.config.vocab_size
         self._model_config = model = folder.config.for_contexts(self.max_model_len)
@@ -86,6 +88,13 @@ class ModelRunner:
         need = worker_need(config, folder, dtype=dtype_name, kernels=kernels)
         if too_much := why_too_much(need, 1, _free_memory(self.device)):
             raise ConfigError(too_much)
+        self._key_channels: KeyChannels | None = None
+        if self._kv_dtype == "int4":
+            # It imports a tokenizer, which the benchmarks of a GPU need not have.
+            from tandem.engine.executor.kv_calibration import key_channels
+
+            self._key_channels = key_channels(folder)
+            self.kv_dtype_name = f"int4-{self._key_channels.digest}"
         weights = load_weights(
             folder.weight_files, model, dtype=_DTYPES[dtype_name], device=self.device
         )
@@ -125,7 +134,7 @@ class ModelRunner:
             self._model_config,
             num_blocks,
             block_size=self._block_size,
-            dtype=self.kv_dtype_name,
+            dtype=self._kv_dtype,
         )
 
     def allocate(self, *num_blocks: int) -> None:
@@ -141,11 +150,18 @@ class ModelRunner:
             self.kv = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(self.kv, [group.layout.pool_bytes for group in layout.groups])
         self.pools = [
-            make_pool(part.view(group.layout.num_blocks, -1), group.layout)
+            make_pool(
+                part.view(group.layout.num_blocks, -1), group.layout, self._channels_of(group)
+            )
             for part, group in zip(parts, layout.groups, strict=True)
         ]
         if self._triton is not None:
             self._triton.prepare(self.pools)
+
+    def _channels_of(self, group: KvGroup) -> KeyChannels | None:
+        if self._key_channels is None:
+            return None
+        return self._key_channels.of_layers(list(group.layers), self.device)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copies the KV of blocks. A block is one span, and the copies are in the order of the

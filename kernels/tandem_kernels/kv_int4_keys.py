@@ -1,0 +1,95 @@
+"""The arithmetic of an int4 pool's keys: a token's K of a head by itself, in static channels.
+
+Channels (numbers of a head) are put in an order, in which the first quarter matters most to scores,
+and divided by a scale each (`KeyChannels`). The first quarter is kept in 6 bits, the rest in 4.
+
+    y        x / scale of its channel, fp32, in the order of the channels
+    scale    of the token, from all y, as kv_int4.py has it
+    number   of the first quarter 4 * y / scale, rounded to the nearest integer (ties to even),
+             within -32 to 31; of the others y / scale, within -8 to 7
+    x        is read as number * (scale * multiplier), a channel's multiplier being its scale, or a
+             quarter of it
+
+A row of D channels takes D / 2 bytes of the upper 4 bits, as kv_int4.py lays them out, and D / 16
+with the lower two bits of the first quarter: those of channel i are bits 2 * (i // (D / 16)) of
+byte i % (D / 16). D is a multiple of 16. `quantize_key` in native/kv_int4.h computes the same
+bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from tandem_kernels.kv_int4 import scales_of
+
+
+@dataclass(frozen=True)
+class KeyChannels:
+    """The channels of each layer and KV head, [layers, heads, D] each."""
+
+    order: torch.Tensor  # int32
+    scales: torch.Tensor  # float32, in that order
+
+    @cached_property
+    def multipliers(self) -> torch.Tensor:
+        """Returns what numbers are multiplied with as they are read, in the same order."""
+        fine = self.scales.clone()
+        fine[..., : self.scales.shape[-1] // 4] /= 4
+        return fine
+
+    @property
+    def digest(self) -> str:
+        """Tells these channels from others: tokens' bytes mean nothing without them."""
+        digest = hashlib.blake2b(digest_size=4)
+        for tensor in (self.order, self.scales):
+            digest.update(tensor.cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def of_layers(self, layers: list[int], device: torch.device) -> KeyChannels:
+        """Returns those of some layers, in their order."""
+        return KeyChannels(
+            self.order[layers].contiguous().to(device), self.scales[layers].contiguous().to(device)
+        )
+
+
+def quantize(
+    rows: torch.Tensor, order: torch.Tensor, channel_scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [T, heads, D] to bytes [T, heads, 9 D / 16] and float16 scales [T, heads].
+
+    The channels are those of the heads, [heads, D].
+    """
+    dim = rows.shape[-1]
+    wide = rows.float().gather(-1, order.long().expand_as(rows)) / channel_scales
+    scales, divisors = scales_of(wide)
+    quarter = dim // 4
+    steps = torch.full((dim,), 1.0, device=rows.device)
+    steps[:quarter] = 4.0
+    numbers = (wide * steps / divisors.unsqueeze(-1)).round_()
+    numbers = torch.minimum(torch.maximum(numbers, -8 * steps), 8 * steps - 1)
+    numbers = torch.where(scales.isnan().unsqueeze(-1), 0.0, numbers) + 8 * steps
+    bits = numbers.to(torch.uint8)
+    fine = bits[..., :quarter]
+    upper = torch.cat((fine >> 2, bits[..., quarter:]), -1)
+    low, high = upper.chunk(2, -1)
+    parts = (fine & 3).view(*fine.shape[:-1], 4, -1).unbind(-2)
+    lower = parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
+    return torch.cat((low | high << 4, lower), -1), scales
+
+
+def widen(
+    rows: torch.Tensor, scales: torch.Tensor, order: torch.Tensor, multipliers: torch.Tensor
+) -> torch.Tensor:
+    """Returns fp32 keys [B, heads, tokens, D] of bytes [B, heads, tokens, 9 D / 16] and scales."""
+    dim = rows.shape[-1] * 16 // 9
+    pairs, lower = rows[..., : dim // 2], rows[..., dim // 2 :]
+    numbers = torch.cat((pairs & 15, pairs >> 4), -1).float() - 8
+    fine = torch.cat([lower >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+    numbers[..., : dim // 4] = numbers[..., : dim // 4] * 4 + fine
+    wide = numbers * (scales.float().unsqueeze(-1) * multipliers.unsqueeze(-2))
+    index = order.long().unsqueeze(-2).expand_as(wide)
+    return torch.empty_like(wide).scatter_(-1, index, wide)

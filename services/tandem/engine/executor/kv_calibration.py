@@ -1,0 +1,167 @@
+"""Calibrates the keys of an int4 KV pool (tandem_kernels/kv_int4_keys.py): once for each model.
+
+A text runs through the model in fp32. For each layer, KV head and channel, the root of the mean
+square of the keys, k, and of the queries that meet them, q, is measured after rotation:
+
+    importance   k * q; the most important quarter of a head's channels comes first
+    scale        k^0.75 * q^-0.25, rounded to a quarter of a power of two; for the first quarter of
+                 the channels times 1.5
+
+All workers of a model must have the same channels; their digest is part of the KV data type's name,
+so that others are refused. They come from `FILE` in the model's folder, else from the cache, else
+they are computed and cached. Rounding makes the computation's last bits not matter, except for a
+value at the very border: where kinds of processors disagree, copy the file into the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem.engine.cache.kv_groups import model_layout
+from tandem.engine.executor.calibration_text import TEXT
+from tandem.engine.executor.model import Decoder
+from tandem.engine.executor.step_inputs import make_step_inputs
+from tandem.engine.executor.step_lora import NO_LORA
+from tandem.engine.executor.weights import LayerWeights, load_weights
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.errors import ConfigError
+from tandem.models.broken_files import naming
+from tandem.models.config import ModelConfig
+from tandem.models.gguf.convert import cache_root
+from tandem.models.source import ModelFolder
+from tandem.models.tokenizer import Tokenizer
+from tandem_kernels.dispatch import Angles, kernels_for
+from tandem_kernels.kv_cache import make_pool
+from tandem_kernels.kv_int4_keys import KeyChannels
+
+FILE = "kv_calibration.safetensors"
+_VERSION = 1  # of what is computed
+_TOKENS = 1024
+_CHUNK = 256
+_BLOCK_SIZE = 16
+_FIRST_QUARTER = 1.5
+_LEAST = 1e-3  # of a head's largest mean square root: a channel that is always 0 has a scale, too
+
+
+def key_channels(folder: ModelFolder) -> KeyChannels:
+    """Returns the channels of a model. Raises ConfigError for a file that does not fit it."""
+    config = folder.config
+    if config.head_dim % 16:
+        raise ConfigError(
+            f"kv-dtype int4 needs a head size that is a multiple of 16; it is {config.head_dim}"
+        )
+    cached = cache_root() / "kv_calibration" / f"{folder.fingerprint}-{_VERSION}.safetensors"
+    for file in (folder.path / FILE, cached):
+        if file.is_file():
+            return _read(file, config)
+    channels = calibrate(folder)
+    with suppress(OSError):  # without a cache it is computed again
+        _write(channels, cached)
+    return channels
+
+
+def calibrate(folder: ModelFolder) -> KeyChannels:
+    """Computes the channels, in fp32 on the CPU."""
+    token_ids = [
+        token
+        for token in Tokenizer(folder.path).encode(TEXT)[
+            : min(_TOKENS, folder.config.max_model_len)
+        ]
+        if token < folder.config.vocab_size
+    ]
+    if not token_ids:
+        raise ConfigError(f"{folder.path}: the tokenizer makes no tokens of a text")
+    squares = _mean_squares(folder, token_ids)
+    keys, queries = (_at_least(each.sqrt()) for each in squares)
+    quarter = folder.config.head_dim // 4
+    first = (keys * queries).argsort(dim=-1, descending=True, stable=True)
+    order = torch.cat([part.sort(-1).values for part in first.tensor_split([quarter], -1)], -1)
+    exponents = (4 * (0.75 * keys.log2() - 0.25 * queries.log2())).round().long().gather(-1, order)
+    roots = torch.tensor([2 ** (i / 4) for i in range(4)], dtype=torch.float64)
+    scales = torch.ldexp(roots[exponents % 4], exponents.div(4, rounding_mode="floor"))
+    scales[..., :quarter] *= _FIRST_QUARTER
+    return KeyChannels(order.int(), scales.float())
+
+
+class _ObservedDecoder(Decoder):
+    """Sums the squares of each layer's queries and keys."""
+
+    def observe(self, num_layers: int) -> None:
+        size = num_layers, self._config.num_kv_heads, self._config.head_dim
+        self.squares = [torch.zeros(size, dtype=torch.float64) for _ in range(2)]
+        self._numbers = {id(layer): i for i, layer in enumerate(self._weights.layers)}
+
+    def _heads(
+        self, layer: LayerWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads = super()._heads(layer, projected, angles, num_tokens)
+        queries, keys, _ = heads
+        number = self._numbers[id(layer)]
+        self.squares[0][number] += keys.double().square().sum(0)
+        of_heads = queries[:num_tokens].double().square().sum(0)
+        of_groups = of_heads.view(self._config.num_kv_heads, -1, self._config.head_dim)
+        self.squares[1][number] += of_groups.mean(1)
+        return heads
+
+
+@torch.inference_mode()
+def _mean_squares(folder: ModelFolder, token_ids: list[int]) -> list[torch.Tensor]:
+    """Returns those of keys and of queries, float64 [layers, KV heads, D]."""
+    config = folder.config
+    weights = load_weights(
+        folder.weight_files, config, dtype=torch.float32, device=torch.device("cpu")
+    )
+    kernels = kernels_for("cpu", "invariant")
+    decoder = _ObservedDecoder(config, weights, kernels)
+    decoder.observe(config.num_layers)
+    blocks = list(range(-(-len(token_ids) // _BLOCK_SIZE)))
+    layout = model_layout(config, block_size=_BLOCK_SIZE, dtype="float32")
+    layout = model_layout(
+        config, [len(blocks)] * len(layout.groups), block_size=_BLOCK_SIZE, dtype="float32"
+    )
+    pools = [
+        make_pool(
+            torch.zeros(len(blocks), group.layout.block_bytes, dtype=torch.uint8), group.layout
+        )
+        for group in layout.groups
+    ]
+    for first in range(0, len(token_ids), _CHUNK):
+        tokens = token_ids[first : first + _CHUNK]
+        others = [blocks for _ in pools[1:]]
+        piece = SequenceSlice(tokens, first + len(tokens), blocks, False, other_tables=others)
+        inputs = make_step_inputs(StepBatch([piece]), pools, row_multiple=kernels.row_multiple)
+        decoder.forward(inputs, pools, NO_LORA)
+    return [total / len(token_ids) for total in decoder.squares]
+
+
+def _at_least(roots: torch.Tensor) -> torch.Tensor:
+    least = roots.amax(-1, keepdim=True) * _LEAST
+    return torch.where(least > 0, torch.maximum(roots, least), 1.0)
+
+
+def _read(file: Path, config: ModelConfig) -> KeyChannels:
+    with naming(file):
+        tensors = load_file(file)
+        channels = KeyChannels(tensors["order"].int(), tensors["scales"].float())
+        shape = config.num_layers, config.num_kv_heads, config.head_dim
+        is_order = torch.equal(
+            channels.order.sort(-1).values, torch.arange(config.head_dim).int().expand(shape)
+        )
+        if channels.scales.shape != shape or not is_order or not (channels.scales > 0).all():
+            raise ConfigError(f"{file} is not of this model: its channels are not {list(shape)}")
+    return channels
+
+
+def _write(channels: KeyChannels, file: Path) -> None:
+    """Writes a file that is whole as soon as it is there: workers start side by side."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        part = Path(folder) / FILE
+        save_file({"order": channels.order, "scales": channels.scales}, part)
+        os.replace(part, file)

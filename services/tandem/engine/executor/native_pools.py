@@ -1,0 +1,40 @@
+"""Says where KV lies, as the C++ decoder takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Array
+
+from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.kv_int4_keys import KeyChannels
+from tandem_kernels.native.library import Kind, KvGroup
+
+KV_KINDS = {
+    "float32": Kind.F32,
+    "bfloat16": Kind.BF16,
+    "int8": Kind.I8,
+    "k8v4": Kind.I8_I4,
+    "int4": Kind.I4,
+}
+
+
+def kv_groups_of(pools: Sequence[KvPool]) -> Array[KvGroup]:
+    """Returns where the KV of each group lies; a step adds which blocks it has."""
+    return (KvGroup * len(pools))(
+        *(
+            KvGroup(
+                kv=pool.memory.data_ptr(),
+                block_bytes=pool.layout.block_bytes,
+                head_bytes=pool.layout.head_bytes,
+                layer_bytes=pool.layout.layer_bytes,
+                **_channel_fields(pool.key_channels),
+            )
+            for pool in pools
+        )
+    )
+
+
+def _channel_fields(channels: KeyChannels | None) -> dict[str, int]:
+    if channels is None:
+        return {}
+    return {"key_order": channels.order.data_ptr(), "key_scales": channels.scales.data_ptr()}
