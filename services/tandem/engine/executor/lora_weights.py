@@ -6,17 +6,20 @@ Scales are multiplied into B in float32, before it is rounded to the compute dty
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load
 
-from tandem.adapter import Adapter
 from tandem.engine.executor.weights import rotary_rows
 from tandem.errors import AdapterUnavailable
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig
 from tandem.models.lora import WEIGHTS_FILE, LoraFolder, open_lora
 from tandem_kernels.lora import LoraPart
+
+if TYPE_CHECKING:
+    from tandem.adapter import Adapter
 
 Parts = tuple[LoraPart, ...]
 # The matrices of each product, side by side; of a fused one the first name alone.

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tandem.adapter import Adapter
 from tandem.config.engine import EngineConfig
 from tandem.dtypes import compute_dtype, cpu_has_bfloat16
 from tandem.engine.cache.kv_groups import KvGroup, KvLayout, model_layout
@@ -34,6 +33,7 @@ from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
 if TYPE_CHECKING:
+    from tandem.adapter import Adapter
     from tandem.engine.executor.triton_steps import TritonSteps
 
 log = logging.getLogger(__name__)

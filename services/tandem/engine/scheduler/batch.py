@@ -10,8 +10,6 @@ in the pool already. Prefill, a chunk of it and decode are the same thing: catch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.adapter import NO_ADAPTER
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
@@ -26,7 +24,7 @@ class SequenceSlice:
     all_logits: bool = False  # those of all its tokens are
     wants_hidden: bool = False  # the last token's hidden state is, too
     other_tables: Sequence[list[int]] = ()  # of the other groups' pools
-    adapter: str = NO_ADAPTER  # digest of the LoRA adapter that computes it
+    adapter: str = ""  # digest of the LoRA adapter that computes it
 
     @property
     def block_tables(self) -> tuple[list[int], ...]:
