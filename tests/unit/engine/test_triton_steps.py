@@ -17,6 +17,7 @@ from tandem.engine.executor.triton_inputs import DecodeRows, StepShape, StepView
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import ConfigError
 from tandem.models.source import ModelFolder
+from tests.lora_adapters import ALL, describe, write_adapter
 from tests.step_batches import mixed_steps, place
 from tests.tiny_models import make_tiny_model
 
@@ -84,6 +85,30 @@ def test_the_same_tokens_as_torch(family: str, tmp_path: Path) -> None:
     folder, _ = make_tiny_model(family, tmp_path, **more)
     expected = greedy(runner_of(folder, "torch"), PROMPTS, 4)
     assert greedy(runner_of(folder, "triton"), PROMPTS, 4) == expected
+
+
+def test_adapters_beside_the_base_as_torch_computes_them(tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("llama", tmp_path / "model")
+    paths = [tmp_path / name for name in ("one", "two")]
+    for seed, path in enumerate(paths):
+        targets = (ALL, ("v_proj",))[seed]
+        write_adapter(path, folder.config, seed=seed, r=4, target_modules=list(targets))
+    adapters = [describe(path.name, path, folder.config) for path in paths]
+    digests = ["", *(adapter.digest for adapter in adapters)]
+    found = []
+    for kernels in ("torch", "triton"):
+        runner = runner_of(folder, kernels)
+        for adapter in adapters:
+            runner.add_adapter(runner.load_adapter(adapter))
+        logits = []
+        sequences = place(runner, [[*prompt, 3] for prompt in PROMPTS])
+        for num_tokens in (2, 30, 1):
+            going = [i for i, s in enumerate(sequences) if s.done < len(s.token_ids)]
+            slices = [replace(sequences[i].take(num_tokens), adapter=digests[i]) for i in going]
+            if slices:
+                logits.append(runner.forward(StepBatch(slices)).clone())
+        found.append(torch.cat(logits))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 def test_the_same_logits_in_steps_of_any_mixture(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The LoRA adapters that this worker serves by name: those of `--lora`, and what operators add.
 
-A name stands in the worker's record until an operator removes it or the worker ends. The weights
-are the engine's business: it reads them when the first sequence wants them.
+A name stands in the worker's record until an operator removes it or the worker ends. A new worker
+adopts the names of the others, so that a rolling restart loses none. The weights are the engine's
+business: it reads them when the first sequence wants them.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
 from tandem.models.lora import WEIGHTS_FILE, open_lora
 from tandem.models.source import resolve
-from tandem.store.registry import AdapterState
+from tandem.store.registry import AdapterState, WorkerRecord
 from tandem.worker.metrics.adapters import adapter_metrics
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class NamedAdapters:
         self._model: ModelConfig | None = None
         self.named: dict[str, Adapter] = {}
         self.load = AdapterLoad()  # of the engine, as it last told
+        self._has_adopted = False
 
     @property
     def state(self) -> AdapterState:
@@ -51,6 +53,18 @@ class NamedAdapters:
                 self.add(await asyncio.to_thread(self._read_own, name, path))
             except ConfigError as error:
                 raise type(error)(f"lora {name}: {error.message}") from error
+
+    def adopt(self, records: Iterable[WorkerRecord]) -> None:
+        """Takes in what ready workers serve when this one sees them first, and only then: what an
+        operator removes later is gone."""
+        if self._has_adopted:
+            return
+        self._has_adopted = True
+        named = [each for r in records if r.state == "ready" for each in r.adapters.named]
+        for adapter in sorted(named, key=lambda each: each.added_at):
+            known = self.named.get(adapter.name)
+            if known is None or known.added_at < adapter.added_at:
+                self.add(adapter)
 
     async def describe(self, path: str) -> tuple[str, int]:
         """Returns digest and rank of an adapter's folder. Raises ConfigError if this worker cannot

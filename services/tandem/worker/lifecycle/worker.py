@@ -317,6 +317,7 @@ class Worker:
 
     def _on_records(self, records: list[WorkerRecord]) -> None:
         records = [r for r in records if not self.compatibility.differences(r.compatibility)]
+        self.adapters.adopt(records)
         self.peers.update(records)
         self.decode.planner.update(records)
 
