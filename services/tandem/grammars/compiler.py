@@ -16,8 +16,11 @@ from tokenizers import Tokenizer
 from tandem.errors import BadRequest
 from tandem.models.source import ModelFolder
 
-# About 40 MB of lexer and 0.2 s to compile at most, and 10 ms for a mask.
+# About 40 MB of lexer and 0.2 s to compile at most. The time of a mask grows with the square of the
+# items in a row, which an ambiguous grammar adds with each token: 0.1 s at most, where the default of
+# 2,000 allowed 0.5 s and more. An object takes four items for each property that may be left out.
 _LIMITS = LLParserLimits(
+    max_items_in_row=800,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
     max_lexer_states=20_000,
@@ -56,6 +59,10 @@ class GrammarCompiler:
             matcher = self.compile(text)
         except BadRequest as error:
             return error.message
+        # A form begins with what it forces, such as a brace: what may follow has to fit, too.
+        begins = matcher.compute_ff_bytes().decode(errors="ignore")
+        if begins and not matcher.is_error():
+            matcher.consume_tokens(self._vocabulary().greedy_tokenize(begins))
         matcher.compute_bitmask()
         if matcher.is_error():
             return matcher.get_error()

@@ -43,6 +43,34 @@ def grammars(compiler: GrammarCompiler) -> GrammarMasks:
     return GrammarMasks(compiler, FOLDER.config.vocab_size)
 
 
+AMBIGUOUS = grammar_text(StructuredOutput("x", "grammar", 'start: start start | "a" | ""'))
+
+
+def optional(num_properties: int) -> str:
+    """Returns a schema's grammar, with properties that may all be left out."""
+    properties = {f"key_{number}": {"type": "string"} for number in range(num_properties)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return grammar_text(StructuredOutput("x", "json_schema", json.dumps(schema)))
+
+
+def test_the_work_for_a_mask_is_bounded(compiler: GrammarCompiler) -> None:
+    """An ambiguous grammar has more to look at with each token, for everyone in the batch."""
+    (letter,) = Tokenizer(FOLDER.path).encode("a")
+    matcher = compiler.compile(AMBIGUOUS)
+    for num_tokens in range(1000):
+        if matcher.is_error():
+            break
+        matcher.compute_bitmask()
+        matcher.consume_tokens([letter])
+    assert 100 < num_tokens < 500
+    assert "max is 800" in matcher.get_error()
+
+
+def test_a_form_whose_beginning_is_too_large_is_refused_at_once(compiler: GrammarCompiler) -> None:
+    assert compiler.check(optional(190)) == ""
+    assert "max is 800" in compiler.check(optional(210))
+
+
 def updated(grammars: GrammarMasks, *matchers: GrammarMatcher | None) -> None:
     grammars.start(matcher for matcher in matchers if matcher is not None)
     grammars.wait()
