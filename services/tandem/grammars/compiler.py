@@ -17,8 +17,8 @@ from tandem.errors import BadRequest
 from tandem.models.source import ModelFolder
 
 # About 40 MB of lexer and 0.2 s to compile at most. The time of a mask grows with the square of the
-# items in a row, which an ambiguous grammar adds with each token: 0.1 s at most, where the default of
-# 2,000 allowed 0.5 s and more. An object takes four items for each property that may be left out.
+# items in a row, which an ambiguous grammar adds with each token: 0.1 s at most, where the default
+# of 2,000 allowed 0.5 s. An object takes four items for each property that may be left out.
 _LIMITS = LLParserLimits(
     max_items_in_row=800,
     initial_lexer_fuel=500_000,

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from tandem.router.api.http.server import BoundedProtocol
 from tandem.rpc.tandem.v1.inference_pb2 import ListModelsRequest
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tandem.rpc.tandem.v1.worker_pb2 import SubmitSequence
@@ -160,6 +161,27 @@ async def test_a_connection_is_closed_some_time_after_its_answer(router: Running
 @pytest.mark.parametrize("begin", [b"GET", GET[:-1]])
 async def test_a_header_that_stops_is_late(router: RunningRouter, begin: bytes) -> None:
     assert refused(await exchange(router, begin)) == (408, "header_too_late")
+
+
+async def test_a_header_that_drips_wakes_the_router_a_few_times(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    received = BoundedProtocol.data_received
+
+    def noted(protocol: BoundedProtocol, data: bytes) -> None:
+        sizes.append(len(data))
+        received(protocol, data)
+
+    monkeypatch.setattr(BoundedProtocol, "data_received", noted)
+    async with connected(router) as (reader, writer):
+        for byte in GET:
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0.002)  # else the kernel joins them
+        assert (await answer_of(reader))[0] == 200
+    assert sum(sizes) == len(GET)
+    assert len(sizes) <= len(GET) // 2
 
 
 async def test_a_header_that_drips_is_late(router: RunningRouter) -> None:

@@ -124,6 +124,11 @@ class Connections:
             held.idle.pop(connection, None)
             held.slow.pop(connection, None)
 
+    def is_proxy(self, connection: Connection) -> bool:
+        """Returns whether the connection is a trusted proxy's, which has many clients."""
+        address = self._address_of.get(connection)
+        return address is not None and self._held[address].is_proxy
+
     def _first_to_go(self, now: float) -> Connection | None:
         for held in sorted(self._held.values(), key=lambda h: (h.is_proxy, -h.num)):
             if (found := _longest_waiting(held, now)) is not None:

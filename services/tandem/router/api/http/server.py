@@ -34,6 +34,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from tandem.config.router import RouterConfig
 from tandem.errors import ConfigError
 from tandem.router.api.http.connections import Connections
+from tandem.router.api.http.slow_reads import FREE_READS, LITTLE_BYTES, SlowReads
 from tandem.router.api.http.tls import TlsHandshake
 from tandem.router.api.openai.errors import plain_error
 from tandem.rpc.certificates import CertificateFiles
@@ -63,7 +64,9 @@ class HttpServer(uvicorn.Server):
         """The port speaks TLS if there are `files`."""
         num_max = _affordable_connections(config.connections_max)
         self._connections = Connections(num_max, config.connections_per_address_max, clients)
-        protocol: Any = functools.partial(BoundedProtocol, limits=config, others=self._connections)
+        protocol: Any = functools.partial(
+            BoundedProtocol, limits=config, others=self._connections, slow_reads=SlowReads()
+        )
         if files is not None:
             protocol = functools.partial(
                 TlsHandshake,
@@ -177,11 +180,15 @@ class _Phase(enum.Enum):
 class BoundedProtocol(HttpToolsProtocol):
     """One HTTP connection, within bounds on its headers, bodies and idle time."""
 
-    def __init__(self, *, limits: RouterConfig, others: Connections, **more: Any) -> None:
+    def __init__(
+        self, *, limits: RouterConfig, others: Connections, slow_reads: SlowReads, **more: Any
+    ) -> None:
         super().__init__(**more)
         self.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]
         self._limits = limits
         self._others = others
+        self._slow_reads = slow_reads
+        self._num_little = 0  # reads of few bytes that did not complete the header
         self._phase = _Phase.HEADER
         self._num_phases = 0  # entered so far
         self._watched_phase = -1  # the one that the timer is for
@@ -220,6 +227,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._others.work(self)
+        is_little = len(data) < LITTLE_BYTES
         if self._phase is _Phase.IDLE:
             self._enter(_Phase.HEADER)
         while data and not (self._is_refused or self.transport.is_closing()):
@@ -234,6 +242,15 @@ class BoundedProtocol(HttpToolsProtocol):
             self._watch()
             if self._phase is _Phase.HEADER and self._is_unasked():
                 self._others.wait(self, self.loop.time())
+                self._num_little += is_little
+                if self._num_little > FREE_READS and not self._others.is_proxy(self):
+                    # Not for bodies: closed with bytes unread, a connection loses its answer.
+                    self.transport.pause_reading()
+                    self._slow_reads.wait(self.client[0] if self.client else "", self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.flow.read_paused:  # a refused connection is not read again
+            self.transport.resume_reading()
 
     def give_way(self) -> None:
         self.connections.discard(self)
@@ -257,7 +274,7 @@ class BoundedProtocol(HttpToolsProtocol):
         # uvicorn stops reading after a pipelined request, and would not see that the client is
         # gone; their number is bounded here, and their bodies pause the reading by themselves.
         self.flow.resume_reading()
-        self._header_bytes = 0
+        self._header_bytes = self._num_little = 0
         self._enter(_Phase.BODY)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
