@@ -38,6 +38,7 @@ _OF_OLMO2 = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_OF_GEMMA = _OF_OLMO2 | {"pre_feedforward_layernorm": "ffn_norm"}
 
 
 @pytest.fixture
@@ -56,7 +57,10 @@ def tiny_gguf():
 def gguf_name(hf_name: str, model_type: str = "llama") -> str:
     module, kind = hf_name.rsplit(".", 1)
     if module.startswith("model.layers."):
-        parts = _PARTS | (_OF_OLMO2 if model_type == "olmo2" else {})
+        if model_type.startswith("gemma"):
+            parts = _PARTS | _OF_GEMMA
+        else:
+            parts = _PARTS | (_OF_OLMO2 if model_type == "olmo2" else {})
         _, _, layer, part = module.split(".", 3)
         return f"blk.{layer}.{parts[part]}.{kind}"
     return f"{_PARTS[module]}.{kind}"
@@ -77,6 +81,8 @@ def gguf_tensors(model) -> dict[str, np.ndarray]:
             for half, rows in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
                 tensors[gguf_name(f"{stem}{half}_proj.weight")] = np.ascontiguousarray(rows)
             continue
+        if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
+            array = array + 1
         if name.endswith("experts.down_proj"):
             name += ".weight"
         if config.model_type in _PERMUTED and part in heads:

@@ -95,7 +95,7 @@ def test_another_table_is_refused(tmp_path, tiny_gguf):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"architecture": "gemma3"}, "architecture gemma3 .* llama, qwen2, qwen3"),
+        ({"architecture": "phi3"}, "architecture phi3 .* llama, qwen2, qwen3"),
         (
             {"architecture": "qwen2", "keys": {"expert_count": 8}},
             "a mixture of 8 experts is not supported for qwen2; it is for llama and qwen3moe",
@@ -110,7 +110,8 @@ def test_another_table_is_refused(tmp_path, tiny_gguf):
         ),
         ({"keys": {"rope.dimension_count": 8}}, "rope.dimension_count 8 .* head size 16"),
         ({"keys": {"attention.head_count_kv": [2, 4]}}, "differs from layer to layer"),
-        ({"tokenizer": "llama"}, "tokenizer llama is not supported; gpt2"),
+        ({"tokenizer": "bert"}, "tokenizer bert is not supported; gpt2"),
+        ({"tokenizer": "llama"}, "no score for each token"),
         ({"pre": "tekken"}, "pre-tokenizer tekken .* smollm"),
     ],
 )

@@ -23,6 +23,12 @@ _GRANITE = {
 }
 _NO_PAD = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 _EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+_OF_GEMMA = {
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.sliding_window": 8,
+}
 # Of a file: its architecture, transformers' name, what the config and the file have beyond sizes.
 _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("mixtral", _EXPERTS, {"expert_count": 5, "expert_used_count": 2}),
@@ -33,6 +39,28 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1], **_NO_PAD}, {}),
     "olmo2": ("olmo2", {}, {}),
+    "gemma2": (
+        "gemma2",
+        _GEMMA
+        | {
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "attn_implementation": "eager",  # the others know no cap
+        },
+        _OF_GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        _GEMMA
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        _OF_GEMMA | {"attention.sliding_window_pattern": 2, "rope.freq_base_swa": 500.0},
+    ),
     "granite": (
         "granite",
         _GRANITE,
@@ -63,9 +91,11 @@ def test_logits_are_those_of_the_origin(
         num_key_value_heads=2,
         max_position_embeddings=512,
         rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=False,
-        **options,
+        **{
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "tie_word_embeddings": False,
+            **options,
+        },
     )
     origin = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in origin.parameters():

@@ -1,8 +1,11 @@
+import gguf
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
+from tandem.models.gguf.config import GgufMetadata
 from tandem.models.gguf.convert import converted_folder
+from tandem.models.gguf.tokenizer import write_tokenizer
 
 TEXT = "I'LL pay $12345.67  for\n\n the naïve 東京 ½²³ x_y;\t end 🙂 'tis  "
 
@@ -68,3 +71,43 @@ def test_llama_3_begins_every_text_with_bos(convert, tiny_gguf):
 def test_qwen_composes_characters_first(convert):
     assert convert("qwen2").encode("e\u0301").ids == convert("qwen2").encode("é").ids
     assert convert("gpt-2").encode("e\u0301").ids != convert("gpt-2").encode("é").ids
+
+
+PIECES = ["<unk>", "<s>", "</s>", "<0x0A>", "▁", "a", "b", "c", "ab", "bc", "▁ab", "abc", "\n\n"]
+SCORES = [0.0, 0.0, 0.0, 0.0, -5.0, -6.0, -7.0, -8.0, -3.0, -1.0, -2.0, -4.0, 0.0]
+TYPES = [2, 3, 3, 6, 1, 1, 1, 1, 1, 1, 1, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("adds_space", "text", "pieces"),
+    [
+        (False, "ab", ["ab"]),
+        (True, "ab", ["▁ab"]),
+        (False, "abc", ["abc"]),  # b and c first: their piece has the higher score
+        (False, "abab", ["ab", "ab"]),
+        (False, "a bc", ["a", "▁", "bc"]),
+        (False, "a\nb\n\n", ["a", "<0x0A>", "b", "\n\n"]),
+        (False, "aé", ["a", "<unk>"]),
+        (False, "<s>ab", ["<s>", "ab"]),
+    ],
+)
+def test_sentence_piece(tmp_path, adds_space, text, pieces):
+    """The neighbours whose piece has the highest score are joined first."""
+    file = tmp_path / "pieces.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(PIECES)
+    writer.add_token_scores(SCORES)
+    writer.add_token_types(TYPES)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_add_space_prefix(adds_space)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    write_tokenizer(GgufMetadata(gguf.GGUFReader(file)), tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    encoded = tokenizer.encode(text)
+    assert encoded.tokens == ["<s>", *pieces]
+    if "<unk>" not in pieces:
+        assert tokenizer.decode(encoded.ids) == text.removeprefix("<s>")

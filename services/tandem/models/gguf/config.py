@@ -22,7 +22,12 @@ ARCHITECTURES = {
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "granite": ("GraniteForCausalLM", "granite"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
+_GEMMAS = ("gemma2", "gemma3")
+# Of these numbers of layers, the largest Gemma 2 and 3, scores are scaled by the hidden size.
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 _WITH_EXPERTS = ("llama", "qwen3moe")  # llama: Mixtral
 _GRANITE = {
     "embedding_multiplier": "embedding_scale",
@@ -104,6 +109,8 @@ def hf_config(
         "torch_dtype": "float32",
     }
     more = _experts(metadata) | _granite(metadata) | _window(metadata)
+    if metadata.architecture in _GEMMAS:
+        more = _gemma(metadata, head_dim=head_dim, wide=hidden_size // num_heads)
     return config | more | metadata.special_ids(**_SPECIAL)
 
 
@@ -152,13 +159,36 @@ def _granite(metadata: GgufMetadata) -> dict[str, Any]:
     return {name: float(value) for name, value in given.items() if value is not None}
 
 
+def _gemma(metadata: GgufMetadata, *, head_dim: int, wide: int) -> dict[str, Any]:
+    is_27b = int(metadata.of_model("block_count")) == _GEMMA_27B[metadata.architecture]
+    config: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": wide if is_27b else head_dim,
+        "sliding_window": int(metadata.of_model("attention.sliding_window", 4096)),
+    }
+    pattern = metadata.get(f"{metadata.architecture}.attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        config["layer_types"] = [
+            "sliding_attention" if slides else "full_attention" for slides in pattern
+        ]
+    elif pattern is not None:
+        config["sliding_window_pattern"] = int(pattern)
+    if metadata.architecture == "gemma2":
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if (cap := metadata.of_model(name, None)) is not None:
+                config[name] = float(cap)
+        return config
+    local_theta = float(metadata.of_model("rope.freq_base_swa", 10000.0))
+    return config | {"rope_local_base_freq": local_theta}
+
+
 def _window(metadata: GgufMetadata) -> dict[str, Any]:
     """Returns what a config.json says of a sliding window that all layers have.
 
     Raises UnsupportedModel if only some have it.
     """
     window = int(metadata.of_model("attention.sliding_window", 0) or 0)
-    if not window:
+    if not window or metadata.architecture in _GEMMAS:
         return {}
     if int(metadata.of_model("attention.sliding_window_pattern", 1)) != 1:
         raise UnsupportedModel(

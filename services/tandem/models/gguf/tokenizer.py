@@ -1,7 +1,8 @@
 """Writes the tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json.
 
-Only byte-level BPE (tokenizer.ggml.model = gpt2), and only pre-tokenizers whose rules stand here:
-a guessed one would give wrong tokens without a word. The rules are llama.cpp's, by its names
+Byte-level BPE (tokenizer.ggml.model = gpt2) and SentencePiece (llama). Of byte-level BPE only
+pre-tokenizers whose rules stand here: a guessed one would give wrong tokens without a word. The
+rules are llama.cpp's, by its names
 (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
 """
 
@@ -22,6 +23,7 @@ from tokenizers import (
 
 from tandem.errors import UnsupportedModel
 from tandem.models.gguf.config import GgufMetadata
+from tandem.models.gguf.sentence_piece import build_sentence_piece
 
 # Values of tokenizer.ggml.token_type.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
@@ -48,17 +50,21 @@ def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
     """Writes both files to `folder`. Raises UnsupportedModel naming the tokenizer or its rules."""
     model = metadata.get("tokenizer.ggml.model", "(none named)")
     pre = metadata.get("tokenizer.ggml.pre", "(none named)")
-    if model != "gpt2":
+    if model not in ("gpt2", "llama"):
         raise UnsupportedModel(
-            f"GGUF tokenizer {model} is not supported; gpt2 (byte-level BPE) is. "
-            "Use the model's Hugging Face folder instead"
+            f"GGUF tokenizer {model} is not supported; gpt2 (byte-level BPE) and llama "
+            "(SentencePiece) are. Use the model's Hugging Face folder instead"
         )
-    if pre not in _PATTERNS:
+    if model == "gpt2" and pre not in _PATTERNS:
         raise UnsupportedModel(
             f"GGUF pre-tokenizer {pre} is not supported; supported are {', '.join(_PATTERNS)}"
         )
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens")
-    tokenizer = _build(metadata, pre=pre, tokens=tokens)
+    if model == "llama":
+        tokenizer = build_sentence_piece(metadata, tokens)
+    else:
+        tokenizer = _build(metadata, pre=pre, tokens=tokens)
+    _add_special(tokenizer, metadata, tokens)
     special = metadata.special_ids(
         bos_token="bos", eos_token="eos", unk_token="unknown", pad_token="padding"
     )
@@ -93,6 +99,11 @@ def _build(metadata: GgufMetadata, *, pre: str, tokens: list[str]) -> Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _add_special(tokenizer: Tokenizer, metadata: GgufMetadata, tokens: list[str]) -> None:
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         tokenizer.add_tokens(
             [
@@ -101,7 +112,6 @@ def _build(metadata: GgufMetadata, *, pre: str, tokens: list[str]) -> Tokenizer:
                 if token_kind == kind
             ]
         )
-    return tokenizer
 
 
 def _add_boundaries(
@@ -109,7 +119,8 @@ def _add_boundaries(
 ) -> None:
     """Puts the bos and eos tokens around an encoded text, where the file asks for them."""
     bos, eos = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", pre in _LLAMA3_NAMES)
+    is_default = pre in _LLAMA3_NAMES or metadata.get("tokenizer.ggml.model") == "llama"
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", is_default)
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
     before = [bos] if add_bos and bos is not None else []
     after = [eos] if add_eos and eos is not None else []

@@ -39,6 +39,7 @@ _INNER = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
+_OF_GEMMA = {"ffn_norm": "pre_feedforward_layernorm"}
 _PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite")
 _ROPE_FREQS = "rope_freqs.weight"
 
@@ -55,7 +56,7 @@ def write_weights(reader: Any, folder: Path, *, config: dict[str, Any]) -> None:
     tensor that has no place in the architecture or a quantization that gguf cannot undo.
     """
     tensors = [tensor for tensor in reader.tensors if tensor.name != _ROPE_FREQS]
-    names = {tensor.name: hf_name(tensor.name) for tensor in tensors}
+    names = {tensor.name: hf_name(tensor.name, config["model_type"]) for tensor in tensors}
     shards = list(_shards(tensors))
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
@@ -72,7 +73,7 @@ def write_weights(reader: Any, folder: Path, *, config: dict[str, Any]) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, model_type: str = "") -> str:
     """Renames `blk.0.attn_q.weight` to `model.layers.0.self_attn.q_proj.weight`."""
     match = _NAME.fullmatch(name)
     parts = _OUTER if match and match["layer"] is None else _INNER
@@ -81,6 +82,8 @@ def hf_name(name: str) -> str:
             f"the tensor {name} is not supported; those of Llama, Qwen and OLMo 2 are"
         )
     module = parts[match["part"]]
+    if model_type.startswith("gemma"):
+        module = _OF_GEMMA.get(match["part"], module)
     if match["layer"] is not None:
         module = f"model.layers.{match['layer']}.{module}"
     return f"{module}.{match['kind']}"
@@ -114,6 +117,8 @@ def _array(tensor: Any, config: dict[str, Any]) -> np.ndarray:
     array = _dequantize(tensor)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     part = tensor.name.split(".")[-2]
+    if config["model_type"].startswith("gemma") and part.endswith("norm"):
+        return array - np.float32(1)  # which Gemma's norms add
     is_permuted = config["model_type"] in _PERMUTED and part in heads
     return unpermute(array, heads[part]) if is_permuted else array
 
