@@ -38,9 +38,9 @@ inline StepLora lora_of(const Model& model, const Step& step, Scratch& scratch) 
     }
     if (lora.items.empty()) return lora;
     for (Buffer& buffer : scratch.lora) lora.buffers.push_back(buffer.of(lora_floats(model, step)));
-    const bool gates_pairs = model.layers[0].qkv.kind == BF16_PAIRS;
-    if (gates_pairs)
-        lora.gates = scratch.gates.of(2 * static_cast<size_t>(lora.num_rows) * model.inner);
+#ifdef TANDEM_PAIRS  // any layer's gates may be packed in pairs
+    lora.gates = scratch.gates.of(2 * static_cast<size_t>(lora.num_rows) * model.inner);
+#endif
     return lora;
 }
 

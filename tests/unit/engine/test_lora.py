@@ -132,13 +132,14 @@ def test_bfloat16_stays_near_merged_weights(tmp_path: Path) -> None:
     folder, reference = make_tiny_model("llama", tmp_path / "model")
     made = write_adapter(tmp_path / "one", folder.config, target_modules=list(ALL))
     changed = merged(reference, made)
-    for kernels in ("native", "torch"):
-        runner = make_runner(folder, "fast", kernels, dtype="bfloat16")
+    for kernels, weights in (("native", "auto"), ("torch", "auto"), ("native", "int8")):
+        runner = make_runner(folder, "fast", kernels, dtype="bfloat16", weights=weights)
         digest = add(runner, tmp_path / "one")
         (logits,) = run(runner, [(PROMPTS[3], digest)])
         with torch.no_grad():
             expected = changed(torch.tensor([PROMPTS[3]])).logits[0, -1]
-        assert torch.corrcoef(torch.stack((logits, expected)))[0, 1] > 0.99, kernels
+        correlation = torch.corrcoef(torch.stack((logits, expected)))[0, 1]
+        assert correlation > 0.99, (kernels, weights)
 
 
 def test_files_that_changed_are_not_those_of_the_digest(tmp_path: Path) -> None:
