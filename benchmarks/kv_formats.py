@@ -1,6 +1,6 @@
 """Decode with a quantized KV cache beside one of bfloat16: capacity, and speed at long contexts.
 
-    python benchmarks/kv_formats.py [--formats int8] [--contexts 2000,8000] [--threads 1]
+    python benchmarks/kv_formats.py [--formats int8,k8v4,int4] [--contexts 2000,8000] [--threads 1]
 
 Each sequence's blocks lie scattered over its pool. For each context steps with both pools take
 turns; the figure is the median of the ratios of each turn, with the quartiles beside it. The bound

@@ -24,7 +24,8 @@ from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePoo
 from tandem.transfer.nixl.thread import TransferThread
 from tandem_bench.sizes import layout_of
 
-# 360 KiB a block. TRANSFER_MODEL="SmolLM2-135M int8" has the same tests move quantized blocks.
+# 360 KiB a block. TRANSFER_MODEL="SmolLM2-135M int8", or k8v4 or int4, has the same tests move
+# quantized blocks.
 MODEL = os.environ.get("TRANSFER_MODEL", "SmolLM2-135M")
 LAYOUT = layout_of(MODEL, 128)
 DEADLINE_S = 20.0
