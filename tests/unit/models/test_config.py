@@ -99,6 +99,7 @@ def test_generation_config_decides_what_ends_a_sequence():
     ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported.*Qwen3"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not supported"),
         ({"architectures": []}, "none named"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized with gptq"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported; supported are silu"),
