@@ -19,25 +19,34 @@ class Progress:
     token_ids: Sequence[int]
     block_table: list[int]
     done: int = 0
+    other_tables: Sequence[list[int]] = ()  # of the other KV groups
 
     def take(self, num_tokens: int) -> SequenceSlice:
         """The next tokens, as many as asked for or as there are."""
         first, self.done = self.done, min(self.done + num_tokens, len(self.token_ids))
         return SequenceSlice(
-            list(self.token_ids[first : self.done]), self.done, self.block_table, True
+            list(self.token_ids[first : self.done]),
+            self.done,
+            self.block_table,
+            True,
+            other_tables=self.other_tables,
         )
 
 
 def place(runner: ModelRunner, prompts: Sequence[Sequence[int]], seed: int = 0) -> list[Progress]:
     """Allocates a pool and scatters the prompts' blocks over it."""
-    block_size = runner.layout(1).block_size
-    counts = [-(-len(prompt) // block_size) for prompt in prompts]
-    runner.allocate(sum(counts) + 3)
-    free = list(range(sum(counts) + 3))
-    random.Random(seed).shuffle(free)
+    layout = runner.layout()
+    counts = [layout.blocks_of(len(prompt)) for prompt in prompts]
+    num_blocks = sum(counts) + 3
+    runner.allocate(*[num_blocks] * len(layout.groups))
+    tables: list[list[list[int]]] = []
+    for group in range(len(layout.groups)):
+        free = list(range(num_blocks))
+        random.Random(seed + group).shuffle(free)
+        tables.append([[free.pop() for _ in range(count)] for count in counts])
     return [
-        Progress(prompt, [free.pop() for _ in range(count)])
-        for prompt, count in zip(prompts, counts, strict=True)
+        Progress(prompt, own[0], other_tables=own[1:])
+        for prompt, own in zip(prompts, zip(*tables, strict=True), strict=True)
     ]
 
 

@@ -79,7 +79,7 @@ class GrpcBench:
         self._link = engine_link(self._config)
         block_bytes = plan.layout.block_bytes
         self._rates = Rates(self._config, block_bytes=block_bytes, step_tokens=512)
-        self._puller = Puller(self._config.transfer, self._link, block_bytes=block_bytes)
+        self._puller = Puller(self._config.transfer, self._link, spans=plan.layout.spans)
         self._names = itertools.count()
         self._lease_s: list[float] = []
 

@@ -22,6 +22,7 @@ from tandem.config.cluster import ClusterConfig
 from tandem.config.engine import EngineConfig
 from tandem.config.transfer import TransferConfig
 from tandem.config.worker import WorkerConfig
+from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
 from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -305,7 +306,7 @@ def _parts(
     metrics = WorkerMetrics(worker_id="d0", role="decode")
     rates = Rates(config, block_bytes=BLOCK_BYTES, step_tokens=512)
     engine: Any = link
-    puller = Puller(config.transfer, engine, block_bytes=BLOCK_BYTES)
+    puller = Puller(config.transfer, engine, spans=BlockSpans.equal(BLOCK_BYTES, 1 << 20))
     make_lease = partial(ConsumerLease, puller=puller, rates=rates, config=config)
     known: Any = peers
     prefixes = PrefixPuller(config, COMPATIBILITY, known, rates, metrics, make_lease)

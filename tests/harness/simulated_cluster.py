@@ -107,7 +107,7 @@ class Node:
         metrics = WorkerMetrics(worker_id=worker_id, role="decode")
         block_bytes = self.engine.layout.block_bytes
         rates = Rates(config, block_bytes=block_bytes, step_tokens=self.engine.max_tokens_per_step)
-        puller = Puller(config.transfer, self.link, block_bytes=block_bytes)
+        puller = Puller(config.transfer, self.link, spans=self.engine.layout.spans)
         make_lease = partial(ConsumerLease, puller=puller, rates=rates, config=config)
         compatibility = KvCompatibility(
             model_fingerprint="toy",
@@ -162,9 +162,9 @@ class Node:
         link._pulls, link._answers = {}, {}
         link._request_ids = itertools.count(1)
         link.reservations = Reservations()
-        block_bytes = self.engine.layout.block_bytes
         memory: Any = self.runner.kv.numpy().reshape(-1).view("u1")
-        mapped, through = MappedPool(memory, block_bytes), PoolThroughEngine(link, block_bytes)
+        spans = self.engine.layout.spans
+        mapped, through = MappedPool(memory, spans), PoolThroughEngine(link, spans)
         link.pool = mapped if maps_pool else through
         link._commands = outbox = Socket()
         outbox.sent = self.socket.received

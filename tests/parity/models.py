@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -21,14 +23,15 @@ from transformers import (
 from tandem.models.source import resolve
 from tests.harness.models import HERMES_TEMPLATE
 
+WINDOW = 40
+
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def make_random_model(
-    folder: Path, window: int | None = None, *, is_gpt_oss: bool = False
-) -> PreTrainedModel:
-    """Saves a Llama, a Mistral whose layers all have the window, or a gpt-oss of which every second
-    layer has it, and returns transformers' own model of it."""
+def make_random_model(folder: Path, family: str = "llama") -> PreTrainedModel:
+    """Saves a model and returns transformers' own of it: a Llama, a Mistral whose layers all have
+    WINDOW, a gpt-oss of which every second layer has it, or a Gemma 3, of whose three layers two
+    have it."""
     source = resolve("smollm2").path
     config = json.loads((source / "config.json").read_text())
     torch.manual_seed(3)
@@ -36,25 +39,14 @@ def make_random_model(
         "vocab_size": config["vocab_size"],
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 3 if family == "gemma3" else 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1024,
         "bos_token_id": config["bos_token_id"],
         "eos_token_id": config["eos_token_id"],
     }
-    model: PreTrainedModel
-    if is_gpt_oss:
-        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
-        rope = {"rope_type": "default", "rope_theta": 10000.0}
-        model = GptOssForCausalLM(
-            GptOssConfig(**sizes, **experts, sliding_window=window, rope_parameters=rope)
-        )
-    elif window is None:
-        model = LlamaForCausalLM(LlamaConfig(**sizes))
-    else:
-        model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
-    model.eval()
+    model = _make(family, sizes).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
@@ -64,3 +56,24 @@ def make_random_model(
             shutil.copy(source / name, folder / name)
     (folder / "chat_template.jinja").write_text(HERMES_TEMPLATE)
     return model
+
+
+def _make(family: str, sizes: dict[str, Any]) -> PreTrainedModel:
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    if family == "mistral":
+        return MistralForCausalLM(MistralConfig(**sizes, sliding_window=WINDOW))
+    if family == "gpt_oss":
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        return GptOssForCausalLM(
+            GptOssConfig(**sizes, **experts, sliding_window=WINDOW, rope_parameters=rope)
+        )
+    config = Gemma3TextConfig(
+        **sizes,
+        head_dim=16,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    return Gemma3ForCausalLM(config)

@@ -115,16 +115,16 @@ def all_disturbed(ways: Mapping[str, Way]) -> Iterator[None]:
 
 @contextmanager
 def five_ways(
-    redis: EmbeddedRedis, folder: Path, model: str, *more: str
+    redis: EmbeddedRedis, folder: Path, model: str, *more: str, small_pool: int = _SMALL_POOL
 ) -> Iterator[dict[str, Way]]:
     """Starts the clusters of all ways at once, their workers with `more` options; nothing is left
-    when it ends."""
+    when it ends. `small_pool` has so many blocks that requests are preempted."""
     remote = ("--prefill-at", "remote", "--local-prefill-max-tokens", "0")
     wanted: dict[str, tuple[type[Way], tuple[int, int], tuple[str, ...]]] = {
         "aggregated": (Way, (0, 1), ()),
         "nixl": (Way, (1, 1), (*remote, "--transport", "nixl")),
         "grpc": (Way, (1, 1), (*remote, "--transport", "grpc")),
-        "preempted": (Way, (0, 1), ("--num-blocks", str(_SMALL_POOL))),
+        "preempted": (Way, (0, 1), ("--num-blocks", str(small_pool))),
         "migrated": (Migrated, (1, 1), (*remote, "--transport", "nixl")),
     }
     ways = {}

@@ -196,11 +196,9 @@ class Engine:
         """
         self._check_chain(sequence_id)
         chain = self._peer_blocks.import_blocks(sequence_id, block_hashes)
+        size, num_cached = len(chain.block_hashes), chain.num_cached_blocks
         self._pending.reserved(
-            sequence_id,
-            chain.tables,
-            num_cached_blocks=chain.num_cached_blocks,
-            num_tokens=len(chain.block_hashes) * self.layout.block_size,
+            sequence_id, chain.tables, num_cached=num_cached, num_blocks=size, depth=size
         )
 
     def commit_import(
@@ -335,17 +333,19 @@ class Engine:
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
         """Lets others find what became full. A block that is there already takes its place."""
-        num_full_blocks = sequence.num_computed_tokens // self.layout.block_size
-        self._kv.store(
-            sequence.tables,
-            sequence.block_hashes,
-            chain_root=sequence.chain_root,
-            first=sequence.num_stored_blocks,
-            last=num_full_blocks,
-            block_tokens=sequence.block_tokens if self._config.report_block_tokens else None,
-        )
-        sequence.num_stored_blocks = max(sequence.num_stored_blocks, num_full_blocks)
-        self._kv.pass_by(sequence.tables, sequence.num_computed_tokens)
+        num_full_blocks = sequence.num_computed_tokens // sequence.block_size
+        if num_full_blocks > sequence.num_stored_blocks:
+            self._kv.store(
+                sequence.tables,
+                sequence.block_hashes,
+                chain_root=sequence.chain_root,
+                first=sequence.num_stored_blocks,
+                last=num_full_blocks,
+                block_tokens=sequence.block_tokens if self._config.report_block_tokens else None,
+            )
+            sequence.num_stored_blocks = num_full_blocks
+        if self._kv.has_windows:
+            self._kv.pass_by(sequence.tables, sequence.num_passed_tokens)
 
     def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
         """The one place where a sequence leaves the engine and its blocks are freed."""

@@ -43,34 +43,40 @@ class PendingReport:
         awaits = sequence.status is Status.WAITING_FOR_KV
         if awaits:
             # A window that is to be resumed after the prefix has no blocks beyond it yet.
-            prefix = sequence.num_prefix_blocks * self._layout.block_size * self._layout.has_windows
+            prefix = sequence.num_prefix_blocks * self._layout.has_windows
             self.reserved(
                 sequence.sequence_id,
                 sequence.tables,
-                num_cached_blocks=sequence.num_stored_blocks,
-                num_tokens=prefix or sequence.num_tokens,
+                num_cached=sequence.num_stored_blocks,
+                num_blocks=prefix or len(sequence.block_table),
+                depth=prefix or sequence.last_depth,
             )
         # With windows a sequence that awaits its prefix may have to give back its blocks.
         if sequence.mode is Mode.PREFILL_ONLY and not (awaits and self._layout.has_windows):
             self.final_blocks(sequence)
 
     def reserved(
-        self, sequence_id: str, tables: BlockTables, *, num_cached_blocks: int, num_tokens: int
+        self,
+        sequence_id: str,
+        tables: BlockTables,
+        *,
+        num_cached: int,
+        num_blocks: int,
+        depth: int,
     ) -> None:
-        """The KV of the first `num_tokens` tokens is to come from outside, but what is cached."""
-        num_blocks = self._layout.blocks_of(num_tokens)
-        missing = transfer_order(
-            self._layout, tables, num_cached_blocks, num_blocks, resume=num_tokens
-        )
-        num_cached_tokens = num_cached_blocks * self._layout.block_size
+        """The first `num_blocks` blocks are to come from outside, but those cached; a request is to
+        go on after `depth` of them."""
+        missing = transfer_order(self._layout, tables, num_cached, num_blocks, depth=depth)
+        num_cached_tokens = num_cached * self._layout.block_size
         self._report.reserved.append(Reserved(sequence_id, num_cached_tokens, missing))
 
     def held(
         self, sequence_id: str, tables: BlockTables, num_blocks: int, first_wanted_block: int
     ) -> None:
         """A chain is held: what of it the consumer wants, and how much there is."""
-        resume = num_blocks * self._layout.block_size
-        wanted = transfer_order(self._layout, tables, first_wanted_block, num_blocks, resume=resume)
+        wanted = transfer_order(
+            self._layout, tables, first_wanted_block, num_blocks, depth=num_blocks
+        )
         if wanted:
             self._report.final_blocks.append(FinalBlocks(sequence_id, first_wanted_block, wanted))
         self._report.held.append(Held(sequence_id, num_blocks))
@@ -81,7 +87,7 @@ class PendingReport:
         if end <= first:
             return
         block_ids = transfer_order(
-            self._layout, sequence.tables, first, end, resume=sequence.num_tokens
+            self._layout, sequence.tables, first, end, depth=sequence.last_depth
         )
         sequence.num_reported_blocks = end
         if block_ids:

@@ -148,12 +148,26 @@ class Sequence:
         return self.num_computed_tokens // self.block_size
 
     @property
+    def last_depth(self) -> int:
+        """Full blocks before its last token: the most that a sequence of its tokens can reuse, so
+        one whose KV moves to a peer moves what the token after them sees."""
+        return (len(self.token_ids) - 1) // self.block_size
+
+    @property
+    def num_passed_tokens(self) -> int:
+        """Tokens after which all that is still to be seen of its KV comes, here and at its
+        consumer."""
+        if self.mode is not Mode.PREFILL_ONLY:
+            return self.num_computed_tokens
+        return min(self.num_computed_tokens, self.last_depth * self.block_size)
+
+    @property
     def reusable_hashes(self) -> list[bytes]:
         """Hashes to look for at admission: at least the last token is computed, to have logits,
         and in a block of its own, because a shared one is never written."""
         if self.wants_prompt_logits:
             return []
-        return self.block_hashes[: (len(self.token_ids) - 1) // self.block_size]
+        return self.block_hashes[: self.last_depth]
 
     @property
     def wants_prompt_logits(self) -> bool:
@@ -236,7 +250,7 @@ class Sequence:
         resume = num_computed
         if self.mode is Mode.WAITING_FOR_REMOTE_KV:
             if not forked and num_tokens - num_computed >= self.spec.remote_prefill_min_tokens:
-                resume = num_tokens
+                resume = self.last_depth * self.block_size
         elif not forked and self.num_prefix_blocks > num_cached_blocks:
             resume = self.num_prefix_blocks * self.block_size
         return Admission(num_cached_blocks, num_computed, resume, forked)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tandem.config.engine import EngineConfig
-from tandem.engine.cache.kv_groups import KvLayout, model_layout
-from tandem.engine.cache.layout import num_blocks_of
+from tandem.engine.cache.kv_groups import STEP_TOKENS, KvLayout, divide_pool, model_layout
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
 from tandem.models.shape import num_parameters
@@ -28,7 +27,8 @@ class KvSize:
     heads_per_rank: int
     token_bytes: int | float  # a fraction where a block is padded
     block_bytes: int
-    sequence_blocks: int
+    sequence_blocks: int  # in the group that sees furthest
+    group_blocks: tuple[int, ...]  # of a sequence, in each KV group
     sequence_bytes: int
     batch_bytes: int
 
@@ -41,7 +41,8 @@ class DeviceFit:
     tensor_parallel: int
     weights_bytes: int
     free_bytes: int
-    num_blocks: int
+    num_blocks: int  # in the group that sees furthest
+    group_blocks: tuple[int, ...]  # in each KV group
     num_tokens: int
     num_sequences: int
 
@@ -91,7 +92,7 @@ def kv_size(
         rank_layout, model, block_size=block_size, dtype=dtype, tensor_parallel=tensor_parallel
     )
     one = layout()
-    blocks = -(-context // block_size)
+    blocks = one.sequence_blocks(context)
     whole, rest = divmod(one.block_bytes, block_size)
     return KvSize(
         attention=attention_name(model.num_attention_heads, model.num_kv_heads),
@@ -101,9 +102,10 @@ def kv_size(
         heads_per_rank=one.groups[0].layout.num_kv_heads,
         token_bytes=one.block_bytes / block_size if rest else whole,
         block_bytes=one.block_bytes,
-        sequence_blocks=blocks,
-        sequence_bytes=layout(blocks).pool_bytes,
-        batch_bytes=layout(batch * blocks).pool_bytes,
+        sequence_blocks=max(blocks),
+        group_blocks=blocks,
+        sequence_bytes=layout(*blocks).pool_bytes,
+        batch_bytes=layout(*(batch * count for count in blocks)).pool_bytes,
     )
 
 
@@ -118,21 +120,32 @@ def device_fit(
 ) -> DeviceFit:
     """Computes the KV that fits beside a rank's share of the weights, `weight_bytes` each.
 
-    The engine's own rule makes blocks of the free memory.
+    The engine's own rule makes blocks of the free memory, with an engine's default number of
+    sequences, and of tokens in a step on a CPU.
     """
     weights_bytes = -(-num_parameters(model) * weight_bytes // size.tensor_parallel)
     free_bytes = max(0, memory_bytes - weights_bytes - reserve_bytes)
     try:
         config = EngineConfig(model="", block_size=block_size, kv_bytes_max=max(1, free_bytes))
-        num_blocks = num_blocks_of(config, size.block_bytes)
+        layout = partial(
+            rank_layout,
+            model,
+            block_size=block_size,
+            dtype=size.dtype,
+            tensor_parallel=size.tensor_parallel,
+        )
+        blocks = tuple(divide_pool(layout, config, step_tokens=STEP_TOKENS).sizes)
     except ConfigError:  # not even one block
-        num_blocks = 0
+        blocks = (0,) * len(size.group_blocks)
     return DeviceFit(
         dtype=size.dtype,
         tensor_parallel=size.tensor_parallel,
         weights_bytes=weights_bytes,
         free_bytes=free_bytes,
-        num_blocks=num_blocks,
-        num_tokens=num_blocks * block_size,
-        num_sequences=num_blocks // size.sequence_blocks,
+        num_blocks=max(blocks),
+        group_blocks=blocks,
+        num_tokens=max(blocks) * block_size,
+        num_sequences=min(
+            held // taken for held, taken in zip(blocks, size.group_blocks, strict=True)
+        ),
     )

@@ -67,7 +67,9 @@ class MemoryIndex:
         log.next_sequence_number += 1
         return True
 
-    async def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
+    async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:
+        if not closed:
+            return self._deepest(block_hashes)
         holders, count = self._holders, len(block_hashes)
         depths: dict[str, int] = {}
         mask, low, step = self._live, 0, 1
@@ -79,6 +81,17 @@ class MemoryIndex:
             deeper = mask & holders.get(block_hashes[probe - 1], 0)
             self._narrow(block_hashes, mask ^ deeper, low, probe, depths)
             mask, low, step = deeper, probe, step * 2
+        return depths
+
+    def _deepest(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
+        depths: dict[str, int] = {}
+        mask = self._live
+        for depth in range(len(block_hashes), 0, -1):
+            found = mask & self._holders.get(block_hashes[depth - 1], 0)
+            self._report(found, depth, depths)
+            mask ^= found
+            if not mask:
+                break
         return depths
 
     async def forget(self, worker_id: str) -> None:

@@ -4,6 +4,9 @@ Each worker's events are a log with sequence numbers, parents before children. A
 is not the next one, or of another epoch than the tree knows, is answered False and changes nothing:
 the worker then takes a new epoch (`reset`) and publishes everything it holds again. So the tree is
 prefix-closed for each worker: who holds a block holds its parents. A hit is a hint; holders check.
+
+Of a model with windows that give back blocks, the events tell of the blocks after which a request
+can go on, and the tree is not prefix-closed: `match` then looks for the deepest such block.
 """
 
 from collections.abc import Sequence
@@ -29,10 +32,12 @@ class PrefixIndex(Protocol):
         True when applied. False for a gap, a repeat or another epoch: nothing changed.
         """
 
-    async def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        """Returns how many leading blocks each worker holds; workers with none are left out.
+    async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:
+        """Returns how many leading blocks each worker can go on from; workers with none are left
+        out.
 
-        One round trip. Only workers that were not forgotten count.
+        One round trip. Only workers that were not forgotten count. `closed` False: the model has
+        windows, and an entry says only that a request can go on after that block.
         """
 
     async def forget(self, worker_id: str) -> None:

@@ -96,10 +96,10 @@ class RedisIndex:
             del self._shard_of[worker_id]
         return applied
 
-    async def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
+    async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:
         chain = b"".join(block_hashes)
         async with self._turns:  # waiting is shorter than opening a connection
-            replies = await self._match.on_each(self._redis, self._keys(), chain)
+            replies = await self._match.on_each(self._redis, self._keys(), chain, int(closed))
         self._learn(replies[-1][0])
         return {
             reply[i].decode(errors="replace"): reply[i + 1]

@@ -77,7 +77,8 @@ class Router:
         self._metrics.registry.register(WorkerGauges(self.view))
         self._index = RedisIndex(self._redis, config.cluster.cluster_id)
         index_metrics = IndexMetrics(self._metrics.registry)
-        match = partial(counted_match, self._index, index_metrics)
+        hashed_under = self.view.compatibility
+        match = partial(counted_match, self._index, index_metrics, hashed_under)
         trust = IndexTrust(self.view, self._index, index_metrics)
         ring = KeyRing(age_max_s=config.keys_max_age_s)
         self._access = _access(config, ring, config.host)

@@ -61,6 +61,12 @@ class KvCompatibility(msgspec.Struct, frozen=True):
             if name != "tensor_parallel" and getattr(self, name) != getattr(other, name)
         ]
 
+    @property
+    def has_windows(self) -> bool:
+        """True if layers with a window have KV groups of their own, which give back blocks: then
+        who holds a block need not hold its parents."""
+        return "window=" in self.layout
+
     def compatibility_key(self) -> bytes:
         """Returns bytes that are equal for two KV compatibilities that can be paired."""
         return _shared(self)

@@ -18,6 +18,7 @@ import grpc.aio
 import pytest
 
 from tandem.config.transfer import TransferConfig
+from tandem.engine.cache.block_spans import BlockSpans
 from tandem.errors import LeaseLost
 from tandem.rpc.auth import TokenInterceptor, token_metadata
 from tandem.rpc.block_bytes import EncodedByHandler, encode
@@ -56,7 +57,7 @@ class Producer(WorkerServicer):
     def __init__(self) -> None:
         memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK)
         memory[:] = b"".join(bytes([n + 1]) * BLOCK for n in ALL)
-        self.pool = MappedPool(memory, BLOCK)
+        self.pool = MappedPool(memory, BlockSpans.equal(BLOCK, len(memory) // BLOCK))
         self.memory = memory
         self.leases = Leases(TransferConfig(), num_blocks=NUM_BLOCKS)
         self.lease = Lease("lease", "d0")
@@ -92,7 +93,9 @@ class Pair:
     num_mismatches: int = 0
 
     async def pull(self, block_ids: list[int] = ALL, run: pb.BlockRun | None = None) -> None:
-        puller = Puller(self.config, self.link, block_bytes=BLOCK, on_mismatch=self._on_mismatch)
+        puller = Puller(
+            self.config, self.link, spans=self.link.pool.spans, on_mismatch=self._on_mismatch
+        )
         await puller.pull(
             self.peer,
             lease_id="lease",
@@ -126,7 +129,10 @@ async def a_pair(**settings: Any) -> AsyncIterator[Pair]:
     channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     config = TransferConfig(transport="grpc", **settings)
     memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK)
-    link = SimpleNamespace(pool=MappedPool(memory, BLOCK), reservations=Reservations())
+    link = SimpleNamespace(
+        pool=MappedPool(memory, BlockSpans.equal(BLOCK, len(memory) // BLOCK)),
+        reservations=Reservations(),
+    )
     transports = {
         token: GrpcTransport("p0", address, link, config, PeerCalls("c", token))
         for token in (TOKEN, "other")

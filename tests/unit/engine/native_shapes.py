@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from tandem.dtypes import is_quantized
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.kv_groups import layer_groups, model_layout
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.torch_steps import TorchSteps
 from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, Mlp, ModelWeights
@@ -212,6 +212,7 @@ def batches(shape: Shape) -> list[StepBatch]:
     blocks = list(range(most * blocks_each))
     choose.shuffle(blocks)
     done = [0] * most
+    num_groups = len(layer_groups(config_of(shape)))
     made = []
     for step in STEPS:
         slices = []
@@ -219,7 +220,8 @@ def batches(shape: Shape) -> list[StepBatch]:
             done[i] += num_tokens
             token_ids = [choose.randrange(shape.vocab) for _ in range(num_tokens)]
             table = blocks[i * blocks_each : (i + 1) * blocks_each]
-            slices.append(SequenceSlice(token_ids, done[i], table, i != 1))
+            others = [table[::-1]] * (num_groups - 1)
+            slices.append(SequenceSlice(token_ids, done[i], table, i != 1, other_tables=others))
         made.append(StepBatch(slices))
     return made
 
@@ -237,20 +239,34 @@ def cut_otherwise(shape: Shape, sizes: Iterable[int]) -> list[StepBatch]:
     return made
 
 
-def pool(shape: Shape, num_blocks: int = 0) -> KvPool:
-    """Returns a pool of zeros. By default it has as many blocks as `batches` name."""
+def pools(shape: Shape, num_blocks: int = 0) -> list[KvPool]:
+    """Returns a pool of zeros for each KV group. By default it has as many blocks as `batches`
+    name."""
     most = 1 + max(block for b in batches(shape) for s in b.slices for block in s.block_table)
-    blocks = num_blocks or most
-    return empty_pool(
-        BlockLayout(blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim, shape.kv)
+    config = config_of(shape)
+    layout = model_layout(
+        config,
+        [num_blocks or most] * len(layer_groups(config)),
+        block_size=shape.block_size,
+        dtype=shape.kv,
     )
+    return [empty_pool(group.layout) for group in layout.groups]
 
 
-def contents(pool: KvPool) -> torch.Tensor:
+def pool(shape: Shape, num_blocks: int = 0) -> KvPool:
+    """Returns the pool of a shape with one KV group."""
+    (only,) = pools(shape, num_blocks)
+    return only
+
+
+def contents(*pools: KvPool) -> torch.Tensor:
     """The numbers of all blocks: [2, layers, blocks, heads, block_size, head_dim]."""
-    rows = pool.block_rows(torch.arange(pool.layout.num_blocks).unsqueeze(1))
-    num_blocks = pool.layout.num_blocks
-    return torch.stack([pool.gather(layer, rows, num_blocks) for layer in range(2)], 1)
+    found = []
+    for pool in pools:
+        num_blocks = pool.layout.num_blocks
+        rows = pool.block_rows(torch.arange(num_blocks).unsqueeze(1))
+        found += [pool.gather(layer, rows, num_blocks) for layer in range(pool.layout.num_layers)]
+    return torch.stack(found, 1)
 
 
 def outputs(shape: Shape, instructions: str | None) -> list[torch.Tensor]:
@@ -260,8 +276,8 @@ def outputs(shape: Shape, instructions: str | None) -> list[torch.Tensor]:
         num_threads=shape.num_threads,
         instructions=instructions,
     )
-    kv = pool(shape)
-    return [*(decoder.forward(batch, [kv]).clone() for batch in batches(shape)), contents(kv)]
+    kv = pools(shape)
+    return [*(decoder.forward(batch, kv).clone() for batch in batches(shape)), contents(*kv)]
 
 
 def rounds_inputs(shape: Shape, instructions: str | None) -> bool:
@@ -278,9 +294,9 @@ def compare(shape: Shape, instructions: str | None) -> None:
     """Raises AssertionError where logits or KV differ by more than fp32's sums may, or where bf16
     is multiplied as it is, by more than activations rounded to bf16 may."""
     reference = TorchSteps(config_of(shape), widened(random_weights(shape)), "fast")
-    kv = pool(shape)
+    kv = pools(shape)
     with torch.inference_mode():
-        expected = [*(reference.forward(batch, [kv]) for batch in batches(shape)), contents(kv)]
+        expected = [*(reference.forward(batch, kv) for batch in batches(shape)), contents(*kv)]
     is_rounded = shape.kv != "float32" or rounds_inputs(shape, instructions)
     tolerance = 3e-2 if is_rounded else 1e-4
     if is_quantized(shape.kv):

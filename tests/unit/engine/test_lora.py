@@ -33,7 +33,7 @@ def make_runner(folder: Any, numerics: str, kernels: str, **more: Any) -> ModelR
         **({"dtype": "float32"} | more),
     )
     runner = ModelRunner(folder, config)
-    runner.allocate(80)
+    runner.allocate(*[80] * len(runner.layout().groups))
     return runner
 
 
@@ -48,14 +48,28 @@ def run(runner: ModelRunner, sequences: list[tuple[list[int], str]]) -> list[tor
     tables = [list(range(8 * i, 8 * i + 8)) for i in range(len(sequences))]
     rows = list(zip(sequences, tables, strict=True))
     prompts = [
-        SequenceSlice(tokens[:-1], len(tokens) - 1, table, False, adapter=digest)
+        SequenceSlice(
+            tokens[:-1],
+            len(tokens) - 1,
+            table,
+            False,
+            adapter=digest,
+            other_tables=[table] * (len(runner.pools) - 1),
+        )
         for (tokens, digest), table in rows
         if len(tokens) > 1
     ]
     if prompts:
         runner.forward(StepBatch(prompts))
     last = [
-        SequenceSlice(tokens[-1:], len(tokens), table, True, adapter=digest)
+        SequenceSlice(
+            tokens[-1:],
+            len(tokens),
+            table,
+            True,
+            adapter=digest,
+            other_tables=[table] * (len(runner.pools) - 1),
+        )
         for (tokens, digest), table in rows
     ]
     return list(runner.forward(StepBatch(last)).clone())

@@ -10,7 +10,6 @@ import torch
 
 from tandem.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tests.step_batches import logits_after, mixed_steps
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -70,11 +69,8 @@ def test_longrope_beyond_the_original_context(tmp_path: Path) -> None:
 def test_bfloat16_stays_near_float32(family: str, tmp_path: Path) -> None:
     folder, reference = make_tiny_model(family, tmp_path)
     runner = ModelRunner(folder, EngineConfig(model="", dtype="bfloat16", device="cpu"))
-    runner.allocate(16)
     prompt = PROMPTS[-1]
-    (logits,) = runner.forward(
-        StepBatch([SequenceSlice(prompt, len(prompt), list(range(15)), True)])
-    )
+    logits = logits_after(runner, prompt)
     with torch.no_grad():
         expected = reference(torch.tensor([prompt])).logits[0, -1]
     correlation = torch.corrcoef(torch.stack((logits, expected)))[0, 1]

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.config.engine import EngineConfig
-from tandem.engine.cache import kv_groups
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import FinalBlocks, Mode, SequenceSpec
@@ -27,12 +26,6 @@ PROMPTS = [
     for length in (150, 97, 30)
 ]
 Tiny = tuple[ModelFolder, PreTrainedModel]
-
-
-@pytest.fixture(autouse=True, params=["one pool", "rolling"])
-def rolling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(kv_groups, "ROLLING", request.param == "rolling")
-    return bool(request.param == "rolling")
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +105,8 @@ def test_warm(tiny: Tiny, expected: dict[str, list[int]]) -> None:
     assert [again.ends[str(i)].num_cached_tokens for i in range(3)] == [144, 96, 16]
 
 
-def test_preempted(tiny: Tiny, expected: dict[str, list[int]], rolling: bool) -> None:
-    engine, _ = load(tiny, num_blocks=9 if rolling else 20)
+def test_preempted(tiny: Tiny, expected: dict[str, list[int]]) -> None:
+    engine, _ = load(tiny, num_blocks=9)
     outcome = drive_all(engine, *requests())
     assert outcome.token_ids == expected
     assert sum(end.num_preemptions for end in outcome.ends.values()) > 0

@@ -172,6 +172,36 @@ def test_an_engine_makes_the_same_blocks_of_the_free_memory(tmp_path: Path) -> N
     assert fit.num_sequences == fit.num_blocks // 7
 
 
+@pytest.mark.parametrize("family", ["mistral-window", "gemma3", "qwen2-some-windows"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_pools_of_kv_groups_are_divided_as_an_engine_does(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    folder, _ = make_tiny_model(family, tmp_path)
+    computed = size(folder.config, dtype, context=1000)
+    layers = {len(group.layers): group for group in engine_of(folder)[0].layout.groups}
+    by_hand = {group.window: -(-1000 // 16) for group in layers.values()}
+    for window in by_hand:
+        if window is not None:
+            by_hand[window] = -(-(window - 1) // 16) + 1
+    assert sorted(computed.group_blocks) == sorted(by_hand.values())
+    fit = device_fit(
+        folder.config,
+        computed,
+        block_size=16,
+        memory_bytes=40_000_000,
+        weight_bytes=4,
+        reserve_bytes=1_000_000,
+    )
+    engine, runner = engine_of(folder, kv_dtype=dtype, kv_bytes_max=fit.free_bytes)
+    assert fit.group_blocks == tuple(engine.layout.sizes)
+    assert engine.layout.pool_bytes == runner.kv.nbytes
+    assert 0 <= fit.free_bytes - engine.layout.pool_bytes < engine.layout.block_bytes
+    if len(fit.group_blocks) > 1:
+        equal = fit.free_bytes // engine.layout.block_bytes
+        assert fit.group_blocks[0] > equal >= fit.group_blocks[1]
+
+
 def test_weights_that_do_not_fit_leave_no_block() -> None:
     fit = device_fit(
         LLAMA_3_8B,

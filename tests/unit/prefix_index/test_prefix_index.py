@@ -45,6 +45,20 @@ async def test_depth_is_the_number_of_leading_blocks_held(index: PrefixIndex, le
     assert await index.num_blocks("w") == length
 
 
+async def test_without_closure_the_deepest_entry_of_each_worker_counts(index: PrefixIndex) -> None:
+    """Entries of a model with windows are depths that can be resumed, in any order, with gaps."""
+    blocks = chain("a", 40)
+    await hold(index, "gaps", [blocks[30], blocks[2], blocks[7]])
+    await hold(index, "one", [blocks[7]])
+    await hold(index, "other", chain("b", 3))
+    assert await index.match(blocks, closed=False) == {"gaps": 31, "one": 8}
+    assert await index.match(blocks[:30], closed=False) == {"gaps": 8, "one": 8}
+    assert await index.match(blocks[:7], closed=False) == {"gaps": 3}
+    assert await index.match([], closed=False) == {}
+    assert await index.publish("gaps", "1", 1, [], [blocks[30], blocks[7]])
+    assert await index.match(blocks, closed=False) == {"gaps": 3, "one": 8}
+
+
 async def test_each_worker_has_its_own_depth(index: PrefixIndex) -> None:
     blocks = chain("a", 64)
     depths = {"w1": 1, "w5": 5, "w32": 32, "w33": 33, "w64": 64, "other5": 5}

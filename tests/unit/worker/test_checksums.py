@@ -7,6 +7,7 @@ import mmap
 import pytest
 import xxhash
 
+from tandem.engine.cache.block_spans import BlockSpans
 from tandem.errors import BlockMismatch, LeaseLost
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.engine_process.pool_view import MappedPool
@@ -18,7 +19,7 @@ SIZE = 64
 def make_pool() -> tuple[MappedPool, mmap.mmap]:
     memory = mmap.mmap(-1, 100 * SIZE)
     memory[:] = b"".join(bytes([n]) * SIZE for n in range(100))
-    return MappedPool(memory, SIZE), memory
+    return MappedPool(memory, BlockSpans.equal(SIZE, len(memory) // SIZE)), memory
 
 
 async def announced(every: int, num_blocks: int = 20, first_block: int = 5) -> pb.BlockRun:

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.cache.pool_memory import create_shared, map_shared, size_shared
 from tandem.errors import InternalError, LeaseLost
 from tandem.transfer.grpc.reservations import Reservations
@@ -17,7 +18,7 @@ SIZE = 100
 
 def make_pool(num_blocks: int = 8) -> tuple[MappedPool, mmap.mmap]:
     memory = mmap.mmap(-1, num_blocks * SIZE)
-    return MappedPool(memory, SIZE), memory
+    return MappedPool(memory, BlockSpans.equal(SIZE, len(memory) // SIZE)), memory
 
 
 def block(value: int) -> bytes:

@@ -22,16 +22,13 @@ from tandem.engine.types import StoredBlock
 class KvCache:
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
+        self._block_size = layout.block_size
         self.pools: list[BlockPool] = [
             (BlockPool if group.window is None else WindowPool)(group.layout.num_blocks)
             for group in layout.groups
         ]
-        self._windows = [pool for pool in self.pools if isinstance(pool, WindowPool)]
-        self._depths = ResumableDepths(layout) if self._windows else None
-
-    @property
-    def has_windows(self) -> bool:
-        return bool(self._windows)
+        self._depths = ResumableDepths(layout) if layout.has_windows else None
+        self.has_windows = layout.has_windows
 
     def match(self, block_hashes: Sequence[bytes]) -> int:
         """Returns how many first blocks of a chain need not be computed. References nothing."""
@@ -109,7 +106,8 @@ class KvCache:
 
     def extend(self, tables: BlockTables, num_tokens: int) -> int:
         """Lets the tables cover `num_tokens` tokens; returns how many they cover, maybe fewer."""
-        num_blocks = covered = self.layout.blocks_of(num_tokens)
+        size = self._block_size
+        num_blocks = covered = -(-num_tokens // size)
         for pool, ids in zip(self.pools, tables.ids, strict=True):
             while len(ids) < num_blocks:
                 taken = pool.allocate(1)
@@ -117,7 +115,7 @@ class KvCache:
                     break
                 ids += taken
             covered = min(covered, len(ids))
-        return min(num_tokens, covered * self.layout.block_size)
+        return min(num_tokens, covered * size)
 
     def pass_by(self, tables: BlockTables, num_tokens: int) -> None:
         """Gives back what no token sees that comes after `num_tokens` others."""

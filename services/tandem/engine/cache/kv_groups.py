@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.cache.layout import BlockLayout, num_blocks_of
 from tandem.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from tandem.config.engine import EngineConfig
 
-ROLLING = False  # windows have groups of their own
+STEP_TOKENS = 512  # in a step on a CPU, unless --max-tokens-per-step says otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,11 @@ class KvLayout:
         """Returns how many blocks so many tokens fill, the last one maybe in part."""
         return -(-num_tokens // self.block_size)
 
+    def sequence_blocks(self, num_tokens: int) -> tuple[int, ...]:
+        """Returns what a sequence of so many tokens holds of each group while it decodes."""
+        blocks = self.blocks_of(num_tokens)
+        return tuple(min(blocks, group.decode_blocks or blocks) for group in self.groups)
+
     @property
     def tokens_max(self) -> int | None:
         """Tokens that a sequence may have; None: the pools set no bound."""
@@ -120,6 +126,13 @@ class KvLayout:
     def pool_bytes(self) -> int:
         return sum(group.layout.pool_bytes for group in self.groups)
 
+    @property
+    def spans(self) -> BlockSpans:
+        """The bytes of blocks by ids that are unique among the pools."""
+        return BlockSpans(
+            tuple((group.layout.num_blocks, group.layout.block_bytes) for group in self.groups)
+        )
+
     def describe(self) -> str:
         """Returns the layout's part of the KV compatibility (not the pools' sizes)."""
         if len(self.groups) == 1 and self.groups[0].window is None:
@@ -133,8 +146,6 @@ class KvLayout:
 
 def layer_groups(model: ModelConfig) -> dict[int | None, tuple[int, ...]]:
     """Returns the layers of each group by the group's window; those that see all come first."""
-    if not ROLLING:
-        return {None: tuple(range(model.num_layers))}
     windows = dict.fromkeys(layer.window for layer in model.layers)
     return {
         window: tuple(i for i, layer in enumerate(model.layers) if layer.window == window)

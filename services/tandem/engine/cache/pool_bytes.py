@@ -1,4 +1,4 @@
-"""Blocks of a KV pool as bytes, for the transport that carries them through gRPC."""
+"""Blocks of KV pools as bytes, for the transport that carries them through gRPC."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tandem.errors import InternalError
 
 
 def pool_bytes(kv: torch.Tensor, layout: KvLayout) -> PoolBytes:
-    """The pool `kv` (any shape and dtype) on the device where it is."""
+    """The pools `kv` (any shape and dtype) on the device where they are."""
     kind = HostPoolBytes if kv.device.type == "cpu" else PinnedPoolBytes
     return kind(kv, layout)
 
 
 class PoolBytes:
-    """A view of a pool as [num_blocks, block_bytes] uint8."""
+    """A view of pools as bytes [pool_bytes] uint8."""
 
     def __init__(self, kv: torch.Tensor, layout: KvLayout) -> None:
-        self._blocks = kv.view(layout.num_blocks, -1).view(torch.uint8)
-        self._block_bytes = layout.block_bytes
-        assert self._blocks.shape[1] == layout.block_bytes
+        self._memory = kv.view(-1).view(torch.uint8)
+        self._spans = layout.spans
+        assert self._memory.numel() == self._spans.memory_bytes
 
     def read(self, block_ids: list[int]) -> memoryview:
         """The blocks' bytes, one after another, in memory of their own."""
@@ -31,10 +31,18 @@ class PoolBytes:
         """Fills the blocks. Raises InternalError when the size does not fit them."""
         raise NotImplementedError
 
-    def _rows(self, block_ids: list[int], data: bytes | memoryview) -> np.ndarray:
-        if len(data) != len(block_ids) * self._block_bytes:
-            raise InternalError(f"{len(data)} bytes are not {len(block_ids)} blocks")
-        return np.frombuffer(data, np.uint8).reshape(len(block_ids), self._block_bytes)
+    def _pairs(
+        self, block_ids: list[int], num_bytes: int | None = None
+    ) -> list[tuple[slice, slice]]:
+        """The bytes of each block, with its place among these. Raises InternalError."""
+        pairs, first = [], 0
+        for span in map(self._spans.span, block_ids):
+            size = span.stop - span.start
+            pairs.append((span, slice(first, first + size)))
+            first += size
+        if num_bytes is not None and num_bytes != first:
+            raise InternalError(f"{num_bytes} bytes are not {len(block_ids)} blocks")
+        return pairs
 
 
 class HostPoolBytes(PoolBytes):
@@ -42,17 +50,19 @@ class HostPoolBytes(PoolBytes):
 
     def __init__(self, kv: torch.Tensor, layout: KvLayout) -> None:
         super().__init__(kv, layout)
-        self._host = self._blocks.numpy()
+        self._host = self._memory.numpy()
 
     def read(self, block_ids: list[int]) -> memoryview:
-        data = np.empty((len(block_ids), self._block_bytes), np.uint8)
-        for row, block_id in enumerate(block_ids):
-            data[row] = self._host[block_id]
+        data = np.empty(self._spans.num_bytes(block_ids), np.uint8)
+        for span, place in self._pairs(block_ids):
+            data[place] = self._host[span]
         return data.data.cast("B")
 
     def write(self, block_ids: list[int], data: bytes | memoryview) -> None:
-        for block_id, row in zip(block_ids, self._rows(block_ids, data), strict=True):
-            self._host[block_id] = row
+        pairs = self._pairs(block_ids, len(data))
+        rows = np.frombuffer(data, np.uint8)
+        for span, place in pairs:
+            self._host[span] = rows[place]
 
 
 class PinnedPoolBytes(PoolBytes):
@@ -64,18 +74,18 @@ class PinnedPoolBytes(PoolBytes):
     """
 
     def read(self, block_ids: list[int]) -> memoryview:
-        staging = self._staging(len(block_ids))
-        for row, block_id in zip(staging, block_ids, strict=True):
-            row.copy_(self._blocks[block_id], non_blocking=True)
-        torch.cuda.current_stream(self._blocks.device).synchronize()
+        staging = self._staging(self._spans.num_bytes(block_ids))
+        for span, place in self._pairs(block_ids):
+            staging[place].copy_(self._memory[span], non_blocking=True)
+        torch.cuda.current_stream(self._memory.device).synchronize()
         return staging.numpy().data.cast("B")
 
     def write(self, block_ids: list[int], data: bytes | memoryview) -> None:
-        rows = self._rows(block_ids, data)
-        staging = self._staging(len(block_ids))
-        np.copyto(staging.numpy(), rows)
-        for row, block_id in zip(staging, block_ids, strict=True):
-            self._blocks[block_id].copy_(row, non_blocking=True)
+        pairs = self._pairs(block_ids, len(data))
+        staging = self._staging(len(data))
+        np.copyto(staging.numpy(), np.frombuffer(data, np.uint8))
+        for span, place in pairs:
+            self._memory[span].copy_(staging[place], non_blocking=True)
 
-    def _staging(self, num_blocks: int) -> torch.Tensor:
-        return torch.empty((num_blocks, self._block_bytes), dtype=torch.uint8, pin_memory=True)
+    def _staging(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

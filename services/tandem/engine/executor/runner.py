@@ -15,7 +15,7 @@ import torch
 
 from tandem.config.engine import EngineConfig
 from tandem.dtypes import compute_dtype, cpu_has_bfloat16
-from tandem.engine.cache.kv_groups import KvGroup, KvLayout, model_layout
+from tandem.engine.cache.kv_groups import STEP_TOKENS, KvGroup, KvLayout, model_layout
 from tandem.engine.cache.pool_memory import own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.lora_weights import LoraWeights, load_lora
@@ -240,9 +240,9 @@ def _tokens_per_step(device: torch.device) -> int:
     """Returns a step's token budget. On CUDA 16 a multiprocessor, down to a power of 2 (H100:
     2,048, A100: 1,024): a product with 4,096 columns has about four 128 x 128 tiles for each."""
     if device.type != "cuda":
-        return 512
+        return STEP_TOKENS
     wanted = 16 * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(512, 1 << (int(wanted).bit_length() - 1))
+    return max(STEP_TOKENS, 1 << (int(wanted).bit_length() - 1))
 
 
 def has_bfloat16(device: torch.device) -> bool:

@@ -55,13 +55,14 @@ class Chunk:
     @property
     def slice(self) -> SequenceSlice:
         sequence = self.sequence
+        block_table, *other_tables = sequence.tables.ids
         start = sequence.num_computed_tokens
         end = start + self.num_tokens
         return SequenceSlice(
             token_ids=sequence.token_ids[start:end],
             context_len=end,
-            block_table=sequence.block_table,
-            other_tables=sequence.tables.ids[1:],
+            block_table=block_table,
+            other_tables=other_tables,
             wants_logits=self.samples,
             all_logits=self.all_logits,
             wants_hidden=self.samples and sequence.spec.embed,

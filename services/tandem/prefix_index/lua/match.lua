@@ -1,13 +1,15 @@
--- How many leading blocks of a chain each worker of one shard holds.
+-- How many leading blocks of a chain each worker of one shard can go on from.
 --
 -- KEYS[1]   the shard's state, see redis.py; bucket keys are made from it, in the same hash slot
 -- ARGV[1]   the chain's block hashes, 16 bytes each, without anything between
+-- ARGV[2]   1: each worker's blocks are prefix-closed; 0: an entry stands for itself (protocol.py)
 -- returns   {next, worker, depth, worker, depth, ...}: next is 1 when a further shard exists;
 --           workers that hold none of the chain are left out
 --
--- Each worker's blocks are prefix-closed, so the set of holders only shrinks with depth. It gallops
+-- If they are prefix-closed, the set of holders only shrinks with depth. The look-up then gallops
 -- (1, 2, 4, ...) until nobody is left and halves the gap in which a worker was lost: about
--- 2 log2(depth) reads where all workers agree, at most that for each worker.
+-- 2 log2(depth) reads where all workers agree, at most that for each worker. Else it goes from the
+-- deepest block up until it has found every worker.
 local state, chain = KEYS[1], ARGV[1]
 local head = redis.call('HMGET', state, 'next', 'live')
 local reply = {tonumber(head[1] or 0)}
@@ -40,6 +42,17 @@ local function narrow(mask, low, high)
   local deeper = bit.band(mask, holders(middle))
   narrow(deeper, middle, high)
   narrow(bit.bxor(mask, deeper), low, middle)
+end
+
+if ARGV[2] == '0' then
+  local mask = live
+  for depth = count, 1, -1 do
+    if mask == 0 then break end
+    local found = bit.band(mask, holders(depth))
+    report(found, depth)
+    mask = bit.bxor(mask, found)
+  end
+  return reply
 end
 
 local mask, low, step = live, 0, 1

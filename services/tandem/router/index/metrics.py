@@ -1,7 +1,7 @@
 """Metrics of the prefix tree, as this router sees it, and the look-up that counts itself."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from tandem.observability.metrics import MetricSet, counter, gauges, histogram
 from tandem.prefix_index.audit import TreeStats
 from tandem.prefix_index.redis import RedisIndex
+from tandem.store.registry import KvCompatibility
 
 _LOOKUP_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
@@ -81,13 +82,18 @@ class IndexMetrics(MetricSet, Collector):
 
 
 async def counted_match(
-    index: RedisIndex, metrics: IndexMetrics, block_hashes: Sequence[bytes]
+    index: RedisIndex,
+    metrics: IndexMetrics,
+    compatibility: Callable[[], KvCompatibility | None],
+    block_hashes: Sequence[bytes],
 ) -> dict[str, int]:
-    """Looks up in the tree, and counts that."""
+    """Looks up in the tree, and counts that. `compatibility` is what blocks are hashed under."""
     began = time.perf_counter()
     outcome = "failed"
     try:
-        found = await index.match(block_hashes)
+        known = compatibility()
+        closed = known is None or not known.has_windows
+        found = await index.match(block_hashes, closed=closed)
         outcome = "hit" if found else "miss"
         metrics.lookup_s.observe(time.perf_counter() - began)
         return found

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tandem.engine.cache.block_spans import BlockSpans
 from tandem.errors import LeaseLost
 
 Blocks = Sequence[bytes | memoryview]
@@ -62,7 +63,7 @@ class Reservations:
 class PoolView(Protocol):
     """The pool, whether its memory is mapped in this process or is the engine process's alone."""
 
-    block_bytes: int
+    spans: BlockSpans
 
     async def read(self, sequence_id: str, block_ids: Sequence[int]) -> Blocks:
         """The bytes of blocks that the sequence holds: good until the next await."""

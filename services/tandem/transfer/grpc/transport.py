@@ -7,6 +7,7 @@ subchannels of its own; then a large message on one of them delays no small one 
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc.aio
@@ -86,7 +87,7 @@ class GrpcTransport:
         blocks = self._owner.reservations.open(pull.sequence_id, pull.local_block_ids)
         try:
             async with asyncio.TaskGroup() as streams:
-                for number, part in enumerate(self._parts(len(pull.local_block_ids))):
+                for number, part in enumerate(self._parts(pull.local_block_ids)):
                     request = pb.FetchBlocksRequest(
                         lease_id=pull.lease_id,
                         block_ids=pull.producer_block_ids[part.start : part.stop],
@@ -108,9 +109,10 @@ class GrpcTransport:
             close_soon(channel)
         self._channels.clear()
 
-    def _parts(self, num_blocks: int) -> list[range]:
+    def _parts(self, block_ids: Sequence[int]) -> list[range]:
         """The blocks of each stream."""
-        wanted = num_blocks * self._owner.pool.block_bytes // _STREAM_BYTES_MIN
+        num_blocks = len(block_ids)
+        wanted = self._owner.pool.spans.num_bytes(block_ids) // _STREAM_BYTES_MIN
         size = -(-num_blocks // max(1, min(STREAMS_MAX, wanted, num_blocks)))
         return [range(first, min(first + size, num_blocks)) for first in range(0, num_blocks, size)]
 
@@ -123,8 +125,8 @@ class GrpcTransport:
             with foreign_cancellation_raises(closed):
                 async for message in call:
                     data = decode(message)
-                    num_blocks = len(data) // pool.block_bytes
-                    if not num_blocks or first + num_blocks > part.stop:
+                    num_blocks = pool.spans.count(blocks.block_ids[first : part.stop], len(data))
+                    if not num_blocks:
                         raise LeaseLost(f"{self._worker_id} sent bytes that are not the blocks")
                     pool.write(blocks, first, data)
                     first += num_blocks

@@ -144,13 +144,15 @@ class NixlAgent:
         Reads of blocks by their number then cost a sixth of reads by address. The answer is a
         handle, to be released before the peer is removed.
         """
-        size = pool.block_bytes
-        row = np.array([[pool.address, size, pool.device_id, size, pool.num_blocks]], np.uint64)
+        rows, address = [], pool.address
+        for num_blocks, size in pool.spans.pools:
+            rows.append((address, size, pool.device_id, size, num_blocks))
+            address += num_blocks * size
         with self._translated("naming blocks"):
             handle: int = self._agent.prepXferDlist(
                 self._bindings.NIXL_INIT_AGENT if peer is None else peer,
                 self._segment(pool.memory),
-                row,
+                np.array(rows, np.uint64),
                 [self._backend],
             )
         return handle

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.backoff import Backoff, doubling
+from tandem.engine.cache.block_spans import BlockSpans
 from tandem.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -71,10 +72,10 @@ class NixlConsumer:
     ) -> None:
         """`delay_s` holds the completion of each pull back by that long, for tests."""
         self._pool = pool
-        self._block_bytes = pool.layout.block_bytes
-        self._num_blocks = pool.layout.num_blocks
-        self._scratch_blocks = max(1, PROBE_BYTES // self._block_bytes)
-        self._scratch = ctypes.create_string_buffer(self._scratch_blocks * self._block_bytes)
+        self._spans = pool.layout.spans
+        _, probed_bytes = self._spans.pools[0]
+        self._scratch_blocks = max(1, PROBE_BYTES // probed_bytes)
+        self._scratch = ctypes.create_string_buffer(self._scratch_blocks * probed_bytes)
         self._agent_name = agent_name
         self._mode = mode
         self._delay_s = delay_s
@@ -96,10 +97,9 @@ class NixlConsumer:
 
     def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
         """Makes a peer readable and reads nothing yet. Raises TandemError when it cannot."""
-        if pool.block_bytes != self._block_bytes:
-            raise Incompatible(
-                f"{peer_id} has blocks of {pool.block_bytes} bytes, here of {self._block_bytes}"
-            )
+        theirs, ours = _block_sizes(pool.spans), _block_sizes(self._spans)
+        if theirs != ours:
+            raise Incompatible(f"{peer_id} has blocks of {theirs} bytes, here of {ours}")
         known = self._peers.get(peer_id)
         if known is not None and known.metadata != metadata:
             self.disconnect(peer_id)
@@ -112,7 +112,7 @@ class NixlConsumer:
         It moves at most PROBE_BYTES, but always one block.
         """
         peer = self._peers.get(peer_id)
-        there = peer.pool.num_blocks if peer is not None else 1
+        there = peer.pool.spans.pools[0][0] if peer is not None else 1
         block_ids = list(range(max(1, min(num_blocks, self._scratch_blocks, there))))
         pull = Pull(pull_id, peer_id, block_ids, [], deadline_s)
         try:
@@ -234,7 +234,7 @@ class NixlConsumer:
                 f"{len(pull.producer_block_ids)} producer blocks for {len(pull.local_block_ids)} "
                 f"here"
             )
-        _check_range(pull.local_block_ids, self._num_blocks)
+        _check_range(pull.local_block_ids, self._spans.num_blocks)
         if self._fence.refuses(self._clock()):
             raise QueueFull("too many blocks are fenced: the consumer must be made anew first")
         for active in self._pulls.values():
@@ -247,13 +247,13 @@ class NixlConsumer:
         peer = self._peers.get(pull.peer_id)
         if peer is None:
             raise WorkerLost(f"the peer {pull.peer_id} is not connected")
-        _check_range(pull.producer_block_ids, peer.pool.num_blocks)
+        _check_range(pull.producer_block_ids, peer.pool.spans.num_blocks)
         instance = self._made()
         self._pulls[pull.pull_id] = NixlPull(
             pull,
             instance.load(peer.metadata, peer.pool),
             target_list=instance.pool_list if pull.local_block_ids else instance.scratch_list,
-            block_bytes=self._block_bytes,
+            num_bytes=self._spans.num_bytes(pull.local_block_ids or pull.producer_block_ids),
             piece_size=self._piece_size,
             clock=self._clock,
         )
@@ -351,6 +351,10 @@ class NixlConsumer:
                 raise
             self._unmade = None
         return self._instance
+
+
+def _block_sizes(spans: BlockSpans) -> str:
+    return " and ".join(str(size) for _, size in spans.pools)
 
 
 def _check_range(block_ids: list[int], num_blocks: int) -> None:

@@ -42,9 +42,10 @@ class AgentInstance:
         self._ended: list[int] = []  # handles of reads that are DONE
         blocks = pool.remote()
         self.pool_list = self._open(blocks)
-        num_blocks, address = len(scratch) // blocks.block_bytes, ctypes.addressof(scratch)
+        _, size = blocks.spans.pools[0]  # probes read the first pool's blocks
+        num_blocks, address = len(scratch) // size, ctypes.addressof(scratch)
         self.scratch_list = self._open(
-            RemotePool(address, num_blocks, blocks.block_bytes, device_id=0, memory="DRAM")
+            RemotePool(address, num_blocks, size, device_id=0, memory="DRAM")
         )
 
     @property
@@ -89,7 +90,7 @@ class AgentInstance:
         """Makes blocks here readable into; returns the handle of their list."""
         self.agent.register(
             address=blocks.address,
-            num_bytes=blocks.num_blocks * blocks.block_bytes,
+            num_bytes=blocks.spans.memory_bytes,
             device_id=blocks.device_id,
             memory=blocks.memory,
         )

@@ -7,17 +7,24 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.cache.kv_groups import KvLayout
 
 
 class RemotePool(msgspec.Struct, frozen=True):
-    """A pool as far as a consumer must know it: equal blocks that lie one after the other."""
+    """Pools as far as a consumer must know them: their blocks lie one after the other."""
 
     address: int
-    num_blocks: int
-    block_bytes: int
+    num_blocks: int  # of all pools
+    block_bytes: int  # of all layers
     device_id: int
     memory: str  # "DRAM" or "VRAM", NIXL's names
+    # Of several KV groups, the number of blocks of each pool and the bytes of each block.
+    pools: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def spans(self) -> BlockSpans:
+        return BlockSpans(self.pools or ((self.num_blocks, self.block_bytes),))
 
 
 class LocalPool(msgspec.Struct, frozen=True):
@@ -37,6 +44,7 @@ class LocalPool(msgspec.Struct, frozen=True):
             block_bytes=self.layout.block_bytes,
             device_id=self.device_id,
             memory=self.memory,
+            pools=self.layout.spans.pools if len(self.layout.groups) > 1 else (),
         )
 
 

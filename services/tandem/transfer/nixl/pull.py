@@ -32,7 +32,7 @@ class Read:
 class NixlPull:
     """Blocks of a peer on their way into blocks of this pool, or for a probe into scratch memory.
 
-    `clock` measures how long starting a piece takes.
+    `num_bytes` are of all its blocks; `clock` measures how long starting a piece takes.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class NixlPull:
         peer: LoadedPeer,
         *,
         target_list: int,
-        block_bytes: int,
+        num_bytes: int,
         piece_size: PieceSize,
         clock: Callable[[], float],
     ) -> None:
@@ -49,7 +49,9 @@ class NixlPull:
         self.peer = peer
         self.started_at = clock()
         self.reads: list[Read] = []
-        self._block_bytes = block_bytes
+        self.num_bytes = num_bytes
+        # Blocks of several groups differ in size and take turns: their mean will do for pieces.
+        self._block_bytes = max(1, num_bytes // len(pull.producer_block_ids))
         self._piece_size = piece_size
         self._clock = clock
         self._producer_ids = np.array(pull.producer_block_ids, np.int32)
@@ -62,10 +64,6 @@ class NixlPull:
     @property
     def is_done(self) -> bool:
         return self._num_started == len(self._producer_ids) and not self.reads
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self._producer_ids) * self._block_bytes
 
     def advance(self, instance: AgentInstance) -> bool:
         """Asks after the reads and starts at most one; whether anything moved.

@@ -123,12 +123,12 @@ class EngineLink:
 
     def _map_pool(self, ready: messages.Ready, pool_fd: int | None) -> None:
         if pool_fd is not None and ready.pool_is_shared:
-            memory = map_shared(pool_fd, ready.num_blocks * ready.block_bytes)
-            self.pool = MappedPool(memory, ready.block_bytes)
+            memory = map_shared(pool_fd, ready.spans.memory_bytes)
+            self.pool = MappedPool(memory, ready.spans)
             return
         if pool_fd is not None:
             os.close(pool_fd)
-        self.pool = PoolThroughEngine(self, ready.block_bytes)
+        self.pool = PoolThroughEngine(self, ready.spans)
 
     def send(self, command: messages.Command, data: bytes | memoryview | None = None) -> None:
         """Queues a command; commands are applied in the order they were sent."""

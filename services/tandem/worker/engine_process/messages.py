@@ -10,6 +10,7 @@ import msgspec
 
 from tandem.config.engine import EngineConfig
 from tandem.config.transfer import TransferConfig
+from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.types import FinalBlocks, SequenceSpec, StepReport
 from tandem.transfer.nixl import messages as transfer
 
@@ -181,7 +182,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     kv_dtype: str
     layout: str
     num_blocks: int
-    block_bytes: int
+    block_bytes: int  # of all layers
+    spans: BlockSpans
     max_model_len: int
     max_tokens_per_step: int
     load_ms: dict[str, float]  # where the time to load went

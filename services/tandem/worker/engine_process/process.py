@@ -291,6 +291,7 @@ class EngineProcess:
             layout=layout.describe(),
             num_blocks=layout.num_blocks,
             block_bytes=layout.block_bytes,
+            spans=layout.spans,
             max_model_len=self._engine.max_model_len,
             max_tokens_per_step=self._engine.max_tokens_per_step,
             load_ms=load_ms,

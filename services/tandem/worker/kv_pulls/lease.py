@@ -59,7 +59,7 @@ class ConsumerLease:
         self._epoch = ""
         self._sequence_id = ""
         self._targets: list[int] = []  # its block table from the first missing block on
-        self._first_block = 0  # the first missing one
+        self._first_block = 0  # the first missing one; blocks are counted in their order
         self._next_block = 0
         self._end_block: int | None = None  # None: the producer did not say yet
         self._is_answered = False  # by `prefilled` or `held`: its engine has done its part
@@ -82,7 +82,7 @@ class ConsumerLease:
         on_first_token: Callable[[pb.Prefilled, PullStats], None],
     ) -> int:
         """Has the prompt prefilled, and pulls every missing block into `targets`, blocks of the
-        sequence's table from the first missing one on. Returns the first token.
+        sequence's tables in the order in which they travel. Returns the first token.
 
         `trace` are the headers of the request's span. Raises TandemError.
         """
@@ -100,7 +100,7 @@ class ConsumerLease:
         )
         if (rate := self._rates.pair(self.peer.worker_id, self.peer.transport)) is not None:
             start.rate.CopyFrom(rate_message(rate))
-        self._end_block = -(-len(spec.token_ids) // self._config.engine.block_size)
+        self._end_block = first_missing_block + len(targets)
         first_token_id = -1
 
         def on_event(event: pb.PrefillEvent) -> None:
@@ -144,7 +144,13 @@ class ConsumerLease:
             num_held = event.held.num_blocks
             if event.WhichOneof("event") != "held" or num_held > len(block_hashes):
                 raise LeaseLost(f"{self.peer.worker_id} answered {event}")
-            self._end_block = max(first_missing_block, num_held)
+            # All that was asked for fills the targets; with windows it is that or nothing.
+            is_whole = num_held == len(block_hashes)
+            self._end_block = (
+                first_missing_block + len(targets)
+                if is_whole
+                else max(first_missing_block, num_held)
+            )
 
         self._pull_into(sequence_id, first_missing_block, targets)
         await self._follow(pb.PrefillCommand(hold=hold), on_event)
@@ -204,7 +210,7 @@ class ConsumerLease:
         targets = self._targets[index : index + len(run.block_ids)]
         if len(targets) != len(run.block_ids):
             raise LeaseLost(f"a run ends at block {self._next_block}, after the last one")
-        await self._puller.pull(
+        num_bytes = await self._puller.pull(
             self.peer,
             lease_id=self._lease_id,
             sequence_id=self._sequence_id,
@@ -213,7 +219,7 @@ class ConsumerLease:
         )
         # Counted by pulls that ended well, so that a task which vanished is missed, too.
         self.stats.num_blocks += len(targets)
-        self.stats.num_bytes += len(targets) * self._rates.worker.block_bytes
+        self.stats.num_bytes += num_bytes
         self.stats.pull_s += time.monotonic() - started
         await self._release_if_done(stream)
 

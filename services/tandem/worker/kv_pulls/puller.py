@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tandem.config.transfer import TransferConfig
+from tandem.engine.cache.block_spans import BlockSpans
 from tandem.errors import BlockMismatch
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.protocol import BlockPull
@@ -36,14 +37,14 @@ class Puller:
         config: TransferConfig,
         link: EngineLink,
         *,
-        block_bytes: int,
+        spans: BlockSpans,
         rates: Rates | None = None,
         on_mismatch: Callable[[], None] = lambda: None,
     ) -> None:
         """`rates` learns from each pull, and says how long one may take."""
         self._config = config
         self._link = link
-        self._block_bytes = block_bytes
+        self._spans = spans
         self._rates = rates
         self._on_mismatch = on_mismatch
         self._bounds = BytesInFlight(
@@ -59,9 +60,10 @@ class Puller:
         sequence_id: str,
         run: pb.BlockRun,
         targets: Sequence[int],
-    ) -> None:
+    ) -> int:
+        """Returns the bytes that came."""
         assert len(targets) == len(run.block_ids)
-        num_bytes = len(targets) * self._block_bytes
+        num_bytes = self._spans.num_bytes(targets)
         async with self._bounds.taken(peer.peer_id, num_bytes):
             transport = peer.in_use
             try:
@@ -81,6 +83,7 @@ class Puller:
                 raise
         if self._rates is not None:
             self._rates.on_pull(peer.worker_id, transport.name, num_bytes, seconds)
+        return num_bytes
 
     def _deadline_s(self, peer: Peer, num_bytes: int) -> float:
         if self._rates is None:

@@ -240,7 +240,7 @@ class Worker:
         puller = Puller(
             config.transfer,
             self.link,
-            block_bytes=ready.block_bytes,
+            spans=ready.spans,
             rates=self.rates,
             on_mismatch=self._metrics.block_mismatches.inc,
         )

@@ -78,6 +78,9 @@ class PrefixPuller:
         if not chosen:
             return None
         prefix_blocks = max(holder.num_tokens for holder in chosen) // self._block_size
+        if self._compatibility.has_windows:  # a window of another depth would be of no use
+            prefix_tokens = prefix_blocks * self._block_size
+            chosen = [holder for holder in chosen if holder.num_tokens == prefix_tokens]
         return PrefixPlan(msgspec.structs.replace(spec, prefix_blocks=prefix_blocks), chosen)
 
     async def fill(self, plan: PrefixPlan, reserved: Reserved) -> int:
@@ -139,6 +142,8 @@ class PrefixPuller:
                 continue
             lease = self._make_lease(peer)
             wanted = block_hashes[: holder.num_tokens // self._block_size]
+            if not self._compatibility.has_windows:  # its first blocks are those of the chain
+                targets = targets[: len(wanted) - num_cached]
             try:
                 return await self._hold(lease, sequence_id, wanted, num_cached, targets)
             except Exception as error:
