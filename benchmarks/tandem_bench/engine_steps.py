@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
+from tandem.engine.cache.kv_groups import layer_groups
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import UnsupportedModel
 from tandem.models.source import ModelFolder, resolve
@@ -16,11 +17,17 @@ DECODE_CONTEXT = 256
 
 
 def resolve_dense(model: str) -> ModelFolder:
-    """Resolves a model whose steps all read all weights. Raises UnsupportedModel for experts."""
+    """Resolves a model whose steps read all weights, and whose KV has one group. Raises
+    UnsupportedModel for others."""
     folder = resolve(model)
     if any(layer.experts for layer in folder.config.layers):
         raise UnsupportedModel(
             f"{model} has experts; this benchmark counts the work of dense models only"
+        )
+    if len(layer_groups(folder.config)) > 1:
+        raise UnsupportedModel(
+            f"{model} has layers with and without a window; this benchmark has blocks "
+            "of one KV group"
         )
     return folder
 
