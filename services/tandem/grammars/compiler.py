@@ -28,6 +28,8 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 
+_SPECIAL = b"\xff"
+
 
 @dataclass(slots=True)
 class GrammarCompiler:
@@ -59,10 +61,12 @@ class GrammarCompiler:
             matcher = self.compile(text)
         except BadRequest as error:
             return error.message
-        # A form begins with what it forces, such as a brace: what may follow has to fit, too.
-        begins = matcher.compute_ff_bytes().decode(errors="ignore")
-        if begins and not matcher.is_error():
-            matcher.consume_tokens(self._vocabulary().greedy_tokenize(begins))
+        # A form begins with what it forces, such as a brace: what may follow has to fit, too. A
+        # special token stands there as a byte that is in no text.
+        begins = matcher.compute_ff_bytes()
+        if begins and _SPECIAL not in begins:
+            text = begins.decode(errors="ignore")
+            matcher.consume_tokens(self._vocabulary().greedy_tokenize(text))
         matcher.compute_bitmask()
         if matcher.is_error():
             return matcher.get_error()
