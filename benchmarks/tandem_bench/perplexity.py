@@ -1,9 +1,9 @@
 """`tandem bench perplexity`, as a command of its own: `python -m tandem_bench.perplexity`.
 
-The perplexity of a text with two data types of KV, by the log probabilities that the engine itself
-reports of a prompt. The text is cut into windows, each a prompt of its own. Both data types compute
-the same windows, so the difference is paired: its standard error comes from the differences of the
-windows, and is much smaller than that of either perplexity.
+The perplexity of a text with two data types of KV or of the computation, by the log probabilities
+that the engine itself reports of a prompt. The text is cut into windows, each a prompt of its own.
+Both data types compute the same windows, so the difference is paired: its standard error comes from
+the differences of the windows, and is much smaller than that of either perplexity.
 """
 
 from __future__ import annotations
@@ -47,25 +47,32 @@ def main(
     *,
     kv_dtype: Annotated[str, Parameter(help="Data type of the KV pool to judge.")] = "bfloat16",
     against: Annotated[str, Parameter(help="Data type of KV to compare with.")] = "float32",
-    dtype: Annotated[Dtype, Parameter(help="Data type of the computation, of both.")] = "auto",
+    dtype: Annotated[Dtype, Parameter(help="Data type of the computation.")] = "auto",
+    against_dtype: Annotated[
+        Dtype | None, Parameter(help="The same of what is compared with. Default: that of --dtype.")
+    ] = None,
     text: Annotated[Path | None, Parameter(help="Text file. Default: Python's manual.")] = None,
     tokens: Annotated[int, Parameter(help="Tokens to predict.", validator=_Positive)] = 50_000,
     window: Annotated[int, Parameter(help="Tokens of a window.", validator=Number(gte=2))] = 1024,
     threads: Annotated[int, Parameter(help="Threads of the engine.", validator=_Positive)] = 1,
     output: Annotated[Path | None, Parameter(help="JSON file to write.")] = None,
 ) -> None:
-    """Compare the perplexity of a text with two data types of KV."""
+    """Compare the perplexity of a text with two data types of KV or of the computation.
+
+    A GGUF file's quantized weights stay quantized with the dtype auto, and no other.
+    """
+    pairs = (kv_dtype, dtype), (against, against_dtype or dtype)
     try:
         configs = [
             EngineConfig(
                 model=model,
-                dtype=dtype,
-                kv_dtype=name,  # type: ignore[arg-type]  # EngineConfig checks it
+                dtype=computed,
+                kv_dtype=kept,  # type: ignore[arg-type]  # EngineConfig checks it
                 max_num_seqs=1,
                 itl_target_s=0.0,
                 num_threads=threads,
             )
-            for name in (kv_dtype, against)
+            for kept, computed in pairs
         ]
         folder = resolve(model)
         windows = cut(Tokenizer(folder.path), _read(text), tokens=tokens, window=window)
@@ -76,12 +83,18 @@ def main(
     print(
         f"{folder.name}: {result.num_predictions:,} tokens "
         f"in {len(windows)} windows of {window:,}\n"
-        f"KV in {kv_dtype}: perplexity {result.perplexity:.4f}\n"
-        f"KV in {against}: perplexity {result.against:.4f}\n"
+        f"dtype {pairs[0][1]}, KV in {pairs[0][0]}: perplexity {result.perplexity:.4f}\n"
+        f"dtype {pairs[1][1]}, KV in {pairs[1][0]}: perplexity {result.against:.4f}\n"
         f"change: {result.change:+.4%} ± {result.change_error:.4%} (standard error, paired)"
     )
     if output is not None:
-        settings = {"model": folder.name, "kv_dtype": kv_dtype, "against_kv_dtype": against}
+        settings = {
+            "model": folder.name,
+            "kv_dtype": kv_dtype,
+            "against_kv_dtype": against,
+            "dtype": dtype,
+            "against_dtype": pairs[1][1],
+        }
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(settings | asdict(result), indent=1) + "\n")
 

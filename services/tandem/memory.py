@@ -1,10 +1,11 @@
 """The memory that a worker needs, and the memory that is free where it starts.
 
-    native kernels   KV pool + packed weights (+ converted weights, while they are packed)
+    native kernels   KV pool + packed weights + the largest converted tensor, the embedding
     other kernels    KV pool + weights in the compute dtype
 
-Weights that are stored in the compute dtype are mapped from their files. While native kernels pack
-them they do not count, because the system takes such pages back when memory is short. The launcher
+Native kernels convert and pack one tensor after the other. What is stored in the compute dtype, or
+quantized and kept so, is not converted: it is mapped from its file, and such pages do not count,
+because the system takes them back when memory is short. The launcher
 checks the sum of its workers before it starts any; each engine checks its own need before it
 allocates.
 """
@@ -83,16 +84,27 @@ def worker_need(
             pool_bytes = config.num_blocks * shape.num_layers * shape.num_kv_heads * part_bytes
     if model is None:
         return Need(option, pool_bytes, 0)
-    stored = model.config.torch_dtype
-    num_weights = sum(f.stat().st_size for f in model.weight_files) // DTYPE_BYTES[stored]
-    is_converted = dtype != stored
-    if model.config.is_mxfp4:
-        num_weights, is_converted = num_parameters(model.config), True
+    is_stored = not (model.is_gguf or model.config.quantization or model.config.is_mxfp4)
+    num_weights = model.num_weights if is_stored or model.is_gguf else num_parameters(model.config)
     if (kernels or config.kernels) in ("torch", "triton"):
         return Need(option, pool_bytes, num_weights * DTYPE_BYTES[dtype])
-    converted_bytes = DTYPE_BYTES[dtype] if is_converted else 0
-    packed_bytes = 1 if config.weights == "int8" else DTYPE_BYTES[dtype]
-    return Need(option, pool_bytes, num_weights * (packed_bytes + converted_bytes))
+    if keeps_quantized(config, model, kernels or config.kernels):
+        return Need(option, pool_bytes, sum(file.stat().st_size for file in model.weight_files))
+    shape = model.config
+    packed_bytes = num_weights * (1 if config.weights == "int8" else DTYPE_BYTES[dtype])
+    num_converted = 0
+    if dtype != shape.torch_dtype or not is_stored:
+        num_converted = max(shape.vocab_size * shape.hidden_size, num_weights // shape.num_layers)
+    return Need(option, pool_bytes, packed_bytes + num_converted * DTYPE_BYTES[dtype])
+
+
+def keeps_quantized(config: EngineOptions, model: ModelFolder, kernels: str) -> bool:
+    """Returns whether a GGUF file's quantized weights are computed with as they are.
+
+    Any setting that asks for other weights has them converted instead.
+    """
+    is_auto = config.dtype == "auto" and config.weights == "auto"
+    return model.is_gguf and is_auto and config.numerics == "fast" and kernels in ("auto", "native")
 
 
 def why_too_much(need: Need, num_workers: int, memory: Memory) -> str:

@@ -16,6 +16,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.models.gguf.export import export
+from tandem.models.source import resolve
 from tests.harness.models import HERMES_TEMPLATE, with_template
 from tests.parity.compare import assert_as_transformers, difference, shrunk
 from tests.parity.models import make_random_model
@@ -72,6 +74,7 @@ def test_long(ways: dict[str, Way], tiny: tuple[Path, PreTrainedModel]) -> None:
 @pytest.mark.timeout(3600)
 def test_long_on_a_real_model(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
     folder = with_template(tmp_path / "model", HERMES_TEMPLATE)
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    whole = export(resolve("smollm2"), tmp_path / "float32")
+    model = LlamaForCausalLM.from_pretrained(whole, dtype=torch.float32).eval()
     with five_ways(redis_server, tmp_path, str(folder)) as ways:
         check(ways, model, pairwise(3) + pairwise(4))

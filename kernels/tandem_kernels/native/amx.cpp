@@ -7,7 +7,9 @@
 #include <cstring>
 #include <vector>
 
+#include "blocks.h"
 #include "decoder.h"
+#include "quantized.h"
 #include "scratch.h"
 
 #ifdef TANDEM_KNOWS_BF16
@@ -16,13 +18,14 @@
 #include <unistd.h>
 
 // After the standard headers: what others share must run anywhere.
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,avx512bf16")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,avx512bf16,avx512vnni")
 
 #define TANDEM_ISA amx_code
 #define TANDEM_LANES 16
 #define TANDEM_TILE_ROWS 12
 #define TANDEM_SUMS 12
 #define TANDEM_PAIRS
+#define TANDEM_VNNI
 #define TANDEM_AMX
 #include "simd.h"
 // simd.h defines what the others stand on.
@@ -31,6 +34,7 @@
 #include "gated.h"
 #include "linear.h"
 #include "linear_amx.h"
+#include "linear_quantized.h"
 #include "kv_int8.h"
 #include "kv_int4.h"
 #include "kv_part.h"

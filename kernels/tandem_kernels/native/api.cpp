@@ -3,8 +3,10 @@
 #include <cmath>
 #include <new>
 
+#include "blocks.h"
 #include "decoder.h"
 #include "pack.h"
+#include "quantized.h"
 #include "scratch.h"
 
 namespace {
@@ -30,7 +32,8 @@ Choice choose(const char* wanted) {
         has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #ifdef TANDEM_KNOWS_BF16
-    const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+    const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16") &&
+                          __builtin_cpu_supports("avx512vnni");
     if (has_bf16 && __builtin_cpu_supports("amx-bf16") && is("amx") && tandem::amx_permitted())
         return {"amx", &tandem::amx};
     if (has_bf16 && is("avx512_bf16")) return {"avx512_bf16", &tandem::avx512_bf16};
@@ -74,6 +77,25 @@ int32_t tandem_packed_kind(const char* wanted, int32_t kind) {
 void tandem_pack(const void* weights, int32_t weights_kind, int64_t out, int64_t in, int32_t kind,
                  void* panels, float* scales) {
     tandem::pack(weights, weights_kind, out, in, kind, panels, scales);
+}
+
+int32_t tandem_pack_blocks(const void* blocks, int32_t type, int64_t rows, int64_t in,
+                           int64_t first_output, void* panels) {
+    return tandem::pack_blocks(blocks, type, rows, in, first_output, panels);
+}
+
+int32_t tandem_widen_blocks(const void* blocks, int32_t type, int64_t rows, int64_t in, float* to) {
+    return tandem::widen_blocks(blocks, type, rows, in, to);
+}
+
+// As which kind blocks of a type are packed; -1: they are not.
+int32_t tandem_kind_of_blocks(int32_t type) {
+    const tandem::BlockType* known = tandem::block_type(type);
+    return known == nullptr ? -1 : known->kind;
+}
+
+int64_t tandem_unit_bytes(int32_t kind) {
+    return tandem::by_format(kind, [](auto format) -> int64_t { return decltype(format)::kUnitBytes; });
 }
 
 // `model` is copied; what it points to is not. Null: no memory, or no such instructions.

@@ -7,7 +7,9 @@
 #include <cstring>
 #include <vector>
 
+#include "blocks.h"
 #include "decoder.h"
+#include "quantized.h"
 #include "scratch.h"
 
 #if defined(__x86_64__)
@@ -25,6 +27,7 @@
 #include "inputs.h"
 #include "gated.h"
 #include "linear.h"
+#include "linear_quantized.h"
 #include "kv_int8.h"
 #include "kv_int4.h"
 #include "kv_part.h"

@@ -7,26 +7,30 @@
 #include <cstring>
 #include <vector>
 
+#include "blocks.h"
 #include "decoder.h"
+#include "quantized.h"
 #include "scratch.h"
 
 #ifdef TANDEM_KNOWS_BF16
 #include <immintrin.h>
 
 // After the standard headers: what others share must run anywhere.
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,avx512bf16")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,avx512bf16,avx512vnni")
 
 #define TANDEM_ISA avx512_bf16_code
 #define TANDEM_LANES 16
 #define TANDEM_TILE_ROWS 12
 #define TANDEM_SUMS 12
 #define TANDEM_PAIRS
+#define TANDEM_VNNI
 #include "simd.h"
 // simd.h defines what the others stand on.
 #include "inputs.h"
 #include "gated.h"
 #include "linear.h"
 #include "linear_avx512_bf16.h"
+#include "linear_quantized.h"
 #include "kv_int8.h"
 #include "kv_int4.h"
 #include "kv_part.h"

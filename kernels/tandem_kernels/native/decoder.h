@@ -26,7 +26,21 @@
 
 namespace tandem {
 
-enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, BF16_PAIRS = 3, I8_I4 = 4, I4 = 5 };
+enum Kind : int32_t {
+    F32 = 0,
+    BF16 = 1,
+    I8 = 2,
+    BF16_PAIRS = 3,
+    I8_I4 = 4,  // of KV alone, as the next
+    I4 = 5,
+    // Of weights alone, in groups with scales (quantized.h). Q4_1 and Q5_1 have mins, too.
+    Q8_0 = 8,
+    Q4_0 = 9,
+    Q4_1 = 10,
+    Q5_0 = 11,
+    Q5_1 = 12,
+    Q6 = 13,
+};
 
 enum Activation : int32_t { SILU_GATE = 0, GELU_TANH_GATE = 1, CLAMPED_GATE = 2 };
 
@@ -52,6 +66,7 @@ struct Matrix {
     int32_t in, out;
     int32_t kind;
     Gating gating;  // of gates and ups
+    const Matrix* rest;  // quantized outputs after these, of another kind; or null
 };
 
 struct Mlp {
@@ -85,7 +100,8 @@ struct Layer {  // a norm that is null is not there
 struct Model {
     const Layer* layers;
     const float* final_norm;
-    const void* embedding;  // [vocab, hidden], F32 or BF16
+    // [vocab, hidden]: F32 or BF16, or panels of a quantized kind; null: the output matrix
+    const void* embedding;
     Matrix output;
     int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, inner, vocab;
     int32_t embedding_kind;

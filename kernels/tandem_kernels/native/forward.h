@@ -113,11 +113,42 @@ inline void gate_row(const float* gate_up, const Gating& gating, const InputRow&
         to.put(at, gated(load_some(gate + at, rest), load_some(up + at, rest), gating), rest);
 }
 
+// An output's weights, from the panels in which they lie (decoder.h, quantized.h).
+inline void widen_output(const Matrix& matrix, int output, float* to) {
+    const int in = matrix.in, panel = output / kPanel, lane = output % kPanel;
+    if (is_quantized(matrix.kind))
+        return widen_row(static_cast<const char*>(matrix.panels), matrix.kind, in, output, to);
+    if (matrix.kind == BF16_PAIRS) {
+        const Bf16* from = static_cast<const Bf16*>(matrix.panels) +
+                           static_cast<size_t>(panel) * whole_steps(in) * kPanel + 2 * lane;
+        for (int k = 0; k < in; ++k) to[k] = widen(from[(k - k % 2) * kPanel + k % 2]);
+        return;
+    }
+    const size_t num_outputs = (matrix.out + kPanel - 1) / kPanel * static_cast<size_t>(kPanel);
+    for (int block = 0; block < num_input_blocks(in); ++block) {
+        const int first = first_input(in, block), num = first_input(in, block + 1) - first;
+        const size_t at = first * num_outputs + static_cast<size_t>(panel) * num * kPanel;
+        for (int k = 0; k < num; ++k, ++to) {
+            const size_t row = at + static_cast<size_t>(k) * kPanel;
+            if (matrix.kind == BF16)
+                *to = widen(static_cast<const Bf16*>(
+                    matrix.panels)[row + lane % (kPanel / 2) * 2 + lane / (kPanel / 2)]);
+            else
+                *to = static_cast<const float*>(matrix.panels)[row + lane];
+        }
+    }
+}
+
 inline void embed(const Model& model, int token, float* to) {
     const size_t first = static_cast<size_t>(token) * model.hidden;
-    if (model.embedding_kind == BF16) {
+    if (model.embedding == nullptr) {
+        widen_output(model.output, token, to);
+    } else if (model.embedding_kind == BF16) {
         const Bf16* from = static_cast<const Bf16*>(model.embedding) + first;
         for (int i = 0; i < model.hidden; ++i) to[i] = widen(from[i]);
+    } else if (is_quantized(model.embedding_kind)) {
+        widen_row(static_cast<const char*>(model.embedding), model.embedding_kind, model.hidden,
+                  token, to);
     } else {
         std::memcpy(to, static_cast<const float*>(model.embedding) + first,
                     model.hidden * sizeof(float));
@@ -171,7 +202,7 @@ struct LayerItems {
 };
 
 struct Rows {  // buffers of a step, as all threads see them
-    float *hidden, *input, *projected, *attended, *delta, *routed, *logits;
+    float *hidden, *input, *projected, *attended, *delta, *rounded, *routed, *logits;
     Routing* routing;
     Laps* laps;
     StepLora lora;
@@ -182,7 +213,7 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
                      int threads) {
     const Layer& layer = model.layers[index];
     const int width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
-    const Inputs normed = inputs_of(layer.qkv, rows.input, step.num_rows);
+    const Inputs normed = inputs_of(layer.qkv, rows.input, step.num_rows, rows.rounded);
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row) {
         if (step.num_rows <= kRowsToFetch) {
@@ -216,7 +247,7 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
     const Mlp& mlp = model.layers[index].mlp;
 #ifdef TANDEM_PAIRS
     if (mlp.gate_up.kind == BF16_PAIRS) {
-        Inputs gated = inputs_of(mlp.down, rows.projected, step.num_rows);
+        Inputs gated = inputs_of(mlp.down, rows.projected, step.num_rows, rows.rounded);
         gated.added = added_gates(model, rows.lora, index, normed, thread);
         gate(mlp.gate_up, normed, gated, thread, threads);
 #pragma omp barrier
@@ -224,7 +255,7 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
         return gated;
     }
 #endif
-    const Inputs gated = inputs_of(mlp.down, rows.input, step.num_rows);
+    const Inputs gated = inputs_of(mlp.down, rows.input, step.num_rows, rows.rounded);
     const size_t width = 2 * static_cast<size_t>(model.inner);
     const Output projected{rows.projected, width, Into::kSet};
     linear(mlp.gate_up, normed, projected, thread, threads);
@@ -267,7 +298,7 @@ inline void add_experts(const Model& model, const Layer& layer, const Step& step
 inline void add_mlp(const Model& model, int index, const Step& step, const Rows& rows,
                     int thread, int threads) {
     const Layer& layer = model.layers[index];
-    const Inputs normed = inputs_of(layer.mlp.gate_up, rows.input, step.num_rows);
+    const Inputs normed = inputs_of(layer.mlp.gate_up, rows.input, step.num_rows, rows.rounded);
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row)
         norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
@@ -283,7 +314,8 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
                          const std::vector<Item>& items, float* buffer, int thread, int threads) {
     const Layer& layer = model.layers[index];
     const size_t width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
-    const Inputs attended = inputs_of(layer.attention_out, rows.attended, step.num_rows);
+    const Inputs attended =
+        inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < items.size(); ++i) {
         const Item& next = items[i + threads < items.size() ? i + threads : i];
@@ -335,6 +367,7 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
             scratch.projected.of(projected),
             scratch.attended.of(input_floats(rows, model.num_heads * model.head_dim)),
             scratch.delta.of(experts != nullptr || needs_delta(model) ? rows * hidden : 0),
+            scratch.rounded.of(quantized_input_floats(rows, std::max({inner, hidden, heads}))),
             scratch.routed.of(routed),
             scratch.logits.of(logits),
             &scratch.routing,
@@ -409,7 +442,7 @@ inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
         items_of(model, step, model.layers[model.num_layers - 1].window);
     const Inputs last = inputs_of(
         model.output, scratch.last.of(input_floats(step.num_logit_rows, model.hidden)),
-        step.num_logit_rows);
+        step.num_logit_rows, rows.rounded);
     scratch.largest.assign(static_cast<size_t>(model.num_threads) * step.num_logit_rows,
                            {-INFINITY, 0});
     scratch.laps.start();

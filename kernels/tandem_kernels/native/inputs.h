@@ -4,6 +4,8 @@
 //             [tile][inputs][rows of the tile]
 //     pairs   bf16, for weights in pairs of inputs (decoder.h): tiles of at most kPairRows rows,
 //             [tile][steps of 32 inputs][rows of the tile][32], zeros after the last input
+//     rows    fp32, for quantized weights: [rows][inputs], to be rounded once all rows are there
+//             (linear_quantized.h)
 //
 // The second is there where TANDEM_PAIRS says that bf16 can be multiplied as it is.
 
@@ -11,12 +13,15 @@ namespace tandem::TANDEM_ISA {
 
 constexpr int kTileRows = TANDEM_TILE_ROWS;
 
-struct Tiles {
+template <int kMost>
+struct RowTiles {
     int num_rows;
-    int num() const { return (num_rows + kTileRows - 1) / kTileRows; }
+    int num() const { return (num_rows + kMost - 1) / kMost; }
     int first_row(int tile) const { return static_cast<int64_t>(tile) * num_rows / num(); }
     int of(int row) const { return ((static_cast<int64_t>(row) + 1) * num() - 1) / num_rows; }
 };
+
+using Tiles = RowTiles<kTileRows>;
 
 #ifdef TANDEM_AMX
 constexpr int kPairRows = 16;
@@ -53,6 +58,7 @@ inline int whole_steps(int in) { return (in + kStepInputs - 1) / kStepInputs * k
 struct InputRow {
     int in;
     Strided<float> numbers;
+    size_t next_row;  // where the next one of the tile begins
 #ifdef TANDEM_PAIRS
     Strided<Bf16> steps;  // instead, if not null
 
@@ -76,7 +82,7 @@ struct InputRow {
             return row;
         }
 #endif
-        row.numbers.first += rows;
+        row.numbers.first += rows * next_row;
         return row;
     }
 
@@ -101,6 +107,7 @@ struct InputRow {
         if (steps.first != nullptr) return put_pairs(at, run, num);
 #endif
         float* to = numbers.first + at * numbers.stride;
+        if (numbers.stride == 1) return store_some(to, run, num);
         for (int i = 0; i < num; ++i, to += numbers.stride) *to = run[i];
     }
 };
@@ -118,22 +125,27 @@ struct Inputs {
     float* buffer;  // of input_floats() at least
     int32_t kind;
     int num_rows, in;
+    float* rounded;  // the same once more, for quantized weights
     AddedGates added = {};  // to the gated, if these are
 
     InputRow row(int row) const {
 #ifdef TANDEM_PAIRS
         if (kind == BF16_PAIRS)
-            return {in, {}, row_in_tiles<PairTiles>(reinterpret_cast<Bf16*>(buffer), row, num_rows,
-                                                    whole_steps(in), kStepInputs)};
+            return {in, {}, 0,
+                    row_in_tiles<PairTiles>(reinterpret_cast<Bf16*>(buffer), row, num_rows,
+                                            whole_steps(in), kStepInputs)};
 #endif
-        return {in, row_in_tiles<Tiles>(buffer, row, num_rows, in, 1)};
+        if (is_quantized(kind))
+            return {in, {buffer + static_cast<size_t>(row) * in, 1}, static_cast<size_t>(in)};
+        return {in, row_in_tiles<Tiles>(buffer, row, num_rows, in, 1), 1};
     }
 };
 
 inline size_t input_floats(size_t num_rows, int in) { return num_rows * whole_steps(in); }
 
-inline Inputs inputs_of(const Matrix& matrix, float* buffer, int num_rows) {
-    return {buffer, matrix.kind, num_rows, matrix.in, {}};
+inline Inputs inputs_of(const Matrix& matrix, float* buffer, int num_rows,
+                        float* rounded = nullptr) {
+    return {buffer, matrix.kind, num_rows, matrix.in, rounded, {}};
 }
 
 }  // namespace tandem::TANDEM_ISA

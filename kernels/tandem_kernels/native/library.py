@@ -27,18 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem_kernels.logprobs import Logprobs
+from tandem_kernels.native.kinds import Kind as Kind
 
 PANEL = 16  # outputs side by side in packed weights; head sizes are a multiple of it
 _STEP_INPUTS = 32  # in pairs, the inputs of an output are rounded up to
-
-
-class Kind(IntEnum):
-    F32 = 0
-    BF16 = 1
-    I8 = 2
-    BF16_PAIRS = 3  # as packed for AMX and AVX512_BF16
-    I8_I4 = 4  # KV: int8 keys, values of 4 bits
-    I4 = 5  # KV
+_UNIT_INPUTS = 64  # likewise of quantized weights
 
 
 _WEIGHT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.I8: 1, Kind.BF16_PAIRS: 2}
@@ -80,6 +73,7 @@ class Matrix(Structure):
         ("num_out", c_int32),
         ("kind", c_int32),
         ("gating", Gating),
+        ("rest", c_void_p),
     )
 
 
@@ -215,6 +209,9 @@ class Measure(Structure):
     )
 
 
+_BLOCK_ARGUMENTS = [c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p]
+
+
 class Library:
     """The functions, with their types."""
 
@@ -269,6 +266,36 @@ class Library:
             scales.ctypes.data if scales is not None else None,
         )
         return scales
+
+    def kind_of_blocks(self, block_type: int) -> Kind | None:
+        """Returns the kind as which blocks of a GGUF type are packed; None if they are not."""
+        kind = self._function("tandem_kind_of_blocks", c_int32, [c_int32])(block_type)
+        return None if kind < 0 else Kind(kind)
+
+    def quantized_bytes(self, shape: tuple[int, int], kind: Kind) -> int:
+        """Returns the bytes of the packed panels of quantized weights [out, in]."""
+        num_out, num_in = shape
+        unit_bytes: int = self._function("tandem_unit_bytes", c_int64, [c_int32])(kind)
+        return -(-num_out // PANEL) * -(-num_in // _UNIT_INPUTS) * unit_bytes
+
+    def pack_blocks(
+        self,
+        blocks: int,
+        block_type: int,
+        shape: tuple[int, int],
+        first_output: int,
+        panels: npt.NDArray[np.uint8],
+    ) -> None:
+        """Makes the rows [out, in] at an address outputs of panels that were zeros."""
+        function = self._function("tandem_pack_blocks", c_int32, _BLOCK_ARGUMENTS)
+        known = function(blocks, block_type, *shape, first_output, panels.ctypes.data)
+        assert known, f"blocks of type {block_type} cannot be packed"
+
+    def widen_blocks(self, blocks: int, block_type: int, shape: tuple[int, int], to: int) -> bool:
+        """Writes the rows [out, in] at an address as float32; returns whether it can."""
+        arguments = [c_void_p, c_int32, c_int64, c_int64, c_void_p]
+        function = self._function("tandem_widen_blocks", c_int32, arguments)
+        return bool(function(blocks, block_type, *shape, to))
 
     def create(self, model: Model, instructions: str | None = None) -> int:
         """A decoder, to be destroyed; MemoryError when there is no room for it."""

@@ -251,6 +251,10 @@ inline void gate(const Matrix& gate_up, const Inputs& inputs, const Inputs& gate
 }
 #endif
 
+inline void linear_of_quantized(const Matrix& matrix, const Inputs& inputs, int first_panel,
+                                int end_panel, const Output& out);
+inline void round_inputs(const Matrix& matrix, const Inputs& inputs, int thread, int num_threads);
+
 struct Range {
     int first, end;
 };
@@ -262,11 +266,28 @@ inline Range share_of(const Matrix& matrix, int thread, int num_threads) {
             static_cast<int>(static_cast<int64_t>(num_panels) * (thread + 1) / num_threads)};
 }
 
-// This thread's share of a product.
+// This thread's share of a product with quantized weights, for which it waits for the others.
+inline void linear_by_rounding(const Matrix& matrix, const Inputs& inputs, Output out, int thread,
+                               int num_threads) {
+    for (const Matrix* part = &matrix; part != nullptr; part = part->rest) {
+        if (part != &matrix) {
+#pragma omp barrier
+        }
+        round_inputs(*part, inputs, thread, num_threads);
+#pragma omp barrier
+        const auto [first, end] = share_of(*part, thread, num_threads);
+        linear_of_quantized(*part, inputs, first, end, out);
+        out.rows += part->out;
+    }
+}
+
+// This thread's share of a product. All threads of the region call it.
 inline void linear(const Matrix& matrix, const Inputs& inputs, const Output& out, int thread,
                    int num_threads) {
     const float* x = inputs.buffer;
     const int num_rows = inputs.num_rows;
+    if (is_quantized(matrix.kind))
+        return linear_by_rounding(matrix, inputs, out, thread, num_threads);
     const auto [first, end] = share_of(matrix, thread, num_threads);
 #ifdef TANDEM_PAIRS
     if (matrix.kind == BF16_PAIRS) return linear_of_pairs(matrix, inputs, first, end, out);

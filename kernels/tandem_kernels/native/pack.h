@@ -12,4 +12,12 @@ namespace tandem {
 void pack(const void* weights, int32_t weights_kind, int64_t out, int64_t in, int32_t kind,
           void* panels, float* scales);
 
+// Rows of blocks (blocks.h) become the outputs first_output.. of panels that begin as zeros. False:
+// there is no such type.
+bool pack_blocks(const void* blocks, int32_t type, int64_t rows, int64_t in, int64_t first_output,
+                 void* panels);
+
+// The same rows as numbers, to the bit as gguf's own package has them.
+bool widen_blocks(const void* blocks, int32_t type, int64_t rows, int64_t in, float* to);
+
 }  // namespace tandem

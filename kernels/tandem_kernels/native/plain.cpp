@@ -7,7 +7,9 @@
 #include <cstring>
 #include <vector>
 
+#include "blocks.h"
 #include "decoder.h"
+#include "quantized.h"
 #include "scratch.h"
 
 #define TANDEM_ISA plain_code
@@ -19,6 +21,7 @@
 #include "inputs.h"
 #include "gated.h"
 #include "linear.h"
+#include "linear_quantized.h"
 #include "kv_int8.h"
 #include "kv_int4.h"
 #include "kv_part.h"

@@ -39,6 +39,21 @@ inline Floats load(const Bf16* from) {
 #endif
 }
 
+inline Floats to_floats(Ints numbers) { return __builtin_convertvector(numbers, Floats); }
+
+inline Floats of_signed_halves(const uint16_t* from) {
+#if TANDEM_LANES == 16
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    const Words words = __builtin_convertvector(halves, Words), size = words & 0x7fff;
+    const Floats tiny = __builtin_convertvector((Ints)size, Floats) * 0x1p-24f;
+    const Words normal = (size << 13) + (size < 0x7c00u ? 112u << 23 : 224u << 23);
+    return (Floats)((size < 0x400u ? (Words)tiny : normal) | (words & 0x8000) << 16);
+#endif
+}
+
 inline Floats load(const int8_t* from) {
 #if TANDEM_LANES == 16
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));

@@ -63,7 +63,8 @@ class EngineOptions(Options):
     device: Device = "auto"
     """Device that computes the model. auto: CUDA where there is a GPU."""
     dtype: Dtype = "auto"
-    """Data type of the computation. auto: bfloat16 where the hardware has it, else float32."""
+    """Data type of the computation. auto: bfloat16 where the hardware has it, else float32; a GGUF
+    file's quantized weights stay quantized where native kernels compute."""
     kv_dtype: KvDtype = "auto"
     """Data type of the KV pool. auto: that of the computation. With a scale for each token and
     head, not with Triton kernels: int8, about half of bfloat16's memory; k8v4, keys of 8 bits and

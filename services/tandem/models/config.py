@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tandem.errors import UnsupportedModel
 from tandem.models.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
 from tandem.models.layers import LayerSpec, read_layers
+from tandem.models.quantized.scheme import Scheme, read_scheme
 from tandem.models.rope import read_ropes
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -73,6 +74,7 @@ class ModelConfig:
     gate_clamp: GateClamp | None = None  # instead of the activation
     is_mxfp4: bool = False  # experts are stored as blocks of 32 numbers of 4 bits and a scale
     expert_form: ExpertForm = ""  # how checkpoints name the tensors of experts
+    quantization: Scheme | None = None  # of the matrices; None: they are numbers of torch_dtype
     is_fused: bool = False  # q, k and v are stored as one matrix, and so are gate and up
 
     @property
@@ -158,8 +160,9 @@ class ModelConfig:
             attention_cap=_cap(config, family, "attn_logit_softcapping"),
             has_sinks=family.has_sinks,
             gate_clamp=_gate_clamp(config, family),
-            is_mxfp4=bool(config.get("quantization_config")),
+            is_mxfp4=_has_own_quantization(config, family),
             expert_form=family.experts,
+            quantization=None if _has_own_quantization(config, family) else read_scheme(config),
             is_fused=family.is_fused,
         )
 
@@ -193,14 +196,15 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return str(named[0])
 
 
-def _check_supported(config: Mapping[str, Any], family: Family) -> None:
+def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
+    """Returns whether a checkpoint is quantized in the one way that is its family's alone."""
     quantization = config.get("quantization_config")
-    method = quantization.get("quant_method", "an unnamed method") if quantization else ""
-    if method != "" and method != family.quantization:
-        raise UnsupportedModel(
-            f"checkpoints quantized with {method} are not supported; supported are float32, "
-            "bfloat16 and float16 weights, and GGUF files of any quantization"
-        )
+    if not family.quantization or not isinstance(quantization, dict):
+        return False
+    return quantization.get("quant_method") == family.quantization
+
+
+def _check_supported(config: Mapping[str, Any], family: Family) -> None:
     activation = config.get(family.activation_key) or "silu"
     if activation not in _ACTIVATIONS:
         raise UnsupportedModel(

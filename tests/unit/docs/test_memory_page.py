@@ -23,6 +23,7 @@ SHAPES = {  # layers, KV heads, head dimension: of each model's config.json
 }
 LLAMA_PARAMETERS = 8_030_261_248
 LLAMA_VOCAB = 128_256
+LLAMA_HIDDEN = 4096
 MIB, GIB = 1 << 20, 1 << 30
 ALLOWANCE_BYTES = SHARED_MEMORY_BYTES = GIB
 SOAK_BLOCKS = 1500
@@ -40,8 +41,10 @@ def llama(tmp_path: Path) -> ModelFolder:
     with weights.open("wb") as file:
         file.truncate(LLAMA_PARAMETERS * DTYPE_BYTES["bfloat16"])
     built_in = resolve(BUILT_IN)
-    config = replace(built_in.config, torch_dtype="bfloat16")
-    return replace(built_in, config=config, weight_files=(weights,))
+    config = replace(
+        built_in.config, torch_dtype="bfloat16", vocab_size=LLAMA_VOCAB, hidden_size=LLAMA_HIDDEN
+    )
+    return replace(built_in, config=config, weight_files=(weights,), num_weights=LLAMA_PARAMETERS)
 
 
 @pytest.mark.parametrize("model", SHAPES)

@@ -51,13 +51,20 @@ ROUNDED = replace(BASE, weights=torch.bfloat16, kv="bfloat16", hidden=100, inner
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@pytest.mark.parametrize(("block_size", "experts"), [(8, 0), (16, 0), (64, 0), (16, 7)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(replace(ROUNDED, block_size=block_size) for block_size in (8, 16, 64)),
+        replace(ROUNDED, experts=7),
+        replace(native_shapes.QUANTIZED, kv="bfloat16", blocks=("Q4_1", "Q5_0", "Q8_0")),
+        replace(native_shapes.QUANTIZED_BY_256, kv="bfloat16", blocks=("Q5_K", "Q6_K")),
+    ],
+)
 def test_a_token_does_not_depend_on_its_company_or_its_chunk(
-    instructions: str, block_size: int, experts: int
+    instructions: str, shape: Shape
 ) -> None:
-    """Sequence 1's 9 tokens in bf16 are the same beside others and alone, within one instruction
-    set."""
-    shape = replace(ROUNDED, block_size=block_size, experts=experts)
+    """Sequence 1's 9 tokens in bf16, and with quantized weights, are the same beside others and
+    alone, within one instruction set."""
     seen = []
     for num_threads, steps in (
         (1, native_shapes.batches(shape)),
@@ -84,10 +91,13 @@ def test_a_token_does_not_depend_on_its_company_or_its_chunk(
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-def test_rows_of_any_number_are_computed_alike(instructions: str) -> None:
+@pytest.mark.parametrize("blocks", [(), ("Q8_0", "Q4_1")])
+def test_rows_of_any_number_are_computed_alike(instructions: str, blocks: tuple[str, ...]) -> None:
     """One prompt whole, and in chunks that fill AMX's tiles in all ways: none, one, pairs of them,
     the last of a pair not full, more than the second-level cache has room for at once."""
     shape = replace(ROUNDED, vocab=61, hidden=1100, inner=2050)
+    if blocks:
+        shape = replace(shape, hidden=1120, inner=2048, blocks=blocks)
     length = 400
     token_ids = [(7 * i) % shape.vocab for i in range(length)]
     table = list(range(length // shape.block_size + 1))
@@ -180,6 +190,16 @@ def test_int8_weights_are_close_and_told_in_the_dtype() -> None:
     cosine = torch.nn.functional.cosine_similarity(logits[0], logits[1], dim=0)
     assert 0.99 < cosine < 1
     assert not torch.equal(*logits)
+
+
+def test_quantized_products_are_the_same_on_all_processors_that_fuse_sums() -> None:
+    """Sums of groups are whole numbers, and groups are added in one order."""
+    shape = replace(native_shapes.QUANTIZED, blocks=("Q4_0", "Q5_1", "Q8_0"))
+    first, *others = (
+        native_shapes.outputs(shape, name) for name in INSTRUCTIONS if name != "plain"
+    )
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 def test_what_cannot_be_native_falls_back_or_is_refused(

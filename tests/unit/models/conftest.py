@@ -100,8 +100,10 @@ def write_gguf(
     pre: str = "smollm",
     tokenizer: str = "gpt2",
     keys: dict[str, object] | None = None,
+    types: dict[str, gguf.GGMLQuantizationType | None] | None = None,
 ) -> Path:
-    """2 layers, hidden 64, 4 heads, 2 KV heads; `keys` are more metadata under the architecture."""
+    """2 layers, hidden 64, 4 heads, 2 KV heads; `keys` are more metadata under the architecture,
+    `types` those of tensors that are quantized."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(512)
     writer.add_embedding_length(64)
@@ -122,7 +124,7 @@ def write_gguf(
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(EOS)
     for name, array in tensors.items():
-        writer.add_tensor(name, array)
+        writer.add_tensor(name, array, raw_dtype=(types or {}).get(name))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.models.gguf.layout import check_layout
+from tandem.models.gguf.layout import read_layout
 
 NORM = {"output_norm.weight": np.arange(64, dtype=np.float32)}
 HUGE = (1 << 63) - 1
@@ -94,7 +94,7 @@ def test_a_broken_layout_is_named_at_once(tmp_path, content, says):
     file.write_bytes(content)
     started = time.process_time()
     with pytest.raises(ConfigError) as raised:
-        check_layout(file)
+        read_layout(file)
     assert time.process_time() - started < 5
     assert raised.value.message.startswith(f"{file} cannot be read as a GGUF file: ")
     assert says in raised.value.message
@@ -102,11 +102,11 @@ def test_a_broken_layout_is_named_at_once(tmp_path, content, says):
 
 
 def test_whole_files_pass(tmp_path, tiny_gguf):
-    check_layout(tiny_gguf.write(tmp_path / "tiny.gguf", NORM))
+    read_layout(tiny_gguf.write(tmp_path / "tiny.gguf", NORM))
     aligned = header(2, 1) + key(UINT32, struct.pack("<I", 64), ALIGNMENT)
     aligned += tensor(8) + tensor(32, kind=Q4_0, start=64, name=b"u")
     (tmp_path / "aligned.gguf").write_bytes(aligned.ljust(128, b"\0") + bytes(64 + 18))
-    check_layout(tmp_path / "aligned.gguf")
+    read_layout(tmp_path / "aligned.gguf")
     (tmp_path / "short.gguf").write_bytes(aligned.ljust(128, b"\0") + bytes(64 + 17))
     with pytest.raises(ConfigError):
-        check_layout(tmp_path / "short.gguf")
+        read_layout(tmp_path / "short.gguf")

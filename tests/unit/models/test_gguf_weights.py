@@ -1,14 +1,15 @@
-import json
-
+import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
 
 from tandem.errors import UnsupportedModel
-from tandem.models.gguf import weights as gguf_weights
-from tandem.models.gguf.convert import converted_folder
-from tandem.models.gguf.weights import hf_name, unpermute
+from tandem.models.gguf.export import export
+from tandem.models.gguf.names import hf_name
+from tandem.models.gguf.tensors import Blocks, is_packed, read_tensors, unpermute
+from tandem.models.source import resolve
+from tests.random_blocks import TYPES, random_blocks
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_the_converted_model_computes_what_its_origin_did(
     file = tiny_gguf.write(
         tmp_path / "tiny.gguf", tiny_gguf.tensors_of(origin), architecture=architecture, keys=keys
     )
-    folder = converted_folder(file, cache_dir=tmp_path)
+    folder = export(resolve(str(file), cache_dir=tmp_path), tmp_path / "exported")
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
@@ -61,7 +62,7 @@ def test_the_converted_model_computes_what_its_origin_did(
 
 def test_rows_go_back_to_halves():
     # Two heads of size 4; GGUF's order within a head is 0 2 1 3 of ours.
-    rows = np.array([0, 2, 1, 3, 4, 6, 5, 7])
+    rows = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7])
     assert unpermute(rows, 2).tolist() == list(range(8))
 
 
@@ -78,15 +79,44 @@ def test_tensors_without_a_place_are_named(name):
         hf_name(name)
 
 
-def test_large_models_are_written_in_shards(tmp_path, tiny_gguf, monkeypatch):
-    monkeypatch.setattr(gguf_weights, "_SHARD_BYTES_MAX", 4 * 100)
-    names = ["token_embd.weight", "blk.0.attn_norm.weight", "output_norm.weight"]
-    tensors = {name: np.full((2, 32), i, np.float32) for i, name in enumerate(names)}
-    folder = converted_folder(tiny_gguf.write(tmp_path / "a.gguf", tensors), cache_dir=tmp_path)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index == {
-        "model.embed_tokens.weight": "model-00001-of-00003.safetensors",
-        "model.layers.0.input_layernorm.weight": "model-00002-of-00003.safetensors",
-        "model.norm.weight": "model-00003-of-00003.safetensors",
+@pytest.mark.parametrize("name", TYPES)
+def test_blocks_are_widened_as_the_gguf_package_does(name):
+    blocks = random_blocks(name, 5, 512)
+    expected = gguf.dequantize(blocks.data.numpy(), blocks.type)
+    assert np.array_equal(blocks.numbers().numpy(), expected)
+    assert 0.3 < expected.std() * 512**0.5 < 3
+
+
+def test_types_that_the_kernels_do_not_know_are_widened_by_the_gguf_package():
+    kind = gguf.GGMLQuantizationType.TQ2_0
+    data = np.random.default_rng(0).integers(0, 60, (2, 66), np.uint8)
+    blocks = Blocks(torch.from_numpy(data), kind, (2, 256))
+    assert not is_packed(blocks)
+    assert np.array_equal(blocks.numbers().numpy(), gguf.dequantize(data, kind), equal_nan=True)
+
+
+def test_tensors_are_read_as_they_are_stored(tmp_path, tiny_gguf):
+    rows = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    tensors = {
+        "blk.0.attn_q.weight": (rows, None),
+        "blk.0.attn_v.weight": (rows, gguf.GGMLQuantizationType.Q4_0),
+        "blk.0.ffn_up.weight": (rows, gguf.GGMLQuantizationType.BF16),
+        "blk.0.ffn_norm.weight": (rows[0].astype(np.float16), None),
     }
-    assert sorted(file.name for file in folder.glob("*.safetensors")) == sorted(index.values())
+    stored = {
+        name: array if kind is None else gguf.quantize(array, kind)
+        for name, (array, kind) in tensors.items()
+    }
+    file = tiny_gguf.write(
+        tmp_path / "tiny.gguf", stored, types={name: kind for name, (_, kind) in tensors.items()}
+    )
+    found = read_tensors(file, resolve(str(file), cache_dir=tmp_path).config)
+    layer = {name.removeprefix("model.layers.0."): tensor for name, tensor in found.items()}
+    numbers = {name: blocks.numbers() for name, blocks in layer.items()}
+    wanted = torch.from_numpy(rows)
+    assert torch.equal(numbers["self_attn.q_proj.weight"], unpermute(wanted, num_heads=4))
+    assert layer["self_attn.v_proj.weight"].data.shape == (64, 36)
+    assert layer["self_attn.v_proj.weight"].dtype is None
+    assert torch.allclose(numbers["self_attn.v_proj.weight"], wanted, atol=0.3)
+    assert torch.equal(numbers["mlp.up_proj.weight"], wanted.bfloat16())
+    assert torch.equal(numbers["post_attention_layernorm.weight"], wanted[0].half())

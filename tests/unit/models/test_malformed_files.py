@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.engine.executor.weights import load_weights
 from tandem.errors import ConfigError
+from tandem.models.gguf.export import export
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 
@@ -44,9 +45,10 @@ def load(model: Path, cache: Path) -> None:
     folder = resolve(str(model), cache_dir=cache)
     tokenizer = Tokenizer(folder.path)
     tokenizer.encode("Hello the world")
-    load_weights(
+    weights = load_weights(
         folder.weight_files, folder.config, dtype=torch.float32, device=torch.device("cpu")
     )
+    assert len(list(weights.layers)) == folder.config.num_layers
 
 
 @contextmanager
@@ -133,7 +135,7 @@ def whole_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def whole_folder(whole_gguf: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("folder")
     (path / "tiny.gguf").write_bytes(whole_gguf)
-    folder = resolve(str(path / "tiny.gguf"), cache_dir=path / "cache").path
+    folder = export(resolve(str(path / "tiny.gguf"), cache_dir=path / "cache"), path / "whole")
     set_chat_template(folder)
     return folder
 

@@ -36,7 +36,8 @@ def test_the_built_in_model():
     assert model.name == "SmolLM2-135M-Instruct"
     assert (model.config.vocab_size, model.config.max_model_len) == (49152, 8192)
     assert model.config.eos_token_ids == (2,)
-    assert [file.name for file in model.weight_files] == ["model.safetensors"]
+    assert [file.name for file in model.weight_files] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
+    assert model.num_weights == 134_515_008
 
 
 def test_the_second_time_is_quick_and_opens_no_gguf():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load
 
-from tandem.engine.executor.weights import rotary_rows
+from tandem.engine.executor.weight_shapes import rotary_rows
 from tandem.errors import AdapterUnavailable
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig

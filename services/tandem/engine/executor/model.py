@@ -39,7 +39,7 @@ from tandem_kernels.rope import (
 class Decoder:
     def __init__(self, config: ModelConfig, weights: ModelWeights, kernels: Kernels) -> None:
         self._config = config
-        self._weights = weights
+        self._weights = weights = weights.loaded()
         self._kernels = kernels
         self._dtype = weights.embedding.dtype
         device = weights.embedding.device

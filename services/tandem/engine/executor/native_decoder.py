@@ -1,9 +1,10 @@
 """The same decoder as model.py, computed by C++ on the CPU (kernels/tandem_kernels/native).
 
-Sums are fp32; weights stay as the checkpoint has them (bf16 or fp32) or become int8 with a scale
-for each output. Activations are fp32, too, but rounded to bf16 for products with bf16 weights where
-the processor multiplies those as they are. Every output is summed in one order, whatever shares the
-step, so a sequence's tokens depend on itself alone: this is both the fast and the invariant path.
+Sums are fp32; weights stay as the checkpoint has them (bf16, fp32 or quantized) or become int8 with
+a scale for each output. Activations are fp32, too, but rounded to bf16 for products with bf16
+weights where the processor multiplies those as they are, and to int8 for products with quantized
+ones. Every output is summed in one order, whatever shares the step, so a sequence's tokens depend
+on itself alone: this is both the fast and the invariant path.
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ from array import array
 from collections.abc import Callable, Sequence
 from ctypes import addressof, pointer
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 
 from tandem.engine.cache.kv_groups import LayerPlace, layer_places
-from tandem.engine.cache.pool_memory import own_pages
 from tandem.engine.executor.lora_weights import LoraWeights
 from tandem.engine.executor.model import embedding_multiplier
 from tandem.engine.executor.native_angles import AngleTable
 from tandem.engine.executor.native_lora import NativeAdapters, PackedLora, by_adapter
 from tandem.engine.executor.native_pools import KV_KINDS, kv_groups_of
 from tandem.engine.executor.native_results import Results
+from tandem.engine.executor.packing import Packer
 from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, ModelWeights
 from tandem.engine.executor.weights import Mlp as MlpWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -40,18 +40,14 @@ from tandem_kernels.native.library import (
     Kind,
     Layer,
     Library,
-    Matrix,
     Mlp,
     Model,
     Stage,
     Step,
-    address,
     load,
-    packed_bytes,
 )
 from tandem_kernels.sampling import Draw, sample
 
-_KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 _HEAD_MAX = 512  # kv_int4.h
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 _INPUTS = ("token_ids", "positions", "spans", "logit_rows")
@@ -85,12 +81,9 @@ class NativeDecoder:
         assert library is not None
         self._library: Library = library
         self._config = config
-        self._int8 = int8
         self._instructions = instructions
-        self._kept: list[Any] = []  # what the structs point to
+        self._packer = Packer(library, weights.pages, int8=int8, instructions=instructions)
         self._angles = AngleTable(config)
-        self._panels = np.frombuffer(own_pages(self._packed_bytes(weights)), np.uint8)
-        self._num_packed = 0
         self._results = Results(0, config.vocab_size)
         self._logit_rows: list[int] = []  # of the last step
         self._pools: Sequence[KvPool] | None = None
@@ -99,13 +92,13 @@ class NativeDecoder:
         layers = (Layer * config.num_layers)(
             *map(self._layer, config.layers, places, weights.layers)
         )
-        embedding = weights.embedding.contiguous()
-        self._kept += [layers, embedding]
+        output = self._packer.matrix((Linear(weights.output, None, weights.output_blocks),))
+        self._kept = [layers, self._packer]  # what the structs point to
         self._model = Model(
             layers=layers,
-            final_norm=self._floats(weights.final_norm),
-            embedding=embedding.data_ptr(),
-            output=self._matrix((Linear(weights.output, None),)),
+            final_norm=self._packer.floats(weights.final_norm),
+            **self._packer.embedding(weights, output),
+            output=output,
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             num_heads=config.num_attention_heads,
@@ -113,12 +106,11 @@ class NativeDecoder:
             head_dim=config.head_dim,
             inner=config.intermediate_size,
             vocab=config.vocab_size,
-            embedding_kind=_KINDS[embedding.dtype],
             norm_eps=config.rms_norm_eps,
             num_threads=num_threads,
             norms_all_heads=config.qk_norm == "all",
             attention_scale=config.attention_scale,
-            embedding_multiplier=embedding_multiplier(config, embedding.dtype),
+            embedding_multiplier=embedding_multiplier(config, weights.embedding.dtype),
             residual_multiplier=config.multipliers.residual,
             logits_multiplier=config.multipliers.logits,
             logit_cap=config.logit_cap or 0.0,
@@ -210,15 +202,15 @@ class NativeDecoder:
 
     def _layer(self, spec: LayerSpec, place: LayerPlace, weights: LayerWeights) -> Layer:
         layer = Layer(
-            attention_norm=self._floats(weights.attention_norm),
-            attention_post_norm=self._floats(weights.attention_post_norm),
-            q_norm=self._floats(weights.q_norm),
-            k_norm=self._floats(weights.k_norm),
-            sinks=self._floats(weights.sinks),
-            mlp_norm=self._floats(weights.mlp_norm),
-            mlp_post_norm=self._floats(weights.mlp_post_norm),
-            qkv=self._matrix(weights.qkv),
-            attention_out=self._matrix((weights.attention_out,)),
+            attention_norm=self._packer.floats(weights.attention_norm),
+            attention_post_norm=self._packer.floats(weights.attention_post_norm),
+            q_norm=self._packer.floats(weights.q_norm),
+            k_norm=self._packer.floats(weights.k_norm),
+            sinks=self._packer.floats(weights.sinks),
+            mlp_norm=self._packer.floats(weights.mlp_norm),
+            mlp_post_norm=self._packer.floats(weights.mlp_post_norm),
+            qkv=self._packer.matrix(weights.qkv),
+            attention_out=self._packer.matrix((weights.attention_out,)),
             rope=self._angles.ropes.index(spec.rope),
             window=spec.window or 0,
             group=place.group,
@@ -228,103 +220,27 @@ class NativeDecoder:
             assert spec.experts is not None
             experts = Experts(
                 mlps=(Mlp * spec.experts.num)(*map(self._mlp, weights.mlp.mlps)),
-                router=self._matrix((weights.mlp.router,), keeps_kind=True),
+                router=self._packer.matrix((weights.mlp.router,), keeps_kind=True),
                 num=spec.experts.num,
                 top_k=spec.experts.top_k,
                 is_normalized=spec.experts.is_normalized,
             )
-            self._kept.append(experts)
+            self._packer.keep(experts)
             layer.experts = pointer(experts)
         else:
             layer.mlp = self._mlp(weights.mlp)
         return layer
 
     def _mlp(self, weights: MlpWeights) -> Mlp:
-        gate_up = self._matrix(self._gate_up(weights.gate_up))
+        gate_up = self._packer.gate_up(weights.gate_up)
         gate_up.gating = _gating(self._config)
-        return Mlp(gate_up=gate_up, down=self._matrix((weights.down,)))
-
-    def _packed_bytes(self, weights: ModelWeights) -> int:
-        """Returns the bytes of all packed matrices, which lie in a row, in huge pages if any."""
-
-        def of(parts: Sequence[Linear], *, in_turn: int = 1, keeps_kind: bool = False) -> int:
-            kind = self._kind(parts[0].weight, keeps_kind=keeps_kind)
-            num_out, num_in = sum(len(part.weight) for part in parts), parts[0].weight.shape[1]
-            if kind is not Kind.BF16_PAIRS:
-                in_turn = 1
-            return in_turn * packed_bytes((num_out // in_turn, num_in), kind)
-
-        def of_mlp(mlp: MlpWeights) -> int:
-            return of(mlp.gate_up, in_turn=2) + of((mlp.down,))  # as `_gate_up` lays them out
-
-        def of_layer(layer: LayerWeights) -> int:
-            attention = of(layer.qkv) + of((layer.attention_out,))
-            if isinstance(layer.mlp, MlpWeights):
-                return attention + of_mlp(layer.mlp)
-            router = of((layer.mlp.router,), keeps_kind=True)
-            return attention + router + sum(map(of_mlp, layer.mlp.mlps))
-
-        return of((Linear(weights.output, None),)) + sum(map(of_layer, weights.layers))
-
-    def _kind(self, weight: torch.Tensor, *, keeps_kind: bool = False) -> Kind:
-        """`keeps_kind`: the weights are never quantized."""
-        kind = Kind.I8 if self._int8 and not keeps_kind else _KINDS[weight.dtype]
-        return self._library.packed_kind(kind, self._instructions)
-
-    def _gate_up(self, parts: Sequence[Linear]) -> Sequence[Linear]:
-        """Interleaves panels of gates and of ups if packed in pairs (decoder.h); they come as two
-        matrices, or as one with the rows of both."""
-        if self._kind(parts[0].weight) is not Kind.BF16_PAIRS:
-            return parts
-        num_chunks = 3 - len(parts)
-        weights = [half for part in parts for half in part.weight.chunk(num_chunks)]
-        given = [part.bias for part in parts if part.bias is not None]
-        biases = [half for bias in given for half in bias.chunk(num_chunks)]
-        return (Linear(_in_turn(weights), _in_turn(biases) if biases else None),)
-
-    def _matrix(self, parts: Sequence[Linear], *, keeps_kind: bool = False) -> Matrix:
-        """The rows of all parts, one below the other."""
-        weight = parts[0].weight if len(parts) == 1 else torch.cat([p.weight for p in parts])
-        weight = weight.contiguous()
-        num_out, num_in = weight.shape
-        kind = self._kind(weight, keeps_kind=keeps_kind)
-        num_bytes = packed_bytes((num_out, num_in), kind)
-        panels = self._panels[self._num_packed :][:num_bytes]
-        self._num_packed += num_bytes
-        scales = self._library.pack(
-            weight.data_ptr(), _KINDS[weight.dtype], (num_out, num_in), kind, panels
-        )
-        biases = [p.bias for p in parts if p.bias is not None]
-        self._kept += [panels, scales]
-        return Matrix(
-            panels=address(panels),
-            scales=address(scales),
-            bias=self._floats(torch.cat(biases)) if biases else None,
-            num_in=num_in,
-            num_out=num_out,
-            kind=kind,
-        )
-
-    def _floats(self, tensor: torch.Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        floats = tensor.float().contiguous()
-        self._kept.append(floats)
-        return floats.data_ptr()
+        return Mlp(gate_up=gate_up, down=self._packer.matrix((weights.down,)))
 
 
 def _gating(config: ModelConfig) -> Gating:
     if clamp := config.gate_clamp:
         return Gating(Activation.CLAMPED, clamp.alpha, clamp.limit)
     return Gating(_ACTIVATIONS[config.activation], 0.0, 0.0)
-
-
-def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Interleaves the tensors by panels of outputs; fills the last panel of each with zeros."""
-    rest = -len(tensors[0]) % PANEL
-    filled = [torch.cat([each, each.new_zeros(rest, *each.shape[1:])]) for each in tensors]
-    panels = [each.view(-1, PANEL, *each.shape[1:]) for each in filled]
-    return torch.stack(panels, 1).flatten(0, 2)
 
 
 class _Inputs:

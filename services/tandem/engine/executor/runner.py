@@ -25,7 +25,7 @@ from tandem.engine.executor.torch_steps import TorchSteps
 from tandem.engine.executor.weights import load_weights
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
-from tandem.memory import Memory, read_memory, why_too_much, worker_need
+from tandem.memory import Memory, keeps_quantized, read_memory, why_too_much, worker_need
 from tandem.models.source import ModelFolder
 from tandem_kernels.kv_cache import KvPool, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
@@ -80,8 +80,10 @@ class ModelRunner:
         self._pool_fd = pool_fd
         kernels = choose_kernels(config, self.device, model)
         int8 = config.weights == "int8"
+        keeps_blocks = keeps_quantized(config, folder, kernels)
         # What KV is computed with; workers that differ in it share none.
-        self.dtype_name = dtype_name + "+int8" * int8 + "+long-rope" * model.is_long
+        form = "+int8" * int8 + "+blocks" * keeps_blocks
+        self.dtype_name = dtype_name + form + "+long-rope" * model.is_long
         self._dtype = _DTYPES[dtype_name]
         self.numerics_name: str = config.numerics
         self.tokens_per_step = _tokens_per_step(self.device)
@@ -96,7 +98,11 @@ class ModelRunner:
             self._key_channels = key_channels(folder)
             self.kv_dtype_name = f"int4-{self._key_channels.digest}"
         weights = load_weights(
-            folder.weight_files, model, dtype=_DTYPES[dtype_name], device=self.device
+            folder.weight_files,
+            model,
+            dtype=_DTYPES[dtype_name],
+            device=self.device,
+            keeps_blocks=keeps_blocks,
         )
         self._small: NativeDecoder | TorchSteps | TritonSteps
         self._large: NativeDecoder | TorchSteps | TritonSteps
@@ -119,7 +125,7 @@ class ModelRunner:
                 name = native.instructions or ""
                 self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
             widens = dtype_name == "bfloat16" and not native.multiplies_bf16
-            if widens and has_bfloat16(self.device) and not int8:
+            if widens and has_bfloat16(self.device) and not int8 and not keeps_blocks:
                 self._large = TorchSteps(model, weights, config.numerics)
         else:
             self._small = self._large = TorchSteps(model, weights, config.numerics)

@@ -45,7 +45,7 @@ from tandem_kernels.triton.rope_cache import rotate_and_store
 class TritonDecoder:
     def __init__(self, config: ModelConfig, weights: ModelWeights, max_model_len: int) -> None:
         self._config = config
-        self._weights = weights
+        self._weights = weights = weights.loaded()
         self._max_model_len = max_model_len
         self._places = layer_places(config)
         device = weights.embedding.device

@@ -1,54 +1,51 @@
-"""A decoder's weights, from the safetensors of a Hugging Face folder.
+"""A decoder's weights, from the safetensors of a Hugging Face folder or from a GGUF file.
 
 Files are mapped: a tensor that is stored in the compute dtype is never copied, and all processes
 that map it share its memory. The config names and shapes every tensor; a missing, surplus or
 wrongly shaped one is an error before anything is read.
 """
 
+from __future__ import annotations
+
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import overload
 
 import torch
 from safetensors.torch import load_file
 
 from tandem.engine.executor.expert_weights import ExpertNames, Shapes
+from tandem.engine.executor.file_pages import FilePages
 from tandem.engine.executor.mxfp4 import dequantize
+from tandem.engine.executor.weight_shapes import (
+    EMBEDDING,
+    FINAL_NORM,
+    NORMS,
+    OUTPUT,
+    expected_shapes,
+    rotary_rows,
+)
 from tandem.errors import UnsupportedModel
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig
+from tandem.models.gguf.tensors import Blocks, is_packed, read_tensors
 from tandem.models.layers import LayerSpec
+from tandem.models.quantized.tensors import Coded, join_parts
+
+Stored = Mapping[str, torch.Tensor | Blocks | Coded]
 
 # Tables that old checkpoints carry along; they follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-_EMBEDDING = "model.embed_tokens.weight"
-_OUTPUT = "lm_head.weight"
-_FINAL_NORM = "model.norm.weight"
 _NAMES_SHOWN_MAX = 3
-# A layer's norms by where they stand, as LayerWeights and as checkpoints name them.
-_NORMS = {
-    "before": {
-        "attention_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-    },
-    "after": {
-        "attention_post_norm": "post_attention_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
-    },
-    "around": {
-        "attention_norm": "input_layernorm",
-        "attention_post_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    weight: torch.Tensor  # [out, in]
+    weight: torch.Tensor  # [out, in]; on the device "meta" if `blocks` has the numbers
     bias: torch.Tensor | None  # [out]
+    blocks: Blocks | None = None  # a quantized matrix, as its file has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,133 +78,72 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    embedding: torch.Tensor  # [vocab, hidden]
-    layers: tuple[LayerWeights, ...]
+    embedding: torch.Tensor  # [vocab, hidden]; as Linear.weight
+    layers: Sequence[LayerWeights]
     final_norm: torch.Tensor
     output: torch.Tensor  # [vocab, hidden]; the embedding itself when they are tied
+    embedding_blocks: Blocks | None = None
+    output_blocks: Blocks | None = None
+    pages: FilePages = field(default_factory=FilePages)  # of the files
+
+    def loaded(self) -> ModelWeights:
+        """Returns the same with all layers in memory."""
+        return replace(self, layers=tuple(self.layers))
 
 
 def load_weights(
-    files: Sequence[Path], config: ModelConfig, *, dtype: torch.dtype, device: torch.device
+    files: Sequence[Path],
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    keeps_blocks: bool = False,
 ) -> ModelWeights:
-    """Raises UnsupportedModel naming the tensors that are missing, surplus or wrongly shaped, and
+    """Loads the weights in `dtype`; with `keeps_blocks` those stay quantized that native kernels
+    multiply so. A layer is loaded each time that it is asked for.
+
+    Raises UnsupportedModel naming the tensors that are missing, surplus or wrongly shaped, and
     ConfigError naming a file that cannot be read."""
-    stored = _map_files(files)
+    stored = _map_files(files, config)
     with naming(files[0].parent):
         if config.num_layers > len(stored):
             raise UnsupportedModel(
                 f"{config.num_layers} layers are more than the checkpoint has tensors"
             )
         _check(stored, expected_shapes(config, stored), tied=config.tie_word_embeddings)
-    builder = _Builder(stored, config, dtype, device)
-    embedding = builder.tensor(_EMBEDDING)
+    pages = FilePages(files)
+    builder = _Builder(stored, config, dtype, device, keeps_blocks, pages)
+    embedding = builder.matrix(EMBEDDING)
+    output = embedding if config.tie_word_embeddings else builder.matrix(OUTPUT)
     return ModelWeights(
-        embedding=embedding,
-        layers=tuple(
-            builder.layer(f"model.layers.{i}", spec) for i, spec in enumerate(config.layers)
-        ),
-        final_norm=builder.norm(_FINAL_NORM),
-        output=embedding if config.tie_word_embeddings else builder.tensor(_OUTPUT),
+        embedding=embedding.weight,
+        embedding_blocks=embedding.blocks,
+        layers=_Layers(builder, config.layers),
+        pages=pages,
+        final_norm=builder.norm(FINAL_NORM),
+        output=output.weight,
+        output_blocks=output.blocks,
     )
 
 
-def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
-    """Every tensor that a checkpoint of this model must have, in the form of those it has."""
-    hidden = config.hidden_size
-    shapes: Shapes = {_EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
-    if not config.tie_word_embeddings:
-        shapes[_OUTPUT] = (config.vocab_size, hidden)
-    names = ExpertNames.of(config, stored)
-    if not names.is_stacked and _num_experts(config) > len(stored):
-        raise UnsupportedModel(
-            f"{_num_experts(config)} experts are more than the checkpoint has tensors"
-        )
-    for i, spec in enumerate(config.layers):
-        layer = _attention_shapes(config) | (
-            names.shapes(spec.experts, hidden) if spec.experts else _mlp_shapes(config)
-        )
-        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
-    return shapes
-
-
-def _num_experts(config: ModelConfig) -> int:
-    return sum(spec.experts.num for spec in config.layers if spec.experts)
-
-
-def _attention_shapes(config: ModelConfig) -> Shapes:
-    """Returns the shapes of a layer's attention and norms."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    q_size, kv_size = config.num_attention_heads * head_dim, config.num_kv_heads * head_dim
-    linears = {"self_attn.o_proj": (hidden, q_size, config.attention_out_bias)}
-    if config.is_fused:
-        linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
-    else:
-        linears["self_attn.q_proj"] = (q_size, hidden, config.qkv_bias)
-        linears["self_attn.k_proj"] = (kv_size, hidden, config.qkv_bias)
-        linears["self_attn.v_proj"] = (kv_size, hidden, config.qkv_bias)
-    shapes: Shapes = {f"{name}.weight": (hidden,) for name in _NORMS[config.norms].values()}
-    if config.has_sinks:
-        shapes["self_attn.sinks"] = (config.num_attention_heads,)
-    if config.qk_norm:
-        has_all = config.qk_norm == "all"
-        shapes["self_attn.q_norm.weight"] = (q_size if has_all else head_dim,)
-        shapes["self_attn.k_norm.weight"] = (kv_size if has_all else head_dim,)
-    return shapes | _linear_shapes(linears)
-
-
-def _mlp_shapes(config: ModelConfig) -> Shapes:
-    hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    linears = {"mlp.down_proj": (hidden, inner, has_bias)}
-    if config.is_fused:
-        linears["mlp.gate_up_proj"] = (2 * inner, hidden, has_bias)
-    else:
-        linears["mlp.gate_proj"] = linears["mlp.up_proj"] = (inner, hidden, has_bias)
-    return _linear_shapes(linears)
-
-
-def _linear_shapes(linears: dict[str, tuple[int, int, bool]]) -> Shapes:
-    """Returns the shapes of matrices (outputs, inputs) and of the biases that some of them have."""
-    shapes: Shapes = {}
-    for name, (num_out, num_in, has_bias) in linears.items():
-        shapes[f"{name}.weight"] = (num_out, num_in)
-        if has_bias:
-            shapes[f"{name}.bias"] = (num_out,)
-    return shapes
-
-
-def rotary_rows(config: ModelConfig) -> torch.Tensor | None:
-    """Returns the order of the rows of q, k and v as decoders read them; None: as they are stored.
-
-    Kernels rotate number i of a head with number i + half of it. Where a part of each head is
-    rotated, that part's pairs come first in both halves."""
-    head_dim = config.head_dim
-    rotary_dim = config.layers[0].rope.rotary_dim(head_dim)
-    if rotary_dim == head_dim:
-        return None
-    turned, still = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
-    halves = zip(turned.chunk(2), still.chunk(2), strict=True)
-    of_head = torch.cat([torch.cat(parts) for parts in halves])
-    num_heads = config.num_attention_heads + config.num_kv_heads
-    turned_rows = (torch.arange(num_heads).unsqueeze(1) * head_dim + of_head).flatten()
-    num_values = config.num_kv_heads * head_dim
-    return torch.cat((turned_rows, len(turned_rows) + torch.arange(num_values)))
-
-
-def _map_files(files: Sequence[Path]) -> dict[str, torch.Tensor]:
+def _map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
+    if files[0].suffix.lower() == ".gguf":
+        with naming(files[0]):
+            return read_tensors(files[0], config)
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         with naming(file):
             tensors |= load_file(file)
-    return tensors
+    return tensors if config.quantization is None else join_parts(tensors, config.quantization)
 
 
-def _check(stored: dict[str, torch.Tensor], expected: Shapes, *, tied: bool) -> None:
+def _check(stored: Stored, expected: Shapes, *, tied: bool) -> None:
     missing = expected.keys() - stored.keys()
     if missing:
         raise UnsupportedModel(f"the checkpoint lacks {_named(missing)}, which its config implies")
     surplus = {name for name in stored.keys() - expected.keys() if not _DERIVED.fullmatch(name)}
     if tied:
-        surplus.discard(_OUTPUT)  # some checkpoints store the tied matrix twice
+        surplus.discard(OUTPUT)  # some checkpoints store the tied matrix twice
     if surplus:
         raise UnsupportedModel(f"the checkpoint has {_named(surplus)}, which its config denies")
     for name, shape in expected.items():
@@ -216,6 +152,8 @@ def _check(stored: dict[str, torch.Tensor], expected: Shapes, *, tied: bool) -> 
             raise UnsupportedModel(
                 f"{name} has shape {list(tensor.shape)}; the config implies {list(shape)}"
             )
+        if not isinstance(tensor, torch.Tensor):
+            continue
         if not tensor.is_floating_point() and not (
             name.endswith(("_blocks", "_scales")) and tensor.dtype == torch.uint8
         ):
@@ -229,30 +167,68 @@ def _named(names: Iterable[str]) -> str:
     return f"{shown} and {more} more tensors" if more > 0 else shown
 
 
+class _Layers(Sequence[LayerWeights]):
+    """Layers that are loaded when they are asked for, each time anew."""
+
+    def __init__(self, builder: _Builder, specs: Sequence[LayerSpec]) -> None:
+        self._builder = builder
+        self._specs = specs
+
+    @overload
+    def __getitem__(self, index: int) -> LayerWeights: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[LayerWeights]: ...
+
+    def __getitem__(self, index: int | slice) -> LayerWeights | list[LayerWeights]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        return self._builder.layer(f"model.layers.{index}", self._specs[index])
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
 class _Builder:
     """Brings tensors, by name, into the compute dtype and onto the device."""
 
     def __init__(
         self,
-        stored: dict[str, torch.Tensor],
+        stored: Stored,
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
+        keeps_blocks: bool,
+        pages: FilePages,
     ) -> None:
         self._stored = stored
+        self._keeps_blocks = keeps_blocks
+        self._pages = pages
         self._config = config
         self._dtype = dtype
         self._device = device
         self._names = ExpertNames.of(config, stored)
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._stored[name].to(device=self._device, dtype=self._dtype)
+        stored = self._dense(name)
+        tensor = stored.to(device=self._device, dtype=self._dtype)
+        if tensor is not stored:
+            self._drop(name)
+        return tensor
+
+    def matrix(self, name: str) -> Linear:
+        """Returns a matrix without a bias, quantized if it is kept so."""
+        stored = self._stored[name]
+        if not self._keeps_blocks or not isinstance(stored, Blocks) or not is_packed(stored):
+            return Linear(self.tensor(name), None)
+        return Linear(torch.empty(stored.shape, dtype=self._dtype, device="meta"), None, stored)
 
     def layer(self, name: str, spec: LayerSpec) -> LayerWeights:
         attention = f"{name}.self_attn"
         norms = {
             field: self.norm(f"{name}.{stored}.weight")
-            for field, stored in _NORMS[self._config.norms].items()
+            for field, stored in NORMS[self._config.norms].items()
         }
         if self._config.qk_norm:
             norms["q_norm"] = self.norm(f"{attention}.q_norm.weight")
@@ -305,7 +281,7 @@ class _Builder:
         bias = self.tensor(f"{name}_bias")
         if not self._names.is_mxfp4:
             return self.tensor(name).transpose(1, 2).contiguous(), bias
-        blocks, scales = self._stored[f"{name}_blocks"], self._stored[f"{name}_scales"]
+        blocks, scales = self._dense(f"{name}_blocks"), self._dense(f"{name}_scales")
         return dequantize(blocks, scales, self._dtype).to(self._device), bias
 
     def _of_stack(self, name: str) -> list[tuple[Linear, ...]]:
@@ -331,18 +307,34 @@ class _Builder:
         would lose most of its digits."""
         if not self._config.norm_offset:
             return self.tensor(name)
-        stored = self._stored[name].to(device=self._device, dtype=torch.float32)
+        stored = self._dense(name).to(device=self._device, dtype=torch.float32)
         return stored + self._config.norm_offset
+
+    def _dense(self, name: str) -> torch.Tensor:
+        stored = self._stored[name]
+        return stored if isinstance(stored, torch.Tensor) else stored.numbers()
+
+    def _drop(self, name: str) -> None:
+        stored = self._stored[name]
+        if isinstance(stored, Coded):
+            for part in stored.parts.values():
+                self._pages.drop(part)
+        else:
+            self._pages.drop(stored.data if isinstance(stored, Blocks) else stored)
 
     def _optional(self, name: str) -> torch.Tensor | None:
         return self.tensor(name) if name in self._stored else None
 
     def _linear(self, name: str) -> Linear:
-        return Linear(self.tensor(f"{name}.weight"), self._optional(f"{name}.bias"))
+        return replace(self.matrix(f"{name}.weight"), bias=self._optional(f"{name}.bias"))
 
     def _joined(self, *names: str) -> tuple[Linear, ...]:
         """One matrix for products of the same input, where it costs no copy that is not made
         anyway: mapped tensors stay apart."""
+        if self._keeps_blocks:
+            linears = tuple(self._linear(name) for name in names)
+            if all(linear.blocks for linear in linears):
+                return linears
         if self._is_mapped(f"{names[0]}.weight"):
             return tuple(self._linear(name) for name in names)
         has_bias = f"{names[0]}.bias" in self._stored
@@ -356,13 +348,16 @@ class _Builder:
     def _is_mapped(self, name: str) -> bool:
         """Returns whether a tensor is used as it lies in its file."""
         stored = self._stored[name]
+        if not isinstance(stored, torch.Tensor):
+            return False
         return stored.dtype == self._dtype and stored.device == self._device
 
     def _stacked(self, names: list[str]) -> torch.Tensor:
-        parts = [self._stored[name] for name in names]
-        sizes = [len(part) for part in parts]
-        shape = (sum(sizes), *parts[0].shape[1:])
+        shapes = [self._stored[name].shape for name in names]
+        sizes = [shape[0] for shape in shapes]
+        shape = (sum(sizes), *shapes[0][1:])
         stacked = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for rows, part in zip(torch.split(stacked, sizes), parts, strict=True):
-            rows.copy_(part)
+        for rows, name in zip(torch.split(stacked, sizes), names, strict=True):
+            rows.copy_(self._dense(name))
+            self._drop(name)
         return stacked

@@ -1,27 +1,36 @@
-"""Converts a GGUF file to a Hugging Face folder, once, and keeps it in a cache on disk.
+"""Converts a GGUF file to a Hugging Face folder without weights, once, and keeps it in a cache.
 
-A conversion is written into a folder beside its place and renamed when it is whole, under a lock on
-a file of the same name: a process that comes second waits and finds the result, one that dies
-leaves nothing that a later one would take for whole. Weights are dequantized to float32, exactly.
+The weights stay in the file, and the folder says where it lies. A conversion is written into a
+folder beside its place and renamed when it is whole, under a lock on a file of the same name: a
+process that comes second waits and finds the result, one that dies leaves nothing that a later one
+would take for whole.
 """
+
+from __future__ import annotations
 
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tandem.models.gguf.layout import StoredTensor
 
 CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
 CONVERSION_FILE = "tandem_conversion.json"  # in the converted folder: what it was made from
 
 # Part of the cache's key: raise it whenever a conversion would write anything else than before.
-_VERSION = 1
+_VERSION = 2
 _KEY_BYTES = 1 << 20
 _QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|T?Q\d\w*|MXFP4\w*|BF16|F16|F32|FP16|FP32)$", re.I)
 
@@ -85,38 +94,58 @@ def _place(gguf_file: Path, cache_dir: Path | None) -> Path:
 
 
 def _read(gguf_file: Path) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    """Returns the reader, the metadata, config.json and generation_config.json."""
+    """Returns the layout, the metadata, config.json and generation_config.json."""
     # Slow to import, and needed the first time only.
     import gguf
 
     from tandem.models.gguf.config import GgufMetadata, generation_config, hf_config
-    from tandem.models.gguf.layout import check_layout
-    from tandem.models.gguf.weights import read_rope_freqs
+    from tandem.models.gguf.layout import read_layout
 
-    check_layout(gguf_file)
+    layout = read_layout(gguf_file)
     reader = gguf.GGUFReader(gguf_file)
     metadata = GgufMetadata(reader)
     config = hf_config(
         metadata,
-        tensor_names=frozenset(tensor.name for tensor in reader.tensors),
-        rope_freqs=read_rope_freqs(reader),
+        tensor_names=frozenset(tensor.name for tensor in layout),
+        rope_freqs=_rope_freqs(gguf_file, layout),
     )
-    return reader, metadata, config, generation_config(metadata)
+    return layout, metadata, config, generation_config(metadata)
+
+
+def _rope_freqs(gguf_file: Path, layout: list[StoredTensor]) -> np.ndarray | None:
+    """Returns the [head_dim / 2] divisors of the rotary frequencies, or None if there are none."""
+    import gguf
+    import numpy as np
+
+    from tandem.models.gguf.names import ROPE_FREQS
+
+    for each in layout:
+        if each.name == ROPE_FREQS:
+            data = np.fromfile(gguf_file, np.uint8, each.end - each.begin, offset=each.begin)
+            return np.asarray(gguf.dequantize(data, each.type), np.float32)
+    return None
 
 
 def _convert(gguf_file: Path, folder: Path) -> None:
+    from tandem.models.gguf.names import ROPE_FREQS, hf_name
     from tandem.models.gguf.tokenizer import write_tokenizer
-    from tandem.models.gguf.weights import write_weights
 
     with naming(gguf_file):
-        reader, metadata, config, generation = _read(gguf_file)
+        layout, metadata, config, generation = _read(gguf_file)
         ModelConfig.from_hf(config, generation)  # what it refuses is not converted
+        tensors = [tensor for tensor in layout if tensor.name != ROPE_FREQS]
+        for tensor in tensors:
+            hf_name(tensor.name, config["architectures"][0])  # raises for one that has no place
         _write_json(folder / "config.json", config)
         _write_json(folder / "generation_config.json", generation)
         write_tokenizer(metadata, folder)
-        write_weights(reader, folder, config=config)
-    source = {"name": model_name(gguf_file), "source": str(gguf_file), "version": _VERSION}
-    _write_json(folder / CONVERSION_FILE, source)
+    conversion = {
+        "name": model_name(gguf_file),
+        "source": str(gguf_file.resolve()),
+        "num_weights": sum(math.prod(tensor.shape) for tensor in tensors),
+        "version": _VERSION,
+    }
+    _write_json(folder / CONVERSION_FILE, conversion)
 
 
 def _write_json(path: Path, value: object) -> None:

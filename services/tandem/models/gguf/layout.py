@@ -12,6 +12,7 @@ Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import math
 import mmap
 import struct
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -32,11 +33,22 @@ _UINT32, _STRING, _ARRAY = 4, 8, 9
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
-def check_layout(path: Path) -> None:
-    """Raises ConfigError saying what is wrong with the file and where."""
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a GGUF file. Rows of a quantized type are blocks."""
+
+    name: str
+    type: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]  # as torch orders it: the numbers of a row last
+    begin: int  # in the file
+    end: int
+
+
+def read_layout(path: Path) -> list[StoredTensor]:
+    """Returns the tensors of a file. Raises ConfigError saying what is wrong with it and where."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _Scan(data).check()
+            return _Scan(data).tensors()
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
 
@@ -50,7 +62,7 @@ class _Scan:
         self._num_items_left = _ITEMS_MAX
         self._alignment = _ALIGNMENT
 
-    def check(self) -> None:
+    def tensors(self) -> list[StoredTensor]:
         if self._take(4) != _MAGIC:
             raise ValueError("it does not begin with GGUF")
         if (version := self._uint32()) not in _VERSIONS:
@@ -59,8 +71,10 @@ class _Scan:
         num_keys = self._count("keys", _KEYS_MAX)
         for _ in range(num_keys):
             self._key_and_value()
-        ends = [self._tensor_info() for _ in range(num_tensors)]
-        self._check_data(ends)
+        tensors = [self._tensor_info() for _ in range(num_tensors)]
+        begin = -(-self._at // self._alignment) * self._alignment
+        self._check_data(begin, tensors)
+        return [replace(each, begin=begin + each.begin, end=begin + each.end) for each in tensors]
 
     def _key_and_value(self) -> None:
         key = self._string()
@@ -94,8 +108,8 @@ class _Scan:
         else:
             raise ValueError(f"a value before byte {self._at} is of the unknown type {kind}")
 
-    def _tensor_info(self) -> tuple[int, int]:
-        """Returns where the tensor starts and ends, in bytes after the start of the data."""
+    def _tensor_info(self) -> StoredTensor:
+        """Returns a tensor that starts and ends so many bytes after the start of the data."""
         name = self._string()
         num_dims = self._uint32()
         if not 1 <= num_dims <= _DIMS_MAX:
@@ -103,17 +117,18 @@ class _Scan:
         dims = [self._uint64() for _ in range(num_dims)]
         kind, start = self._uint32(), self._uint64()
         try:
-            block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+            of_type = gguf.GGMLQuantizationType(kind)
+            block_size, block_bytes = gguf.GGML_QUANT_SIZES[of_type]
         except (ValueError, KeyError):
             raise ValueError(f"the tensor {_shown(name)} is of the unknown type {kind}") from None
         if 0 in dims or dims[0] % block_size:
             raise ValueError(f"the tensor {_shown(name)} has the impossible shape {dims}")
-        return start, start + math.prod(dims) // block_size * block_bytes
+        end = start + math.prod(dims) // block_size * block_bytes
+        return StoredTensor(name.decode(), of_type, tuple(reversed(dims)), start, end)
 
-    def _check_data(self, tensors: list[tuple[int, int]]) -> None:
-        begin = -(-self._at // self._alignment) * self._alignment
+    def _check_data(self, begin: int, tensors: list[StoredTensor]) -> None:
         last = 0
-        for start, end in sorted(tensors):
+        for start, end in sorted((tensor.begin, tensor.end) for tensor in tensors):
             if start % self._alignment or start < last:
                 raise ValueError(f"the data of two tensors overlap or begin askew at byte {start}")
             last = end

@@ -1,0 +1,162 @@
+#include "blocks.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace tandem {
+namespace {
+
+float half_at(const uint8_t* from) {
+    uint16_t half;
+    std::memcpy(&half, from, sizeof half);
+    return widen_half(half);
+}
+
+void scale_all(Group& group, float scale, float min = 0.0f) {
+    group.scales[0] = group.scales[1] = scale;
+    group.min = min;
+}
+
+// Nibbles of 16 bytes: the lower ones are the first 16 numbers.
+void take_nibbles(const uint8_t* nibbles, uint8_t* numbers) {
+    for (int i = 0; i < 16; ++i) {
+        numbers[i] = nibbles[i] & 15;
+        numbers[i + 16] = nibbles[i] >> 4;
+    }
+}
+
+void add_fifth_bits(const uint8_t* bits, uint8_t* numbers) {
+    for (int i = 0; i < kGroup; ++i) numbers[i] |= (bits[i / 8] >> i % 8 & 1) << 4;
+}
+
+void q4_0(const uint8_t* block, Group* groups) {
+    scale_all(*groups, half_at(block));
+    take_nibbles(block + 2, groups->numbers);
+}
+
+void q4_1(const uint8_t* block, Group* groups) {
+    scale_all(*groups, half_at(block), half_at(block + 2));
+    take_nibbles(block + 4, groups->numbers);
+}
+
+void q5_0(const uint8_t* block, Group* groups) {
+    scale_all(*groups, half_at(block));
+    take_nibbles(block + 6, groups->numbers);
+    add_fifth_bits(block + 2, groups->numbers);
+}
+
+void q5_1(const uint8_t* block, Group* groups) {
+    scale_all(*groups, half_at(block), half_at(block + 2));
+    take_nibbles(block + 8, groups->numbers);
+    add_fifth_bits(block + 4, groups->numbers);
+}
+
+void q8_0(const uint8_t* block, Group* groups) {
+    scale_all(*groups, half_at(block));
+    for (int i = 0; i < kGroup; ++i) groups->numbers[i] = block[2 + i] ^ 0x80;
+}
+
+// The 6 bits each of a group's scale and min, of eight groups in 12 bytes.
+struct SixBits {
+    int scale, min;
+
+    SixBits(const uint8_t* packed, int group) {
+        if (group < 4) {
+            scale = packed[group] & 63;
+            min = packed[group + 4] & 63;
+        } else {
+            scale = (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4;
+            min = packed[group + 4] >> 4 | packed[group] >> 6 << 4;
+        }
+    }
+};
+
+void scale_k(const uint8_t* block, int index, Group& group) {
+    const SixBits bits(block + 4, index);
+    scale_all(group, half_at(block) * bits.scale, -(half_at(block + 2) * bits.min));
+}
+
+// Two groups share 32 bytes: the first has their lower nibbles.
+void take_k(const uint8_t* nibbles, int index, uint8_t* numbers) {
+    for (int i = 0; i < kGroup; ++i)
+        numbers[i] = nibbles[index / 2 * kGroup + i] >> index % 2 * 4 & 15;
+}
+
+void q4_k(const uint8_t* block, Group* groups) {
+    for (int g = 0; g < 8; ++g) {
+        scale_k(block, g, groups[g]);
+        take_k(block + 16, g, groups[g].numbers);
+    }
+}
+
+void q5_k(const uint8_t* block, Group* groups) {
+    for (int g = 0; g < 8; ++g) {
+        scale_k(block, g, groups[g]);
+        take_k(block + 48, g, groups[g].numbers);
+        for (int i = 0; i < kGroup; ++i) groups[g].numbers[i] |= (block[16 + i] >> g & 1) << 4;
+    }
+}
+
+void q6_k(const uint8_t* block, Group* groups) {
+    const float scale = half_at(block + 208);
+    for (int g = 0; g < 8; ++g) {
+        const uint8_t* low = block + g / 4 * 64 + g % 2 * kGroup;
+        const uint8_t* high = block + 128 + g / 4 * kGroup;
+        for (int i = 0; i < kGroup; ++i)
+            groups[g].numbers[i] = static_cast<uint8_t>((low[i] >> g % 4 / 2 * 4 & 15) |
+                                                        (high[i] >> g % 4 * 2 & 3) << 4);
+        for (int half = 0; half < 2; ++half)
+            groups[g].scales[half] = scale * static_cast<int8_t>(block[192 + 2 * g + half]);
+        groups[g].min = 0.0f;
+    }
+}
+
+constexpr BlockType kTypes[] = {
+    {2, Q4_0, 32, 18, 8, q4_0},     {3, Q4_1, 32, 20, 0, q4_1},     {6, Q5_0, 32, 22, 16, q5_0},
+    {7, Q5_1, 32, 24, 0, q5_1},     {8, Q8_0, 32, 34, 128, q8_0},   {12, Q4_1, 256, 144, 0, q4_k},
+    {13, Q5_1, 256, 176, 0, q5_k},  {14, Q6, 256, 210, 32, q6_k},
+};
+
+}  // namespace
+
+const BlockType* block_type(int32_t type) {
+    for (const BlockType& each : kTypes)
+        if (each.type == type) return &each;
+    return nullptr;
+}
+
+float widen_half(uint16_t half) {
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
+    const uint32_t rest = half & 0x7fff;
+    uint32_t bits = rest << 13;
+    if (rest >= 0x7c00) {
+        bits |= 0x7f800000;
+    } else if (rest >= 0x400) {
+        bits += 112u << 23;
+    } else {
+        const float tiny = static_cast<float>(rest) * 0x1p-24f;
+        std::memcpy(&bits, &tiny, sizeof bits);
+    }
+    bits |= sign;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+uint16_t narrow_half(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00;
+    if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds to more than 65504
+    if (bits < 0x38800000) {                       // below 2^-14: multiples of 2^-24
+        float size;
+        std::memcpy(&size, &bits, sizeof size);
+        return sign | static_cast<uint16_t>(std::lrint(size * 0x1p24f));
+    }
+    bits += 0xfff + (bits >> 13 & 1);
+    return sign | static_cast<uint16_t>((bits >> 13) - (112u << 10));
+}
+
+}  // namespace tandem

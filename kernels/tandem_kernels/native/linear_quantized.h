@@ -1,0 +1,290 @@
+// Products with weights in quantized groups (quantized.h), by integer dots.
+//
+// The inputs of a row are rounded to int8 first, in groups of 32 with a scale of their own. The sum of
+// a group is exact; it is multiplied by both scales and added in fp32, group after group: a row's
+// bits depend on nothing but the row, on all processors that fuse products with sums.
+
+namespace tandem::TANDEM_ISA {
+
+constexpr int kQuantizedRows = TANDEM_LANES == 16 ? 12 : TANDEM_LANES == 8 ? 4 : 2;  // of a tile
+constexpr int kTileBytesAtOnce = 256 << 10;  // of inputs, in the second-level cache
+
+using QuantizedTiles = RowTiles<kQuantizedRows>;
+
+// Four inputs of a row with those of each output, added to what is there.
+#if TANDEM_LANES == 16 && defined(TANDEM_VNNI)
+inline __attribute__((always_inline)) Ints dot4(Ints sums, Ints weights, int32_t inputs) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(inputs));
+}
+#elif TANDEM_LANES == 16
+inline __attribute__((always_inline)) Ints dot4(Ints sums, Ints weights, int32_t inputs) {
+    const __m512i both = _mm512_set1_epi32(inputs);
+    const __m512i even = _mm512_madd_epi16((__m512i)(weights & 0x00ff00ff),
+                                           _mm512_srai_epi16(_mm512_slli_epi16(both, 8), 8));
+    const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)weights, 8),
+                                          _mm512_srai_epi16(both, 8));
+    return sums + (Ints)even + (Ints)odd;
+}
+#elif TANDEM_LANES == 8
+inline __attribute__((always_inline)) Ints dot4(Ints sums, Ints weights, int32_t inputs) {
+    const __m256i both = _mm256_set1_epi32(inputs);
+    const __m256i even = _mm256_madd_epi16((__m256i)(weights & 0x00ff00ff),
+                                           _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16((__m256i)weights, 8),
+                                          _mm256_srai_epi16(both, 8));
+    return sums + (Ints)even + (Ints)odd;
+}
+#else
+inline Ints dot4(Ints sums, Ints weights, int32_t inputs) {
+    for (int i = 0; i < 4; ++i)
+        sums += (weights >> 8 * i & 255) * static_cast<int8_t>(inputs >> 8 * i);
+    return sums;
+}
+#endif
+
+// A unit of a row's inputs, as a product reads it: [tile][unit][row of the tile].
+struct InputUnit {
+    int8_t numbers[kUnitInputs];
+    float scales[2];  // of its groups
+    union {
+        int32_t starts[4];  // of the integer sums of 32 inputs, or of 16: -zero * their sum
+        float sums[2];      // of 32 inputs themselves, for mins
+    };
+};
+
+inline size_t quantized_input_floats(size_t num_rows, int in) {
+    return num_rows * num_units(in) * (sizeof(InputUnit) / sizeof(float));
+}
+
+inline int32_t sum_of(Ints numbers) {
+#if TANDEM_LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)numbers);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += numbers[i];
+    return sum;
+#endif
+}
+
+// 32 inputs to numbers of -127 to 127; answers their scale, NaN for what is not finite.
+inline float round_group(const float* x, int8_t* numbers, int32_t (&sums)[2]) {
+    Ints most_bits = {};  // as integers, NaN is larger than all others
+    for (int i = 0; i < kGroup; i += kLanes) {
+        const Ints bits = (Ints)load(x + i) & 0x7fffffff;
+        most_bits = most_bits > bits ? most_bits : bits;
+    }
+    int32_t most = 0;
+    for (int lane = 0; lane < kLanes; ++lane) most = most > most_bits[lane] ? most : most_bits[lane];
+    sums[0] = sums[1] = 0;
+    if (most < 0x00800000 || most >= 0x7f800000) {  // denormal numbers count as zeros
+        std::memset(numbers, 0, kGroup);
+        return most < 0x00800000 ? 0.0f : NAN;
+    }
+    float largest;
+    std::memcpy(&largest, &most, sizeof largest);
+    const float scale = largest / 127.0f;
+    const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds
+    for (int i = 0; i < kGroup; i += kLanes) {
+        // No compiler joins a division with an addition.
+        const Floats shifted = load(x + i) / all(scale) + to_integer;
+        const Ints rounded = __builtin_convertvector(shifted - to_integer, Ints);
+        sums[i / (kGroup / 2)] += sum_of(rounded);
+        const Bytes bytes = __builtin_convertvector(rounded, Bytes);
+        std::memcpy(numbers + i, &bytes, sizeof bytes);
+    }
+    return scale;
+}
+
+// A row for weights of one format.
+template <class F>
+void round_row(const float* x, int in, InputUnit* to, int rows_of_tile) {
+    for (int unit = 0; unit < num_units(in); ++unit, to += rows_of_tile) {
+        for (int g = 0; g < 2; ++g) {
+            const int at = unit * kUnitInputs + g * kGroup;
+            int32_t sums[2] = {};
+            float scale = 0.0f;
+            if (at < in)
+                scale = round_group(x + at, to->numbers + g * kGroup, sums);
+            else
+                std::memset(to->numbers + g * kGroup, 0, kGroup);
+            to->scales[g] = scale;
+            if (F::kHasMins)
+                to->sums[g] = scale * static_cast<float>(sums[0] + sums[1]);
+            else if (F::kByHalves)
+                for (int half = 0; half < 2; ++half)
+                    to->starts[2 * g + half] = -F::kZero * sums[half];
+            else
+                to->starts[g] = -F::kZero * (sums[0] + sums[1]);
+        }
+    }
+}
+
+// All rows of a quantized product, by all threads: each calls this, then waits for the others.
+inline void round_inputs(const Matrix& matrix, const Inputs& inputs, int thread, int num_threads) {
+    const QuantizedTiles tiles{inputs.num_rows};
+    const int first = static_cast<int64_t>(inputs.num_rows) * thread / num_threads;
+    const int end = static_cast<int64_t>(inputs.num_rows) * (thread + 1) / num_threads;
+    InputUnit* units = reinterpret_cast<InputUnit*>(inputs.rounded);
+    by_format(matrix.kind, [&](auto format) {
+        for (int row = first; row < end; ++row) {
+            const int tile = tiles.of(row), of_tile = tiles.first_row(tile);
+            round_row<decltype(format)>(
+                inputs.buffer + static_cast<size_t>(row) * inputs.in, inputs.in,
+                units + static_cast<size_t>(of_tile) * num_units(inputs.in) + row - of_tile,
+                tiles.first_row(tile + 1) - of_tile);
+        }
+    });
+}
+
+// Vector `at` of a group: 4 inputs each of some outputs, the numbers as they are stored.
+template <class F>
+inline __attribute__((always_inline)) Ints numbers_of(const char* unit, int group, int at, int v) {
+    const auto load_ints = [v](const char* from) __attribute__((always_inline)) {
+        Ints ints;
+        std::memcpy(&ints, from + v * sizeof ints, sizeof ints);
+        return ints;
+    };
+    const char* low = unit + group * F::kLowBytes;
+    if constexpr (F::kBits == 8) return load_ints(low + at * kVectorBytes);
+    Ints numbers = load_ints(low + at % 4 * kVectorBytes);
+    if (at >= 4) numbers = (Ints)((Words)numbers >> 4);
+    numbers &= 0x0f0f0f0f;
+    const char* high = unit + F::kHigh + group * F::kHighBytes;
+    if constexpr (F::kBits == 5) {
+        const Words bits = (Words)load_ints(high);
+        numbers |= (Ints)(at < 4 ? bits << (4 - at) : bits >> (at - 4)) & 0x10101010;
+    }
+    if constexpr (F::kBits == 6) {
+        const Words bits = (Words)load_ints(high + at / 4 * kVectorBytes);
+        const int shift = 4 - at % 4 * 2;
+        numbers |= (Ints)(shift > 0 ? bits << shift : bits >> -shift) & 0x30303030;
+    }
+    return numbers;
+}
+
+// MR rows with a vector of the outputs of a panel.
+template <class F, int MR>
+inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, const char* unit,
+                                                          int units, int v, Floats (&sums)[MR]) {
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m) sums[m] = Floats{};
+    constexpr int kParts = F::kByHalves ? 2 : 1;  // of a group, with scales of their own
+    const auto of_outputs = [v](const char* from) __attribute__((always_inline)) {
+        return of_signed_halves(reinterpret_cast<const uint16_t*>(from) + v * kLanes);
+    };
+    for (int u = 0; u < units; ++u, x += MR, unit += F::kUnitBytes) {
+#pragma GCC unroll 4
+        for (int part = 0; part < 2 * kParts; ++part) {
+            const int group = part / kParts, first = part % kParts * 4;
+            Ints ints[MR];
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m)
+                ints[m] = F::kHasMins ? Ints{} : Ints{} + x[m].starts[part];
+#pragma GCC unroll 8
+            for (int i = 0; i < 8 / kParts; ++i) {
+                const int at = kParts == 1 ? i / 2 + i % 2 * 4 : first + i;
+                const Ints weights = numbers_of<F>(unit, group, at, v);
+#pragma GCC unroll 16
+                for (int m = 0; m < MR; ++m) {
+                    int32_t inputs;
+                    std::memcpy(&inputs, x[m].numbers + group * kGroup + 4 * at, sizeof inputs);
+                    ints[m] = dot4(ints[m], weights, inputs);
+                }
+            }
+            const Floats scales = of_outputs(unit + F::kScales + part * kScaleBytes);
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m)
+                sums[m] += to_floats(ints[m]) * (scales * all(x[m].scales[group]));
+            if constexpr (F::kHasMins) {
+                const Floats mins = of_outputs(unit + F::kMins + group * kScaleBytes);
+#pragma GCC unroll 16
+                for (int m = 0; m < MR; ++m) sums[m] += mins * all(x[m].sums[group]);
+            }
+        }
+    }
+}
+
+template <class F, int MR>
+__attribute__((noinline)) void panels_of_units(const Matrix& matrix, const InputUnit* x, int panel,
+                                               int end_panel, int first_row, const Output& out) {
+    const int units = num_units(matrix.in);
+    const size_t panel_bytes = static_cast<size_t>(units) * F::kUnitBytes;
+    for (; panel < end_panel; ++panel) {
+        const char* weights = static_cast<const char*>(matrix.panels) + panel * panel_bytes;
+        Floats sums[kVectors][MR];
+        for (int v = 0; v < kVectors; ++v) multiply_units<F, MR>(x, weights, units, v, sums[v]);
+        put<MR, kVectors>(matrix, panel * kPanel, true, out, first_row, sums);
+    }
+}
+
+template <class F, int MR>
+void rows_of_units(int num_rows, const Matrix& matrix, const InputUnit* x, int panel, int end_panel,
+                   int first_row, const Output& out) {
+    if constexpr (MR > 0) {
+        if (num_rows == MR)
+            panels_of_units<F, MR>(matrix, x, panel, end_panel, first_row, out);
+        else
+            rows_of_units<F, MR - 1>(num_rows, matrix, x, panel, end_panel, first_row, out);
+    }
+}
+
+template <class F>
+void linear_of_units(const Matrix& matrix, const Inputs& inputs, int first_panel, int end_panel,
+                     const Output& out) {
+    const InputUnit* x = reinterpret_cast<const InputUnit*>(inputs.rounded);
+    const QuantizedTiles tiles{inputs.num_rows};
+    const int units = num_units(matrix.in);
+    const size_t panel_bytes = static_cast<size_t>(units) * F::kUnitBytes;
+    const int most = kTileBytesAtOnce / static_cast<int>(sizeof(InputUnit)) / units / kQuantizedRows;
+    const int tiles_at_once = most < 1 ? 1 : most;
+    for (int block = 0; block < tiles.num(); block += tiles_at_once) {
+        const int end = block + tiles_at_once < tiles.num() ? block + tiles_at_once : tiles.num();
+        const int at_once = end - block == 1 ? end_panel - first_panel : 1;
+        for (int panel = first_panel; panel < end_panel; panel += at_once)
+            for (int tile = block; tile < end; ++tile) {
+                const int row = tiles.first_row(tile), num = tiles.first_row(tile + 1) - row;
+                if (end - block > 1) {  // tiles take turns in fetching the next panel
+                    const char* next = static_cast<const char*>(matrix.panels) +
+                                       (panel + 1) * panel_bytes;
+                    const size_t end_line = panel_bytes * (tile + 1 - block) / (end - block);
+                    for (size_t at = panel_bytes * (tile - block) / (end - block); at < end_line;
+                         at += kLine)
+                        __builtin_prefetch(next + at, 0, 2);
+                }
+                rows_of_units<F, kQuantizedRows>(num, matrix, x + static_cast<size_t>(row) * units,
+                                                 panel, panel + at_once, row, out);
+            }
+    }
+}
+
+inline void linear_of_quantized(const Matrix& matrix, const Inputs& inputs, int first_panel,
+                                int end_panel, const Output& out) {
+    by_format(matrix.kind, [&](auto format) {
+        linear_of_units<decltype(format)>(matrix, inputs, first_panel, end_panel, out);
+    });
+}
+
+// A row of quantized weights as numbers, such as a token's embedding.
+inline void widen_row(const char* panels, int32_t kind, int in, int row, float* to) {
+    by_format(kind, [&](auto format) {
+        using F = decltype(format);
+        const char* unit = panels + static_cast<size_t>(row / kPanel) * num_units(in) * F::kUnitBytes;
+        const int v = row % kPanel / kLanes, lane = row % kPanel % kLanes;
+        for (int at = 0; at < in; at += 4) {
+            const int group = at / kGroup % 2, vector = at % kGroup / 4;
+            const char* here = unit + at / kUnitInputs * F::kUnitBytes;
+            const auto of_output = [&](int first, int index) {
+                const char* from = here + first + index * kScaleBytes;
+                return of_signed_halves(reinterpret_cast<const uint16_t*>(from) + v * kLanes)[lane];
+            };
+            const int32_t four = numbers_of<F>(here, group, vector, v)[lane];
+            const int part = F::kByHalves ? 2 * group + vector / 4 : group;
+            const float scale = of_output(F::kScales, part);
+            const float min = F::kHasMins ? of_output(F::kMins, group) : 0.0f;
+            for (int i = 0; i < 4; ++i)
+                to[at + i] = scale * static_cast<float>((four >> 8 * i & 255) - F::kZero) + min;
+        }
+    });
+}
+
+}  // namespace tandem::TANDEM_ISA

@@ -1,0 +1,97 @@
+// Quantized blocks into panels (quantized.h), or into fp32.
+
+#include <cstring>
+#include <vector>
+
+#include "blocks.h"
+#include "pack.h"
+#include "quantized.h"
+
+namespace tandem {
+namespace {
+
+constexpr int64_t kPanel = 16;
+
+struct Rows {
+    const BlockType& type;
+    const uint8_t* blocks;
+    int64_t num_blocks;  // of a row
+
+    void decode(int64_t row, Group* groups) const {
+        const uint8_t* block = blocks + row * num_blocks * type.bytes;
+        for (int64_t i = 0; i < num_blocks; ++i)
+            type.decode(block + i * type.bytes, groups + i * (type.inputs / kGroup));
+    }
+};
+
+void put_half(uint8_t* to, float x) {
+    const uint16_t half = narrow_half(x);
+    std::memcpy(to, &half, sizeof half);
+}
+
+// A group of an output, in the panel's lane, which holds zeros.
+template <class F>
+void put_group(const Group& group, int index, int lane, uint8_t* unit) {
+    for (int i = 0; i < kGroup; ++i) {
+        const int vector = i / 4, byte = 4 * lane + i % 4;
+        uint8_t* low = unit + index * F::kLowBytes + byte;
+        uint8_t* high = unit + F::kHigh + index * F::kHighBytes + byte;
+        const int number = group.numbers[i];
+        if (F::kBits == 8) {
+            low[vector * kVectorBytes] = static_cast<uint8_t>(number);
+            continue;
+        }
+        low[vector % 4 * kVectorBytes] |= static_cast<uint8_t>((number & 15) << vector / 4 * 4);
+        if (F::kBits == 5) *high |= static_cast<uint8_t>(number >> 4 << vector);
+        if (F::kBits == 6)
+            high[vector / 4 * kVectorBytes] |= static_cast<uint8_t>(number >> 4 << vector % 4 * 2);
+    }
+    constexpr int kScales = F::kByHalves ? 2 : 1;
+    for (int half = 0; half < kScales; ++half)
+        put_half(unit + F::kScales + (index * kScales + half) * kScaleBytes + 2 * lane,
+                 group.scales[half]);
+    if (F::kHasMins) put_half(unit + F::kMins + index * kScaleBytes + 2 * lane, group.min);
+}
+
+}  // namespace
+
+bool pack_blocks(const void* blocks, int32_t type, int64_t rows, int64_t in, int64_t first_output,
+                 void* panels) {
+    const BlockType* known = block_type(type);
+    if (known == nullptr) return false;
+    const Rows from{*known, static_cast<const uint8_t*>(blocks), in / known->inputs};
+    std::vector<Group> groups(in / kGroup);
+    by_format(known->kind, [&](auto format) {
+        using F = decltype(format);
+        const int64_t panel_bytes = static_cast<int64_t>(num_units(in)) * F::kUnitBytes;
+        for (int64_t row = 0; row < rows; ++row) {
+            from.decode(row, groups.data());
+            const int64_t output = first_output + row;
+            uint8_t* unit = static_cast<uint8_t*>(panels) + output / kPanel * panel_bytes;
+            for (size_t g = 0; g < groups.size(); ++g)
+                put_group<F>(groups[g], g % 2, output % kPanel, unit + g / 2 * F::kUnitBytes);
+        }
+    });
+    return true;
+}
+
+// A product and a sum are rounded apart, as numpy does it.
+__attribute__((optimize("fp-contract=off"))) bool widen_blocks(const void* blocks, int32_t type,
+                                                               int64_t rows, int64_t in,
+                                                               float* to) {
+    const BlockType* known = block_type(type);
+    if (known == nullptr) return false;
+    const Rows from{*known, static_cast<const uint8_t*>(blocks), in / known->inputs};
+    std::vector<Group> groups(in / kGroup);
+    for (int64_t row = 0; row < rows; ++row) {
+        from.decode(row, groups.data());
+        for (const Group& group : groups)
+            for (int i = 0; i < kGroup; ++i) {
+                const float scale = group.scales[i / (kGroup / 2)];
+                *to++ = scale * static_cast<float>(group.numbers[i] - known->zero) + group.min;
+            }
+    }
+    return true;
+}
+
+}  // namespace tandem

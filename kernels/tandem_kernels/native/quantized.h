@@ -1,0 +1,59 @@
+// How quantized weights are packed: panels of 16 outputs, each a row of units of 64 inputs (zeros
+// after the last), in the order in which a product reads them:
+//
+//     numbers    two groups of 32 inputs, each of eight vectors; vector v has inputs 4 v .. 4 v + 3 of
+//                its group, byte 4 n + i is input 4 v + i of output n
+//                    8 bits: vector after vector
+//                    fewer: the lower 4 bits of vectors v and v + 4 share bytes, v has the lower half
+//     high bits  5 bits: byte of both groups, bit v is of vector v
+//                6 bits: two vectors of bytes a group; bits 2 i, 2 i + 1 of the first are of vector i,
+//                of the second of vector 4 + i
+//     scales     float16 of 16 outputs, group after group; two a group (of 16 inputs) for 6 bits
+//     mins       float16 likewise, where the kind has any
+//
+// A weight is scale * (number - zero) + min. Units are whole cache lines.
+
+#pragma once
+
+#include <cstdint>
+
+#include "decoder.h"
+
+namespace tandem {
+
+constexpr int kUnitInputs = 64;
+constexpr int kVectorBytes = 64;    // 16 outputs, 4 inputs each
+constexpr int kScaleBytes = 2 * 16;  // of 16 outputs
+
+template <int kBitsOf, bool kHasMinsOf>
+struct Format {
+    static constexpr int kBits = kBitsOf;
+    static constexpr bool kHasMins = kHasMinsOf;
+    static constexpr int kZero = kHasMins ? 0 : 1 << (kBits - 1);
+    static constexpr bool kByHalves = kBits == 6;  // a scale for each 16 inputs
+    static constexpr int kLowBytes = kVectorBytes * (kBits == 8 ? 8 : 4);  // of a group
+    static constexpr int kHighBytes = kVectorBytes * (kBits == 5 ? 1 : kBits == 6 ? 2 : 0);
+    static constexpr int kHigh = 2 * kLowBytes;
+    static constexpr int kScales = kHigh + 2 * kHighBytes;
+    static constexpr int kMins = kScales + kScaleBytes * (kByHalves ? 4 : 2);
+    static constexpr int kUnitBytes = kMins + (kHasMins ? 2 * kScaleBytes : 0);
+};
+
+// Calls `work` with the format of a quantized kind.
+template <class Work>
+auto by_format(int32_t kind, Work work) {
+    switch (kind) {
+        case Q4_0: return work(Format<4, false>{});
+        case Q4_1: return work(Format<4, true>{});
+        case Q5_0: return work(Format<5, false>{});
+        case Q5_1: return work(Format<5, true>{});
+        case Q6: return work(Format<6, false>{});
+        default: return work(Format<8, false>{});
+    }
+}
+
+inline bool is_quantized(int32_t kind) { return kind >= Q8_0; }
+
+inline int num_units(int in) { return (in + kUnitInputs - 1) / kUnitInputs; }
+
+}  // namespace tandem

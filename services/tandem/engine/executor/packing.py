@@ -1,0 +1,172 @@
+"""Weights in the order in which the native kernels read them (native/decoder.h, quantized.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import addressof
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem.engine.cache.pool_memory import own_pages
+from tandem.engine.executor.file_pages import FilePages
+from tandem.engine.executor.weights import Linear, ModelWeights
+from tandem_kernels.native.library import PANEL, Kind, Library, Matrix, address, packed_bytes
+
+KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
+_MAPPED_AT_ONCE = 64 << 20
+_LINE = 64  # bytes
+
+
+class Packer:
+    """Makes packed matrices, which live as long as it does."""
+
+    def __init__(
+        self,
+        library: Library,
+        pages: FilePages,
+        *,
+        int8: bool = False,
+        instructions: str | None = None,
+    ) -> None:
+        """`pages` that were packed are dropped."""
+        self._library = library
+        self._pages = pages
+        self._int8 = int8
+        self._instructions = instructions
+        self._kept: list[Any] = []  # what the structs point to
+        self._free = np.empty(0, np.uint8)
+
+    def keep(self, struct: object) -> None:
+        """Lets a struct that others point to live as long."""
+        self._kept.append(struct)
+
+    def matrix(self, parts: Sequence[Linear], *, keeps_kind: bool = False) -> Matrix:
+        """Packs the rows of all parts, one below the other; with `keeps_kind` never as int8."""
+        if parts[0].blocks:
+            return self._quantized(parts)
+        weight = parts[0].weight if len(parts) == 1 else torch.cat([p.weight for p in parts])
+        weight = weight.contiguous()
+        num_out, num_in = weight.shape
+        kind = self._kind(weight, keeps_kind=keeps_kind)
+        panels = self._zeros(packed_bytes((num_out, num_in), kind))
+        scales = self._library.pack(
+            weight.data_ptr(), KINDS[weight.dtype], (num_out, num_in), kind, panels
+        )
+        self._kept.append(scales)
+        self._drop(parts)
+        return Matrix(
+            panels=address(panels),
+            scales=address(scales),
+            bias=self._bias(parts),
+            num_in=num_in,
+            num_out=num_out,
+            kind=kind,
+        )
+
+    def gate_up(self, parts: Sequence[Linear]) -> Matrix:
+        """Packs gates and ups; they come as two matrices, or as one with the rows of both.
+
+        Packed in pairs, panels of gates and of ups take turns (decoder.h).
+        """
+        if parts[0].blocks or self._kind(parts[0].weight) is not Kind.BF16_PAIRS:
+            return self.matrix(parts)
+        num_chunks = 3 - len(parts)
+        weights = [half for part in parts for half in part.weight.chunk(num_chunks)]
+        given = [part.bias for part in parts if part.bias is not None]
+        biases = [half for bias in given for half in bias.chunk(num_chunks)]
+        packed = self.matrix((Linear(_in_turn(weights), _in_turn(biases) if biases else None),))
+        self._drop(parts)
+        return packed
+
+    def embedding(self, weights: ModelWeights, output: Matrix) -> dict[str, int | None]:
+        """Returns the model's fields of the embedding. A tied one is read from the panels of the
+        output matrix, unless they are int8."""
+        tied = weights.embedding_blocks is weights.output_blocks
+        if tied and weights.embedding is weights.output and not self._int8:
+            return {"embedding": None, "embedding_kind": output.kind}
+        if weights.embedding_blocks is not None:
+            linear = Linear(weights.embedding, None, weights.embedding_blocks)
+            panels = self._quantized([linear])
+            return {"embedding": panels.panels, "embedding_kind": panels.kind}
+        embedding = weights.embedding.contiguous()
+        self._kept.append(embedding)
+        return {"embedding": embedding.data_ptr(), "embedding_kind": KINDS[embedding.dtype]}
+
+    def floats(self, tensor: torch.Tensor | None) -> int | None:
+        """Returns the address of the same numbers in float32; None of nothing."""
+        if tensor is None:
+            return None
+        floats = tensor.to(torch.float32, copy=True).contiguous()
+        self._kept.append(floats)
+        return floats.data_ptr()
+
+    def _quantized(self, parts: Sequence[Linear]) -> Matrix:
+        """Rows of another kind than the first become the rest of the matrix."""
+        matrix = None
+        alike = [list(run) for _, run in groupby(parts, self._kind_of_blocks)]
+        for run in reversed(alike):
+            matrix = self._of_one_kind(run, rest=matrix)
+        assert matrix is not None
+        return matrix
+
+    def _of_one_kind(self, parts: Sequence[Linear], *, rest: Matrix | None) -> Matrix:
+        num_out, num_in = sum(len(part.weight) for part in parts), parts[0].weight.shape[1]
+        kind = self._kind_of_blocks(parts[0])
+        panels = self._zeros(self._library.quantized_bytes((num_out, num_in), kind))
+        first_output = 0
+        for part in parts:
+            assert part.blocks
+            rows = part.blocks.rows()
+            self._library.pack_blocks(
+                rows.data_ptr(), part.blocks.type, (len(rows), num_in), first_output, panels
+            )
+            first_output += len(rows)
+        self._drop(parts)
+        self._kept.append(rest)
+        return Matrix(
+            panels=address(panels),
+            bias=self._bias(parts),
+            num_in=num_in,
+            num_out=num_out,
+            kind=kind,
+            rest=addressof(rest) if rest else None,
+        )
+
+    def _kind(self, weight: torch.Tensor, *, keeps_kind: bool = False) -> Kind:
+        kind = Kind.I8 if self._int8 and not keeps_kind else KINDS[weight.dtype]
+        return self._library.packed_kind(kind, self._instructions)
+
+    def _kind_of_blocks(self, part: Linear) -> Kind:
+        assert part.blocks
+        kind = self._library.kind_of_blocks(part.blocks.type)
+        assert kind is not None
+        return kind
+
+    def _bias(self, parts: Sequence[Linear]) -> int | None:
+        biases = [part.bias for part in parts if part.bias is not None]
+        return self.floats(torch.cat(biases)) if biases else None
+
+    def _drop(self, parts: Sequence[Linear]) -> None:
+        for part in parts:
+            self._pages.drop(part.blocks.data if part.blocks else part.weight)
+
+    def _zeros(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Returns the next bytes of a mapping of huge pages, aligned to a cache line."""
+        size = -(-num_bytes // _LINE) * _LINE
+        if size > len(self._free):
+            self._free = np.frombuffer(own_pages(max(size, _MAPPED_AT_ONCE)), np.uint8)
+            self._kept.append(self._free)
+        zeros, self._free = self._free[:num_bytes], self._free[size:]
+        return zeros
+
+
+def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Interleaves the tensors by panels of outputs; fills the last panel of each with zeros."""
+    rest = -len(tensors[0]) % PANEL
+    filled = [torch.cat([each, each.new_zeros(rest, *each.shape[1:])]) for each in tensors]
+    panels = [each.view(-1, PANEL, *each.shape[1:]) for each in filled]
+    return torch.stack(panels, 1).flatten(0, 2)

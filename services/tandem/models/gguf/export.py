@@ -1,0 +1,26 @@
+"""Writes the model of a GGUF file as a Hugging Face folder, for programs that read no GGUF."""
+
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from tandem.models.gguf.convert import CONVERSION_FILE
+from tandem.models.gguf.tensors import read_tensors
+from tandem.models.source import ModelFolder
+
+
+def export(model: ModelFolder, folder: Path) -> Path:
+    """Fills the folder, unless it is there: the weights in float32, and the model's other files."""
+    if folder.is_dir():
+        return folder
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    for file in model.path.glob("*.json"):
+        shutil.copy(file, unfinished / file.name)
+    (unfinished / CONVERSION_FILE).unlink(missing_ok=True)
+    stored = read_tensors(model.weight_files[0], model.config)
+    wide = {name: blocks.numbers().float().contiguous() for name, blocks in stored.items()}
+    save_file(wide, unfinished / "model.safetensors", metadata={"format": "pt"})
+    return unfinished.rename(folder)

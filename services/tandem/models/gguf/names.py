@@ -1,0 +1,71 @@
+"""Hugging Face's names of a GGUF file's tensors, and which rows are in another order."""
+
+import re
+
+from tandem.errors import UnsupportedModel
+from tandem.models.config import ModelConfig
+
+ROPE_FREQS = "rope_freqs.weight"  # becomes a part of the config
+
+_OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
+_OF_GEMMA = {"ffn_norm": "pre_feedforward_layernorm"}
+_PERMUTED = tuple(
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Mixtral", "SmolLM3", "Granite")
+)
+
+
+def hf_name(name: str, architecture: str = "") -> str:
+    """Renames `blk.0.attn_q.weight` to `model.layers.0.self_attn.q_proj.weight`."""
+    match = _NAME.fullmatch(name)
+    parts = _OUTER if match and match["layer"] is None else _INNER
+    if match is None or match["part"] not in parts:
+        raise UnsupportedModel(
+            f"the tensor {name} is not supported; those of Llama, Qwen and OLMo 2 are"
+        )
+    module = parts[match["part"]]
+    if _is_gemma(architecture):
+        module = _OF_GEMMA.get(match["part"], module)
+    if match["layer"] is not None:
+        module = f"model.layers.{match['layer']}.{module}"
+    return f"{module}.{match['kind']}"
+
+
+def stored_offset(name: str, architecture: str) -> float:
+    """Returns what the file adds to a tensor: 1 to Gemma's norms, which add it themselves."""
+    return float(_is_gemma(architecture) and name.split(".")[-2].endswith("norm"))
+
+
+def _is_gemma(architecture: str) -> bool:
+    return architecture.startswith("Gemma")
+
+
+def num_permuted_heads(name: str, config: ModelConfig) -> int:
+    """Returns the number of heads whose rows `unpermute` puts in order; 0 if none are permuted."""
+    if config.architecture not in _PERMUTED:
+        return 0
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_kv_heads}
+    return heads.get(name.split(".")[-2], 0)

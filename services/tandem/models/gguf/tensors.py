@@ -1,0 +1,112 @@
+"""Maps the tensors of a GGUF file, under Hugging Face's names; what is quantized stays so."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import torch
+
+from tandem.errors import UnsupportedModel
+from tandem.models.config import ModelConfig
+from tandem.models.gguf.layout import StoredTensor, read_layout
+from tandem.models.gguf.names import ROPE_FREQS, hf_name, num_permuted_heads, stored_offset
+from tandem_kernels.native import library
+
+_DENSE = {
+    gguf.GGMLQuantizationType.F32: torch.float32,
+    gguf.GGMLQuantizationType.F16: torch.float16,
+    gguf.GGMLQuantizationType.BF16: torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A tensor as a GGUF file has it: rows of quantized blocks, or of plain numbers."""
+
+    data: torch.Tensor  # uint8 [rows, bytes of a row]
+    type: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]  # of the numbers
+    offset: float = 0.0  # of plain numbers, to be taken away
+    num_heads: int = 0  # whose rows are in llama.cpp's order; 0: all rows are in order
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of plain numbers; None if they are quantized."""
+        return _DENSE.get(self.type)
+
+    def rows(self) -> torch.Tensor:
+        """Returns `data` in Hugging Face's order of rows."""
+        return unpermute(self.data, self.num_heads) if self.num_heads else self.data
+
+    def numbers(self) -> torch.Tensor:
+        """Returns plain numbers as they are, others in float32.
+
+        Raises UnsupportedModel for a type that nobody here can dequantize.
+        """
+        rows = self.rows()
+        if self.dtype is not None:
+            numbers = rows.view(self.dtype).reshape(self.shape)
+            return numbers.float() - self.offset if self.offset else numbers
+        native = library.load()
+        wide = torch.empty(self.shape)
+        size = len(rows), self.shape[-1]
+        if native and native.widen_blocks(rows.data_ptr(), self.type, size, wide.data_ptr()):
+            return wide
+        try:
+            return torch.from_numpy(gguf.dequantize(rows.numpy(), self.type)).reshape(self.shape)
+        except NotImplementedError as error:
+            raise UnsupportedModel(
+                f"a tensor is of type {self.type.name}, which the gguf package cannot dequantize"
+            ) from error
+
+
+def is_packed(blocks: Blocks) -> bool:
+    """Returns whether the native kernels multiply with blocks of this type."""
+    native = library.load()
+    return native is not None and native.kind_of_blocks(blocks.type) is not None
+
+
+def read_tensors(file: Path, config: ModelConfig) -> dict[str, Blocks]:
+    """Returns all tensors of the file, which stays mapped as long as one of them lives.
+
+    Raises ConfigError for a file that is not whole, and UnsupportedModel naming a tensor that has
+    no place in the architecture.
+    """
+    layout = [each for each in read_layout(file) if each.name != ROPE_FREQS]
+    names = {each.name: hf_name(each.name, config.architecture) for each in layout}
+    data = _map(file)
+    return {names[each.name]: _blocks(data, each, config) for each in layout}
+
+
+def unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Undoes llama.cpp's order of a head's rows: pairs side by side -> first and second half.
+
+    GGUF's llama rotates neighbouring rows (2i, 2i+1), Hugging Face's rows (i, i + head_dim / 2).
+    `rows`: [num_heads * head_dim, ...] of a weight or a bias.
+    """
+    half = len(rows) // num_heads // 2
+    pairs = rows.view(num_heads, half, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _map(file: Path) -> torch.Tensor:
+    """Returns the file's bytes. They may be written to, as torch demands, which copies a page."""
+    with file.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _blocks(data: torch.Tensor, stored: StoredTensor, config: ModelConfig) -> Blocks:
+    num_heads = num_permuted_heads(stored.name, config)
+    if num_heads and stored.shape[0] % (2 * num_heads):
+        raise UnsupportedModel(
+            f"{stored.name} has {stored.shape[0]} rows, which do not divide into {num_heads} heads"
+        )
+    num_rows = stored.shape[0] if num_heads else math.prod(stored.shape[:-1])
+    rows = data[stored.begin : stored.end].view(num_rows, -1)
+    offset = stored_offset(stored.name, config.architecture)
+    return Blocks(rows, stored.type, stored.shape, offset, num_heads)

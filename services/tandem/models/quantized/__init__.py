@@ -1,0 +1,1 @@
+"""Reads quantized safetensors: what a config says of them, and the numbers that they stand for."""

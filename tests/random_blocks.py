@@ -1,0 +1,35 @@
+"""Random quantized matrices of each type that the native kernels multiply."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import torch
+
+from tandem.models.gguf.tensors import Blocks
+
+TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+# Bytes of a block where its float16 numbers are, and how large they are for weights of about 1.
+_SCALES: dict[str, dict[int, float]] = {
+    "Q4_0": {0: 1 / 4.6},
+    "Q4_1": {0: 1 / 4.6, 2: -7.5 / 4.6},
+    "Q5_0": {0: 1 / 9.2},
+    "Q5_1": {0: 1 / 9.2, 2: -15.5 / 9.2},
+    "Q8_0": {0: 1 / 74},
+    "Q4_K": {0: 0.7 / 31 / 4.6, 2: 0.7 * 7.5 / 31 / 4.6},
+    "Q5_K": {0: 0.7 / 31 / 9.2, 2: 0.7 * 15.5 / 31 / 9.2},
+    "Q6_K": {208: 1 / 74 / 18},
+}
+
+
+def random_blocks(name: str, num_out: int, num_in: int, seed: int = 0) -> Blocks:
+    """Returns weights of about 1 / sqrt(num_in), of blocks whose bits are all random."""
+    chance = np.random.default_rng(seed)
+    block_type = gguf.GGMLQuantizationType[name]
+    block_inputs, block_bytes = gguf.GGML_QUANT_SIZES[block_type]
+    num_blocks = num_out * num_in // block_inputs
+    blocks = chance.integers(0, 256, (num_blocks, block_bytes), np.uint8)
+    for at, scale in _SCALES[name].items():
+        sizes = scale / num_in**0.5 * chance.uniform(0.7, 1.3, (num_blocks, 1))
+        blocks[:, at : at + 2] = sizes.astype(np.float16).view(np.uint8)
+    return Blocks(torch.from_numpy(blocks.reshape(num_out, -1)), block_type, (num_out, num_in))

@@ -1,0 +1,221 @@
+"""Quantized safetensors: their numbers, packed here bit by bit, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem.engine.executor.weights import Mlp, load_weights
+from tandem.errors import UnsupportedModel
+from tandem.models.quantized.scheme import Scheme, read_scheme
+from tandem.models.quantized.tensors import Coded
+from tandem.models.source import read_folder
+from tests.tiny_models import make_tiny_model
+
+NUM_OUT, NUM_IN, GROUP = 16, 128, 32
+NUM_GROUPS = NUM_IN // GROUP
+CHANCE = torch.Generator().manual_seed(0)
+
+
+def packed(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight numbers of a row in each int32; `order` says which of them is in each nibble."""
+    rows, columns = numbers.shape
+    words = torch.zeros(rows, columns // 8, dtype=torch.int64)
+    for row in range(rows):
+        for column in range(columns):
+            nibble = order.index(column % 8)
+            words[row, column // 8] |= int(numbers[row, column]) << 4 * nibble
+    return torch.where(words < 1 << 31, words, words - (1 << 32)).int()
+
+
+def nibbles(*size: int) -> torch.Tensor:
+    return torch.randint(0, 16, size, generator=CHANCE)
+
+
+def floats(*size: int) -> torch.Tensor:
+    return torch.rand(size, generator=CHANCE) + 0.5
+
+
+def compressed(**weights: object) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+FP8 = {"quant_method": "fp8"}
+BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FLOAT = compressed(num_bits=8, type="float", strategy="channel", symmetric=True) | {
+    "format": "float-quantized"
+}
+INT8 = compressed(num_bits=8, type="int", strategy="channel", symmetric=True) | {
+    "format": "int-quantized"
+}
+INT4 = compressed(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=True) | {
+    "format": "pack-quantized"
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
+
+
+def scheme_of(quantization: dict[str, Any]) -> Scheme:
+    scheme = read_scheme({"quantization_config": quantization})
+    assert scheme is not None
+    return scheme
+
+
+def check(quantization: dict[str, Any], expected: torch.Tensor, **parts: torch.Tensor) -> None:
+    coded = Coded("x", parts, scheme_of(quantization))
+    assert coded.shape == tuple(expected.shape)
+    torch.testing.assert_close(coded.numbers(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_fp8_with_a_scale() -> None:
+    weight = torch.randn(NUM_OUT, NUM_IN, generator=CHANCE).to(torch.float8_e4m3fn)
+    check(FP8, weight.float() * 0.5, weight=weight, weight_scale=torch.tensor(0.5))
+    scales = floats(NUM_OUT, 1)
+    check(FLOAT, weight.float() * scales, weight=weight, weight_scale=scales)
+
+
+def test_fp8_with_a_scale_for_each_block() -> None:
+    weight = torch.randn(200, 300, generator=CHANCE).to(torch.float8_e4m3fn)
+    scales = floats(2, 3)
+    expected = weight.float()
+    for row in range(2):
+        for column in range(3):
+            block = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+            expected[block] *= scales[row, column]
+    check(BLOCK_FP8, expected, weight=weight, weight_scale_inv=scales)
+
+
+def test_int8() -> None:
+    weight = torch.randint(-127, 128, (NUM_OUT, NUM_IN), generator=CHANCE).to(torch.int8)
+    scales = floats(NUM_OUT, 1)
+    check(INT8, weight.float() * scales, weight=weight, weight_scale=scales)
+
+
+def test_packed_int4() -> None:
+    numbers, scales = nibbles(NUM_OUT, NUM_IN), floats(NUM_OUT, NUM_GROUPS).bfloat16()
+    check(
+        INT4,
+        (numbers - 8) * scales.float().repeat_interleave(GROUP, 1),
+        weight_packed=packed(numbers),
+        weight_scale=scales,
+        weight_shape=torch.tensor([NUM_OUT, NUM_IN]),
+    )
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_gptq(form: str, shuffled: bool) -> None:
+    numbers, zeros = nibbles(NUM_IN, NUM_OUT), nibbles(NUM_GROUPS, NUM_OUT)
+    scales = floats(NUM_GROUPS, NUM_OUT).half()
+    of_input = torch.arange(NUM_IN) // GROUP
+    parts = {}
+    if shuffled:
+        of_input = of_input[torch.randperm(NUM_IN, generator=CHANCE)]
+        parts["g_idx"] = of_input.int()
+    offset = 1 if form == "gptq" else 0
+    expected = (numbers - zeros[of_input] - offset) * scales[of_input].float()
+    check(
+        GPTQ | {"checkpoint_format": form},
+        expected.t(),
+        qweight=packed(numbers.t()).t().contiguous(),
+        qzeros=packed(zeros),
+        scales=scales,
+        **parts,
+    )
+
+
+def test_awq() -> None:
+    numbers, zeros = nibbles(NUM_IN, NUM_OUT), nibbles(NUM_GROUPS, NUM_OUT)
+    scales, order = floats(NUM_GROUPS, NUM_OUT).half(), (0, 2, 4, 6, 1, 3, 5, 7)
+    of_input = torch.arange(NUM_IN) // GROUP
+    check(
+        AWQ,
+        ((numbers - zeros[of_input]) * scales[of_input].float()).t(),
+        qweight=packed(numbers, order),
+        qzeros=packed(zeros, order),
+        scales=scales,
+    )
+
+
+@pytest.mark.parametrize(
+    ("quantization", "flag"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
+        ({}, ""),
+        ([1], "it must be an object"),
+        (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2'"),
+        (BLOCK_FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
+        (INT8 | {"format": "marlin-24"}, "format is 'marlin-24'"),
+        (INT8 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (INT8 | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format"),
+        (INT8 | {"config_groups": {}}, "config_groups must have one group"),
+        (INT4 | compressed(num_bits=3, type="int", strategy="group"), "weights.num_bits is 3"),
+        (
+            INT4 | compressed(num_bits=4, type="int", symmetric=False, strategy="group"),
+            "weights.symmetric is False",
+        ),
+        (GPTQ | {"bits": 8}, "bits is 8"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        (GPTQ | {"group_size": 48}, "group_size is 48"),
+        (AWQ | {"version": "gemv"}, "version is 'gemv'"),
+        (AWQ | {"zero_point": False}, "zero_point is False"),
+        (AWQ | {"bits": True}, "bits is True"),
+    ],
+)
+def test_what_is_unknown_is_refused_by_the_name_of_its_flag(quantization: Any, flag: str) -> None:
+    if not flag:
+        assert read_scheme({"quantization_config": quantization}) is None
+        return
+    with pytest.raises(UnsupportedModel, match=rf"quantization_config.*{flag}"):
+        read_scheme({"quantization_config": quantization})
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"weight_scale": None}, "lacks x.weight_scale"),
+        ({"weight_scale": floats(3, 1)}, "x.weight_scale does not fit"),
+        ({"weight": torch.zeros(16, 128)}, "x.weight holds torch.float32, not torch.int8"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(parts: dict[str, Any], message: str) -> None:
+    whole = {"weight": torch.zeros(16, 128, dtype=torch.int8), "weight_scale": floats(16, 1)}
+    found = {name: part for name, part in (whole | parts).items() if part is not None}
+    with pytest.raises(UnsupportedModel, match=message):
+        Coded("x", found, scheme_of(INT8)).numbers()
+
+
+def test_a_checkpoint_is_loaded_as_the_numbers_that_it_stands_for(tmp_path: Path) -> None:
+    """A tiny model whose matrices are int8: its own numbers, rounded."""
+    folder, _ = make_tiny_model("llama", tmp_path)
+    file = folder.path / "model.safetensors"
+    stored: dict[str, torch.Tensor] = {}
+    rounded: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        stored[name] = rounded[name] = tensor.clone()
+        if name.endswith("_proj.weight"):
+            scale = tensor.abs().amax(1, keepdim=True) / 127
+            stored[name] = (tensor / scale).round().to(torch.int8)
+            stored[name.removesuffix("weight") + "weight_scale"] = scale
+            rounded[name] = stored[name].float() * scale
+    config_file = folder.path / "config.json"
+    config = json.loads(config_file.read_text())
+    loaded = []
+    for quantization, tensors in ((INT8, stored), (None, rounded)):
+        save_file(tensors, file, metadata={"format": "pt"})
+        config_file.write_text(json.dumps(config | {"quantization_config": quantization}))
+        found = read_folder(folder.path)
+        weights = load_weights(
+            found.weight_files, found.config, dtype=torch.float32, device=torch.device("cpu")
+        )
+        layer = weights.layers[1]
+        assert isinstance(layer.mlp, Mlp)
+        loaded.append([torch.cat([part.weight for part in layer.qkv]), layer.mlp.down.weight])
+    for one, other in zip(*loaded, strict=True):
+        assert torch.equal(one, other)
