@@ -21,10 +21,13 @@ _NAMES = "x509_subject_alternative_name"  # of the peer, in gRPC's authenticatio
 
 # Of tandem.v1.Worker. A method that is not here has no caller.
 CALLERS: dict[str, Kind] = {
+    "AddAdapter": "router",
     "Decode": "router",
+    "DescribeAdapter": "router",
     "Drain": "router",
     "GetState": "router",
     "ListBlocks": "router",
+    "RemoveAdapter": "router",
     "ResetPrefixCache": "router",
     "SetRole": "router",
     "Connect": "worker",

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tandem.engine.executor.weights import load_weights
 from tandem.errors import ConfigError
-from tandem.models.gguf.layout import check_layout
+from tandem.models.gguf.export import export
+from tandem.models.gguf.layout import read_layout
 from tandem.models.source import ModelFolder, resolve
 from tests.security.fuzz.parser_targets import ParserTarget
 from tests.unit.models import test_malformed_files as files
@@ -57,15 +58,15 @@ class _BrokenModel:
 
 
 def write_tiny_model(folder: Path) -> ModelFolder:
-    """Writes a GGUF file and the folder that it becomes, with a chat template; the model has two
+    """Writes a GGUF file and a folder with the same weights and a chat template; the model has two
     layers of random weights."""
     from tests.unit.models.conftest import TOKENS, gguf_tensors, write_gguf
 
     tensors = gguf_tensors(files.tiny_llama(len(TOKENS)))
     path = write_gguf(folder / "tiny.gguf", tensors)
-    made = resolve(str(path), cache_dir=folder / "whole")
-    files.set_chat_template(made.path)
-    return made
+    whole = export(resolve(str(path), cache_dir=folder / "cache"), folder / "whole")
+    files.set_chat_template(whole)
+    return resolve(str(whole))
 
 
 def file_targets(folder: Path) -> dict[str, ParserTarget]:
@@ -80,7 +81,7 @@ def file_targets(folder: Path) -> dict[str, ParserTarget]:
 
     gguf = folder / "tiny.gguf"
     return {
-        "gguf-layout": _BrokenBytes(gguf, folder, check_layout),
+        "gguf-layout": _BrokenBytes(gguf, folder, read_layout),
         "safetensors": _BrokenBytes(model.weight_files[0], folder, read_weights),
         "gguf": _BrokenModel(files.fuzz_gguf, gguf.read_bytes(), folder),
         "model-folder": _BrokenModel(files.fuzz_folder, copy, folder),

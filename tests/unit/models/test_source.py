@@ -77,6 +77,18 @@ def test_a_gguf_file(tmp_path, tiny_gguf):
     assert model.path.is_relative_to(tmp_path / "models")
 
 
+def test_the_folder_of_a_gguf_file_follows_it(tmp_path, tiny_gguf):
+    norm = {"output_norm.weight": np.ones(64, np.float32)}
+    first = tiny_gguf.write(tmp_path / "tiny.Q8_0.gguf", norm)
+    folder = resolve(str(first), cache_dir=tmp_path).path
+    (tmp_path / "new").mkdir()
+    moved = first.rename(tmp_path / "new" / first.name)
+    with pytest.raises(ConfigError, match="is not there now"):
+        resolve(str(folder))
+    assert resolve(str(moved), cache_dir=tmp_path).path == folder
+    assert resolve(str(folder)).weight_files == (moved,)
+
+
 def test_the_same_files_elsewhere_have_the_same_fingerprint(folder, tmp_path):
     first = resolve(str(folder)).fingerprint
     moved = folder.rename(tmp_path / "moved")

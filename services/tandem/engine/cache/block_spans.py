@@ -6,11 +6,11 @@ Both processes of a worker and its transports find blocks by it. It stands on no
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-import msgspec
 
-
-class BlockSpans(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class BlockSpans:
     """Ids go on from pool to pool, as in kv_groups.py."""
 
     pools: tuple[tuple[int, int], ...]  # the number of blocks, and the bytes of each

@@ -1,9 +1,9 @@
 """Converts a GGUF file to a Hugging Face folder without weights, once, and keeps it in a cache.
 
-The weights stay in the file, and the folder says where it lies. A conversion is written into a
-folder beside its place and renamed when it is whole, under a lock on a file of the same name: a
-process that comes second waits and finds the result, one that dies leaves nothing that a later one
-would take for whole.
+The weights stay in the file, and the folder says where the copy lies that was used last. A
+conversion is written into a folder beside its place and renamed when it is whole, under a lock on a
+file of the same name: a process that comes second waits and finds the result, one that dies leaves
+nothing that a later one would take for whole.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ def converted_folder(gguf_file: Path, *, cache_dir: Path | None = None) -> Path:
     ConfigError when the file is no GGUF file.
     """
     place = _place(gguf_file, cache_dir)
-    if place.is_dir():
+    if place.is_dir() and _source(place) == str(gguf_file.resolve()):
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_name(place.name + ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when the process dies
-        if not place.is_dir():
+        if place.is_dir():
+            _set_source(place, gguf_file)
+        else:
             unfinished = place.with_name(place.name + ".unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
@@ -91,6 +93,18 @@ def _place(gguf_file: Path, cache_dir: Path | None) -> Path:
         file.seek(max(0, size - _KEY_BYTES))
         digest.update(file.read(_KEY_BYTES))
     return (cache_dir or cache_root()) / "models" / f"{model_name(gguf_file)}-{digest.hexdigest()}"
+
+
+def _source(folder: Path) -> str:
+    return str(json.loads((folder / CONVERSION_FILE).read_text())["source"])
+
+
+def _set_source(folder: Path, gguf_file: Path) -> None:
+    """The copy that the folder was made from may be gone, with an older environment for example."""
+    conversion = json.loads((folder / CONVERSION_FILE).read_text())
+    changed = folder / f"{CONVERSION_FILE}.changed"
+    _write_json(changed, conversion | {"source": str(gguf_file.resolve())})
+    changed.rename(folder / CONVERSION_FILE)
 
 
 def _read(gguf_file: Path) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
