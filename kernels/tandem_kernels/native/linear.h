@@ -1,27 +1,28 @@
 // Products y = x W^T of rows that lie in tiles (inputs.h) with a packed matrix.
 //
-// The inputs are summed block by block (decoder.h), each from the first to the last: the same for a
-// row alone and in a tile.
+// The inputs are summed block by block (decoder.h), a block chain by chain and a chain from the
+// first to the last: the same for a row alone and in a tile. Rounding errors grow with the chain.
 
 namespace tandem::TANDEM_ISA {
 
 constexpr int kTilesAtOnce = 60 / kTileRows;  // their inputs stay in the second-level cache
 constexpr int kSums = TANDEM_SUMS;            // vectors of sums that fit the registers
 constexpr int kLine = 64;                     // bytes that are fetched together
+constexpr int kChain = 64;                    // products that one sum adds in turn
 
 enum class Into { kSet, kAdd };
 
-// NV vectors of outputs, of panels side by side, times MR rows: sums of `num` products each.
-// Meanwhile `ahead` is fetched, `step` bytes every two inputs.
+// NV vectors of outputs, of panels side by side, times MR rows: sums of the `num` products of a
+// chain. `x` and `w` point to its first input; panels are `panel_stride` weights apart. Meanwhile
+// `ahead` is fetched, `step` bytes every two inputs.
 template <class W, int MR, int NV>
-inline __attribute__((always_inline)) void multiply(const float* x, const W* w, int num,
-                                                    const char* ahead, int step,
-                                                    Floats (&sums)[NV][MR]) {
+inline __attribute__((always_inline)) void multiply_chain(const float* x, const W* w, int num,
+                                                          size_t panel_stride, const char*& ahead,
+                                                          int step, Floats (&sums)[NV][MR]) {
 #pragma GCC unroll 16
     for (int v = 0; v < NV; ++v)
 #pragma GCC unroll 16
         for (int m = 0; m < MR; ++m) sums[v][m] = Floats{};
-    const size_t panel_stride = static_cast<size_t>(num) * kPanel;
     const auto weights = [&](int v, int k) __attribute__((always_inline)) {
         return lanes(w + v / kVectors * panel_stride + k * kPanel, v % kVectors);
     };
@@ -63,6 +64,28 @@ inline __attribute__((always_inline)) void multiply(const float* x, const W* w, 
         }
     }
     for (; k < num; ++k) add(k);
+}
+
+// The same of `num` inputs, chain by chain.
+template <class W, int MR, int NV>
+inline __attribute__((always_inline)) void multiply(const float* x, const W* w, int num,
+                                                    const char* ahead, int step,
+                                                    Floats (&sums)[NV][MR]) {
+    const size_t panel_stride = static_cast<size_t>(num) * kPanel;
+    const auto chain = [&](int first, Floats(&of_chain)[NV][MR]) __attribute__((always_inline)) {
+        multiply_chain<W, MR, NV>(x + first * MR, w + first * kPanel,
+                                  num - first < kChain ? num - first : kChain, panel_stride, ahead,
+                                  step, of_chain);
+    };
+    chain(0, sums);
+    for (int first = kChain; first < num; first += kChain) {
+        Floats more[NV][MR];
+        chain(first, more);
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; ++v)
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m) sums[v][m] += more[v][m];
+    }
 }
 
 struct Output {
