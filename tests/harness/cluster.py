@@ -43,9 +43,10 @@ def wait_for(probe: Callable[[], Any], *, deadline_s: float, what: str) -> Any:
 
 def free_port() -> int:
     """Returns a port that nobody has now. It is none of those that the system gives to clients:
-    one of theirs may be taken again before a server binds it."""
+    one of theirs may be taken again before a server binds it. Nor is it one that Ray gives to its
+    workers (10,002 to 19,999), where a head refuses its own."""
     while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
+        port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
