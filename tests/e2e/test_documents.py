@@ -19,8 +19,10 @@ import httpx
 import pytest
 
 from tandem.cluster.operate import differences
+from tandem.models.source import resolve
 from tests.harness.cluster import free_port, wait_for
 from tests.harness.documents import ROOT, Command, commands
+from tests.lora_adapters import write_adapter
 
 BIN = Path(sys.executable).parent
 START_DEADLINE_S = 180.0
@@ -36,9 +38,9 @@ TRACES = {
 class Documented:
     """The cluster that `make up` starts."""
 
+    adapter: Path  # of the model
     http_port: int
     grpc_port: int
-
     admin_port: int
     admin_grpc_port: int
 
@@ -65,6 +67,7 @@ class Documented:
         text = command.text.replace(".venv/bin/", "")
         text = text.replace("127.0.0.1:8000", f"127.0.0.1:{self.http_port}")
         text = text.replace("127.0.0.1:8002", f"127.0.0.1:{self.admin_port}")
+        text = text.replace("/adapters/sql", str(self.adapter))
         for trace, small in TRACES.items():
             text = text.replace(trace, str(ROOT / "tests" / "data" / small))
         if command.words[0] == "curl":
@@ -78,7 +81,9 @@ class Documented:
 def documented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documented]:
     """Starts the cluster of `make up` by its recipe, without its installation, on free ports."""
     assert STARTS.words == ["make", "up"]
-    cluster = Documented(*(free_port() for _ in range(4)))
+    folder = tmp_path_factory.mktemp("documents")
+    write_adapter(folder / "adapter", resolve("smollm2").config)
+    cluster = Documented(folder / "adapter", *(free_port() for _ in range(4)))
     options = f"--port {cluster.http_port} --grpc-port {cluster.grpc_port} --kv-memory 67108864"
     options += f" --admin-port {cluster.admin_port} --admin-grpc-port {cluster.admin_grpc_port}"
     told = subprocess.run(
@@ -90,7 +95,7 @@ def documented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documented]
         timeout=60,
     )
     recipe = told.stdout.splitlines()[-1].replace(".venv/bin/", f"{BIN}/")
-    screen = tmp_path_factory.mktemp("documents") / "screen"
+    screen = folder / "screen"
     with screen.open("wb") as out:
         up = subprocess.Popen(["bash", "-c", recipe], cwd=ROOT, stdout=out, stderr=out)
 
@@ -123,7 +128,9 @@ def test_a_command_does_what_its_page_says(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     print(f"{command}: {time.monotonic() - began:.1f} s\n{done.stdout}")
-    if command.words[0] == "curl":
+    if "_lora_adapter" in command.text:
+        assert done.stdout.startswith("Success")
+    elif command.words[0] == "curl":
         answer = json.loads(done.stdout)
         assert any(answer.get(name) for name in ("choices", "status", "data", "content")), answer
 
