@@ -1,7 +1,9 @@
 """A rolling upgrade: a worker of the version before the packages were renamed, among new processes.
 
 That version's import packages are `services` and `kernels`; it writes the same records, keys and
-messages. It runs without its compiled modules, so both workers compute with torch.
+messages. It runs without its compiled modules, so both workers compute with torch. The model is a
+Hugging Face folder: that version converted the weights of a GGUF file, and its fingerprint of one
+is of the converted weights.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.models.gguf.export import export
+from tandem.models.source import resolve
 from tests.harness.client import complete_all, golden, metric
 from tests.harness.cluster import LocalCluster
 
@@ -36,11 +40,21 @@ def old_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(resolve("smollm2"), tmp_path_factory.mktemp("model") / "SmolLM2-135M-Instruct")
+
+
 @pytest.mark.parametrize(("old", "transport"), [("decode", "grpc"), ("prefill", "nixl")])
 async def test_an_old_worker_and_a_new_one_exchange_blocks(
-    old: str, transport: str, old_packages: Path, redis_server: EmbeddedRedis, tmp_path: Path
+    old: str,
+    transport: str,
+    old_packages: Path,
+    model: Path,
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
 ) -> None:
-    cluster = LocalCluster(redis_server, tmp_path)
+    cluster = LocalCluster(redis_server, tmp_path, str(model))
     options = ("--prefill-at", "remote", "--local-prefill-max-tokens", "0", "--kernels", "torch")
     try:
         cluster.start_router()
