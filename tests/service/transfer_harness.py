@@ -164,7 +164,7 @@ class Consumer:
         future = self._reserved[sequence_id] = asyncio.get_running_loop().create_future()
         self.link.send(Add(spec))
         table = await asyncio.wait_for(future, DEADLINE_S)
-        puller = Puller(transfer or self.config.transfer, self.link, block_bytes=LAYOUT.block_bytes)
+        puller = Puller(transfer or self.config.transfer, self.link, spans=LAYOUT.spans)
         lease = ConsumerLease(peer, puller=puller, rates=self._rates, config=self.config)
         running = lease.run(
             spec,

@@ -40,7 +40,7 @@ from tests.service.transfer_harness import TOKEN, producer_block_ids
 class Producer(WorkerServicer):
     def __init__(self, memory: Any) -> None:
         self.leases = Leases(TransferConfig(), num_blocks=LAYOUT.num_blocks)
-        owner: Any = SimpleNamespace(pool=MappedPool(memory.reshape(-1), LAYOUT.block_bytes))
+        owner: Any = SimpleNamespace(pool=MappedPool(memory.reshape(-1), LAYOUT.spans))
         self._blocks = BlockServer(
             owner, self.leases.lent, lambda num_bytes: None, block_bytes=LAYOUT.block_bytes
         )
