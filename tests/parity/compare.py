@@ -6,7 +6,6 @@ import asyncio
 import json
 from typing import Any
 
-import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -78,8 +77,12 @@ def assert_as_transformers(model: PreTrainedModel, asked: Asked, answer: Answer)
             sums = logits.logsumexp(-1)
         positions, token_ids, logprobs = zip(*told, strict=True)
         before = torch.tensor(positions) - 1
-        expected = logits[before, torch.tensor(token_ids)] - sums[before]
-        assert list(logprobs) == pytest.approx(expected.tolist(), abs=REFERENCE_ABS)
+        expected = (logits[before, torch.tensor(token_ids)] - sums[before]).double()
+        error, at = (torch.tensor(logprobs, dtype=torch.float64) - expected).abs().max(0)
+        assert error <= REFERENCE_ABS, (
+            f"position {positions[at]}, token {token_ids[at]}: {logprobs[at]} and {expected[at]}\n"
+            f"POST {path}\n{json.dumps(body)}"
+        )
 
 
 def _of_completion(choice: dict[str, Any], num_prompt_tokens: int) -> list[Told]:

@@ -75,6 +75,7 @@ def test_long(ways: dict[str, Way], tiny: tuple[Path, PreTrainedModel]) -> None:
 def test_long_on_a_real_model(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
     folder = with_template(tmp_path / "model", HERMES_TEMPLATE)
     whole = export(resolve("smollm2"), tmp_path / "float32")
-    model = LlamaForCausalLM.from_pretrained(whole, dtype=torch.float32).eval()
+    # In float32 the reference itself is off by more than half of what is allowed.
+    model = LlamaForCausalLM.from_pretrained(whole, dtype=torch.float64).eval()
     with five_ways(redis_server, tmp_path, str(folder)) as ways:
         check(ways, model, pairwise(3) + pairwise(4))
