@@ -1,11 +1,13 @@
 """A worker whose engine takes its time for steps that only decode: a test can act in mid-stream.
 
 `python -m tests.harness.slow_engine worker OPTIONS...` is `tandem worker OPTIONS`,
-with this module for its engine process.
+with this module for its engine process. While the file exists that HOLD_VARIABLE names, the steps
+take ten times as long: what has to happen in mid-stream does, on a busy machine too.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -19,16 +21,19 @@ from tandem.worker.engine_process.process import main as engine_main
 from tests.harness.breaking_engine import worker_main
 
 STEP_S = 0.02
+HELD_STEP_S = 0.2
+HOLD_VARIABLE = "TANDEM_TEST_HOLD"
 
 
 class SlowProcess(EngineProcess):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         forward = self._runner.forward
+        hold = os.environ[HOLD_VARIABLE]
 
         def forward_slowly(batch: StepBatch, on_kv_written: Callable[[], object]) -> torch.Tensor:
             if all(len(each.token_ids) == 1 for each in batch.slices):
-                time.sleep(STEP_S)
+                time.sleep(HELD_STEP_S if os.path.exists(hold) else STEP_S)
             return forward(batch, on_kv_written)
 
         self._runner.forward = forward_slowly  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ import httpx
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tests.harness.client import metric, migrations, open_client
 from tests.harness.cluster import LocalCluster, wait_for
+from tests.harness.slow_engine import HOLD_VARIABLE
 
 Answer = dict[str, Any]
 Asked = tuple[str, dict[str, Any]]  # path, body
@@ -66,10 +67,13 @@ class Migrated(Way):
     comes: str = "prefill-0"
 
     async def _ask_some(self, client: httpx.AsyncClient, asked: Sequence[Asked]) -> list[Answer]:
+        hold = _hold_file(self.cluster)
+        hold.touch()
         answers = asyncio.gather(*(_ask(client, *one) for one in asked))
         await asyncio.to_thread(self._wait_running, len(asked))
         await self._flip(self.comes, "decode")
         await self._flip(self.decodes, "prefill")
+        hold.unlink()
         self.decodes, self.comes = self.comes, self.decodes
         return list(await answers)
 
@@ -137,14 +141,23 @@ def five_ways(
             cluster.start_router()
             for role, count in (("prefill", prefill), ("decode", decode)):
                 for number in range(count):
-                    module = (_SLOW, "worker") if kind is Migrated else ("tandem.worker",)
-                    cluster.start_worker(f"{role}-{number}", role, module=module)
+                    is_slow = kind is Migrated
+                    cluster.start_worker(
+                        f"{role}-{number}",
+                        role,
+                        module=(_SLOW, "worker") if is_slow else ("tandem.worker",),
+                        environment={HOLD_VARIABLE: str(_hold_file(cluster))} if is_slow else None,
+                    )
             ways[name] = kind(name, cluster)
         for way in ways.values():
             way.cluster.wait_ready()
         yield ways
         for way in ways.values():
             way.cluster.wait_idle()
+
+
+def _hold_file(cluster: LocalCluster) -> Path:
+    return cluster.folder / "hold"
 
 
 async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
