@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -19,6 +20,7 @@ import grpc
 import grpc.aio
 import httpx
 
+from tandem.router.request.request import REQUEST_ID_HEADER
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.client import complete, golden, open_client
@@ -54,6 +56,8 @@ class Outcome:
     ends: list[str] = field(default_factory=list)
     cut_short: Literal["", "left", "hung"] = ""
     seconds: float = 0.0
+    was_heard: bool = True  # False: its client left before the router had read the request
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)  # what the client calls it
 
     @property
     def kind(self) -> str:
@@ -151,9 +155,13 @@ class Load:
                 "http": lambda outcome: _over_http(http, outcome),
                 "grpc": lambda outcome: _over_grpc(stub, outcome),
             }
-            await asyncio.gather(*(self._client(ways) for _ in range(self._num_clients)))
+            clients = (self._client(http, ways) for _ in range(self._num_clients))
+            await asyncio.gather(*clients)
 
-    async def _client(self, ways: dict[str, Callable[[Outcome], Awaitable[None]]]) -> None:
+    async def _client(
+        self, http: httpx.AsyncClient, ways: dict[str, Callable[[Outcome], Awaitable[None]]]
+    ) -> None:
+        left: Outcome | None = None  # without a token: the router is asked once the next has ended
         for request in self._wanted:
             outcome = Outcome(request)
             self.num_running += 1
@@ -162,6 +170,11 @@ class Load:
             finally:
                 self.num_running -= 1
                 self.outcomes.append(outcome)
+            if left is not None:
+                left.was_heard = await was_heard(http, left.name)
+            left = outcome if outcome.cut_short == "left" and not outcome.token_ids else None
+        if left is not None:
+            left.was_heard = await was_heard(http, left.name)
 
     async def _ask(self, way: Callable[[Outcome], Awaitable[None]], outcome: Outcome) -> None:
         started = time.monotonic()
@@ -176,6 +189,11 @@ class Load:
         outcome.seconds = time.monotonic() - started
 
 
+async def was_heard(http: httpx.AsyncClient, name: str) -> bool:
+    """Returns whether the router keeps a record of the request that its client called so."""
+    return (await http.get(f"/v1/requests/{name}")).status_code == 200
+
+
 async def _over_http(client: httpx.AsyncClient, outcome: Outcome) -> None:
     request = outcome.request
     body = {
@@ -186,7 +204,8 @@ async def _over_http(client: httpx.AsyncClient, outcome: Outcome) -> None:
         "return_token_ids": True,
         "stream": True,
     }
-    async with client.stream("POST", "/v1/completions", json=body) as response:
+    named = {REQUEST_ID_HEADER: outcome.name}
+    async with client.stream("POST", "/v1/completions", json=body, headers=named) as response:
         if response.status_code != 200:
             outcome.ends.append(json.loads(await response.aread())["error"]["code"])
             return
@@ -212,7 +231,8 @@ async def _over_grpc(stub: InferenceStub, outcome: Outcome) -> None:
             sampling=pb.SamplingParams(temperature=0),
             max_tokens=request.max_tokens,
             ignore_eos=True,
-        )
+        ),
+        metadata=((REQUEST_ID_HEADER, outcome.name),),
     )
     try:
         async for message in call:

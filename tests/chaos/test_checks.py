@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 import pytest
 
-from tests.chaos.checks import wrong_outcomes
+from tests.chaos import checks
+from tests.chaos.checks import check_counted, wrong_outcomes
 from tests.chaos.load import Outcome, Prompt, Request
 
 REQUEST = Request(0, Prompt([1, 2], [5, 6, 7, 8]), max_tokens=3, api="http", leaves_after_s=None)
@@ -33,3 +35,18 @@ def test_an_outcome_is_right_or_named(
 ) -> None:
     found = wrong_outcomes([Outcome(REQUEST, token_ids, ends, cut_short)])
     assert (problem in found[0]) if problem else not found
+
+
+@pytest.mark.parametrize(("was_heard", "num_counted"), [(True, 2), (False, 1)])
+def test_a_request_that_was_heard_is_missed_from_the_count(
+    was_heard: bool, num_counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = Outcome(REQUEST, cut_short="left", was_heard=was_heard)
+    outcomes = [Outcome(REQUEST, [5, 6, 7], ["length"]), left]
+    for counted in (1, 2):
+        monkeypatch.setattr(checks, "router_outcomes", lambda _, n=counted: Counter(length=7 + n))
+        if counted == num_counted:
+            check_counted(None, 7, outcomes)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(AssertionError, match="that were heard"):
+                check_counted(None, 7, outcomes)  # type: ignore[arg-type]
