@@ -35,6 +35,7 @@ setup(
                     "forward",
                     "gated",
                     "inputs",
+                    "kv_fp8",
                     "kv_int4",
                     "kv_int8",
                     "kv_part",

@@ -14,6 +14,7 @@ POOL_BYTES_MAX = 1 << 30  # of each side
 _SHAPES = {
     "SmolLM2-135M": (3, 30, 16, 64, "bfloat16"),
     "SmolLM2-135M int8": (3, 30, 16, 64, "int8"),
+    "SmolLM2-135M fp8_e4m3": (3, 30, 16, 64, "fp8_e4m3"),
     "SmolLM2-135M k8v4": (3, 30, 16, 64, "k8v4"),
     "SmolLM2-135M int4": (3, 30, 16, 64, "int4"),
     "Llama-3-8B": (8, 32, 16, 128, "bfloat16"),

@@ -9,14 +9,14 @@ from typing import Protocol
 
 import torch
 
-from tandem_kernels import kv_int4, kv_int4_keys, kv_int8
+from tandem_kernels import kv_fp8, kv_int4, kv_int4_keys, kv_int8
 from tandem_kernels.kv_int4_keys import KeyChannels
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class RowFormat(Protocol):
-    """This is what a module of rows in few bits has: kv_int8.py, kv_int4.py."""
+    """This is what a module of rows in few bits has: kv_int8.py, kv_fp8.py, kv_int4.py."""
 
     def quantize(self, rows: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]: ...
     def widen(self, numbers: torch.Tensor, scales: torch.Tensor, /) -> torch.Tensor: ...
@@ -25,6 +25,7 @@ class RowFormat(Protocol):
 # Of K and of V.
 _FORMATS: dict[str, tuple[RowFormat, RowFormat]] = {
     "int8": (kv_int8, kv_int8),
+    "fp8_e4m3": (kv_fp8, kv_fp8),
     "k8v4": (kv_int8, kv_int4),
     "int4": (kv_int4, kv_int4),  # of keys see Int4KvPool
 }
@@ -121,8 +122,8 @@ class KvPool:
 
 
 class QuantizedKvPool(KvPool):
-    """A pool of few bits with scales (kv_int8.py, kv_int4.py). `gather` brings what they stand
-    for."""
+    """A pool of few bits with scales (kv_int8.py, kv_fp8.py, kv_int4.py). `gather` brings what they
+    stand for."""
 
     def _make_views(self) -> None:
         self.dtype = torch.float32

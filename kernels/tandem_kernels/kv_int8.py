@@ -19,13 +19,19 @@ _SCALE_MAX = 65504.0  # float16's largest number
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., D] of any float dtype to int8 numbers [..., D] and float16 scales [...]."""
     wide = rows.float()
+    scales, divisors = scales_of(wide, _LARGEST)
+    numbers = (wide / divisors.unsqueeze(-1)).round_().clamp_(-_LARGEST, _LARGEST)
+    return torch.where(divisors.unsqueeze(-1).isinf(), 0.0, numbers).to(torch.int8), scales
+
+
+def scales_of(wide: torch.Tensor, highest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the float16 scales [...] of fp32 rows [..., D] whose numbers reach to `highest`, and
+    what to divide by: infinity where the numbers are to be zeros."""
     largest = wide.abs().amax(-1)
     is_finite = largest.isfinite()
-    scales = round_up(torch.where(is_finite, largest / _LARGEST, 0.0))
+    scales = round_up(torch.where(is_finite, largest / highest, 0.0))
     divisors = torch.where(is_finite & (scales > 0), scales.float(), torch.inf)
-    numbers = (wide / divisors.unsqueeze(-1)).round_().clamp_(-_LARGEST, _LARGEST)
-    numbers = torch.where(is_finite.unsqueeze(-1), numbers, 0.0)
-    return numbers.to(torch.int8), torch.where(is_finite, scales, torch.nan)
+    return torch.where(is_finite, scales, torch.nan), divisors
 
 
 def round_up(wanted: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ KV_BITS = {
     "float16": (16, 16),
     "float32": (32, 32),
     "int8": (8, 8),
+    "fp8_e4m3": (8, 8),
     "k8v4": (8, 4),
     "int4": (4.5, 4),  # a quarter of a key's numbers have 6 bits (tandem_kernels.kv_int4_keys)
 }

@@ -55,7 +55,11 @@ def _expected(model: str, kv_dtype: KvDtype) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    "kv_dtype", ["int8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("k8v4", "int4"))]
+    "kv_dtype",
+    [
+        "int8",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8_e4m3", "k8v4", "int4")),
+    ],
 )
 def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path, kv_dtype: KvDtype) -> None:
     (tmp_path / "model").mkdir()

@@ -43,7 +43,7 @@ def test_what_fits_is_not_told() -> None:
     assert why_too_much(need, 0, Memory("this machine", 0, 8 * GB)) == ""
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "k8v4", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8_e4m3", "k8v4", "int4"])
 def test_blocks_are_counted_as_the_layout_does(model: ModelFolder, kv_dtype: str) -> None:
     config = EngineConfig(model="", num_blocks=7, kv_dtype=kv_dtype)  # type: ignore[arg-type]
     shape = model.config

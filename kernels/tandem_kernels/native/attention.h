@@ -415,16 +415,16 @@ struct HeadKv {
     }
 };
 
-// A tile of int8 keys and values as the fp32 numbers that they stand for, [64][dim] each. Values
+// A tile of quantized keys and values as the fp32 numbers that they stand for, [64][dim] each. Values
 // lie `run` after their keys.
 template <class Kept>
-inline void widen_tile(const HeadKv<Kept>& kv, int first, const int8_t* const* rows, size_t run,
-                       const int8_t* const* ahead, float* keys, float* values) {
+inline void widen_tile(const HeadKv<Kept>& kv, int first, const RowOf<Kept>* const* rows,
+                       size_t run, const RowOf<Kept>* const* ahead, float* keys, float* values) {
     float of_keys[kKeys], of_values[kKeys];
     kv.scales(first, kKeys, of_keys, of_values);
     const int dim = kv.dim, num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
     for (int key = 0; key < num; ++key, keys += dim, values += dim) {
-        const int8_t *of_key = rows[key], *of_value = of_key + run;
+        const RowOf<Kept>*of_key = rows[key], *of_value = of_key + run;
         for (int d = 0; d < dim; d += 64) {
             __builtin_prefetch(ahead[key] + d, 0, 2);
             __builtin_prefetch(ahead[key] + run + d, 0, 2);
@@ -511,10 +511,9 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         mass[i] = 0.0f;
     }
     std::memset(out, 0, static_cast<size_t>(item.num_rows) * dim * sizeof(float));
-    typedef std::conditional_t<std::is_same_v<T, Kept>, T, int8_t> Row;
     const HeadKv<Kept> next_kv(model, step, layer, next);
     int8_t* const unpacked = reinterpret_cast<int8_t*>(wide + static_cast<size_t>(kKeys) * dim);
-    TilesOf<Row, Kept, kKeys> tiles(kv, next_kv, nothing, unpacked);
+    TilesOf<RowOf<Kept>, Kept, kKeys> tiles(kv, next_kv, nothing, unpacked);
     [[maybe_unused]] const T* widened[kKeys];
     if constexpr (!std::is_same_v<T, Kept>)
         for (int key = 0; key < kKeys; ++key) widened[key] = wide + static_cast<size_t>(key) * dim;
@@ -567,10 +566,11 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
 
 namespace tandem::TANDEM_ISA {
 
-// bf16 KV is multiplied as it is, where that can be, and KV of fewer bits as bf16 if the model is.
+// bf16 KV is multiplied as it is, where that can be, and KV of integers as bf16 if the model is.
 inline bool is_dot([[maybe_unused]] const Model& model, [[maybe_unused]] const Step& step) {
 #ifdef TANDEM_PAIRS
-    return step.kv_kind == BF16 || (step.kv_kind != F32 && model.embedding_kind == BF16);
+    const bool is_integers = step.kv_kind == I8 || step.kv_kind == I8_I4 || step.kv_kind == I4;
+    return step.kv_kind == BF16 || (is_integers && model.embedding_kind == BF16);
 #else
     return false;
 #endif
@@ -599,15 +599,13 @@ inline void attend_any(const Model& model, const Step& step, int layer, const It
     };
     by_kv_kind(step, [&](auto kept) {
         typedef decltype(kept) Kept;
-        constexpr bool kWidens = kHasScales<Kept>;
 #ifdef TANDEM_PAIRS
-        if constexpr (!std::is_same_v<Kept, float>) {
-            typedef std::conditional_t<kWidens, int8_t, Kept> Row;
-            if (is_dot(model, step)) return with(attend_dot<Row, Kept>);
+        if constexpr (!std::is_same_v<Kept, float> && !std::is_same_v<Kept, Fp8>) {
+            if (is_dot(model, step)) return with(attend_dot<RowOf<Kept>, Kept>);
         }
         if constexpr (!std::is_same_v<Kept, Bf16>)
 #endif
-            with(attend<std::conditional_t<kWidens, float, Kept>, Kept>);
+            with(attend<std::conditional_t<kHasScales<Kept>, float, Kept>, Kept>);
     });
 }
 

@@ -32,6 +32,7 @@
 #include "linear_avx512_bf16.h"
 #include "linear_quantized.h"
 #include "kv_int8.h"
+#include "kv_fp8.h"
 #include "kv_int4.h"
 #include "kv_part.h"
 #include "attention.h"

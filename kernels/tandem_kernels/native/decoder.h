@@ -31,8 +31,9 @@ enum Kind : int32_t {
     BF16 = 1,
     I8 = 2,
     BF16_PAIRS = 3,
-    I8_I4 = 4,  // of KV alone, as the next
+    I8_I4 = 4,  // of KV alone, as the next two
     I4 = 5,
+    F8 = 6,
     // Of weights alone, in groups with scales (quantized.h). Q4_1 and Q5_1 have mins, too.
     Q8_0 = 8,
     Q4_0 = 9,
@@ -160,7 +161,7 @@ struct Step {
     float* logits;         // [num_logit_rows, vocab]
     int32_t* most_likely;  // [num_logit_rows]: tokens, of equals the first
     int32_t num_rows, num_spans, num_logit_rows, block_size;
-    int32_t kv_kind;       // F32, BF16, I8, I8_I4 (keys and values) or I4
+    int32_t kv_kind;       // F32, BF16, I8, I8_I4 (keys and values), I4 or F8
     int64_t table_floats;  // from one table of angles to the next
     const LoraRows* adapted;  // rows with adapters, which are the first ones
     int32_t num_adapted;

@@ -19,7 +19,12 @@ template <class T>
 constexpr bool kIsPacked = std::is_same_v<T, Int8Int4> || std::is_same_v<T, Int4>;
 
 template <class T>
-constexpr bool kHasScales = std::is_same_v<T, int8_t> || kIsPacked<T>;
+constexpr bool kHasScales =
+    std::is_same_v<T, int8_t> || std::is_same_v<T, Fp8> || kIsPacked<T>;
+
+// What its rows are read as.
+template <class T>
+using RowOf = std::conditional_t<kIsPacked<T>, int8_t, T>;
 
 // Elements of a token's K, and of its V.
 template <class T>
@@ -86,8 +91,8 @@ inline void store_rows(const Model& model, const Step& step, const float* key, c
         if constexpr (std::is_same_v<T, Int4>)
             *to.scale = quantize_key(key, dim, to.channels, reinterpret_cast<Int4Pair*>(to.key));
         else
-            *to.scale = quantize(key, dim, reinterpret_cast<int8_t*>(to.key));
-        typedef std::conditional_t<kIsPacked<T>, Int4Pair, int8_t> OfValue;
+            *to.scale = quantize(key, dim, reinterpret_cast<RowOf<T>*>(to.key));
+        typedef std::conditional_t<kIsPacked<T>, Int4Pair, T> OfValue;
         to.scale[step.block_size] = quantize(value, dim, reinterpret_cast<OfValue*>(to.value));
     }
 }
@@ -110,6 +115,7 @@ inline void by_kv_kind(const Step& step, Work work) {
         case I8: return work(int8_t{});
         case I8_I4: return work(Int8Int4{});
         case I4: return work(Int4{});
+        case F8: return work(Fp8{});
         default: return work(float{});
     }
 }

@@ -16,7 +16,7 @@ from tandem.options import Constant, Count, Options, Positive, PositiveOrNone, S
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
-KvDtype = Literal["auto", "bfloat16", "float32", "int8", "k8v4", "int4"]
+KvDtype = Literal["auto", "bfloat16", "float32", "int8", "fp8_e4m3", "k8v4", "int4"]
 Numerics = Literal["fast", "invariant"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 WeightFormat = Literal["auto", "int8"]
@@ -67,8 +67,9 @@ class EngineOptions(Options):
     file's quantized weights stay quantized where native kernels compute."""
     kv_dtype: KvDtype = "auto"
     """Data type of the KV pool. auto: that of the computation. With a scale for each token and
-    head, not with Triton kernels: int8, about half of bfloat16's memory; k8v4, keys of 8 bits and
-    values of 4, two fifths; int4, 0.28, and the model is calibrated at its first start."""
+    head, not with Triton kernels: int8 and fp8_e4m3, about half of bfloat16's memory; k8v4, keys of
+    8 bits and values of 4, two fifths; int4, 0.28, and the model is calibrated at its first
+    start."""
     numerics: Numerics = "fast"
     """invariant: float32, and a sequence's tokens depend on no other sequence."""
     kernels: Kernels = "auto"

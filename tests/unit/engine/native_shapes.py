@@ -84,6 +84,8 @@ SHAPES = (
     replace(BASE, kv="bfloat16"),
     replace(BASE, kv="int8"),
     replace(BASE, kv="int8", block_size=12, weights=torch.bfloat16, num_threads=2),
+    replace(BASE, kv="fp8_e4m3", window=20, is_odd=True),
+    replace(BASE, kv="fp8_e4m3", block_size=12, weights=torch.bfloat16, num_threads=2),
     replace(BASE, kv="k8v4", window=20, is_odd=True),
     replace(BASE, kv="k8v4", block_size=12, weights=torch.bfloat16, num_threads=2),
     replace(BASE, kv="int4", window=20, is_odd=True),

@@ -26,12 +26,13 @@ def test_plain_dtypes_have_their_numbers_and_nothing_else() -> None:
     assert layout.describe() == "block-major heads=3 layers=30 block=16 head_dim=64 dtype=bfloat16"
 
 
-def test_int8_has_scales_and_almost_twice_the_tokens() -> None:
-    layout = smollm2("int8")
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+def test_8_bits_have_scales_and_almost_twice_the_tokens(dtype: str) -> None:
+    layout = smollm2(dtype)
     assert layout.row_bytes == (64, 64)
     assert layout.layer_bytes == 2 * 16 * 64 + 2 * 16 * 2 == 33 * 64
     assert smollm2("bfloat16").block_bytes / layout.block_bytes == pytest.approx(1.939, abs=1e-3)
-    assert layout.describe().endswith("dtype=int8 scales=float16")
+    assert layout.describe().endswith(f"dtype={dtype} scales=float16")
 
 
 def test_k8v4_has_values_of_half_the_bytes() -> None:

@@ -21,6 +21,7 @@ OF_BF16 = replace(BASE, kv="bfloat16", num_kv_heads=1)
 OF_INT8 = replace(OF_BF16, kv="int8")  # computed in fp32, unless weights are bf16
 DOT_INT8 = replace(OF_INT8, weights=torch.bfloat16)
 OF_INT4, DOT_INT4 = replace(OF_INT8, kv="int4"), replace(DOT_INT8, kv="int4")
+OF_FP8 = replace(OF_INT8, kv="fp8_e4m3", weights=torch.bfloat16)  # in fp32 in any case
 OF_K8V4, DOT_K8V4 = replace(OF_INT8, kv="k8v4"), replace(DOT_INT8, kv="k8v4")
 SHAPES = (
     *(replace(OF_BF16, group=group) for group in (1, 2, 5, 8, 17)),
@@ -30,6 +31,8 @@ SHAPES = (
     *(replace(OF_INT8, group=group, head_dim=dim) for group, dim in ((1, 16), (5, 80), (17, 64))),
     *(replace(DOT_INT8, group=group, head_dim=dim) for group, dim in ((1, 16), (5, 80), (17, 64))),
     *(replace(of, block_size=size) for of in (OF_INT8, DOT_INT8) for size in (1, 12, 64)),
+    *(replace(OF_FP8, group=group, head_dim=dim) for group, dim in ((1, 16), (17, 128))),
+    replace(OF_FP8, block_size=12, has_sinks=True),
     *(replace(OF_K8V4, group=group, head_dim=dim) for group, dim in ((1, 16), (17, 128))),
     *(replace(DOT_K8V4, group=group, head_dim=dim) for group, dim in ((1, 16), (5, 80), (17, 64))),
     *(replace(of, block_size=size) for of in (OF_K8V4, DOT_K8V4) for size in (1, 12)),
@@ -38,11 +41,11 @@ SHAPES = (
     *(replace(OF_INT4, group=group, head_dim=dim) for group, dim in ((1, 16), (17, 128))),
     *(replace(DOT_INT4, group=group, head_dim=dim) for group, dim in ((1, 16), (5, 80), (17, 64))),
     *(replace(of, block_size=size) for of in (OF_INT4, DOT_INT4) for size in (1, 12)),
-    *(replace(of, window=100) for of in (DOT_K8V4, OF_INT4, DOT_INT4)),
+    *(replace(of, window=100) for of in (OF_FP8, DOT_K8V4, OF_INT4, DOT_INT4)),
     *(replace(of, window=100) for of in (OF_BF16, OF_INT8, DOT_INT8)),
     *(replace(of, window=128) for of in (OF_BF16, OF_INT8, DOT_INT8)),
 )
-WINDOWS = (*SHAPES[-9:], replace(BASE, kv="float32", num_kv_heads=1, window=100, group=5))
+WINDOWS = (*SHAPES[-10:], replace(BASE, kv="float32", num_kv_heads=1, window=100, group=5))
 NUM_TOKENS = 330  # of two tiles and some, of items that one thread alone has and of smaller ones
 
 
@@ -66,7 +69,7 @@ def test_a_row_does_not_know_its_chunk(shape: Shape, instructions: str) -> None:
 def test_what_lies_after_the_last_token_is_not_read() -> None:
     """Blocks are not cleared: there may be anything, also NaN."""
     for instructions, shape in product(
-        INSTRUCTIONS, (OF_BF16, OF_INT8, DOT_INT8, DOT_K8V4, DOT_INT4)
+        INSTRUCTIONS, (OF_BF16, OF_INT8, DOT_INT8, OF_FP8, DOT_K8V4, DOT_INT4)
     ):
         clean = _run(shape, instructions, [33, 1])
         dirty = _run(shape, instructions, [33, 1], fill=0xFF)

@@ -35,7 +35,7 @@ from tests.unit.engine.test_native_decoder import INSTRUCTIONS
 
 PROMPT = torch.randint(0, 203, (96,), generator=torch.Generator().manual_seed(2)).tolist()
 NUM_TOKENS = 40
-KV_DTYPES: list[KvDtype] = ["int8", "k8v4", "int4"]
+KV_DTYPES: list[KvDtype] = ["int8", "fp8_e4m3", "k8v4", "int4"]
 
 
 class Bench:

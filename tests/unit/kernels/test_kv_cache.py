@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.engine.cache.layout import BlockLayout
-from tandem_kernels import kv_int4, kv_int8
+from tandem_kernels import kv_fp8, kv_int4, kv_int8
 from tandem_kernels.kv_cache import KvPool
 from tests.kv_pools import empty_pool, pool_of
 
@@ -44,7 +44,12 @@ def test_gather_brings_blocks_together_in_the_order_of_their_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "formats"), [("int8", (kv_int8, kv_int8)), ("k8v4", (kv_int8, kv_int4))]
+    ("dtype", "formats"),
+    [
+        ("int8", (kv_int8, kv_int8)),
+        ("fp8_e4m3", (kv_fp8, kv_fp8)),
+        ("k8v4", (kv_int8, kv_int4)),
+    ],
 )
 class TestQuantized:
     def test_write_puts_numbers_and_scales_where_the_layout_says(

@@ -62,7 +62,7 @@ def engine_of(folder: Any, **settings: Any) -> tuple[Engine, ModelRunner]:
 
 
 @pytest.mark.parametrize("block_size", [1, 12, 16, 64])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "k8v4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8_e4m3", "k8v4"])
 @pytest.mark.parametrize(
     ("family", "kv_heads", "tensor_parallel"),
     [

@@ -13,6 +13,7 @@ KV_KINDS = {
     "float32": Kind.F32,
     "bfloat16": Kind.BF16,
     "int8": Kind.I8,
+    "fp8_e4m3": Kind.F8,
     "k8v4": Kind.I8_I4,
     "int4": Kind.I4,
 }

@@ -1,0 +1,50 @@
+// Fp8 KV: the arithmetic of kv_fp8.py, to the bit.
+
+namespace tandem::TANDEM_ISA {
+
+struct Fp8 {  // an e4m3
+    uint8_t bits;
+};
+
+// A float16 with these bits moved up is 256 times less.
+inline Floats load(const Fp8* from) {
+    typedef uint8_t Some __attribute__((vector_size(TANDEM_LANES)));
+    Some bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    const Halves wide = __builtin_convertvector(bytes, Halves);
+    const Halves halves = (wide & 0x7f) << 7 | (wide & 0x80) << 8;
+    uint16_t bits[kLanes];
+    std::memcpy(bits, &halves, sizeof bits);
+    return of_signed_halves(bits) * 256.0f;
+}
+
+// The nearest e4m3 of numbers within -448 to 448.
+inline Bytes e4m3_of(Floats x) {
+    const Words size = (Words)x & 0x7fffffffu;
+    const Words normal = (size + 0x7ffffu + (size >> 20 & 1u) - (120u << 23)) >> 20;
+    const Words tiny = (Words)((Floats)size + 0x1p14f) - (141u << 23);  // in steps of 2^-9
+    const Words number = size < (121u << 23) ? tiny : normal;
+    return __builtin_convertvector(number | ((Words)x >> 24 & 0x80u), Bytes);
+}
+
+// Stores a row of `dim` numbers, a multiple of 16, and answers its scale.
+inline uint16_t quantize(const float* row, int dim, Fp8* to) {
+    const int32_t most = largest_bits(row, dim);
+    if (most == 0 || most >= kInfinityBits) {
+        std::memset(to, 0, static_cast<unsigned>(dim));
+        return most == 0 ? 0 : kHalfNan;
+    }
+    const Floats largest = all(448.0f);
+    const uint16_t scale = scale_of_steps(most, 448.0f);
+    const Floats divisor = all_of_half(scale);
+    for (int i = 0; i < dim; i += kLanes) {
+        Floats x = load(row + i) / divisor;
+        x = x > largest ? largest : x;
+        x = x < -largest ? -largest : x;
+        const Bytes bytes = e4m3_of(x);
+        std::memcpy(to + i, &bytes, sizeof bytes);
+    }
+    return scale;
+}
+
+}  // namespace tandem::TANDEM_ISA
