@@ -24,6 +24,7 @@ from tandem.engine.types import (
     StepReport,
 )
 from tandem.errors import InternalError
+from tandem.perf_model.rates import WorkerRates
 from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import EngineProcess, main
 from tandem_bench.pool import fill, pool_memory
@@ -48,7 +49,9 @@ class StandInEngine:
         """Each sequence gets the first blocks of `order`."""
         self.layout = layout
         self.max_model_len = layout.num_blocks * layout.block_size
-        self.max_tokens_per_step = self.max_model_len
+        self.unmeasured_rates = WorkerRates(
+            step_tokens=self.max_model_len, block_bytes=layout.block_bytes
+        )
         self._order = order
         self._tables: dict[str, list[int]] = {}
         self._report = StepReport()

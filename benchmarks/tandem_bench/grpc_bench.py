@@ -32,6 +32,7 @@ import psutil
 from tandem.cluster.launch.certificates import Authority
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import InternalError
+from tandem.perf_model.rates import WorkerRates
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.peer_calls import PeerCalls
@@ -78,7 +79,7 @@ class GrpcBench:
         self._config = worker_config("reader", plan.model, plan.layout.num_blocks)
         self._link = engine_link(self._config)
         block_bytes = plan.layout.block_bytes
-        self._rates = Rates(self._config, block_bytes=block_bytes, step_tokens=512)
+        self._rates = Rates(self._config, WorkerRates(block_bytes=block_bytes))
         self._puller = Puller(self._config.transfer, self._link, spans=plan.layout.spans)
         self._names = itertools.count()
         self._lease_s: list[float] = []

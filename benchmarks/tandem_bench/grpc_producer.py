@@ -81,7 +81,7 @@ async def run(model: str, num_blocks: int, tls_dir: str) -> None:
     link = engine_link(config, on_event)
     ready = await link.start()
     metrics = WorkerMetrics(worker_id=config.worker_id, role=config.role)
-    rates = Rates(config, block_bytes=ready.block_bytes, step_tokens=ready.max_tokens_per_step)
+    rates = Rates(config, ready.rates)
     parts = Parts(config, link, rates, metrics)
     prefill = PrefillService(parts, None, epoch="1", num_blocks=ready.num_blocks)
     interceptors = [TokenInterceptor(TOKEN), EncodedByHandler()]

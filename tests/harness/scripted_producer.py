@@ -24,6 +24,7 @@ from tandem.config.transfer import TransferConfig
 from tandem.config.worker import WorkerConfig
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
+from tandem.perf_model.rates import WorkerRates
 from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import (
@@ -304,7 +305,7 @@ def _parts(
 ) -> tuple[WorkerMetrics, Rates, LeaseMaker, PrefixPuller]:
     """Returns the parts that all leases of a consumer share. All are real but the engine."""
     metrics = WorkerMetrics(worker_id="d0", role="decode")
-    rates = Rates(config, block_bytes=BLOCK_BYTES, step_tokens=512)
+    rates = Rates(config, WorkerRates(block_bytes=BLOCK_BYTES))
     engine: Any = link
     puller = Puller(config.transfer, engine, spans=BlockSpans.equal(BLOCK_BYTES, 1 << 20))
     make_lease = partial(ConsumerLease, puller=puller, rates=rates, config=config)

@@ -105,8 +105,7 @@ class Node:
         self._make_process(loop, config)
         self._make_link(maps_pool)
         metrics = WorkerMetrics(worker_id=worker_id, role="decode")
-        block_bytes = self.engine.layout.block_bytes
-        rates = Rates(config, block_bytes=block_bytes, step_tokens=self.engine.max_tokens_per_step)
+        rates = Rates(config, self.engine.unmeasured_rates)
         puller = Puller(config.transfer, self.link, spans=self.engine.layout.spans)
         make_lease = partial(ConsumerLease, puller=puller, rates=rates, config=config)
         compatibility = KvCompatibility(

@@ -17,6 +17,7 @@ from tandem.config.engine import EngineConfig
 from tandem.config.transfer import TransferConfig
 from tandem.config.worker import WorkerConfig
 from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
+from tandem.perf_model.rates import WorkerRates
 from tandem.rpc.options import CHANNEL_OPTIONS
 from tandem.rpc.peer_calls import PeerCalls
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -94,7 +95,7 @@ class Consumer:
         assert ready.pool_is_shared
         pool: Any = self.link.pool
         self.blocks = np.frombuffer(pool._memory, np.uint8).reshape(LAYOUT.num_blocks, -1)
-        self._rates = Rates(self.config, block_bytes=LAYOUT.block_bytes, step_tokens=512)
+        self._rates = Rates(self.config, WorkerRates(block_bytes=LAYOUT.block_bytes))
         self._peers: dict[str, Peer] = {}
 
     def close(self) -> None:

@@ -61,6 +61,7 @@ class Engine:
             check_adapter=self._adapters.check,
         )
         self._kv = KvCache(self.layout)
+        self.unmeasured_rates = self.layout.rates(self.max_tokens_per_step)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
         self._step_time = StepTimeModel(min(limits_s, default=0.0))
         # Each decodes a token in every step, and one is left for a prompt.
@@ -71,7 +72,6 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step,
             itl_limit_s=config.itl_limit_s,
-            bytes_per_token=self.layout.block_bytes / self.layout.block_size,
             adapters=self._adapters,
         )
         self._sequences: dict[str, Sequence] = {}
@@ -394,7 +394,5 @@ class Engine:
         report.stored, report.removed = self._kv.take_events()
         if work.num_tokens:
             self._step_time.observe(work, seconds)
-            report.rates = self._step_time.rates(
-                step_tokens=self.max_tokens_per_step, block_bytes=self.layout.block_bytes
-            )
+            report.rates = self._step_time.rates(self.unmeasured_rates)
         return report

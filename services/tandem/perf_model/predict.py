@@ -45,7 +45,7 @@ def expect(
     queued_tokens: int = 0,
     after_s: float = 0.0,
     holders: Iterable[Holder] = (),
-    bytes_per_token: float = 0.0,
+    block_size: int = 16,
 ) -> Expected:
     """Predicts a prompt's prefill, begun after `after_s` at the earliest.
 
@@ -61,7 +61,7 @@ def expect(
         reached, pair = holder.num_tokens, holder.rate
         if reached <= cached_tokens:
             continue
-        pulled_bytes = (reached - cached_tokens) * bytes_per_token
+        pulled_bytes = rates.moved_bytes((reached - cached_tokens) / block_size)
         pull_s = ASK_S + pair.latency_s + pulled_bytes / pair.bytes_per_s
         if pull_s >= lowest_s:
             continue

@@ -60,14 +60,30 @@ class PairRate(msgspec.Struct, frozen=True):
         return self.latency_s + (num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0)
 
 
+class WindowBytes(msgspec.Struct, frozen=True):
+    """KV of layers with a window: only the last blocks of a prompt move."""
+
+    num_blocks: int  # at most, of a prompt
+    block_bytes: int  # of these layers
+
+
 class WorkerRates(msgspec.Struct, frozen=True):
     """A worker's engine measures these numbers, and its record tells them to all others."""
 
     prefill: PrefillRate = PrefillRate()
     decode: DecodeRate = DecodeRate()
     step_tokens: int = 512  # token budget of a step
-    block_bytes: int = 0  # of one KV block
+    block_bytes: int = 0  # of one KV block, all layers
     measured: bool = False  # False: the defaults, nothing was seen yet
+    windows: tuple[WindowBytes, ...] = ()  # of the layers that have one
+
+    def moved_bytes(self, num_blocks: float) -> float:
+        """Bytes that move for the last `num_blocks` blocks of a prompt, the last one maybe only a
+        part; the answer is never smaller for more blocks."""
+        num_bytes = num_blocks * self.block_bytes
+        for window in self.windows:
+            num_bytes -= max(0.0, num_blocks - window.num_blocks) * window.block_bytes
+        return num_bytes
 
 
 DEFAULT_PREFILL = PrefillRate()

@@ -101,13 +101,12 @@ class StepTimeModel:
         step_s, sequence_s, context_s = self._decode.coefficients
         return DecodeRate(step_s, sequence_s + context_s * self._mean_context)
 
-    def rates(self, *, step_tokens: int, block_bytes: int) -> WorkerRates:
+    def rates(self, unmeasured: WorkerRates) -> WorkerRates:
         """The worker tells these rates; the decode rate is a guess until a step only decoded."""
-        return WorkerRates(
+        return msgspec.structs.replace(
+            unmeasured,
             prefill=PrefillRate(*self._told.coefficients),
             decode=self.decode_rate or DEFAULT_DECODE,
-            step_tokens=step_tokens,
-            block_bytes=block_bytes,
             measured=self._told.num_observations > 0,
         )
 

@@ -188,7 +188,7 @@ class Simulation:
             return []
         worker, rates = self.workers[placement.decode.worker_id], self.scenario.rates
         load, size = worker.load(), self.scenario.block_size
-        prompt = Prompt(request.num_tokens, rates.block_bytes / size)
+        prompt = Prompt(request.num_tokens, size)
         cached = worker.cache.num_cached(request.hashes) * size
         here = Here(rates, load.queued_tokens, cached, num_running=load.num_running)
         candidates = [
@@ -248,10 +248,7 @@ class Simulation:
             for worker_id, num_tokens in request.holders
             if self.workers[worker_id].is_up and worker_id != worker.worker_id
         ]
-        bytes_per_token = rates.block_bytes / size
-        return expect(
-            rates, task.num_tokens, cached, holders=holders, bytes_per_token=bytes_per_token
-        )
+        return expect(rates, task.num_tokens, cached, holders=holders, block_size=size)
 
     def _exposed_s(self, request: Request, source: Worker) -> float:
         """Seconds of the pull left when the prompt is computed: the last chunk, or more."""
@@ -259,11 +256,11 @@ class Simulation:
         assert request.decode_task is not None
         rates, pair = self.scenario.rates, self._pairs[request.decode.worker_id]
         missing = request.num_tokens - request.decode_task.cached_tokens
-        token_bytes = rates.block_bytes / self.scenario.block_size
-        pull_s = pair.seconds(missing * token_bytes)
+        size = self.scenario.block_size
+        pull_s = pair.seconds(rates.moved_bytes(missing / size))
         compute_s = prefill_seconds(source.rates, request.num_tokens, request.cached_tokens)
         last = min(missing, rates.step_tokens)
-        return ASK_S + max(pair.seconds(last * token_bytes), pull_s - compute_s)
+        return ASK_S + max(pair.seconds(rates.moved_bytes(last / size)), pull_s - compute_s)
 
     def _finish_pull(self, request: Request, lease: Task) -> None:
         if lease is not request.lease:

@@ -20,6 +20,7 @@ from tandem.config.engine import EngineConfig
 from tandem.config.transfer import TransferConfig
 from tandem.config.worker import WorkerConfig
 from tandem.errors import Incompatible, WorkerLost
+from tandem.perf_model.rates import WorkerRates
 from tandem.rpc.options import SERVER_OPTIONS
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -136,7 +137,7 @@ async def pair_of(transport: str = "auto", **link: Any) -> AsyncIterator[Pair]:
         worker_id="d0",
     )
     engine_link = Link(**link)
-    rates = Rates(config, block_bytes=1000, step_tokens=256)
+    rates = Rates(config, WorkerRates(block_bytes=1000, step_tokens=256))
     pairing = Pairing(config, "e0", engine_link, rates, COMPATIBILITY)  # type: ignore[arg-type]
     peers = Peers(config, rates, pairing)
     try:

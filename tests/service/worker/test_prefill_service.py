@@ -98,7 +98,7 @@ async def producer_of(**transfer: Any) -> AsyncIterator[Producer]:
         )
     link: Any = RecordingLink()
     prefixes: Any = Prefixes()
-    rates = Rates(config, block_bytes=BLOCK_BYTES, step_tokens=512)
+    rates = Rates(config, WorkerRates(block_bytes=BLOCK_BYTES))
     measured = WorkerRates(
         PrefillRate(0.0, 0.25 / 512, 0.0), block_bytes=BLOCK_BYTES, measured=True
     )

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tandem.block_hash import chain_root, hash_blocks
-from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.kv_groups import KvGroup, KvLayout
 from tandem.engine.cache.layout import BlockLayout
-from tandem.engine.cache.transfer_order import transfer_order
 from tandem.engine.engine import Engine
 from tandem.engine.types import FinalBlocks, Mode, Reserved, SequenceSpec, StepReport
 from tandem.errors import NeverFits
@@ -324,20 +322,6 @@ class Pair(RuleBasedStateMachine):
 
 Pair.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestPair = Pair.TestCase
-
-
-def test_what_a_prompt_of_gemma_3s_shape_moves() -> None:
-    """4,000 tokens of 18 layers, 15 of them with a window of 512: 0.2767 of one pool's bytes."""
-    sizes = {"num_kv_heads": 1, "block_size": 16, "head_dim": 256, "dtype": "bfloat16"}
-    full, window = (BlockLayout(300, num_layers=count, **sizes) for count in (3, 15))
-    layout = KvLayout((KvGroup((5, 11, 17), None, full), KvGroup((0,), 512, window)))
-    one_pool = BlockLayout(300, num_layers=18, **sizes)
-    kv, num_blocks = KvCache(layout), 250
-    tables = kv.reserve([], 0, num_tokens=4000, resume=249 * 16)
-    assert tables is not None
-    moved = transfer_order(layout, tables, 0, num_blocks, depth=249)
-    assert layout.spans.num_bytes(moved) / (num_blocks * one_pool.block_bytes) < 0.277
-    assert len(moved) == 250 + 33
 
 
 def test_layouts_that_are_divided_otherwise_are_told_apart() -> None:

@@ -31,7 +31,6 @@ class Bench:
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=tokens,
             itl_limit_s=itl_limit_s,
-            bytes_per_token=1024.0,
             adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
         )
         self.sequences: list[Sequence] = []

@@ -17,6 +17,7 @@ from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.scheduler.scheduler import Schedule, Scheduler
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode
+from tandem.perf_model.rates import WorkerRates
 from tandem.perf_model.step_time import StepTimeModel, StepWork
 from tests.engine_driver import Outcome, drive, make_engine, make_spec
 from tests.toy_runner import ToyRunner
@@ -55,7 +56,6 @@ class Bench:
             max_num_seqs=64,
             max_tokens_per_step=BUDGET,
             itl_limit_s=0.0,
-            bytes_per_token=1024.0,
             adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
         )
         self.num_added = 0
@@ -239,7 +239,7 @@ def test_what_no_clock_shows_is_no_measurement(seconds: float) -> None:
     step_time = StepTimeModel(0.1)
     step_time.observe(StepWork(prefill_tokens=5), seconds)
     assert step_time.prefill_rate is None
-    assert not step_time.rates(step_tokens=512, block_bytes=1).measured
+    assert not step_time.rates(WorkerRates()).measured
 
 
 class Clock:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.perf_model.predict import (
+    ASK_S,
     Expected,
     Holder,
     believed,
@@ -20,6 +21,7 @@ from tandem.perf_model.rates import (
     DecodeRate,
     PairRate,
     PrefillRate,
+    WindowBytes,
     WorkerRates,
     default_pair,
     token_contexts,
@@ -75,27 +77,36 @@ def test_an_unknown_transport_counts_as_the_slower_one() -> None:
 
 @given(prefills, pairs)
 def test_rates_survive_the_record(prefill: PrefillRate, pair: PairRate) -> None:
-    rates = WorkerRates(prefill, block_bytes=7, measured=True)
+    rates = WorkerRates(prefill, block_bytes=7, measured=True, windows=(WindowBytes(3, 5),))
     wire = msgspec.msgpack.encode((rates, pair))
     assert msgspec.msgpack.decode(wire, type=tuple[WorkerRates, PairRate]) == (rates, pair)
 
 
-CORE = WorkerRates(PrefillRate(5e-3, 1e-3, 2e-7))
+CORE = WorkerRates(PrefillRate(5e-3, 1e-3, 2e-7), block_bytes=16 * 23_040)
 LAN, WAN = PairRate("nixl", 1e-3, 1e9), PairRate("grpc", 40e-3, 2e6)
-TOKEN_BYTES = 23_040
 
 
 def test_a_prefix_is_pulled_from_a_holder_when_that_is_faster() -> None:
     near, far = Holder(4000, LAN), Holder(4000, WAN)
     alone_s = prefill_seconds(CORE, 4100, 0)
-    expected = expect(CORE, 4100, 0, holders=[far], bytes_per_token=TOKEN_BYTES)
+    expected = expect(CORE, 4100, 0, holders=[far])
     assert expected == Expected(0.0, 0.0, alone_s, 0)
-    expected = expect(CORE, 4100, 0, holders=[far, near], bytes_per_token=TOKEN_BYTES)
+    expected = expect(CORE, 4100, 0, holders=[far, near])
     assert expected.start == 4000
     assert 0.09 < expected.pull_s < 0.1
     assert expected.compute_s == prefill_seconds(CORE, 4100, 4000)
-    expected = expect(CORE, 4100, 4096, holders=[near], bytes_per_token=TOKEN_BYTES)
+    expected = expect(CORE, 4100, 4096, holders=[near])
     assert (expected.pull_s, expected.start) == (0.0, 4096)
+
+
+def test_of_layers_with_a_window_only_the_end_of_a_prefix_moves() -> None:
+    windows = (WindowBytes(33, 14 * 23_040),)
+    some = WorkerRates(CORE.prefill, block_bytes=16 * 23_040, windows=windows)
+    assert some.moved_bytes(20) == CORE.moved_bytes(20)
+    assert some.moved_bytes(250) == (250 * 2 + 33 * 14) * 23_040
+    slow = Holder(4000, PairRate("grpc", 0.0, 16e6))
+    assert not expect(CORE, 4100, 0, holders=[slow]).pull_s
+    assert expect(some, 4100, 0, holders=[slow]).pull_s == ASK_S + some.moved_bytes(250) / 16e6
 
 
 @given(
@@ -108,7 +119,7 @@ def test_more_cached_or_one_more_holder_never_makes_a_prompt_slower(
     num_tokens: int, cached: int, holders: list[Holder], more: int
 ) -> None:
     def total(cached_tokens: int, known: list[Holder]) -> float:
-        expected = expect(CORE, num_tokens, cached_tokens, holders=known, bytes_per_token=100.0)
+        expected = expect(CORE, num_tokens, cached_tokens, holders=known)
         assert expected.compute_s == prefill_seconds(CORE, num_tokens, expected.start)
         return expected.total_s
 

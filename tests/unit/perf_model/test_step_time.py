@@ -14,7 +14,7 @@ from tandem.perf_model.step_time import StepTimeModel, StepWork
 
 
 def told(step_time: StepTimeModel) -> WorkerRates:
-    return step_time.rates(step_tokens=256, block_bytes=1000)
+    return step_time.rates(WorkerRates(step_tokens=256, block_bytes=1000))
 
 
 def prefill_of(num_tokens: int, *, num_decode: int = 0) -> StepWork:

@@ -3,12 +3,13 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.perf_model.predict import prefill_seconds, queue_seconds, token_seconds
-from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WindowBytes, WorkerRates
 from tandem.router.placement.choose import (
     PREFILL_CANDIDATES_MAX,
     Work,
@@ -39,7 +40,8 @@ rates = st.builds(
     st.sampled_from([64, 512]),
     st.sampled_from([0, 360 << 10]),
     st.booleans(),
-)
+    st.sampled_from([(), (WindowBytes(33, 300 << 10),)]),
+).filter(lambda rates: rates.block_bytes or not rates.windows)
 pairs = st.dictionaries(
     st.sampled_from([f"w{i}" for i in range(8)]),
     st.builds(PairRate, st.just("nixl"), prices, st.floats(1e5, 1e10)),
@@ -249,6 +251,20 @@ def test_decode_goes_where_blocks_come_fast() -> None:
         placement = choose(Work(4000), workers, {}, Random(seed))
         assert placement is not None
         assert placement.decode is near
+
+
+def test_with_windows_a_pull_is_priced_by_what_moves() -> None:
+    """250 blocks of 360 KiB take 1.8 s; 300 KiB of each but of 33 do not move."""
+    windows = msgspec.structs.replace(MEASURED, windows=(WindowBytes(33, 300 << 10),))
+    pair = PairRate("grpc", 0.0, 50 << 20)
+    producers = [worker("p", "prefill")]
+
+    def cost(rates: WorkerRates) -> float:
+        decode = worker("d", rates=rates, pairs={"p": pair})
+        return decode_cost(Work(4000), decode, {}, producers=producers)
+
+    assert cost(MEASURED) == pytest.approx(250 * 360 / 51200)
+    assert cost(windows) == pytest.approx((250 * 60 + 33 * 300) / 51200)
 
 
 def test_prefill_that_can_pull_the_prefix_is_preferred_and_told_from_whom() -> None:

@@ -17,14 +17,14 @@ from tandem.worker.decode.prefill_choice import (
     seconds_here,
 )
 
-CORE = WorkerRates(PrefillRate(5e-3, 1e-3, 2e-7))
+BLOCK_BYTES = 16 * 23_040  # SmolLM2, bfloat16
+CORE = WorkerRates(PrefillRate(5e-3, 1e-3, 2e-7), block_bytes=BLOCK_BYTES)
 LAN = PairRate("nixl", 1e-3, 1e9)
 WAN = PairRate("grpc", 40e-3, 2e6)
-BLOCK_TOKEN_BYTES = 23_040  # SmolLM2, bfloat16
 
 
 def prompt(num_tokens: int) -> Prompt:
-    return Prompt(num_tokens, BLOCK_TOKEN_BYTES)
+    return Prompt(num_tokens, 16)
 
 
 def candidate(worker_id: str = "p0", **more: object) -> Candidate:
@@ -37,6 +37,7 @@ rates = st.builds(
     WorkerRates,
     st.builds(PrefillRate, small, st.floats(1e-6, 5e-3), st.floats(0, 1e-6)),
     step_tokens=st.sampled_from([64, 512]),
+    block_bytes=st.just(BLOCK_BYTES),
 )
 pairs = st.builds(PairRate, st.just("nixl"), small, st.floats(1e5, 1e10))
 counts = st.integers(0, 20_000)

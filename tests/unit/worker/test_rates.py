@@ -22,7 +22,7 @@ def make_rates(**transfer: float) -> Rates:
         transfer=TransferConfig(**transfer),  # type: ignore[arg-type]
         worker_id="d0",
     )
-    return Rates(config, block_bytes=1000, step_tokens=256)
+    return Rates(config, WorkerRates(block_bytes=1000, step_tokens=256))
 
 
 def prefill_step(num_tokens: int, ms: float, rates: WorkerRates | None = MEASURED) -> StepReport:

@@ -24,10 +24,22 @@ _LAST_MIN = 16
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Speed of KV to the consumer: seconds of each pull, and of each token in it."""
+    """Speed of KV to the consumer: seconds of each pull, and of each token in it.
+
+    In layers with a window only the end of a prompt moves.
+    """
 
     latency_s: float
-    token_s: float
+    token_s: float  # of all layers
+    # For each window the first token that moves, and the part of `token_s` of these layers.
+    windows: tuple[tuple[int, float], ...] = ()
+
+    def pull_s(self, num_tokens: int, context: int) -> float:
+        """Returns the seconds that a chunk's pull takes."""
+        seconds = self.latency_s + num_tokens * self.token_s
+        for first, token_s in self.windows:
+            seconds -= token_s * max(0, min(num_tokens, first - context))
+        return seconds
 
 
 def next_chunk(
@@ -59,7 +71,7 @@ def tail_chunk(num_missing: int, *, tokens_left: int, budget: int) -> int:
 def lag_after(num_tokens: int, context: int, lag_s: float, rate: PrefillRate, link: Link) -> float:
     """Returns how long pulls still take when this chunk is computed, its own among them."""
     computed_s = rate.seconds(num_tokens, context, num_tokens)
-    return max(0.0, lag_s - computed_s) + link.latency_s + num_tokens * link.token_s
+    return max(0.0, lag_s - computed_s) + link.pull_s(num_tokens, context)
 
 
 def finish_s(

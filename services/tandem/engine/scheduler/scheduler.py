@@ -107,10 +107,8 @@ class Scheduler:
         max_num_seqs: int,
         max_tokens_per_step: int,
         itl_limit_s: float,
-        bytes_per_token: float,
         adapters: AdapterSlots,
     ) -> None:
-        """`bytes_per_token` is of KV."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.awaiting: list[Sequence] = []
@@ -119,7 +117,6 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens_per_step
         self._itl_limit_s = itl_limit_s
-        self._bytes_per_token = bytes_per_token
         self._adapters = adapters
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -336,8 +333,14 @@ class Scheduler:
     def _link(self, sequence: Sequence) -> Link | None:
         if sequence.spec.consumer_rate is None:
             return None
-        latency_s, bytes_per_s = sequence.spec.consumer_rate
-        return Link(latency_s, self._bytes_per_token / bytes_per_s)
+        layout, (latency_s, bytes_per_s) = self._kv.layout, sequence.spec.consumer_rate
+        size, resume = layout.block_size, sequence.last_depth * layout.block_size
+        windows = tuple(
+            (group.first_seen(resume) * size, group.layout.block_bytes / size / bytes_per_s)
+            for group in layout.groups
+            if group.window is not None
+        )
+        return Link(latency_s, layout.block_bytes / size / bytes_per_s, windows)
 
     def _chunk_prefill_only(self, sequence: Sequence, tokens_left: int) -> int:
         """Sizes a chunk, pulled while the next is computed: only the last pull is waited for."""

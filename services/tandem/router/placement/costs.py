@@ -145,7 +145,7 @@ def prefill_cost(
         cached,
         queued_tokens=worker.queued_tokens,
         holders=holders or (),
-        bytes_per_token=rates.block_bytes / work.block_size,
+        block_size=work.block_size,
     )
     cost_s = expected.total_s + _adapter_s(work, worker)
     if num_leases := worker.num_leases:
@@ -190,7 +190,7 @@ def _missing_s(
     computed_s = (1 + worker.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)
     if not producers:
         return computed_s
-    num_bytes = missing * rates.block_bytes / work.block_size
+    num_bytes = rates.moved_bytes(missing / work.block_size)
     ways = worker.pairs
     pulled_s = [way.seconds(num_bytes) for s in producers if (way := ways.get(s.worker_id))]
     return min(computed_s, min(pulled_s)) if pulled_s else PULL_PRICE * computed_s

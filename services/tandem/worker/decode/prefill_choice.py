@@ -24,7 +24,7 @@ _UNMEASURED = default_pair("nixl")
 @dataclass(frozen=True, slots=True)
 class Prompt:
     num_tokens: int
-    bytes_per_token: float  # of KV
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ def seconds_here(prompt: Prompt, here: Here) -> float:
 def seconds_at(prompt: Prompt, candidate: Candidate, missing_here: int) -> float:
     """Returns the seconds until the missing blocks have come, pulled while the peer computes."""
     expected = _expect(prompt, candidate, after_s=candidate.wait_s)
-    pull_s = missing_here * prompt.bytes_per_token / candidate.pair.bytes_per_s
+    moved_bytes = candidate.rates.moved_bytes(missing_here / prompt.block_size)
+    pull_s = moved_bytes / candidate.pair.bytes_per_s
     latency_s = ASK_S + 2 * candidate.pair.latency_s
     return expected.queue_s + latency_s + max(expected.pull_s + expected.compute_s, pull_s)
 
@@ -101,5 +102,5 @@ def _expect(prompt: Prompt, place: Place, *, after_s: float = 0.0) -> Expected:
         queued_tokens=place.queued_tokens,
         after_s=after_s,
         holders=place.holders,
-        bytes_per_token=prompt.bytes_per_token,
+        block_size=prompt.block_size,
     )

@@ -22,7 +22,6 @@ class PrefillPlanner:
     def __init__(self, config: WorkerConfig, rates: Rates) -> None:
         self._config = config
         self._rates = rates
-        self._bytes_per_token = rates.worker.block_bytes / config.engine.block_size
         self._block_size = config.engine.block_size
         self._records: dict[str, WorkerRecord] = {}
         self._tokens_sent: dict[str, int] = {}  # worker id -> tokens asked for and not there yet
@@ -55,7 +54,7 @@ class PrefillPlanner:
         equally fast, and the pair, which was measured when it was made, decides."""
         if self._config.transfer.prefill_at == "remote":
             return PrefillPlan(tuple(c.worker_id for c in candidates), 0.0, "forced")
-        prompt = Prompt(num_tokens, self._bytes_per_token)
+        prompt = Prompt(num_tokens, self._block_size)
         here = Here(
             # Its delay for those who decode here is counted by the choice.
             rates=beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0),

@@ -12,6 +12,7 @@ from tandem.config.engine import EngineConfig
 from tandem.config.transfer import TransferConfig
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.types import FinalBlocks, SequenceSpec, StepReport
+from tandem.perf_model.rates import WorkerRates
 from tandem.transfer.nixl import messages as transfer
 
 
@@ -182,10 +183,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     kv_dtype: str
     layout: str
     num_blocks: int
-    block_bytes: int  # of all layers
     spans: BlockSpans
     max_model_len: int
-    max_tokens_per_step: int
+    rates: WorkerRates  # before a step
     load_ms: dict[str, float]  # where the time to load went
     pool_is_shared: bool = False  # it lies in the memfd of the settings
 

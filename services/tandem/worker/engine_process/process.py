@@ -290,10 +290,9 @@ class EngineProcess:
             kv_dtype=self._runner.kv_dtype_name,
             layout=layout.describe(),
             num_blocks=layout.num_blocks,
-            block_bytes=layout.block_bytes,
             spans=layout.spans,
             max_model_len=self._engine.max_model_len,
-            max_tokens_per_step=self._engine.max_tokens_per_step,
+            rates=self._engine.unmeasured_rates,
             load_ms=load_ms,
             pool_is_shared=self._pool_is_shared,
         )

@@ -199,7 +199,7 @@ class Worker:
             "engine loaded: %s, %d blocks of %d KiB; ms: %s",
             ready.compute_dtype,
             ready.num_blocks,
-            ready.block_bytes >> 10,
+            ready.rates.block_bytes >> 10,
             {name: round(ms) for name, ms in ready.load_ms.items()},
         )
         self._load = Load(queue_max=config.engine.queue_max, blocks_total=ready.num_blocks)
@@ -214,9 +214,7 @@ class Worker:
             hash_version=HASH_VERSION,
         )
         self._metrics = WorkerMetrics(worker_id=config.worker_id, role=config.role)
-        self.rates = Rates(
-            config, block_bytes=ready.block_bytes, step_tokens=ready.max_tokens_per_step
-        )
+        self.rates = Rates(config, ready.rates)
         pairing = Pairing(config, self.epoch, self.link, self.rates, self.compatibility)
         self.peers = Peers(config, self.rates, pairing)
         parts = Parts(config, self.link, self.rates, self._metrics, self._tracing)

@@ -26,9 +26,9 @@ _INTERVAL_KEEP = 0.8
 class Rates:
     """The meters of one worker."""
 
-    def __init__(self, config: WorkerConfig, *, block_bytes: int, step_tokens: int) -> None:
-        # As the record tells it.
-        self.worker = WorkerRates(step_tokens=step_tokens, block_bytes=block_bytes)
+    def __init__(self, config: WorkerConfig, unmeasured: WorkerRates) -> None:
+        """`unmeasured` are the worker's own rates before a step."""
+        self.worker = unmeasured  # as the record tells it
         self._deadline_s_max = config.transfer.pull_deadline_s
         self._delay_s = config.transfer.delay_s
         self._meters: dict[tuple[str, str], PairMeter] = {}  # by peer's worker id and transport

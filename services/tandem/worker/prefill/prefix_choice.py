@@ -36,9 +36,8 @@ def holders_worth_asking(
     cached_tokens = num_cached_blocks * block_size
     seconds = {}
     for holder in holders:
-        bytes_per_token = rates.block_bytes / block_size
         expected = predict.expect(
-            rates, num_tokens, cached_tokens, holders=[holder], bytes_per_token=bytes_per_token
+            rates, num_tokens, cached_tokens, holders=[holder], block_size=block_size
         )
         if expected.pull_s:
             seconds[holder] = expected.total_s
