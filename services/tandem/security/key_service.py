@@ -1,6 +1,6 @@
 """Keeps a router's keys true, and carries out what an operator asks of them.
 
-    Redis --each second, if anything changed; whole, each minute--> ring
+    Redis --each second, if anything changed or it may lack something; each minute--> ring
     file (a Kubernetes Secret) --when it changed-->                 ring
     another router's call, signed with the cluster's token -->      ring
     ring --records that Redis lacks, or has older-->                Redis
@@ -73,7 +73,8 @@ class KeyService:
         self._file = Path(file) if file else None
         self._file_time = 0.0
         self._routers: dict[str, str] = {}
-        self._changes: bytes | None = None
+        self._changes = b""
+        self._is_behind = True  # Redis and the ring may differ, whatever the number of changes
         self._read_at = 0.0
         self._is_away = False
 
@@ -96,14 +97,17 @@ class KeyService:
         try:
             self._routers = await self._registry.announce(self._router_id, own_url)
             changes = await self._store.num_changes()
-            if changes != self._changes or now - self._read_at > REREAD_S:
+            is_lost = not changes and bool(self.ring.records)
+            is_due = is_lost or now - self._read_at > REREAD_S
+            if self._is_behind or is_due or changes != self._changes:
+                self._is_behind = False
                 await self._reconcile(now)
                 # The number from before: what changed while it read is read in the next second.
                 self._changes, self._read_at = changes, now
         except UNREACHABLE as error:
             if not self._is_away:
                 log.warning("API keys cannot be read from Redis, known ones stay: %r", error)
-            self._is_away = True
+            self._is_away = self._is_behind = True
         else:
             self._is_away = False
             self.ring.synced_at = now
@@ -144,6 +148,7 @@ class KeyService:
             await self._store.put(tombstone)
             redis = ""
         except UNREACHABLE as error:
+            self._is_behind = True
             redis = f"Redis is away, and is written when it is back: {error!r}"
         routers = dict(zip(self._others, await told, strict=True))
         return Revocation(key_id, redis, {self._router_id: "", **routers})
@@ -158,6 +163,7 @@ class KeyService:
         except UNREADABLE as error:
             raise KeysUnknown(f"the records are of another version of Tandem: {error}") from None
         self.ring.merge(records, now=time.time())
+        self._is_behind = True  # the other router may have lost Redis
 
     @property
     def num_routers(self) -> int:

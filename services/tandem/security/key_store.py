@@ -1,10 +1,12 @@
 """The keys in Redis: one hash of a cluster, a field for each key. Errors of redis-py pass through.
 
 {tandem:CLUSTER}:keys          key id -> the record as JSON
-{tandem:CLUSTER}:keys:changes  a number that grows with each change
+{tandem:CLUSTER}:keys:changes  a number that grows with each change, from a random one on: a Redis
+                               that lost its data comes to no number that it had before
 """
 
 import logging
+import secrets
 from collections.abc import Iterable
 
 import msgspec
@@ -16,7 +18,8 @@ from tandem.store.script import Script
 log = logging.getLogger(__name__)
 
 # KEYS: 1 the hash of records, 2 the number of changes.
-# ARGV: 1 key id, 2 version, 3 record, 4 whether it is a tombstone (1 or 0).
+# ARGV: 1 key id, 2 version, 3 record, 4 whether it is a tombstone (1 or 0), 5 the number of changes
+# to begin with.
 # Writes the record unless that of the key has a higher version, or this one; a tombstone also takes
 # the place of a live record of its version. Returns 1 if it was written, else 0.
 _PUT = """
@@ -29,6 +32,7 @@ if old then
   if version == tonumber(ARGV[2]) and (ARGV[4] == '0' or is_buried) then return 0 end
 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+redis.call('SET', KEYS[2], ARGV[5], 'NX')
 redis.call('INCR', KEYS[2])
 return 1
 """
@@ -57,7 +61,7 @@ class KeyStore:
         keys = [self._records, self._changes]
         text = msgspec.json.encode(record)
         is_tombstone = int(bool(record.revoked_at))
-        args = (record.key_id, record.version, text, is_tombstone)
+        args = (record.key_id, record.version, text, is_tombstone, secrets.randbits(48))
         return bool(await self._put(self._redis, keys, *args))
 
     async def forget(self, key_ids: Iterable[str]) -> None:
