@@ -77,6 +77,8 @@ class AdmissionOptions(Options):
     """Refuse a request with a field that nobody knows. Else the header `warning` names it."""
     responses_kept: Count = 0
     """Number of /v1/responses that a router keeps in memory, to read and continue. 0: none."""
+    logprobs_max: Positive = 500_000
+    """Largest number of log probabilities in one answer, of all its prompts and choices."""
     cors_origins: Annotated[tuple[str, ...], _Http, by_comma("ORIGIN,...", _parse_origins)] = ()
     """Origins whose web pages may call the API of users, such as https://app.example. *: any."""
     trust_tenant_header: Switch = False

@@ -45,6 +45,7 @@ from tandem.router.request.request import (
     check_token_ids,
 )
 from tandem.router.request.text import TextStream
+from tandem.router.request.together import Together
 from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
@@ -185,14 +186,15 @@ class Generator:
         self,
         request: ClientRequest,
         trace: Mapping[str, str] = _NO_TRACE,
-        together: asyncio.Barrier | None = None,
+        together: Together | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yields deltas, at least one; closing the generator cancels the request wherever it is.
 
         `trace`: the client's headers `traceparent` and `tracestate`, if it sent them. `together`:
-        it is awaited once the prompt is prepared, so that of the requests that share it none is
-        placed unless all are valid. Raises errors of services/tandem/errors.py only.
+        the requests of its body, of which none is placed unless all are valid; None if it is alone.
+        Raises errors of services/tandem/errors.py only.
         """
+        together = together or self.together()
         record = self._open(request, trace)
         reasons: set[str] = set()
         self._num_running += 1
@@ -223,6 +225,10 @@ class Generator:
             record.end()
             self._metrics.on_end(record)
 
+    def together(self, num_requests: int = 1) -> Together:
+        """Returns what the requests of one body share."""
+        return Together(num_requests, logprobs_max=self.config.logprobs_max)
+
     def _open(self, request: ClientRequest, trace: Mapping[str, str]) -> RequestRecord:
         operation = _OPERATIONS[request.kind]
         attributes: Attributes = {
@@ -241,7 +247,7 @@ class Generator:
         return record
 
     async def _run(
-        self, request: ClientRequest, record: RequestRecord, together: asyncio.Barrier | None
+        self, request: ClientRequest, record: RequestRecord, together: Together
     ) -> AsyncGenerator[Delta, None]:
         model = self.model
         if model is None:
@@ -249,7 +255,7 @@ class Generator:
         deadline = asyncio.get_running_loop().time() + self.config.request_deadline_s
         async with AsyncExitStack() as held:
             with record.timeline.stage("tokenize"):
-                job = await self._prepare(request, model, record.timeline)
+                job = await self._prepare(request, model, record.timeline, together)
                 made_max = job.request.max_tokens * request.num_sequences
                 # Limits and the prefix tree are both in Redis: one wait for both.
                 are_counted = request.limits.are_counted
@@ -259,8 +265,7 @@ class Generator:
                             request.tenant, request.limits, len(job.request.token_ids) + made_max
                         )
                     )
-                if together is not None:
-                    await together.wait()
+                await together.begin()
             num_jobs = 1 if request.use_beam_search else request.num_sequences
             record.jobs = children(job, num_jobs)
             generation = Generation(
@@ -280,7 +285,13 @@ class Generator:
             async for delta in deltas:
                 yield delta
 
-    async def _prepare(self, request: ClientRequest, model: LoadedModel, timeline: Timeline) -> Job:
+    async def _prepare(
+        self,
+        request: ClientRequest,
+        model: LoadedModel,
+        timeline: Timeline,
+        together: Together,
+    ) -> Job:
         max_model_len, vocab_size = self.max_model_len, model.folder.config.vocab_size
         adapter = self.adapter(request.model)
         request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
@@ -295,6 +306,7 @@ class Generator:
         limit = request.completion_limit(
             len(token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
         )
+        limit = together.limit_logprobs(request, len(token_ids), limit)
         bad_words = await model.preparer.bad_words(request)
         grammar = await model.preparer.grammar(
             wanted_form(model.answers, request, token_ids), request.tenant

@@ -118,6 +118,7 @@ class ClientRequest:
     structured_output: StructuredOutput | None = None  # the form of the completion; None: any
     echo: bool = False  # the text begins with the prompt's, or a chat's final assistant message
     embed: bool = False  # the prompt's last hidden state is wanted, and no text
+    is_whole: bool = False  # nothing of the answer is sent before all of it is made
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # the prompt's last tokens that are kept; -1: all fit
@@ -203,6 +204,20 @@ class ClientRequest:
     def num_sequences(self) -> int:
         """Number of completions that are made at once: beams, or those that some are best of."""
         return max(self.n, self.best_of or 1)
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Number of log probabilities that the answer has for each token of the prompt."""
+        return 0 if self.prompt_logprobs is None else self.n * (1 + self.prompt_logprobs)
+
+    @property
+    def num_logprobs_kept(self) -> int:
+        """Number of log probabilities for each token of a completion, as far as the router keeps
+        them until its end."""
+        is_kept = self.is_whole or self.num_sequences > self.n
+        return (
+            0 if self.logprobs is None or not is_kept else self.num_sequences * (1 + self.logprobs)
+        )
 
     def check_against(self, *, vocab_size: int, max_model_len: int) -> None:
         """Checks what it can before the prompt is tokenized. Raises BadRequest."""

@@ -7,7 +7,6 @@
 An answer has `n` choices for each prompt of its request; those of a prompt follow each other.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
@@ -33,7 +32,7 @@ async def generate_choices(
 ) -> AsyncGenerator[ChoiceDelta, None]:
     """Generates for all prompts of a body, or for some of them after `num_before` others. None is
     placed before all of these have been checked."""
-    together = asyncio.Barrier(len(requests))
+    together = generator.together(len(requests))
     prompts = [generator.generate(r, trace, together) for r in requests]
     if num_before + len(prompts) > 1:
         prompts = [named(index, deltas) for index, deltas in enumerate(prompts, num_before)]

@@ -67,12 +67,15 @@ class GenerationRoutes:
         """Returns the model's tokenizer; None until the model is loaded."""
         return self.generator.model.tokenizer if self.generator.model is not None else None
 
-    def of_caller(self, request: Request, asked: Sequence[ClientRequest]) -> list[ClientRequest]:
-        """Returns the requests with what is known of who sent them."""
+    def of_caller(
+        self, request: Request, asked: Sequence[ClientRequest], *, is_whole: bool = False
+    ) -> list[ClientRequest]:
+        """Returns the requests with what is known of who sent them, and how the answer is sent."""
         caller = {
             "tenant": self.tenant(request),
             "limits": limits_of(request.state.key),
             "client_id": request.state.client_id,
+            "is_whole": is_whole,
         }
         return [replace(one, **caller) for one in asked]
 
@@ -92,7 +95,7 @@ class GenerationRoutes:
     ) -> Response:
         """Returns the answer to a call: one generation for each of `requests`."""
         sent = request.headers
-        asked = self.of_caller(request, requests)
+        asked = self.of_caller(request, requests, is_whole=not stream)
         deltas = generate_choices(self.generator, asked, self.trace(request))
         tells_timing = asks(sent.get(TIMING_HEADER))
 
