@@ -17,9 +17,10 @@ def pool_of(kv: torch.Tensor) -> KvPool:
     return make_pool(kv.view(num_blocks, -1).view(torch.uint8), layout)
 
 
-def empty_pool(layout: BlockLayout) -> KvPool:
+def empty_pool(layout: BlockLayout, device: torch.device | None = None) -> KvPool:
     """Returns a pool of zeros."""
-    memory = torch.zeros(layout.num_blocks, layout.block_bytes, dtype=torch.uint8)
+    size = layout.num_blocks, layout.block_bytes
+    memory = torch.zeros(size, dtype=torch.uint8, device=device)
     return make_pool(memory, layout, some_channels(layout))
 
 

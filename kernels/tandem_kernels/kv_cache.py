@@ -5,7 +5,7 @@ A block holds all layers, so one layer's K or V of one head in one block is a co
 a constant. Knows no sequences: block ids and offsets in, rows out.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -56,6 +56,13 @@ class KvLayout(Protocol):
     def row_bytes(self) -> tuple[int, int]: ...
 
 
+class LayerKv(NamedTuple):
+    """One layer of a pool, as strided views, for kernels that take strides."""
+
+    numbers: torch.Tensor  # [num_blocks, heads, 2, block_size, D]; e4m3 as uint8
+    scales: torch.Tensor | None  # [num_blocks, heads, 2, block_size] float16
+
+
 def make_pool(
     memory: torch.Tensor, layout: KvLayout, key_channels: KeyChannels | None = None
 ) -> "KvPool":
@@ -92,6 +99,9 @@ class KvPool:
         """The pool as [num_blocks, heads, layers, 2, block_size, D]."""
         heads, layers = self.num_kv_heads, self.num_layers
         return self._tokens.view(-1, heads, layers, 2, self.block_size, self.head_dim)
+
+    def layer(self, number: int) -> LayerKv:
+        return LayerKv(layer_of(self.kv, number), None)
 
     def token_rows(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Returns the rows [T, heads] of layer 0's K, for slots (block id, offset), each [T]."""
@@ -139,6 +149,17 @@ class QuantizedKvPool(KvPool):
             begin = end
         scales = parts.view(torch.float16)[:, begin // 2 :]
         self._scales = scales[:, : 2 * size].view(-1, 2, size)
+
+    def layer(self, number: int) -> LayerKv:
+        """Views a pool whose K and V are of the same number of bytes each."""
+        assert self.layout.row_bytes == (self.head_dim, self.head_dim)
+        size, dim = self.block_size, self.head_dim
+        shape = -1, self.num_kv_heads, self.num_layers, self.layout.layer_bytes
+        part = self.memory.view(shape)[:, :, number]
+        runs = part[..., : 2 * size * dim].view(self._numbers[0].dtype)
+        scales = part[..., 2 * size * dim : 2 * size * (dim + 2)].view(torch.float16)
+        shape = -1, self.num_kv_heads, 2, size
+        return LayerKv(runs.view(*shape, dim), scales.view(shape))
 
     def write(
         self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -200,6 +221,5 @@ class Int4KvPool(QuantizedKvPool):
 
 
 def layer_of(kv: torch.Tensor, layer: int) -> torch.Tensor:
-    """One layer of a pool, a strided view [num_blocks, heads, 2, block_size, D], for kernels that
-    take strides."""
+    """One layer of a pool of floats, a strided view [num_blocks, heads, 2, block_size, D]."""
     return kv.select(2, layer)

@@ -11,6 +11,7 @@ pairs, so that a group shares each read of K and V.
 import triton
 import triton.language as tl
 
+from tandem_kernels.triton.kv_rows import has_scales, read, unit
 from tandem_kernels.triton.tuning import is_interpreted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -39,12 +40,14 @@ def attend(
     window the first turn of all has to hold a key that each row sees: there, a maximum of -inf
     would make NaN. No key before the first row's window is read.
 
-    `paged` is (the head's K in block 0, the sequence's block table, the strides of a block and from
-    K to V, the scale in base 2). CAP, in base 2 too: scores become CAP tanh(score / CAP); 0: no.
+    `paged` is (the head's K in block 0, the scales of its K in block 0, the sequence's block table,
+    the strides of a block and from K to V, the scale in base 2). Of a quantized pool a key's scale
+    is applied to its score, and a value's to its weight. CAP, in base 2 too: scores become
+    CAP tanh(score / CAP); 0: no.
     """
     accumulator, sums, maxima = state
     queries, last_keys = tile
-    kv, block_table, stride_block, stride_kv, scale = paged
+    kv, kv_scales, block_table, stride_block, stride_kv, scale = paged
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
     if WINDOW:
@@ -70,7 +73,17 @@ def attend(
         else:
             k = tl.load(k_at, mask=is_dim[:, None], other=0.0)
             v = tl.load(v_at, mask=is_dim[None, :], other=0.0)
-        scores = product(queries, k.to(queries.dtype)) * scale
+        scores = product(queries, read(k, queries.dtype)) * scale
+        if has_scales(kv):
+            k_scales_at = kv_scales + blocks.to(tl.int64) * (stride_block // 2) + keys % BLOCK_SIZE
+            v_scales_at = k_scales_at + BLOCK_SIZE
+            if MASKED:
+                k_scales = tl.load(k_scales_at, mask=is_key, other=0.0)
+                v_scales = tl.load(v_scales_at, mask=is_key, other=0.0)
+            else:
+                k_scales = tl.load(k_scales_at)
+                v_scales = tl.load(v_scales_at)
+            scores = scores * (k_scales.to(tl.float32) * unit(kv))[None, :]
         if CAP > 0.0:  # tanh(x) is 2 sigmoid(2 x) - 1
             scores = 2.0 * CAP * tl.sigmoid(scores * (2.0 / CAP)) - CAP
         if MASKED:
@@ -86,7 +99,9 @@ def attend(
         shrink = tl.exp2(maxima - base)
         sums = sums * shrink + tl.sum(weights, 1)
         accumulator = accumulator * shrink[:, None]
-        accumulator += product(weights.to(queries.dtype), v.to(queries.dtype))
+        if has_scales(kv):
+            weights = weights * (v_scales.to(tl.float32) * unit(kv))[None, :]
+        accumulator += product(weights.to(queries.dtype), read(v, queries.dtype))
         maxima = new_maxima
     return accumulator, sums, maxima
 

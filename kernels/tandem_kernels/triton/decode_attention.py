@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tandem_kernels.triton.attention_loop import LOG2_E, attend, start_state
+from tandem_kernels.triton.kv_rows import check_scales
 from tandem_kernels.triton.tuning import device_name, next_power_of_2, num_multiprocessors, tuned
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -30,11 +31,13 @@ def decode_attention(
     scale: float | None = None,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attention [B, heads, D], in the queries' dtype.
 
     queries       [B, heads, D], bfloat16, float16 or float32; heads may be strided
-    layer_kv      [num_blocks, KV heads, 2, block size, D]: kv_cache.layer_of a pool, any floats
+    layer_kv      [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
+    scales        [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: it has none
     block_tables  [B, M] int32
     context_lens  [B] int32, the query's own token counted in; 0 gives zeros
     window        the last keys of each context that are seen; None: all
@@ -58,9 +61,11 @@ def decode_attention(
     block_d = max(16, next_power_of_2(head_dim))
     has_sinks = sinks is not None
     given_sinks = queries if sinks is None else sinks  # a pointer in any case
+    check_scales(layer_kv, scales)
     _attend_split[(num_seqs, num_kv_heads, num_splits)](
         queries,
         layer_kv,
+        layer_kv if scales is None else scales,
         block_tables,
         context_lens,
         partials,
@@ -133,6 +138,7 @@ def choose_num_splits(
 def _attend_split(
     queries,
     kv,
+    kv_scales,
     block_tables,
     context_lens,
     partials,
@@ -174,7 +180,9 @@ def _attend_split(
     q = tl.load(queries + seq * stride_query + places, mask=is_element, other=0.0)
     last_keys = tl.zeros((ROWS,), tl.int32) + context_len - 1
     head_kv = kv + kv_head.to(tl.int64) * stride_head
-    paged = (head_kv, block_tables + seq * stride_table, stride_block, stride_kv, scale)
+    head_scales = kv_scales + kv_head.to(tl.int64) * (stride_head // 2)
+    block_table = block_tables + seq * stride_table
+    paged = (head_kv, head_scales, block_table, stride_block, stride_kv, scale)
     state = start_state(ROWS, BLOCK_D)
     accumulator, sums, maxima = attend(
         state,

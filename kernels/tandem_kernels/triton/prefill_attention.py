@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from tandem_kernels.triton.attention_loop import LOG2_E, attend, start_state
+from tandem_kernels.triton.kv_rows import check_scales
 from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
 
 _SMALL_TOKENS = 256  # fewer are tuned apart
@@ -34,11 +35,13 @@ def prefill_attention(
     scale: float | None = None,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns [T, heads, D], in the queries' dtype. The chunks' own K and V are in the pool.
 
     queries       [T, heads, D], bfloat16, float16 or float32; heads may be strided
-    layer_kv      [num_blocks, KV heads, 2, block size, D]: kv_cache.layer_of a pool, any floats
+    layer_kv      [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
+    scales        [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: it has none
     block_tables  [S, M] int32
     context_lens  [S] int32: prefix and chunk
     query_starts  [S + 1] int32: sequence s has the rows query_starts[s] to query_starts[s + 1],
@@ -54,6 +57,7 @@ def prefill_attention(
     assert num_heads % num_kv_heads == 0
     assert queries.stride(1) == head_dim
     assert layer_kv.stride()[3:] == (head_dim, 1)
+    check_scales(layer_kv, scales)
     group_size = num_heads // num_kv_heads
     out = queries.new_empty(num_tokens, num_heads, head_dim)
 
@@ -63,11 +67,12 @@ def prefill_attention(
     _attend_chunks[grid](
         queries,
         layer_kv,
+        layer_kv if scales is None else scales,  # a pointer in any case
         block_tables,
         context_lens,
         query_starts,
         out,
-        queries if sinks is None else sinks,  # a pointer in any case
+        queries if sinks is None else sinks,
         num_seqs,
         queries.stride(0),
         layer_kv.stride(0),
@@ -110,6 +115,7 @@ def prefill_attention(
 def _attend_chunks(
     queries,
     kv,
+    kv_scales,
     block_tables,
     context_lens,
     query_starts,
@@ -158,8 +164,9 @@ def _attend_chunks(
     last_query = tl.minimum((first_row + ROWS - 1) // GROUP_SIZE, num_queries - 1)
     end = prefix_len + last_query + 1
     head_kv = kv + kv_head.to(tl.int64) * stride_head
+    head_scales = kv_scales + kv_head.to(tl.int64) * (stride_head // 2)
     block_table = block_tables + seq.to(tl.int64) * stride_table
-    paged = (head_kv, block_table, stride_block, stride_kv, scale)
+    paged = (head_kv, head_scales, block_table, stride_block, stride_kv, scale)
     tile = (q, last_keys)
     state = start_state(ROWS, BLOCK_D)
     first = 0

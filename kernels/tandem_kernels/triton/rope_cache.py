@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem_kernels.triton.kv_rows import check_scales, has_scales, numbers_of, scales_of
 from tandem_kernels.triton.tuning import next_power_of_2
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -28,13 +29,15 @@ def rotate_and_store(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotated queries [T, heads, D], in the dtype of `qkv`; K and V go into the pool.
 
     qkv       [T, (heads + 2 KV heads) * D]: q, k, v side by side
     angles    cosines and sines of rope.rotary_angles, each [T, 1, D / 2] fp32
     slots     [T] int32 or int64: block id * block size + offset; negative: the token is not stored
-    layer_kv  [num_blocks, KV heads, 2, block size, D]: kv_cache.layer_of a pool, any floats
+    layer_kv  [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
+    scales    [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: it has none
     q_norm, k_norm  [D]: weights of an RMS norm of each head before the rotation, with `eps`
     """
     num_kv_heads, _, block_size, head_dim = layer_kv.shape[1:]
@@ -42,6 +45,7 @@ def rotate_and_store(
     assert qkv.stride(1) == 1
     assert layer_kv.stride()[3:] == (head_dim, 1)
     assert (q_norm is None) == (k_norm is None)
+    check_scales(layer_kv, scales)
     cosines, sines = (angle.contiguous() for angle in angles)
     num_tokens = qkv.shape[0]
     queries = qkv.new_empty(num_tokens, num_heads, head_dim)
@@ -52,6 +56,7 @@ def rotate_and_store(
         slots,
         queries,
         layer_kv,
+        layer_kv if scales is None else scales,
         q_norm,
         k_norm,
         eps,
@@ -78,6 +83,7 @@ def _rotate_and_store(
     slots,
     queries,
     kv,
+    kv_scales,
     q_norm,
     k_norm,
     eps,
@@ -124,11 +130,23 @@ def _rotate_and_store(
 
     slot = tl.load(slots + token).to(tl.int64)
     kv_heads = tl.where(is_value, heads - NUM_HEADS - NUM_KV_HEADS, heads - NUM_HEADS)
-    is_stored = is_element & (heads >= tl.where(slot < 0, 2147483647, NUM_HEADS))
+    is_kept = heads >= tl.where(slot < 0, 2147483647, NUM_HEADS)
+    is_kept &= heads < NUM_HEADS + 2 * NUM_KV_HEADS
+    is_stored = is_kept & is_pair
     span = (slot // BLOCK_SIZE) * stride_block + kv_heads * stride_head
     kv_at = kv + span + is_value * stride_kv + (slot % BLOCK_SIZE) * HEAD_DIM + pairs
-    tl.store(kv_at, out_first.to(kv.dtype.element_ty), mask=is_stored)
-    tl.store(kv_at + HALF, out_second.to(kv.dtype.element_ty), mask=is_stored)
+    if has_scales(kv):
+        dtype: tl.constexpr = queries.dtype.element_ty
+        first = out_first.to(dtype).to(tl.float32)  # as the reference rounds
+        second = out_second.to(dtype).to(tl.float32)
+        scales, divisors = scales_of(first, second, kv)
+        scales_at = kv_scales + span // 2 + is_value * BLOCK_SIZE + slot % BLOCK_SIZE
+        tl.store(scales_at, scales, mask=is_kept)
+        tl.store(kv_at, numbers_of(first, divisors, kv), mask=is_stored)
+        tl.store(kv_at + HALF, numbers_of(second, divisors, kv), mask=is_stored)
+    else:
+        tl.store(kv_at, out_first.to(kv.dtype.element_ty), mask=is_stored)
+        tl.store(kv_at + HALF, out_second.to(kv.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit

@@ -67,7 +67,7 @@ class EngineOptions(Options):
     file's quantized weights stay quantized where native kernels compute."""
     kv_dtype: KvDtype = "auto"
     """Data type of the KV pool. auto: that of the computation. With a scale for each token and
-    head, not with Triton kernels: int8 and fp8_e4m3, about half of bfloat16's memory; k8v4, keys of
+    head: int8 and fp8_e4m3, about half of bfloat16's memory; not with Triton kernels k8v4, keys of
     8 bits and values of 4, two fifths; int4, 0.28, and the model is calibrated at its first
     start."""
     numerics: Numerics = "fast"

@@ -48,11 +48,11 @@ WINDOWS = {
 PROMPTS = [list(range(1, 20)), [5, 9, 2], [7]]
 
 
-def runner_of(folder: ModelFolder, kernels: str) -> ModelRunner:
+def runner_of(folder: ModelFolder, kernels: str, kv_dtype: str = "float32") -> ModelRunner:
     config = EngineConfig(
         model=str(folder.path), dtype="float32", block_size=8, max_num_seqs=5, max_model_len=96
     )
-    return ModelRunner(folder, replace(config, kernels=kernels))  # type: ignore[arg-type]
+    return ModelRunner(folder, replace(config, kernels=kernels, kv_dtype=kv_dtype))  # type: ignore[arg-type]
 
 
 def greedy(
@@ -85,6 +85,19 @@ def test_the_same_tokens_as_torch(family: str, tmp_path: Path) -> None:
     folder, _ = make_tiny_model(family, tmp_path, **more)
     expected = greedy(runner_of(folder, "torch"), PROMPTS, 4)
     assert greedy(runner_of(folder, "triton"), PROMPTS, 4) == expected
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_the_same_tokens_as_torch_over_quantized_kv(
+    family: str, kv_dtype: str, tmp_path: Path
+) -> None:
+    more = {"sliding_window": WINDOWS[family]} if family in WINDOWS else {}
+    folder, _ = make_tiny_model(family, tmp_path, **more)
+    by_torch, by_triton = (runner_of(folder, kernels, kv_dtype) for kernels in ("torch", "triton"))
+    assert greedy(by_triton, PROMPTS, 4) == greedy(by_torch, PROMPTS, 4)
+    for ours, theirs in zip(by_triton.pools, by_torch.pools, strict=True):
+        assert (ours.memory == theirs.memory).float().mean() > 0.99
 
 
 def test_adapters_beside_the_base_as_torch_computes_them(tmp_path: Path) -> None:

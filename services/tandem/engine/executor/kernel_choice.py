@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 
 from tandem.config.engine import EngineConfig
-from tandem.dtypes import KV_BITS, is_quantized
 from tandem.engine.executor.native_decoder import why_not_native
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
@@ -40,8 +39,11 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
         return f"the device is {device.type}" if device.type != "cpu" else why_not_native(model)
     if chosen != "triton":
         return ""
-    if config.kv_dtype in KV_BITS and is_quantized(config.kv_dtype):
-        return f"only the native and torch kernels read {config.kv_dtype} KV"
+    if config.kv_dtype in ("k8v4", "int4"):
+        return (
+            f"only the native and torch kernels read {config.kv_dtype} KV; "
+            "triton reads float32, bfloat16, int8 and fp8_e4m3"
+        )
     return why_not_triton(device, config.numerics)
 
 

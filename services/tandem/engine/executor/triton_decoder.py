@@ -32,7 +32,7 @@ from tandem.engine.executor.weights import (
 from tandem.models.config import ModelConfig
 from tandem.models.experts import Experts
 from tandem_kernels.experts import choose_experts
-from tandem_kernels.kv_cache import layer_of
+from tandem_kernels.kv_cache import KvPool, LayerKv
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.triton.activation import gated_mul
 from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
@@ -64,13 +64,13 @@ class TritonDecoder:
     def forward(
         self,
         step: StepViews,
-        kv: Sequence[torch.Tensor],
+        pools: Sequence[KvPool],
         on_kv_launched: Callable[[], object] = lambda: None,
         lora: StepLora = NO_LORA,
     ) -> torch.Tensor:
         """Writes the tokens' KV; fp32 logits [rows of step.logit_rows, vocab].
 
-        `kv` are the pools of the KV groups, each as `KvPool.kv`.
+        `pools` are those of the KV groups.
         `on_kv_launched` is called when all that writes KV is in the stream.
         """
         specs, eps = self._config.layers, self._config.rms_norm_eps
@@ -85,17 +85,18 @@ class TritonDecoder:
         layers = zip(specs, self._places, self._weights.layers, self._experts, strict=True)
         for index, (spec, place, layer, stacked) in enumerate(layers):
             normed = self._add_norm(x, delta, layer.attention_norm)
-            layer_kv = layer_of(kv[place.group], place.number)
+            layer_kv = pools[place.group].layer(place.number)
             has_head_norms = self._config.qk_norm == "head"
             queries = rotate_and_store(
                 self._project_qkv(normed, index, layer, lora),
                 angles[spec.rope],
                 step.slots[place.group],
-                layer_kv,
+                layer_kv.numbers,
                 num_heads=self._config.num_attention_heads,
                 q_norm=layer.q_norm if has_head_norms else None,
                 k_norm=layer.k_norm if has_head_norms else None,
                 eps=eps,
+                scales=layer_kv.scales,
             )
             if layer is self._weights.layers[-1]:
                 on_kv_launched()
@@ -173,7 +174,7 @@ class TritonDecoder:
         self,
         queries: torch.Tensor,
         step: StepViews,
-        layer_kv: torch.Tensor,
+        layer_kv: LayerKv,
         group: int,
         window: int | None,
         sinks: torch.Tensor | None,
@@ -181,18 +182,19 @@ class TritonDecoder:
         block_tables = step.block_tables[group]
         num_single = step.shape.num_single
         scale, cap = self._config.attention_scale, self._config.attention_cap
+        numbers, scales = layer_kv
         parts = []
         if num_single:
             num_splits = choose_num_splits(
                 num_single,
-                layer_kv.shape[1],
+                numbers.shape[1],
                 min(self._max_model_len, window or self._max_model_len),
                 queries.device,
             )
             parts.append(
                 decode_attention(
                     queries[:num_single],
-                    layer_kv,
+                    numbers,
                     block_tables[:num_single],
                     step.context_lens[:num_single],
                     num_splits=num_splits,
@@ -200,13 +202,14 @@ class TritonDecoder:
                     scale=scale,
                     cap=cap,
                     sinks=sinks,
+                    scales=scales,
                 )
             )
         if step.shape.num_chunks:
             parts.append(
                 prefill_attention(
                     queries[num_single:],
-                    layer_kv,
+                    numbers,
                     block_tables[num_single:],
                     step.context_lens[num_single:],
                     step.query_starts,
@@ -214,6 +217,7 @@ class TritonDecoder:
                     scale,
                     cap,
                     sinks,
+                    scales,
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -42,27 +42,27 @@ class TritonSteps:
     def prepare(self, pools: Sequence[KvPool]) -> None:
         """Compiles, tunes and records what steps over the pools of the KV groups need, so that no
         request waits for it. Writes into the pools: nothing is in them yet."""
-        kv, block_size = [pool.kv for pool in pools], pools[0].block_size
-        num_blocks, device = min(each.shape[0] for each in kv), kv[0].device
-        self._pools, self._kv = pools, kv
+        block_size, device = pools[0].block_size, pools[0].device
+        num_blocks = min(pool.layout.num_blocks for pool in pools)
+        self._pools = pools
         self._graphs = DecodeGraphs(
-            lambda views: self._decoder.forward(views, kv),
+            lambda views: self._decoder.forward(views, pools),
             num_seqs_max=self._max_num_seqs,
             table_width=-(-self._max_model_len // block_size),
             block_size=block_size,
             num_blocks=num_blocks,
-            num_groups=len(kv),
+            num_groups=len(pools),
             device=device,
         )
         if device.type == "cuda":
             for num_tokens in (16, min(512, self._max_model_len)):  # prefill's classes of shapes
                 blocks = list(range(min(num_blocks, -(-num_tokens // block_size))))
                 num_tokens = min(num_tokens, len(blocks) * block_size)
-                others = [blocks] * (len(kv) - 1)
+                others = [blocks] * (len(pools) - 1)
                 piece = SequenceSlice(
                     [0] * num_tokens, num_tokens, blocks, True, other_tables=others
                 )
-                logits, _ = self._run_mixed(StepBatch([piece]), kv, wants_event=False)
+                logits, _ = self._run_mixed(StepBatch([piece]), pools, wants_event=False)
             sample(logits, [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)])
 
     def sample(
@@ -102,9 +102,7 @@ class TritonSteps:
                 wanted = [i for i, piece in enumerate(batch.slices) if piece.num_logits]
                 logits = logits[wanted]
         else:
-            logits, written = self._run_mixed(
-                batch, self._kv, wants_event=on_kv_written is not None
-            )
+            logits, written = self._run_mixed(batch, pools, wants_event=on_kv_written is not None)
         if on_kv_written is not None:
             if written is not None:
                 written.synchronize()
@@ -112,10 +110,10 @@ class TritonSteps:
         return logits
 
     def _run_mixed(
-        self, batch: StepBatch, kv: Sequence[torch.Tensor], *, wants_event: bool
+        self, batch: StepBatch, pools: Sequence[KvPool], *, wants_event: bool
     ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        host = write_step(batch, kv[0].shape[4])
-        array, device = host.array, kv[0].device
+        host = write_step(batch, pools[0].block_size)
+        array, device = host.array, pools[0].device
         if device.type == "cuda":
             array = array.pin_memory().to(device, non_blocking=True)
         rows = {
@@ -126,7 +124,7 @@ class TritonSteps:
         written: list[torch.cuda.Event | None] = []
         logits = self._decoder.forward(
             StepViews.of(array, host.shape),
-            kv,
+            pools,
             lambda: written.append(_recorded_event(device) if wants_event else None),
             lora,
         )

@@ -30,6 +30,8 @@ from tandem_kernels.triton import (
 )
 
 PAGED = {"queries": "*bf16", "kv": "*bf16", "block_tables": "*i32", "context_lens": "*i32"}
+PAGED |= {"kv_scales": "*bf16"}
+INT8, E4M3 = ({"kv": numbers, "kv_scales": "*fp16"} for numbers in ("*i8", "*u8"))
 LLAMA3 = {"GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "DEVICE": "card"}
 LLAMA3 |= {"WINDOW": 0, "CAP": 0.0, "HAS_SINKS": False}
 SCALARS = {"sinks": "*bf16", "scale": "fp32"}
@@ -72,6 +74,14 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
         GPT_OSS | {"ROWS": 16},
     ),
+    *(
+        (
+            decode_attention._attend_split,
+            PAGED | kv | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
+            LLAMA3 | {"ROWS": 16},
+        )
+        for kv in (INT8, E4M3)
+    ),
     (
         decode_attention._weigh_splits,
         {"partials": "*fp32", "log_sums": "*fp32", "out": "*bf16", "sinks": "*bf16"},
@@ -97,11 +107,23 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
         GPT_OSS,
     ),
-    (
-        rope_cache._rotate_and_store,
-        dict.fromkeys(("qkv", "queries", "kv", "q_norm", "k_norm"), "*bf16")
-        | {"cosines": "*fp32", "sines": "*fp32", "slots": "*i64", "eps": "fp32"},
-        HEADS | {"HAS_NORM": True},
+    *(
+        (
+            prefill_attention._attend_chunks,
+            PAGED | kv | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
+            LLAMA3,
+        )
+        for kv in (INT8, E4M3)
+    ),
+    *(
+        (
+            rope_cache._rotate_and_store,
+            dict.fromkeys(("qkv", "queries", "kv", "kv_scales", "q_norm", "k_norm"), "*bf16")
+            | kv
+            | {"cosines": "*fp32", "sines": "*fp32", "slots": "*i64", "eps": "fp32"},
+            HEADS | {"HAS_NORM": True},
+        )
+        for kv in ({}, INT8, E4M3)
     ),
     (
         norm._add_rms_norm,

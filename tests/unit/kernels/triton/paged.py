@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem_kernels.kv_cache import layer_of
+from tandem.engine.cache.layout import BlockLayout
+from tandem_kernels.kv_cache import KvPool
+from tests.kv_pools import empty_pool
 
 LAYERS, LAYER = 2, 1
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -18,7 +20,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 class Paged:
     """`lens` tokens of each sequence in a random pool, its blocks in random order."""
 
-    kv: torch.Tensor
+    pool: KvPool
     block_tables: torch.Tensor
     context_lens: torch.Tensor
 
@@ -30,30 +32,42 @@ class Paged:
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
-        dtype: torch.dtype,
+        dtype: str,
         device: torch.device,
     ) -> Paged:
+        """`dtype` is the pool's, as layouts name it."""
         counts = [-(-n // block_size) for n in lens]
         num_blocks = sum(counts) + 2
-        shape = (num_blocks, num_kv_heads, LAYERS, 2, block_size, head_dim)
-        kv = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+        layout = BlockLayout(num_blocks, num_kv_heads, LAYERS, block_size, head_dim, dtype)
+        pool = empty_pool(layout, device)
+        generator = torch.Generator().manual_seed(1)
+        shape = (2, num_blocks * block_size, num_kv_heads, head_dim)
+        blocks = torch.arange(num_blocks, device=device).repeat_interleave(block_size)
+        offsets = torch.arange(block_size, device=device).repeat(num_blocks)
+        for layer in range(LAYERS):
+            keys, values = torch.randn(shape, generator=generator).to(device)
+            pool.write(layer, pool.token_rows(blocks, offsets), keys, values)
         free = list(range(num_blocks))
         random.Random(2).shuffle(free)
         tables = torch.zeros(len(lens), max(1, *counts), dtype=torch.int32)
         for row, count in zip(tables, counts, strict=True):
             row[:count] = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int32)
         context_lens = torch.tensor(lens, dtype=torch.int32)
-        return cls(kv, tables.to(device), context_lens.to(device))
+        return cls(pool, tables.to(device), context_lens.to(device))
 
     @property
     def layer(self) -> torch.Tensor:
-        return layer_of(self.kv, LAYER)
+        return self.pool.layer(LAYER).numbers
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        return self.pool.layer(LAYER).scales
 
     def pass_window(self, seq: int, num_queries: int, window: int | None) -> None:
         """Takes the blocks that none of a sequence's last queries sees out of its table."""
         if window is not None:
             first_key = max(0, int(self.context_lens[seq]) - num_queries + 1 - window)
-            self.block_tables[seq, : first_key // self.kv.shape[4]] = 2**30
+            self.block_tables[seq, : first_key // self.pool.block_size] = 2**30
 
     def attention(
         self,
@@ -64,8 +78,8 @@ class Paged:
     ) -> torch.Tensor:
         """Computes attention of queries [n, heads, D], the last tokens of a sequence's context, in
         fp64. Sinks are keys [heads] without values."""
-        kv = self.layer[self.block_tables[seq].long()].double()  # [M, heads, 2, block size, D]
-        keys, values = kv.permute(2, 1, 0, 3, 4).flatten(2, 3)
+        rows = self.pool.block_rows(self.block_tables[seq : seq + 1].long())
+        keys, values = self.pool.gather(LAYER, rows, 1).squeeze(1).double()
         group_size = queries.shape[1] // keys.shape[0]
         context_len = int(self.context_lens[seq])
         out = []
@@ -80,6 +94,11 @@ class Paged:
             weights = torch.softmax(scores, 1)[:, : k.shape[1]]
             out.append((weights * v).sum(1))
         return torch.stack(out)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Returns how layouts name a dtype."""
+    return str(dtype).removeprefix("torch.")
 
 
 def random_queries(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
-from tests.unit.kernels.triton.paged import TOLERANCES, Paged, random_queries
+from tests.unit.kernels.triton.paged import TOLERANCES, Paged, name_of, random_queries
 
 
 def check(
@@ -21,7 +21,7 @@ def check(
     block_size: int = 16,
     num_splits: int = 1,
     dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: str = "",
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
@@ -30,7 +30,7 @@ def check(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
-        dtype=kv_dtype or dtype,
+        dtype=kv_dtype or name_of(dtype),
         device=device,
     )
     queries = random_queries(len(lens), group_size * num_kv_heads, head_dim, dtype, device)
@@ -49,6 +49,7 @@ def check(
         num_splits=num_splits,
         window=window,
         sinks=sinks,
+        scales=paged.scales,
     )
     assert out.dtype == dtype
     for seq, context_len in enumerate(lens):
@@ -88,9 +89,16 @@ def test_block_sizes(block_size: int, device: torch.device) -> None:
     check([100, 9], device, block_size=block_size, num_kv_heads=1, num_splits=2)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
-def test_bfloat16(kv_dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8", "fp8_e4m3"])
+def test_bfloat16(kv_dtype: str, device: torch.device) -> None:
     check([70, 1], device, dtype=torch.bfloat16, kv_dtype=kv_dtype, num_splits=2)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_quantized_kv(window: int | None, kv_dtype: str, device: torch.device) -> None:
+    sizes = {"head_dim": 80, "block_size": 12, "num_splits": 2}
+    check([131, 0, 7], device, kv_dtype=kv_dtype, window=window, **sizes)
 
 
 @pytest.mark.parametrize("window", [1, 20, 64, 100])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem_kernels.triton.prefill_attention import prefill_attention
-from tests.unit.kernels.triton.paged import TOLERANCES, Paged, random_queries
+from tests.unit.kernels.triton.paged import TOLERANCES, Paged, name_of, random_queries
 
 Chunk = tuple[int, int]  # prefix, tokens of the chunk
 
@@ -22,6 +22,7 @@ def check(
     head_dim: int = 64,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: str = "",
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
@@ -30,7 +31,7 @@ def check(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
-        dtype=dtype,
+        dtype=kv_dtype or name_of(dtype),
         device=device,
     )
     counts = torch.tensor([n for _, n in chunks], dtype=torch.int32)
@@ -50,6 +51,7 @@ def check(
         starts.to(device),
         window,
         sinks=sinks,
+        scales=paged.scales,
     )
     assert out.dtype == dtype
     tolerance = TOLERANCES[dtype]
@@ -87,8 +89,16 @@ def test_block_sizes(block_size: int, device: torch.device) -> None:
     check([(41, 30), (0, 9)], device, block_size=block_size, num_kv_heads=1)
 
 
-def test_bfloat16(device: torch.device) -> None:
-    check([(41, 30), (0, 70)], device, dtype=torch.bfloat16)
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8_e4m3"])
+def test_bfloat16(kv_dtype: str, device: torch.device) -> None:
+    check([(41, 30), (0, 70)], device, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_quantized_kv(window: int | None, kv_dtype: str, device: torch.device) -> None:
+    chunks = [(70, 60), (0, 5), (130, 1)]
+    check(chunks, device, head_dim=80, block_size=12, kv_dtype=kv_dtype, window=window)
 
 
 @pytest.mark.parametrize("window", [1, 20, 64, 100])

@@ -1,0 +1,101 @@
+"""Rows of a quantized KV pool in kernels: the arithmetic of kv_int8.py and kv_fp8.py, to the bit.
+
+A pool of int8 is read through a pointer to int8, one of e4m3 through a pointer to bytes (uint8):
+what Triton calls fp8 is not on every card. A token's scale of K lies in the float16 numbers after
+both runs of its part, that of V a block's tokens after it (tandem.engine.cache.layout).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tandem_kernels.triton.tuning import is_interpreted
+
+_INTERPRETED = tl.constexpr(is_interpreted())
+_INT8_LARGEST = tl.constexpr(127.0)
+_E4M3_LARGEST = tl.constexpr(448.0)
+_SCALE_MAX = tl.constexpr(65504.0)
+_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_HALF_NAN = tl.constexpr(0x7E00)
+
+
+def check_scales(layer_kv: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """Asserts that scales are where kernels look for them; their strides follow the numbers'."""
+    assert (scales is not None) == (layer_kv.dtype in (torch.int8, torch.uint8))
+    if scales is not None:
+        assert scales.dtype == torch.float16
+        assert [2 * stride for stride in scales.stride()[:2]] == list(layer_kv.stride()[:2])
+        assert scales.stride()[2:] == (layer_kv.shape[3], 1)
+
+
+@triton.jit
+def has_scales(kv):
+    """Returns whether the pool behind a pointer is quantized."""
+    return kv.dtype.element_ty == tl.int8 or kv.dtype.element_ty == tl.uint8
+
+
+@triton.jit
+def read(numbers, dtype: tl.constexpr):
+    """Returns numbers of a pool in another type; those of e4m3 `unit` times less."""
+    if numbers.dtype == tl.uint8:
+        bits = numbers.to(tl.uint16)
+        halves = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
+        return halves.to(tl.float16, bitcast=True).to(tl.float32).to(dtype)
+    if _INTERPRETED:  # it would take the bits of bfloat16 for an integer
+        return numbers.to(tl.float32).to(dtype)
+    return numbers.to(dtype)
+
+
+@triton.jit
+def unit(kv):
+    """Returns what `read` leaves to the scales."""
+    return 256.0 if kv.dtype.element_ty == tl.uint8 else 1.0
+
+
+@triton.jit
+def scales_of(first, second, kv):
+    """Returns the float16 scales [ROWS, 1] of fp32 rows, and what to divide by: infinity where the
+    numbers are to be zeros. Halves of the rows are in two tensors [ROWS, PAIRS]."""
+    LARGEST: tl.constexpr = _E4M3_LARGEST if kv.dtype.element_ty == tl.uint8 else _INT8_LARGEST
+    most = tl.max(tl.maximum(_size(first), _size(second)), 1)[:, None]
+    is_finite = most < _INFINITY_BITS
+    largest = tl.where(is_finite, most, 0).to(tl.float32, bitcast=True)
+    wanted = tl.minimum(tl.div_rn(largest, LARGEST), _SCALE_MAX)
+    nearest = wanted.to(tl.float16)
+    bits = nearest.to(tl.int16, bitcast=True) + (nearest.to(tl.float32) < wanted).to(tl.int16)
+    scales = tl.where(is_finite, bits, _HALF_NAN).to(tl.int16).to(tl.float16, bitcast=True)
+    wide = scales.to(tl.float32)
+    return scales, tl.where(is_finite & (wide > 0.0), wide, float("inf"))
+
+
+@triton.jit
+def numbers_of(x, divisors, kv):
+    """Returns rows as numbers of the pool."""
+    is_zero = divisors == float("inf")
+    quotients = tl.where(is_zero, 0.0, tl.div_rn(x, divisors))
+    if kv.dtype.element_ty == tl.int8:
+        within = tl.minimum(tl.maximum(quotients, -_INT8_LARGEST), _INT8_LARGEST)
+        numbers = ((within + _TO_INTEGER) - _TO_INTEGER).to(tl.int8)
+    else:
+        within = tl.minimum(tl.maximum(quotients, -_E4M3_LARGEST), _E4M3_LARGEST)
+        numbers = _e4m3_of(within)
+    return numbers
+
+
+@triton.jit
+def _e4m3_of(x):
+    """Returns the nearest e4m3 of numbers within -448 to 448."""
+    bits = x.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
+    rounded = size.to(tl.float32, bitcast=True) + 16384.0  # to steps of 2^-9
+    tiny = rounded.to(tl.uint32, bitcast=True) - (141 << 23)
+    number = tl.where(size < (121 << 23), tiny, normal)
+    return (number | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _size(x):
+    """Returns the bits of |x|; as integers, those of NaN are larger than all others."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
