@@ -102,8 +102,12 @@ class Migrated(Way):
         return migrations(self.cluster, "drain")
 
 
-async def ask_all_ways(ways: Mapping[str, Way], asked: Sequence[Asked]) -> dict[str, list[Answer]]:
-    """Asks everything of all ways at the same time; returns the answers by way."""
+async def ask_all_ways(
+    ways: Mapping[str, Way], asked: Sequence[Asked], *, in_turn: bool = False
+) -> dict[str, list[Answer]]:
+    """Asks everything of all ways, by default at the same time; returns the answers by way."""
+    if in_turn:
+        return {name: await way.ask_all(asked) for name, way in ways.items()}
     answers = await asyncio.gather(*(way.ask_all(asked) for way in ways.values()))
     return dict(zip(ways, answers, strict=True))
 

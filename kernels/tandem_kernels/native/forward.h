@@ -269,8 +269,15 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
     return gated;
 }
 
-inline bool adds_at_once(const Model& model, const float* post_norm) {
-    return post_norm == nullptr && model.residual_multiplier == 1.0f;
+// Whether a product's sums are whole when they are written. If not they are added up elsewhere: the
+// residual stream is long, and each part that is added to it is rounded to its size.
+inline bool is_one_sum(const Matrix& matrix) {
+    return num_input_blocks(matrix.in) == 1 || matrix.kind == BF16_PAIRS ||
+           is_quantized(matrix.kind);
+}
+
+inline bool adds_at_once(const Model& model, const Matrix& matrix, const float* post_norm) {
+    return post_norm == nullptr && model.residual_multiplier == 1.0f && is_one_sum(matrix);
 }
 
 // A product, added to the residual stream.
@@ -278,7 +285,7 @@ inline void add_product(const Model& model, const Matrix& matrix, const Inputs& 
                         const float* post_norm, Stage stage, const Rows& rows, int index,
                         LoraProduct LoraLayer::*added, int thread, int threads) {
     const size_t hidden = model.hidden;
-    const bool at_once = adds_at_once(model, post_norm);
+    const bool at_once = adds_at_once(model, matrix, post_norm);
     const Output output = at_once ? Output{rows.hidden, hidden, Into::kAdd}
                                   : Output{rows.delta, hidden, Into::kSet};
     linear(matrix, inputs, output, thread, threads);
@@ -330,12 +337,6 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
         add_mlp(model, index, step, rows, thread, threads);
 }
 
-inline bool needs_delta(const Model& model) {
-    const Layer& layer = model.layers[0];
-    return !adds_at_once(model, layer.attention_post_norm) ||
-           !adds_at_once(model, layer.mlp_post_norm);
-}
-
 // Experts of all layers have one shape: those of a layer that has them, or null.
 inline const Experts* experts_of(const Model& model) {
     for (int index = 0; index < model.num_layers; ++index)
@@ -366,7 +367,7 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
             scratch.input.of(input_floats(rows, inner > hidden ? inner : hidden)),
             scratch.projected.of(projected),
             scratch.attended.of(input_floats(rows, model.num_heads * model.head_dim)),
-            scratch.delta.of(experts != nullptr || needs_delta(model) ? rows * hidden : 0),
+            scratch.delta.of(rows * hidden),
             scratch.rounded.of(quantized_input_floats(rows, std::max({inner, hidden, heads}))),
             scratch.routed.of(routed),
             scratch.logits.of(logits),

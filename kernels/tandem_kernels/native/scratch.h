@@ -74,7 +74,7 @@ struct Scratch {
     Buffer input;     // rows in tiles, as a product reads them
     Buffer projected; // [rows, q, k and v side by side], or [rows, gate and up]
     Buffer attended;  // [rows, heads * head_dim], in tiles
-    Buffer delta;     // [rows, hidden]: what a product adds to `hidden`, if that is not all
+    Buffer delta;     // [rows, hidden]: what a product adds to `hidden`, if it cannot at once
     Buffer rounded;   // inputs of a quantized product, as int8
     Buffer last;      // [logit rows, hidden]
     Buffer gates;     // [rows with adapters, gate and up]: what these add to gates
