@@ -1,4 +1,5 @@
-"""ToyRunner with a KV group for each of a few windows; also the oracle of its tokens.
+"""ToyRunner with a KV group for each of a few windows, whose blocks differ in size; also the oracle
+of its tokens.
 
 A token's KV in a group is a digest of the token and of the KV in that group that its window shows.
 The tokens follow from the KV of all groups, so whatever is wrong in one of them changes all.
@@ -7,7 +8,7 @@ The tokens follow from the KV of all groups, so whatever is wrong in one of them
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -36,29 +37,59 @@ def token_after(token_ids: Sequence[int], windows: Windows) -> int:
     return int(logits_of(_mixed(values)).argmax())
 
 
-def continuation(token_ids: Sequence[int], num_tokens: int, windows: Windows) -> list[int]:
+def continuation(
+    token_ids: Sequence[int],
+    num_tokens: int,
+    windows: Windows,
+    stop_token_ids: Collection[int] = (),
+) -> list[int]:
+    """The greedy tokens that follow, up to `num_tokens` or a stop token, which counts in."""
     made: list[int] = []
-    while len(made) < num_tokens:
+    while len(made) < num_tokens and not (made and made[-1] in stop_token_ids):
         made.append(token_after([*token_ids, *made], windows))
     return made
 
 
 class GroupedToyRunner(ToyRunner):
-    def __init__(self, windows: Windows, *, block_size: int, max_model_len: int = 1000) -> None:
+    def __init__(
+        self,
+        windows: Windows,
+        *,
+        block_size: int,
+        max_model_len: int = 1000,
+        kv_dtype: str = "float32",
+    ) -> None:
+        """Blocks have the bytes of `kv_dtype`, and the KV is in their last ones."""
         super().__init__(block_size=block_size, max_model_len=max_model_len)
         self.windows = windows
+        self.kv_dtype_name = kv_dtype
 
     def layout(self, *num_blocks: int) -> KvLayout:
         sizes = num_blocks or [1] * len(self.windows)
         return KvLayout(
             tuple(
-                KvGroup((number,), window, BlockLayout(size, 1, 1, self.block_size, 1, "float32"))
+                KvGroup(
+                    tuple(range(10 * number, 11 * number + 1)),
+                    window,
+                    BlockLayout(size, 1, number + 1, self.block_size, 1, self.kv_dtype_name),
+                )
                 for number, (window, size) in enumerate(zip(self.windows, sizes, strict=True))
             )
         )
 
     def allocate(self, *num_blocks: int) -> None:
-        self.pools = [torch.full((size, 2, self.block_size), -1.0) for size in num_blocks]
+        layout, size = self.layout(*num_blocks), 2 * self.block_size
+        self.kv = torch.full((layout.pool_bytes // 4,), -1.0)
+        parts = torch.split(self.kv, [group.layout.pool_bytes // 4 for group in layout.groups])
+        self.pools = [
+            part.view(num, -1)[:, -size:].unflatten(1, (2, self.block_size))
+            for part, num in zip(parts, num_blocks, strict=True)
+        ]
+
+    def blocks(self, group: int, block_ids: Sequence[int]) -> list[list[int]]:
+        """The KV of blocks of a group's pool."""
+        halves = self.pools[group][list(block_ids)].transpose(1, 2).long()
+        return [[(high << 16) + low for high, low in block] for block in halves.tolist()]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         for source, target, group in copies:
@@ -103,9 +134,12 @@ def make_grouped_engine(
     num_blocks: int,
     block_size: int = 4,
     max_model_len: int = 1000,
+    kv_dtype: str = "float32",
     **settings: Any,
 ) -> tuple[Engine, GroupedToyRunner]:
-    runner = GroupedToyRunner(windows, block_size=block_size, max_model_len=max_model_len)
+    runner = GroupedToyRunner(
+        windows, block_size=block_size, max_model_len=max_model_len, kv_dtype=kv_dtype
+    )
     config = EngineConfig(
         model="toy", block_size=block_size, num_blocks=num_blocks, itl_target_s=0.0, **settings
     )

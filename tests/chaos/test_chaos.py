@@ -14,8 +14,11 @@ CHAOS_TRANSPORT=nixl makes the first decode worker read over NIXL and TCP, too, 
 `--nixl-tcp insecure` for all. Not by default: UCX's TCP ends a producer's process (SIGABRT) when a
 consumer goes in the midst of a read; Tandem then starts that worker again and no token is wrong,
 but the test takes no worker that ends unasked.
-CHAOS_KV_DTYPE=int8 gives all workers a quantized KV cache. What is right is then what one worker
-answers before any fault, for the reference answers are those of float32 KV.
+CHAOS_KV_DTYPE=int8 gives all workers a quantized KV cache, and CHAOS_MODEL=gemma3 a random model of
+that family (tests/parity/models.py), with a KV group for its windows. What is right is then what
+one worker answers before any fault, for the reference answers are the built-in model's with float32
+KV. The short form also runs with both: its model is so small that faults and deadlines are all that
+it waits for.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ from tests.chaos.load import (
 )
 from tests.harness.cluster import LocalCluster
 from tests.harness.network import Network, why_not
+from tests.parity.models import make_random_model
 
 OPTIONS = (
     *("--max-tokens-per-step", "64", "--verify-blocks", "all"),
@@ -62,7 +66,7 @@ OPTIONS = (
 )
 NO_NETWORK = why_not()
 TRANSPORT = os.environ.get("CHAOS_TRANSPORT", "auto")
-KV_DTYPE = os.environ.get("CHAOS_KV_DTYPE", "auto")
+FORM = (os.environ.get("CHAOS_MODEL", ""), os.environ.get("CHAOS_KV_DTYPE", "auto"))
 SHARE_OF_LONG = 0.2  # of the answers
 
 
@@ -126,31 +130,37 @@ LONG = Chaos(
 
 
 @pytest.mark.timeout(300)
-async def test_short(tmp_path: Path) -> None:
-    await run(SHORT, tmp_path)
+@pytest.mark.parametrize(("family", "kv_dtype"), dict.fromkeys([FORM, ("gemma3", "int8")]))
+async def test_short(tmp_path: Path, family: str, kv_dtype: str) -> None:
+    await run(SHORT, tmp_path, family, kv_dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
 async def test_long(tmp_path: Path) -> None:
-    await run(LONG, tmp_path)
+    await run(LONG, tmp_path, *FORM)
 
 
-async def run(chaos: Chaos, folder: Path) -> None:
+async def run(chaos: Chaos, folder: Path, family: str, kv_dtype: str) -> None:
+    """`family`: of a random model; empty: the built-in one."""
     seed = int(os.environ.get("CHAOS_SEED", "1"))
     print(f"\nseed {seed}, logs in {folder}" + (f"; no cuts: {NO_NETWORK}" if NO_NETWORK else ""))
-    rng = Random(seed)
+    rng, model = Random(seed), "smollm2"
+    if family:
+        model = str(folder / "model")
+        make_random_model(folder / "model", family)
     with ExitStack() as stack:
         network = None if NO_NETWORK else stack.enter_context(Network())
         home = network.home.address if network else "127.0.0.1"
-        cluster = LocalCluster(stack.enter_context(EmbeddedRedis(host=home)), folder)
+        cluster = LocalCluster(stack.enter_context(EmbeddedRedis(host=home)), folder, model)
         cluster.options = [*cluster.options, *OPTIONS, "--num-blocks", str(chaos.num_blocks)]
-        cluster.options += ["--kv-dtype", KV_DTYPE]
+        cluster.options += ["--kv-dtype", kv_dtype]
         if TRANSPORT == "nixl":
             cluster.options += ["--nixl-tcp", "insecure"]
         stack.callback(cluster.close)
         keeper = Keeper(cluster)
-        prompts = await start(cluster, keeper, network, chaos, rng)
+        is_reference = not family and kv_dtype == "auto"
+        prompts = await start(cluster, keeper, network, chaos, rng, is_reference=is_reference)
         num_before = router_outcomes(cluster).total()
         async with background(keeper.run()):
             outcomes, happened = await strike(cluster, network, chaos, rng, prompts, keeper)
@@ -169,15 +179,22 @@ async def run(chaos: Chaos, folder: Path) -> None:
 
 
 async def start(
-    cluster: LocalCluster, keeper: Keeper, network: Network | None, chaos: Chaos, rng: Random
+    cluster: LocalCluster,
+    keeper: Keeper,
+    network: Network | None,
+    chaos: Chaos,
+    rng: Random,
+    *,
+    is_reference: bool,
 ) -> list[Prompt]:
-    """One worker, which computes what is not in a file; then the others."""
+    """One worker, which computes what is not in a file; then the others. `is_reference`: the
+    workers compute the reference answers."""
     host = ("--host", network.home.address if network else "127.0.0.1")
     cluster.start_router()
     keeper.start("decode-0", "decode", "--transport", TRANSPORT, *host)
     await asyncio.to_thread(cluster.wait_ready)
     prompts = golden_prompts(rng, chaos.golden)
-    if KV_DTYPE != "auto":
+    if not is_reference:
         prompts = await answered(cluster, prompts)
     prompts += await computed_prompts(cluster, rng, chaos.computed_lengths)
     keeper.start("decode-1", "decode", "--transport", "grpc", *host)

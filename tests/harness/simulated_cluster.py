@@ -44,7 +44,7 @@ from tandem.worker.parts import Parts
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.prefix_pull import PrefixPuller
 from tandem.worker.prefill.service import PrefillService
-from tests.engine_driver import make_engine
+from tests.grouped_toy import Windows, make_grouped_engine
 from tests.harness.simulated_loop import SimulatedLoop
 
 
@@ -81,6 +81,8 @@ class Node:
         peers: Any,
         *,
         maps_pool: bool,
+        windows: Windows,
+        kv_dtype: str,
         **limits: int,
     ) -> None:
         """`maps_pool`: its I/O process reads and writes the pool itself, not through its engine."""
@@ -101,7 +103,7 @@ class Node:
             ),
             worker_id=worker_id,
         )
-        self.engine, self.runner = make_engine(**limits)
+        self.engine, self.runner = make_grouped_engine(windows, kv_dtype=kv_dtype, **limits)
         self._make_process(loop, config)
         self._make_link(maps_pool)
         metrics = WorkerMetrics(worker_id=worker_id, role="decode")

@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tandem.engine import sequence
 from tandem.errors import WorkerLost
 from tandem.transfer.nixl.agent import BlockIds, ReadState
 from tandem.transfer.nixl.messages import RemotePool
 
-Copy = tuple[int, int]  # producer address, local address, of one block
+
+class Copy(NamedTuple):
+    """A block: where it is read, and where it is written."""
+
+    source: int
+    target: int
+    num_bytes: int
+    block_id: int  # at the consumer
 
 
 @dataclass(eq=False)
@@ -29,9 +37,8 @@ class SimulatedRead:
 
 @dataclass
 class SimulatedFabric:
-    """All that agents share: who may be read, and how blocks are cut."""
+    """All that agents share: who may be read."""
 
-    block_bytes: int
     unreachable: set[str] = field(default_factory=set)  # peers that reads cannot be started from
 
 
@@ -45,7 +52,7 @@ class SimulatedAgent:
         self.is_closed = False
         self._fabric = fabric
         self._next_handle = 0
-        self._lists: list[tuple[str | None, int]] = []  # by handle: whose blocks, from where on
+        self._lists: list[tuple[str | None, RemotePool]] = []  # by handle: whose blocks
 
     def register(self, *, address: int, num_bytes: int, device_id: int, memory: str) -> None:
         assert not self.is_closed
@@ -59,7 +66,7 @@ class SimulatedAgent:
         self.peers.remove(name)
 
     def list_blocks(self, peer: str | None, pool: RemotePool) -> int:
-        self._lists.append((peer, pool.address))
+        self._lists.append((peer, pool))
         return len(self._lists) - 1
 
     def release_list(self, handle: int) -> None:
@@ -68,14 +75,19 @@ class SimulatedAgent:
     def create_block_read(
         self, *, producer_list: int, producer_ids: BlockIds, local_list: int, local_ids: BlockIds
     ) -> int:
-        (peer, from_address), (_, to_address) = self._lists[producer_list], self._lists[local_list]
+        (peer, remote), (_, local) = self._lists[producer_list], self._lists[local_list]
         if peer in self._fabric.unreachable:
             raise WorkerLost(f"{peer} is gone")
-        step = self._fabric.block_bytes
-        copies = [
-            (from_address + producer * step, to_address + local * step)
-            for producer, local in zip(producer_ids.tolist(), local_ids.tolist(), strict=True)
-        ]
+        copies = []
+        for producer_id, local_id in zip(producer_ids.tolist(), local_ids.tolist(), strict=True):
+            source, target = remote.spans.span(producer_id), local.spans.span(local_id)
+            num_bytes = target.stop - target.start
+            assert source.stop - source.start == num_bytes, "a block is read into one of other size"
+            copies.append(
+                Copy(
+                    remote.address + source.start, local.address + target.start, num_bytes, local_id
+                )
+            )
         self._next_handle += 1
         self.reads[self._next_handle] = SimulatedRead(copies)
         return self._next_handle
@@ -98,5 +110,5 @@ class SimulatedAgent:
         self.reads.clear()
 
     def land(self, read: SimulatedRead, index: int) -> None:
-        from_address, to_address = read.waiting.pop(index % len(read.waiting))
-        ctypes.memmove(to_address, from_address, self._fabric.block_bytes)
+        copy = read.waiting.pop(index % len(read.waiting))
+        ctypes.memmove(copy.target, copy.source, copy.num_bytes)

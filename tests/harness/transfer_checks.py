@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tandem.block_hash import hash_blocks
+from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.sequence import Sequence, Status
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.pool_view import Reservation
 from tandem.worker.engine_process.process import _decoder
+from tests.grouped_toy import Windows, group_values
 from tests.harness.simulated_cluster import Node
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
 from tests.harness.simulated_streams import Call, Fetch, Stream
-from tests.toy_runner import kv_of
 
 
 class TransferChecks:
@@ -23,14 +24,26 @@ class TransferChecks:
     nodes: dict[str, Node]
     streams: list[Stream]
     fetches: list[Fetch]
-    kv_by_hash: dict[bytes, list[int]]  # block hash -> KV of the block that has it
+    windows: Windows  # of each KV group
+    kv_by_hash: dict[tuple[int, bytes], list[int]]  # group, block hash -> KV of such a block
     violations: list[str]  # seen where an exception would count as a lost lease
 
     def _expect(self, node: Node, token_ids: list[int]) -> None:
         """Notes the KV that a cache may hold for these tokens."""
-        size, values = node.engine.layout.block_size, kv_of(token_ids)
-        for index, block_hash in enumerate(hash_blocks(node.chain_root, token_ids, size)):
-            self.kv_by_hash[block_hash] = values[index * size : (index + 1) * size]
+        hashes = hash_blocks(node.chain_root, token_ids, node.engine.layout.block_size)
+        for group in range(len(self.windows)):
+            for block_hash, values in zip(
+                hashes, self._kv_of(node, token_ids, group), strict=False
+            ):
+                self.kv_by_hash[group, block_hash] = values
+
+    def _kv_of(self, node: Node, token_ids: Iterable[int], group: int) -> list[list[int]]:
+        """The KV of the tokens' blocks in one group, the last one maybe in part."""
+        values, size = (
+            group_values(list(token_ids), self.windows[group]),
+            node.engine.layout.block_size,
+        )
+        return [values[at : at + size] for at in range(0, len(values), size)]
 
     def _check_cluster(self) -> None:
         assert not self.violations, self.violations
@@ -46,29 +59,34 @@ class TransferChecks:
 
     def _caches_hold_what_their_hashes_say(self, node: Node) -> None:
         """A cache whose blocks are right publishes, shares and lends no wrong one."""
-        found = node.engine._kv.pools[0]._by_hash
-        size = node.engine.layout.block_size
-        values = node.runner.read(list(found.values()), len(found) * size)
-        for index, block_hash in enumerate(found):
-            assert values[index * size : (index + 1) * size] == self.kv_by_hash[block_hash], (
-                f"a block in the cache of {node.worker_id} is not what its hash says"
-            )
+        for group, pool in enumerate(node.engine._kv.pools):
+            found = node.runner.blocks(group, list(pool._by_hash.values()))
+            for block_hash, values in zip(pool._by_hash, found, strict=True):
+                assert values == self.kv_by_hash[group, block_hash], (
+                    f"a block in the cache of {node.worker_id} is not what its hash says"
+                )
 
     def _no_read_writes_a_block_of_others(self) -> None:
         for read, (node, owner, blocks) in self._targets():
-            allowed = set(node.engine._kv.pools[0]._quarantined)
+            kv = node.engine._kv
+            allowed = {
+                first + block
+                for first, pool in zip(kv.layout.first_ids, kv.pools, strict=True)
+                for block in pool._quarantined
+            }
             if owner is not None and owner.status is Status.WAITING_FOR_KV:
-                allowed |= set(owner.block_table[owner.num_stored_blocks :])
+                allowed |= set(kv.global_ids(owner.tables, owner.num_stored_blocks))
             strangers = set(blocks) - allowed
             assert not strangers, f"{read} may still write blocks {strangers} of {node.worker_id}"
 
     def _nothing_awaited_is_found_by_hash(self, node: Node) -> None:
         for sequence in node.engine._sequences.values():
             if sequence.status is Status.WAITING_FOR_KV:
-                for block in sequence.block_table[sequence.num_stored_blocks :]:
-                    assert node.engine._kv.pools[0].is_writable(block), (
-                        f"block {block} is hashed or shared before its lease was released"
-                    )
+                for group, pool in enumerate(node.engine._kv.pools):
+                    for block in sequence.tables.held(group, sequence.num_stored_blocks):
+                        assert pool.is_writable(block), (
+                            f"block {block} is hashed or shared before its lease was released"
+                        )
 
     def _holds_what_is_leased(self, node: Node) -> None:
         held = {*node.engine._sequences, *node.engine._peer_blocks._chains}
@@ -79,24 +97,53 @@ class TransferChecks:
         assert held <= leased | leaving | own, "blocks are held for a stream that is closed"
 
     def _check_lent(self, stream: Stream) -> None:
-        engine, lease_id, opening = stream.producer.engine, stream.lease_id, stream.opening
+        node, lease_id, opening = stream.producer, stream.lease_id, stream.opening
+        engine = node.engine
         assert opening is not None
-        known = lease_id in engine._sequences or lease_id in engine._peer_blocks
-        table = engine.block_ids(lease_id) if known else []
-        first, last = opening.first_missing_block, opening.first_missing_block + len(stream.lent)
-        assert table[first:last] == stream.lent, (
-            "a producer let go of blocks that its consumer may still read"
-        )
-        size = engine.layout.block_size
+        tables = BlockTables()
+        if lease_id in engine._sequences:
+            tables = engine._sequences[lease_id].tables
+        elif lease_id in engine._peer_blocks:
+            tables = engine._peer_blocks._chains[lease_id].tables
+        places = self._places_in_transfer(stream)[: len(stream.lent)]
+        starts = engine.layout.first_ids
+        own = [starts[g] + tables.ids[g][index] for g, index in places if tables]
+        assert own == stream.lent, "a producer let go of blocks that its consumer may still read"
+        for group, index in places:
+            if stream.start is not None:
+                wanted = self._kv_of(node, stream.start.input.token_ids, group)[index]
+            else:
+                assert stream.hold is not None
+                wanted = self.kv_by_hash[group, stream.hold.block_hashes[index]]
+            found = node.runner.blocks(group, [tables.ids[group][index]])[0]
+            assert found[: len(wanted)] == wanted, "what is lent is not the prompt's KV"
+
+    def _places_in_transfer(self, stream: Stream) -> list[tuple[int, int]]:
+        """The groups and indexes of the blocks that the consumer wants, in their order."""
+        opening, layout = stream.opening, stream.producer.engine.layout
         if stream.start is not None:
-            wanted = kv_of(list(stream.start.input.token_ids))[first * size : last * size]
+            num_tokens = len(stream.start.input.token_ids)
+            end, depth = layout.blocks_of(num_tokens), (num_tokens - 1) // layout.block_size
         else:
             assert stream.hold is not None
-            hashes = stream.hold.block_hashes[first:last]
-            wanted = [value for each in hashes for value in self.kv_by_hash[each]]
-        assert stream.producer.runner.read(stream.lent, len(wanted)) == wanted, (
-            "what is lent is not the prompt's KV"
-        )
+            end = depth = len(stream.hold.block_hashes)
+        assert opening is not None
+        return [
+            (number, index)
+            for index in range(opening.first_missing_block, end)
+            for number, group in enumerate(layout.groups)
+            if index >= group.first_seen(depth * layout.block_size)
+        ]
+
+    def _holds_kv_of(self, node: Node, tables: BlockTables, token_ids: list[int]) -> bool:
+        """Returns whether the tables have the KV of these tokens, as far as they hold it."""
+        for group in range(len(self.windows)):
+            first, wanted = tables.firsts[group], self._kv_of(node, token_ids, group)
+            found = node.runner.blocks(group, tables.ids[group][first : len(wanted)])
+            for values, kv in zip(found, wanted[first:], strict=True):
+                if values[: len(kv)] != kv:
+                    return False
+        return True
 
     def _watch_trust(self, node: Node) -> None:
         """Whatever makes pulled KV count must follow from `released`, and the KV must be right."""
@@ -112,9 +159,10 @@ class TransferChecks:
             streams = [s for s in self.streams if s.start and s.start.request_id == request_id]
             assert streams, "a commit without a lease"
             assert streams[-1].is_whole, "a commit before `released`"
-            tokens = node.engine._sequences[sequence_id].token_ids
-            found = node.runner.read(node.engine.block_ids(sequence_id), len(tokens))
-            assert found == kv_of(tokens), "what is committed is not the prompt's KV"
+            sequence = node.engine._sequences[sequence_id]
+            assert self._holds_kv_of(node, sequence.tables, sequence.token_ids), (
+                "what is committed is not the prompt's KV"
+            )
             commit(sequence_id, first_token_id)
 
         node.engine.commit = checked  # type: ignore[method-assign]
@@ -134,9 +182,8 @@ class TransferChecks:
                     and list(s.hold.block_hashes)[:num_blocks] == hashes
                 ]
                 assert any(s.is_whole for s in holds), "a prefix is trusted before `released`"
-                num_tokens = num_blocks * sequence.block_size
-                found = node.runner.read(sequence.block_table, num_tokens)
-                assert found == kv_of(sequence.token_ids)[:num_tokens], (
+                tokens = sequence.token_ids[: num_blocks * sequence.block_size]
+                assert self._holds_kv_of(node, sequence.tables, tokens), (
                     "what is trusted is not the prompt's KV"
                 )
             continue_prefill(sequence_id, num_blocks, unsafe)
@@ -152,7 +199,11 @@ class TransferChecks:
             told = into.sequence_id in map(messages.sequence_id, ends)
             own = node.engine._sequences.get(into.sequence_id)
             awaiting = own is not None and own.status is Status.WAITING_FOR_KV
-            mine = set(own.block_table[own.num_stored_blocks :]) if own and awaiting else set()
+            mine = (
+                set(node.engine._kv.global_ids(own.tables, own.num_stored_blocks))
+                if own and awaiting
+                else set()
+            )
             open_ids = {s.lease_id for s in self.streams if s.is_open_at_consumer}
             live = any(f.consumer is node and f.lease_id in open_ids for f in self.fetches)
             may = live and not told and mine.issuperset(into.block_ids)
@@ -171,13 +222,13 @@ class TransferChecks:
         for agent, read in self._reads():
             nodes = self.nodes.values()
             node = next(n for n in nodes if agent.name.startswith(f"{n.peer_id}-"))
-            start, size = node.remote_pool.address, self.fabric.block_bytes
-            blocks = [(local - start) // size for _, local in read.waiting]
+            blocks = [copy.block_id for copy in read.waiting]
             owner = read.owner
             if not read.is_seen:
                 read.is_seen = True
                 sequences = node.engine._sequences.values()
-                owner = next((s for s in sequences if set(blocks) <= set(s.block_table)), None)
+                ids, wanted = node.engine._kv.global_ids, set(blocks)
+                owner = next((s for s in sequences if wanted <= set(ids(s.tables))), None)
                 read.owner = owner
             found.append((read, (node, owner, blocks)))
         return found

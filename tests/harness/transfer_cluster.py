@@ -15,12 +15,12 @@ from unittest.mock import patch
 
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.prefill.prefix_choice import ConnectedHolder
+from tests.grouped_toy import GroupedToyRunner, Windows
 from tests.harness.simulated_cluster import Node
 from tests.harness.simulated_loop import SimulatedLoop
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
 from tests.harness.simulated_streams import Fetch, PeersOf, Stream
 from tests.harness.transfer_checks import TransferChecks
-from tests.toy_runner import ToyRunner
 
 DECODE, PREFILL = ("d0", "d1"), ("p0", "p1")
 WORKERS = DECODE + PREFILL
@@ -49,22 +49,25 @@ class TransferCluster(TransferChecks):
         num_blocks: int,
         piece_blocks: int,
         by_grpc: set[str],
-        maps_pool: bool,
-        **limits: int,
+        windows: Windows,
+        **settings: Any,
     ) -> None:
-        """`by_grpc`: workers whose blocks travel by gRPC; `num_blocks`: more than one needs."""
+        """`by_grpc`: workers whose blocks travel by gRPC; `num_blocks`: more than one needs;
+        `windows`: of each KV group."""
         self.loop = SimulatedLoop()
         asyncio.set_event_loop(self.loop)
         # The largest request fits alone, and not much more.
-        self.limits = {
+        self.windows = windows
+        self.settings = {
             "block_size": block_size,
             "num_blocks": -(-MAX_MODEL_LEN // block_size) + num_blocks,
             "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": 3,
-            **limits,
+            "windows": windows,
+            **settings,
         }
-        block_bytes = ToyRunner(block_size=block_size).layout(1).block_bytes
-        self.fabric = SimulatedFabric(block_bytes)
+        block_bytes = GroupedToyRunner(windows, block_size=block_size).layout().block_bytes
+        self.fabric = SimulatedFabric()
         piece_size = SimpleNamespace(
             num_bytes=piece_blocks * block_bytes, observe=lambda num_bytes, seconds: None
         )
@@ -81,10 +84,10 @@ class TransferCluster(TransferChecks):
         ]
         for each in self.patches:
             each.start()
-        self.by_grpc, self.maps_pool = by_grpc, maps_pool
+        self.by_grpc = by_grpc
         self.streams: list[Stream] = []
         self.fetches: list[Fetch] = []
-        self.kv_by_hash: dict[bytes, list[int]] = {}
+        self.kv_by_hash: dict[tuple[int, bytes], list[int]] = {}
         self.violations: list[str] = []
         self.nodes: dict[str, Node] = {}
         self.graveyard: list[Node] = []  # their memory may still be read
@@ -191,9 +194,7 @@ class TransferCluster(TransferChecks):
 
     def _start_worker(self, worker_id: str, epoch: int) -> None:
         peers = PeersOf(worker_id, self.nodes, self.streams, self.fetches, self.by_grpc)
-        node = Node(
-            self.loop, worker_id, str(epoch), peers, maps_pool=self.maps_pool, **self.limits
-        )
+        node = Node(self.loop, worker_id, str(epoch), peers, **self.settings)
         self.nodes[worker_id] = node
         self._watch_trust(node)
         commands = self.routers[worker_id] = asyncio.Queue()

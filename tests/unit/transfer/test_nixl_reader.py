@@ -38,7 +38,7 @@ class Bench:
         )
 
     def _new_agent(self, name: str, **_: object) -> SimulatedAgent:
-        self.agents.append(SimulatedAgent(SimulatedFabric(LAYOUT.block_bytes), name))
+        self.agents.append(SimulatedAgent(SimulatedFabric(), name))
         return self.agents[-1]
 
     def connect(self, peer_id: str, metadata: str) -> None:

@@ -23,6 +23,7 @@ from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.lease_stream import LeaseStream
+from tests.grouped_toy import Windows
 from tests.harness.transfer_cluster import WORKERS
 from tests.unit.worker.test_transfer_properties import TransferMachine
 
@@ -30,6 +31,7 @@ Mutant = Callable[[ExitStack], None]
 Script = Callable[[TransferMachine], None]
 PROMPT = [1, 0, 0, 1, 1, 0]
 OTHER = [0] * 13
+WINDOWS: list[Windows] = [(None,), (None, 3)]  # of the KV groups
 
 
 def release_before_pull(patches: ExitStack) -> None:
@@ -158,19 +160,21 @@ BROKEN = [
 @pytest.mark.parametrize(
     ("mutant", "script", "check"), BROKEN, ids=[mutant.__name__ for mutant, *_ in BROKEN]
 )
-def test_is_caught(mutant: Mutant, script: Script, check: str) -> None:
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_is_caught(windows: Windows, mutant: Mutant, script: Script, check: str) -> None:
     with ExitStack() as patches:
         mutant(patches)
         with pytest.raises(AssertionError, match=check):
-            _play(script)
+            _play(script, windows)
 
 
 @pytest.mark.parametrize("script", dict.fromkeys(script for _, script, _ in BROKEN))
-def test_the_whole_build_passes(script: Script) -> None:
-    _play(script)
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_the_whole_build_passes(windows: Windows, script: Script) -> None:
+    _play(script, windows)
 
 
-def _play(script: Script) -> None:
+def _play(script: Script, windows: Windows) -> None:
     machine = TransferMachine()
     machine.start(
         block_size=1,
@@ -180,6 +184,8 @@ def _play(script: Script) -> None:
         piece_blocks=1,
         by_grpc=WORKERS if script is bytes_come_late else (),
         maps_pool=True,
+        windows=windows,
+        kv_dtype="float32",
         warm=(),
     )
     try:

@@ -2,16 +2,20 @@
 
 The machine drives the real services, engines and consumers of tests/harness/simulated_cluster.py:
 two decode workers and two prefill workers, each of which may pull blocks from each other one, by
-NIXL or by gRPC. The toy model's KV shows any wrong block in the tokens after it.
+NIXL or by gRPC. The toy model has one KV group or several, with blocks of other sizes, and its KV
+shows any wrong block in the tokens after it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tests.grouped_toy import continuation
 from tests.harness.transfer_cluster import (
     DECODE,
     MAX_MODEL_LEN,
@@ -20,7 +24,6 @@ from tests.harness.transfer_cluster import (
     Request,
     TransferCluster,
 )
-from tests.toy_runner import continuation
 
 ALIKE = [1, 0, 0, 1, 1, 0, 1, 0]
 CRASHES_MAX = 2
@@ -42,19 +45,18 @@ class TransferMachine(TransferCluster, RuleBasedStateMachine):
         piece_blocks=st.integers(1, 4),
         by_grpc=st.sampled_from([(), WORKERS, ("d1", "p1")]),
         maps_pool=st.booleans(),
+        windows=st.sampled_from([(None,), (None,), (None, 3), (5,), (None, 2, 6)]),
+        kv_dtype=st.sampled_from(["float32", "int8"]),
         warm=st.sampled_from([(), ("d0",), ("d1", "d0")]),
     )
     def start(
         self,
         piece_blocks: int,
         by_grpc: tuple[str, ...],
-        maps_pool: bool,
         warm: tuple[str, ...],
-        **limits: int,
+        **settings: Any,
     ) -> None:
-        self.start_cluster(
-            piece_blocks=piece_blocks, by_grpc=set(by_grpc), maps_pool=maps_pool, **limits
-        )
+        self.start_cluster(piece_blocks=piece_blocks, by_grpc=set(by_grpc), **settings)
         for worker_id in warm:  # there is something to pull by its hashes
             self.submit([*ALIKE, 0], 1, set(), worker_id, (), [], 0)
             self.go_well(8)
@@ -80,7 +82,7 @@ class TransferMachine(TransferCluster, RuleBasedStateMachine):
     ) -> None:
         request_id = f"r{len(self.requests)}"
         room = min(max_tokens, MAX_MODEL_LEN - len(prompt))
-        expected = continuation(prompt, room, stop)
+        expected = continuation(prompt, room, self.windows, stop)
         self.requests[request_id] = Request(prompt, expected, consumer)
         self._expect(self.nodes[consumer], prompt + expected)
         candidates = [
