@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -70,6 +74,17 @@ _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.1],
     "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0],
     "attention_factor": 1.2,
+}
+_DEEPSEEK = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 44,
+    "first_k_dense_replace": 1,
 }
 _NO_PAD = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 _GEMMA = {
@@ -138,6 +153,56 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "swiglu_limit": 0.5,  # reached
         },
     ),
+    "deepseek-v2": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        _DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "deepseek-v2-groups": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        _DEEPSEEK
+        | {
+            "q_lora_rank": 28,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 1.2},
+        },
+    ),
+    "deepseek-v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        _DEEPSEEK
+        | {
+            "q_lora_rank": 28,
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek-v3-halves": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        _DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 0.25,  # a choice that bfloat16 changes matters little
+            "rope_interleave": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "smollm3": (
         SmolLM3ForCausalLM,
         SmolLM3Config,
@@ -204,6 +269,9 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too: zeros and ones hide mistakes
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text(_character_tokenizer().to_str())
     return read_folder(path), model

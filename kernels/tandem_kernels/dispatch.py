@@ -13,7 +13,13 @@ from tandem_kernels.attention import PagedAttention
 from tandem_kernels.attention_groups import QuerySpan
 from tandem_kernels.attention_invariant import InvariantPagedAttention
 from tandem_kernels.kv_cache import KvPool
-from tandem_kernels.linear import TILE_ROWS, linear, linear_invariant
+from tandem_kernels.linear import (
+    TILE_ROWS,
+    linear,
+    linear_invariant,
+    linear_of_heads,
+    linear_of_heads_invariant,
+)
 from tandem_kernels.norm import rms_norm
 from tandem_kernels.rope import rotate
 
@@ -51,6 +57,7 @@ class Kernels:
 
     row_multiple: int  # rows of activations come padded to a multiple of this
     linear: Linear
+    linear_of_heads: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     attention: MakeAttention
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     rotate: Callable[[torch.Tensor, Angles], torch.Tensor]
@@ -61,5 +68,12 @@ def kernels_for(device_type: str, numerics: str) -> Kernels:
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"no kernels for device {device_type!r}; there are for cpu and cuda")
     if numerics == "invariant":
-        return Kernels(TILE_ROWS, linear_invariant, InvariantPagedAttention, rms_norm, rotate)
-    return Kernels(1, linear, PagedAttention, rms_norm, rotate)
+        return Kernels(
+            TILE_ROWS,
+            linear_invariant,
+            linear_of_heads_invariant,
+            InvariantPagedAttention,
+            rms_norm,
+            rotate,
+        )
+    return Kernels(1, linear, linear_of_heads, PagedAttention, rms_norm, rotate)

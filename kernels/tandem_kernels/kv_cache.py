@@ -54,6 +54,8 @@ class KvLayout(Protocol):
     def layer_bytes(self) -> int: ...
     @property
     def row_bytes(self) -> tuple[int, int]: ...
+    @property
+    def has_values(self) -> bool: ...
 
 
 class LayerKv(NamedTuple):
@@ -70,6 +72,8 @@ def make_pool(
     if layout.dtype == "int4":
         assert key_channels is not None
         return Int4KvPool(memory, layout, key_channels)
+    if not layout.has_values:
+        return LatentKvPool(memory, layout)
     return (KvPool if layout.dtype in _DTYPES else QuantizedKvPool)(memory, layout)
 
 
@@ -96,9 +100,10 @@ class KvPool:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The pool as [num_blocks, heads, layers, 2, block_size, D]."""
-        heads, layers = self.num_kv_heads, self.num_layers
-        return self._tokens.view(-1, heads, layers, 2, self.block_size, self.head_dim)
+        """The pool as [num_blocks, heads, layers, 2, block_size, D]; 1 for 2 without values."""
+        runs = 1 + self.layout.has_values
+        shape = self.num_kv_heads, self.num_layers, runs, self.block_size, self.head_dim
+        return self._tokens.view(-1, *shape)
 
     def layer(self, number: int) -> LayerKv:
         return LayerKv(layer_of(self.kv, number), None)
@@ -128,7 +133,28 @@ class KvPool:
     def _first_runs(self, block_ids: torch.Tensor) -> torch.Tensor:
         """Returns the run of layer 0's K in each block, for each head: [..., heads]."""
         heads = block_ids.unsqueeze(-1) * self.num_kv_heads + self._heads
-        return heads * (2 * self.num_layers)
+        return heads * ((1 + self.layout.has_values) * self.num_layers)
+
+
+class LatentKvPool(KvPool):
+    """A pool of latent attention: a token has one row, whose first numbers are its value, too."""
+
+    def write(
+        self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Stores keys [T, 1, D]; values are a part of them."""
+        rows = token_rows + layer * self.block_size
+        self._tokens.index_put_((rows,), keys.to(self.dtype))
+
+    def block_rows(self, block_tables: torch.Tensor) -> torch.Tensor:
+        """Returns the runs of layer 0 in blocks [B, M]: [B * heads * M]."""
+        return self._first_runs(block_tables).transpose(1, 2).flatten()
+
+    def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
+        """Rows of whole blocks, as keys and as values: [2, B, heads, M * block_size, D]."""
+        runs = torch.index_select(self._runs, 0, block_rows + layer)
+        rows = runs.view(num_seqs, self.num_kv_heads, -1, self.head_dim)
+        return rows.expand(2, *rows.shape)
 
 
 class QuantizedKvPool(KvPool):

@@ -1,6 +1,9 @@
 """Products with weight matrices: y = x W^T + b, for x [T, in] and W [out, in].
 
 `out`, if given, may be some columns of a wider tensor, so that several products fill one.
+
+A product of heads has a matrix for each: y[:, h] = x[:, h] W[h]^T, for x [T, heads, in] and W
+[heads, out, in].
 """
 
 import torch
@@ -41,3 +44,15 @@ def linear_invariant(
         rows = slice(first, first + TILE_ROWS)
         torch.mm(x[rows], transposed, out=out[rows])
     return out if bias is None else out.add_(bias)
+
+
+def linear_of_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns [T, heads, out]; the last bits of a row may depend on T."""
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+
+
+def linear_of_heads_invariant(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns [T, heads, out]; each row's bits depend on that row alone, as in linear_invariant."""
+    assert x.shape[0] % TILE_ROWS == 0
+    tiles = x.reshape(-1, TILE_ROWS, *x.shape[1:])
+    return torch.cat([linear_of_heads(tile, weight) for tile in tiles])

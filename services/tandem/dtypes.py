@@ -57,10 +57,11 @@ def kv_row_bytes(kv_dtype: str, head_dim: int) -> tuple[int, int]:
     return int(head_dim * keys) // 8, int(head_dim * values) // 8
 
 
-def kv_part_bytes(kv_dtype: str, block_size: int, head_dim: int) -> int:
+def kv_part_bytes(kv_dtype: str, block_size: int, head_dim: int, has_values: bool = True) -> int:
     """Returns the bytes of K and V of one layer of one head in a block; layout.py has their
     order."""
-    num_bytes = block_size * sum(kv_row_bytes(kv_dtype, head_dim))
+    keys, values = kv_row_bytes(kv_dtype, head_dim)
+    num_bytes = block_size * (keys + values * has_values)
     if not is_quantized(kv_dtype):
         return num_bytes
     num_bytes += 2 * block_size * _SCALE_BYTES

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -30,8 +32,8 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json
 
 def make_random_model(folder: Path, family: str = "llama") -> PreTrainedModel:
     """Saves a model and returns transformers' own of it: a Llama, a Mistral whose layers all have
-    WINDOW, a gpt-oss of which every second layer has it, or a Gemma 3, of whose three layers two
-    have it."""
+    WINDOW, a gpt-oss of which every second layer has it, a Gemma 3, of whose three layers two have
+    it, or a DeepSeek V3, which has none and keeps latents."""
     source = resolve("smollm2").path
     config = json.loads((source / "config.json").read_text())
     torch.manual_seed(3)
@@ -69,6 +71,18 @@ def _make(family: str, sizes: dict[str, Any]) -> PreTrainedModel:
         return GptOssForCausalLM(
             GptOssConfig(**sizes, **experts, sliding_window=WINDOW, rope_parameters=rope)
         )
+    if family == "deepseek_v3":
+        latent = {"kv_lora_rank": 48, "q_lora_rank": 40, "qk_rope_head_dim": 16}
+        heads = {"num_key_value_heads": 4, "qk_nope_head_dim": 24, "v_head_dim": 20}
+        experts = {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        }
+        return DeepseekV3ForCausalLM(DeepseekV3Config(**(sizes | latent | heads | experts)))
     config = Gemma3TextConfig(
         **sizes,
         head_dim=16,

@@ -1,5 +1,5 @@
 """A model whose layers have a window gets transformers' tokens, whichever way its KV came: in all
-layers, or in every second one of a model with experts and sinks.
+layers, or in every second one of a model with experts and sinks. So does one that keeps latents.
 
 All layers of Mistral have it, so they are one KV group; Gemma 3 has a group without one, too.
 
@@ -41,7 +41,7 @@ def _token_ids(answer: Answer) -> list[int]:
     return token_ids
 
 
-@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "gemma3", "deepseek_v3"])
 def test_five_ways(family: str, redis_server: EmbeddedRedis, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     model = make_random_model(tmp_path / "model", family)

@@ -10,10 +10,9 @@ from functools import partial
 import msgspec
 from rich.console import Console
 
-from tandem.dtypes import KV_BITS
 from tandem.errors import BadRequest, TandemError
 from tandem.kv_size.options import WEIGHT_BYTES, KvSizeOptions
-from tandem.kv_size.sizes import DeviceFit, KvSize, device_fit, kv_size, side_by_side
+from tandem.kv_size.sizes import DeviceFit, KvSize, device_fit, kv_dtypes, kv_size, side_by_side
 from tandem.kv_size.tables import tables
 from tandem.kv_size.workers import SteadyLoad, Workers, workers_needed
 from tandem.models.shape import num_parameters, read_shape
@@ -61,7 +60,7 @@ def compute(options: KvSizeOptions) -> Answer:
             reserve_bytes=round(options.reserve * GIB),
         )
         for count in rank_counts
-        for dtype in KV_BITS
+        for dtype in kv_dtypes(model)
         if options.memory
     ]
     workers, rates = _workers(options, fits)
@@ -75,7 +74,7 @@ def compute(options: KvSizeOptions) -> Answer:
         block_size=options.block_size,
         context=context,
         batch=options.batch,
-        dtypes=[one_rank(model, dtype) for dtype in KV_BITS],
+        dtypes=[one_rank(model, dtype) for dtype in kv_dtypes(model)],
         attention=[one_rank(shape, options.kv_dtype) for shape in side_by_side(model)],
         ranks=[size(model, options.kv_dtype, tensor_parallel=count) for count in rank_counts],
         device=fits,

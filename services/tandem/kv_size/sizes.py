@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tandem.config.engine import EngineConfig
+from tandem.dtypes import KV_BITS, is_quantized
 from tandem.engine.cache.kv_groups import STEP_TOKENS, KvLayout, divide_pool, model_layout
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
@@ -20,7 +21,7 @@ from tandem.transfer.tensor_parallel import ParallelLayout
 class KvSize:
     """The KV of one rank, in bytes. A sequence takes whole blocks."""
 
-    attention: str  # MHA, GQA or MQA
+    attention: str  # MHA, GQA, MQA or MLA
     kv_heads: int  # of the model
     dtype: str
     tensor_parallel: int
@@ -47,17 +48,28 @@ class DeviceFit:
     num_sequences: int
 
 
-def attention_name(num_heads: int, num_kv_heads: int) -> str:
+def attention_name(model: ModelConfig) -> str:
     """Names the kind of attention by its heads (https://arxiv.org/abs/2305.13245)."""
+    num_heads, num_kv_heads = model.num_attention_heads, model.num_kv_heads
+    if model.latent is not None:
+        return "MLA"
     if num_kv_heads == num_heads:
         return "MHA"
     return "MQA" if num_kv_heads == 1 else "GQA"
 
 
 def side_by_side(model: ModelConfig) -> list[ModelConfig]:
-    """Returns the model with a KV head for each head, as it is, and with one KV head."""
+    """Returns the model with a KV head for each head, as it is, and with one KV head; one with
+    latent attention as it is."""
+    if model.latent is not None:
+        return [model]
     heads = sorted({model.num_attention_heads, model.num_kv_heads, 1}, reverse=True)
     return [replace(model, num_kv_heads=count) for count in heads]
+
+
+def kv_dtypes(model: ModelConfig) -> list[str]:
+    """Returns the dtypes that the model's KV may have."""
+    return [dtype for dtype in KV_BITS if model.latent is None or not is_quantized(dtype)]
 
 
 def rank_layout(
@@ -95,7 +107,7 @@ def kv_size(
     blocks = one.sequence_blocks(context)
     whole, rest = divmod(one.block_bytes, block_size)
     return KvSize(
-        attention=attention_name(model.num_attention_heads, model.num_kv_heads),
+        attention=attention_name(model),
         kv_heads=model.num_kv_heads,
         dtype=dtype,
         tensor_parallel=tensor_parallel,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tandem.errors import UnsupportedModel
 from tandem.models.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
+from tandem.models.latent import Latent, read_latent
 from tandem.models.layers import LayerSpec, read_layers
 from tandem.models.quantized.scheme import Scheme, read_scheme
 from tandem.models.rope import read_ropes
@@ -53,7 +54,7 @@ class ModelConfig:
     intermediate_size: int
     layers: tuple[LayerSpec, ...]
     num_attention_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # with latent attention one, of the latent and the rotated key
     head_dim: int
     rms_norm_eps: float
     tie_word_embeddings: bool
@@ -76,6 +77,8 @@ class ModelConfig:
     expert_form: ExpertForm = ""  # how checkpoints name the tensors of experts
     quantization: Scheme | None = None  # of the matrices; None: they are numbers of torch_dtype
     is_fused: bool = False  # q, k and v are stored as one matrix, and so are gate and up
+    latent: Latent | None = None  # attention by a latent of each token; None: by heads
+    num_extra_layers: int = 0  # a checkpoint may have so many after the last one, which do not run
 
     @property
     def num_layers(self) -> int:
@@ -92,8 +95,15 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """The factor of q . k."""
+        if self.latent is not None:
+            return self.latent.scale
         given = self.multipliers.attention
         return self.head_dim**-0.5 if given is None else given
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that a rope may rotate."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def for_contexts(self, max_model_len: int) -> ModelConfig:
         """Returns the model as it computes if contexts have at most `max_model_len` tokens.
@@ -124,16 +134,14 @@ class ModelConfig:
         _check_supported(config, family)
         num_heads = _size(config, "num_attention_heads")
         hidden_size = _size(config, "hidden_size")
-        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
-        if num_heads % num_kv_heads:
-            raise UnsupportedModel(
-                f"{num_heads} attention heads do not divide into {num_kv_heads} KV heads"
-            )
+        latent = read_latent(config, family)
+        num_kv_heads, head_dim = (
+            (1, latent.kv_dim) if latent else _kv_heads(config, num_heads, hidden_size)
+        )
         has_bias = family.biases == "config" and bool(config.get("attention_bias", False))
-        head_dim = int(config.get("head_dim") or hidden_size // num_heads)
         max_model_len = _max_model_len(config, family)
         layers = read_layers(config, family, _size(config, "num_hidden_layers"), max_model_len)
-        _check_ropes(layers, family, head_dim)
+        _check_ropes(layers, family, latent.rope_dim if latent else head_dim)
         return cls(
             architecture=architecture,
             vocab_size=_size(config, "vocab_size"),
@@ -164,6 +172,8 @@ class ModelConfig:
             expert_form=family.experts,
             quantization=None if _has_own_quantization(config, family) else read_scheme(config),
             is_fused=family.is_fused,
+            latent=latent,
+            num_extra_layers=_num_extra_layers(config, family),
         )
 
 
@@ -213,6 +223,31 @@ def _check_supported(config: Mapping[str, Any], family: Family) -> None:
     for key in family.refuses:
         if config.get(key):
             raise UnsupportedModel(f"{key} is {config[key]!r:.80}, which is not supported")
+    for key, allowed in family.demands.items():
+        if config.get(key, allowed[0]) not in allowed:
+            raise UnsupportedModel(
+                f"{key} is {config[key]!r:.80}, which is not supported; supported are "
+                f"{', '.join(map(str, allowed))}"
+            )
+
+
+def _kv_heads(config: Mapping[str, Any], num_heads: int, hidden_size: int) -> tuple[int, int]:
+    """Returns the number of KV heads and the numbers of each."""
+    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    if num_heads % num_kv_heads:
+        raise UnsupportedModel(
+            f"{num_heads} attention heads do not divide into {num_kv_heads} KV heads"
+        )
+    return num_kv_heads, int(config.get("head_dim") or hidden_size // num_heads)
+
+
+def _num_extra_layers(config: Mapping[str, Any], family: Family) -> int:
+    num = config.get("num_nextn_predict_layers") if family.has_extra_layers else None
+    if num is not None and (type(num) is not int or num < 0):
+        raise UnsupportedModel(
+            f"num_nextn_predict_layers is {num!r:.80}; it must be a number of layers"
+        )
+    return num or 0
 
 
 def _max_model_len(config: Mapping[str, Any], family: Family) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 Norms = Literal["before", "after", "around"]
 QkNorm = Literal["", "head", "all"]
 Windows = Literal["none", "all", "switched", "chosen", "pattern"]
-ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss"]
+ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,18 @@ class Family:
     is_length_scaled: `max_position_embeddings` includes the scaling of the rope, of any kind.
     experts: how config.json and checkpoints say which layers have experts and of what sizes:
         Mixtral's or gpt-oss's way (all layers), Qwen 3's (those that `decoder_sparse_step` and
-        `mlp_only_layers` leave), or not at all.
+        `mlp_only_layers` leave), DeepSeek's (those after `first_k_dense_replace`), or not at all.
+    is_corrected: experts are chosen by sigmoids with a learned correction (DeepSeek V3).
+    is_latent: attention is latent (latent.py).
+    has_extra_layers: checkpoints may have layers after the last one, which predict further tokens
+        (`num_nextn_predict_layers`) and are not run.
     has_sinks: each head has a learned score that takes part in its softmax and has no value.
     has_clamped_gates: gates and ups are clamped to `swiglu_limit`.
     quantization: the method of `quantization_config` that may be read.
     has_caps: logits and scores may be capped (`final_logit_softcapping` and
         `attn_logit_softcapping`).
     refuses: keys whose value must be absent, null or false.
+    demands: keys that may have only one of some values, or be absent.
     defaults: values of keys that config.json may leave out.
     """
 
@@ -61,11 +66,15 @@ class Family:
     activation_key: str = "hidden_act"
     multipliers: Literal["", "granite", "gemma"] = ""
     experts: ExpertForm = ""
+    is_corrected: bool = False
+    is_latent: bool = False
+    has_extra_layers: bool = False
     has_sinks: bool = False
     has_clamped_gates: bool = False
     quantization: str = ""
     has_caps: bool = False
     refuses: tuple[str, ...] = ()
+    demands: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -82,6 +91,15 @@ _GPT_OSS_ROPE = {
     "factor": 32.0,
     "original_max_position_embeddings": 4096,
     "truncate": False,
+}
+
+# What transformers assumes for both.
+_DEEPSEEK = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
 }
 
 FAMILIES: Mapping[str, Family] = {
@@ -129,6 +147,51 @@ FAMILIES: Mapping[str, Family] = {
             "sliding_window": 128,
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
+        },
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        experts="deepseek",
+        # transformers does not normalize; the models' own code does.
+        refuses=("norm_topk_prob",),
+        demands={
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "moe_layer_freq": (1,),
+        },
+        defaults=_DEEPSEEK
+        | {
+            "first_k_dense_replace": 0,
+            "moe_intermediate_size": 1407,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+        },
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        experts="deepseek",
+        is_corrected=True,
+        has_extra_layers=True,
+        demands={
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "moe_layer_freq": (1,),
+        },
+        defaults=_DEEPSEEK
+        | {
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
         },
     ),
     "SmolLM3ForCausalLM": Family(

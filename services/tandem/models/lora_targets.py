@@ -17,7 +17,10 @@ _OTHERS = ("lm_head", "model.embed_tokens", "model.norm")
 
 
 def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Returns outputs and inputs of every matrix that an adapter may change, by its name."""
+    """Returns outputs and inputs of every matrix that an adapter may change, by its name. Raises
+    UnsupportedModel for a model that can have none."""
+    if model.latent is not None:
+        raise UnsupportedModel("LoRA adapters of models with latent attention are not supported")
     hidden, inner = model.hidden_size, model.intermediate_size
     q_size = model.num_attention_heads * model.head_dim
     kv_size = model.num_kv_heads * model.head_dim

@@ -203,10 +203,12 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
     if given is not None:
         return float(given)
 
-    def scale_of(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return scale_of(mscale) / scale_of(mscale_all_dim)
-    return scale_of(1.0)
+        return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
+    return yarn_scale(factor, 1.0)
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """Returns what contexts that are longer by a factor let scores grow by."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

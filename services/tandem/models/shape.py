@@ -36,25 +36,47 @@ def read_shape(model: str, *, revision: str = "") -> ModelConfig:
 
 def num_parameters(model: ModelConfig) -> int:
     """Returns the number of weights, biases and norms of the model."""
-    hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
-    kv = model.num_kv_heads * model.head_dim
-    attention = 2 * hidden * (heads + kv)
+    hidden = model.hidden_size
+    attention = _latent_parameters(model) if model.latent else _attention_parameters(model)
     mlps = sum(_mlp_parameters(model, layer.experts) for layer in model.layers)
     norms = (4 if model.norms == "around" else 2) * hidden
+    embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
+    return embeddings + model.num_layers * (attention + norms) + mlps + hidden
+
+
+def _attention_parameters(model: ModelConfig) -> int:
+    hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
+    kv = model.num_kv_heads * model.head_dim
+    norms = 0
     if model.qk_norm:
-        norms += heads + kv if model.qk_norm == "all" else 2 * model.head_dim
+        norms = heads + kv if model.qk_norm == "all" else 2 * model.head_dim
     norms += model.num_attention_heads * model.has_sinks
     biases = (heads + 2 * kv) * model.qkv_bias + hidden * model.attention_out_bias
-    embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
-    return embeddings + model.num_layers * (attention + norms + biases) + mlps + hidden
+    return 2 * hidden * (heads + kv) + norms + biases
+
+
+def _latent_parameters(model: ModelConfig) -> int:
+    latent, hidden, heads = model.latent, model.hidden_size, model.num_attention_heads
+    assert latent is not None
+    has_bias = model.qkv_bias
+    if latent.q_rank is None:
+        queries = hidden * heads * latent.q_dim
+    else:
+        queries = latent.q_rank * (hidden + 1 + has_bias + heads * latent.q_dim)
+    of_token = (hidden + has_bias) * latent.kv_dim + latent.kv_rank
+    of_heads = heads * (latent.plain_dim + latent.value_dim) * latent.kv_rank
+    out = hidden * (heads * latent.value_dim + model.attention_out_bias)
+    return queries + of_token + of_heads + out
 
 
 def _mlp_parameters(model: ModelConfig, experts: Experts | None) -> int:
-    hidden, inner = model.hidden_size, model.intermediate_size
+    hidden = model.hidden_size
+    inner = experts.shared_inner if experts else model.intermediate_size
+    dense = 3 * hidden * inner + (2 * inner + hidden) * (model.mlp_bias and inner > 0)
     if experts is None:
-        return 3 * hidden * inner + (2 * inner + hidden) * model.mlp_bias
+        return dense
     biases = (2 * experts.inner + hidden + 1) * experts.has_biases
-    return experts.num * (3 * hidden * experts.inner + hidden + biases)
+    return dense + experts.num * (3 * hidden * experts.inner + hidden + biases)
 
 
 def _read_config(path: Path) -> ModelConfig:

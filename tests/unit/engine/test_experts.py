@@ -16,8 +16,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tandem.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.executor.weights import load_weights
-from tandem.errors import UnsupportedModel
+from tandem.engine.executor.weights import ExpertWeights, load_weights
+from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.source import ModelFolder, read_folder
 from tandem_kernels.native.library import Kind
 from tests.step_batches import logits_after, mixed_steps
@@ -74,7 +74,7 @@ def test_an_expert_that_none_choose_and_one_that_all_choose(
         torch.testing.assert_close(logits, expected[index][num_done - 1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stacked_tensors_give_the_bits_of_separate_ones(
     family: str, dtype: str, tmp_path: Path
@@ -167,3 +167,36 @@ def test_a_missing_tensor_of_an_expert_is_named(name: str, message: str, tmp_pat
         load_weights(
             folder.weight_files, folder.config, dtype=torch.float32, device=torch.device("cpu")
         )
+
+
+def test_layers_after_the_last_one_are_left_out_if_the_config_says_so(tmp_path: Path) -> None:
+    """Checkpoints of DeepSeek V3 have one that predicts the token after the next."""
+    folder, _ = make_tiny_model("deepseek-v3", tmp_path)
+    expected = logits_after(runner_of(folder), PROMPTS[1])
+    tensors = tensors_of(tmp_path)
+    assert folder.config.num_extra_layers == 1
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(96, 192)
+    assert torch.equal(logits_after(runner_of(rewrite(tmp_path, tensors)), PROMPTS[1]), expected)
+    tensors["model.layers.4.eh_proj.weight"] = torch.zeros(96, 192)
+    with pytest.raises(UnsupportedModel, match=r"has model\.layers\.4\.eh_proj\.weight"):
+        runner_of(rewrite(tmp_path, tensors))
+
+
+def test_a_correction_stays_float32(tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("deepseek-v3", tmp_path)
+    weights = load_weights(
+        folder.weight_files, folder.config, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    mlp = weights.layers[1].mlp
+    assert isinstance(mlp, ExpertWeights)
+    assert mlp.correction is not None
+    assert (mlp.correction.dtype, mlp.router.weight.dtype) == (torch.float32, torch.float32)
+    assert mlp.mlps[0].down.weight.dtype == torch.bfloat16
+
+
+def test_latent_kv_of_few_bits_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("deepseek-v3", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for dtype in ("int8", "k8v4", "int4"):
+        with pytest.raises(ConfigError, match=f"KV dtype {dtype} is not supported with latent"):
+            runner_of(folder, kv_dtype=dtype)

@@ -18,7 +18,7 @@ from tandem.errors import ConfigError
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 CUDA = torch.device("cuda")
-MODEL = cast(Any, SimpleNamespace())  # Triton takes every model
+MODEL = cast(Any, SimpleNamespace(latent=None))  # Triton takes every model but latent ones
 
 
 def program(folder: Path, name: str) -> None:
@@ -43,6 +43,15 @@ def test_without_a_c_compiler_torch_computes_and_it_is_said(
     assert "C compiler" in caplog.text
     with pytest.raises(ConfigError, match="C compiler"):
         choose_kernels(EngineConfig(model="m", kernels="triton"), CUDA, MODEL)
+
+
+def test_latent_attention_is_computed_by_torch(path: Path) -> None:
+    program(path, "gcc")
+    latent = cast(Any, SimpleNamespace(latent=object()))
+    assert choose_kernels(EngineConfig(model="m"), CUDA, MODEL) == "triton"
+    assert choose_kernels(EngineConfig(model="m"), CUDA, latent) == "torch"
+    with pytest.raises(ConfigError, match="no triton kernels for this: latent attention"):
+        choose_kernels(EngineConfig(model="m", kernels="triton"), CUDA, latent)
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])

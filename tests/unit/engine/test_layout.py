@@ -51,6 +51,15 @@ def test_int4_has_keys_of_four_and_a_half_bits() -> None:
     assert layout.describe().endswith("dtype=int4 scales=float16")
 
 
+def test_latent_attention_has_no_values() -> None:
+    layout = smollm2("bfloat16", num_kv_heads=1, head_dim=576, has_values=False)
+    assert layout.row_bytes == (576 * 2, 0)
+    assert layout.layer_bytes == 16 * 576 * 2
+    assert layout.describe().endswith(
+        "heads=1 layers=30 block=16 head_dim=576 dtype=bfloat16 values=none"
+    )
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 @pytest.mark.parametrize("head_dim", [8, 64, 80])
 def test_every_part_of_int8_begins_a_cache_line(block_size: int, head_dim: int) -> None:

@@ -43,6 +43,26 @@ def test_gather_brings_blocks_together_in_the_order_of_their_tables() -> None:
                 assert torch.equal(gathered[which, sequence], expected)
 
 
+def test_a_pool_without_values_brings_its_rows_as_both() -> None:
+    layout = BlockLayout(NUM_BLOCKS, 1, LAYERS, BLOCK_SIZE, HEAD_DIM, "float32", has_values=False)
+    pool = empty_pool(layout)
+    assert pool.kv.shape == (NUM_BLOCKS, 1, LAYERS, 1, BLOCK_SIZE, HEAD_DIM)
+    block_ids, offsets = torch.tensor([3, 0, 3]), torch.tensor([1, 3, 2])
+    keys = torch.randn(3, 1, HEAD_DIM)
+    pool.write(1, pool.token_rows(block_ids, offsets), keys, keys)
+    expected = torch.zeros_like(pool.kv)
+    expected[block_ids, :, 1, 0, offsets] = keys
+    assert torch.equal(pool.kv, expected)
+    pool.kv.copy_(torch.randn_like(pool.kv))
+    tables = torch.tensor([[4, 1, 1], [0, 2, 3]])
+    for layer in range(LAYERS):
+        gathered = pool.gather(layer, pool.block_rows(tables), num_seqs=2)
+        for sequence, table in enumerate(tables):
+            rows = torch.cat([pool.kv[block, :, layer, 0] for block in table], dim=1)
+            for part in gathered[:, sequence]:
+                assert torch.equal(part, rows)
+
+
 @pytest.mark.parametrize(
     ("dtype", "formats"),
     [

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tandem_kernels.linear import TILE_ROWS, linear, linear_invariant
+from tandem_kernels.linear import (
+    TILE_ROWS,
+    linear,
+    linear_invariant,
+    linear_of_heads,
+    linear_of_heads_invariant,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +50,14 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours_place_or_threads(
         alone = torch.zeros(TILE_ROWS, num_in)
         alone[5] = x[row]
         assert torch.equal(linear_invariant(alone, weight)[5], together[row])
+
+
+def test_each_head_has_a_matrix_of_its_own() -> None:
+    x, weight = torch.randn(48, 3, 20), torch.randn(3, 12, 20)
+    together = linear_of_heads_invariant(x, weight)
+    for product in (linear_of_heads(x, weight), together):
+        for head in range(3):
+            expected = x[:, head] @ weight[head].t()
+            torch.testing.assert_close(product[:, head], expected, rtol=1e-4, atol=1e-4)
+    shuffled = torch.randperm(48)
+    assert torch.equal(linear_of_heads_invariant(x[shuffled], weight), together[shuffled])

@@ -14,8 +14,15 @@ import torch
 from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.errors import Incompatible
-from tandem.kv_size.sizes import KvSize, device_fit, kv_size, rank_layout, side_by_side
+from tandem.errors import ConfigError, Incompatible
+from tandem.kv_size.sizes import (
+    KvSize,
+    device_fit,
+    kv_dtypes,
+    kv_size,
+    rank_layout,
+    side_by_side,
+)
 from tandem.models.config import ModelConfig
 from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
 from tandem.models.shape import num_parameters
@@ -33,6 +40,22 @@ LLAMA_3_8B = ModelConfig.from_hf(
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "max_position_embeddings": 8192,
+    }
+)
+# What its config.json says of attention.
+DEEPSEEK_V3 = ModelConfig.from_hf(
+    {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 163840,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "num_nextn_predict_layers": 1,
     }
 )
 NUM_BLOCKS = 7
@@ -59,6 +82,25 @@ def engine_of(folder: Any, **settings: Any) -> tuple[Engine, ModelRunner]:
     config = EngineConfig(model="", device="cpu", dtype="float32", kernels="torch", **settings)
     runner = ModelRunner(folder, config)
     return Engine(config, runner, "fingerprint"), runner
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tensor_parallel", [1, 6])
+def test_an_engine_of_latent_attention_allocates_what_was_computed(
+    tmp_path: Path, tensor_parallel: int, dtype: str
+) -> None:
+    """Each rank has the whole of it."""
+    folder, _ = make_tiny_model("deepseek-v3", tmp_path)
+    computed = size(
+        folder.config,
+        dtype,
+        block_size=12,
+        tensor_parallel=tensor_parallel,
+        context=NUM_BLOCKS * 12,
+    )
+    engine, runner = engine_of(folder, kv_dtype=dtype, block_size=12, num_blocks=NUM_BLOCKS)
+    assert computed.sequence_bytes == engine.layout.pool_bytes == runner.kv.nbytes
+    assert computed.token_bytes == 3 * (40 + 8) * runner.pools[0].dtype.itemsize
 
 
 @pytest.mark.parametrize("block_size", [1, 12, 16, 64])
@@ -135,6 +177,18 @@ def test_mha_gqa_and_mqa_have_the_documents_figures() -> None:
     sizes = [size(shape, batch=16) for shape in side_by_side(LLAMA_3_8B)]
     told = {s.attention: (s.kv_heads, s.batch_bytes) for s in sizes}
     assert told == {"MHA": (32, 64 * GIB), "GQA": (8, 16 * GIB), "MQA": (1, 2 * GIB)}
+
+
+def test_deepseek_v3_has_576_numbers_a_token_and_layer() -> None:
+    """Its authors' figure of KV in bfloat16 is 70.272 kB (arXiv:2505.09343, table 1)."""
+    one = size(DEEPSEEK_V3)
+    assert (one.attention, one.token_bytes) == ("MLA", 70_272)
+    assert size(DEEPSEEK_V3, tensor_parallel=8).token_bytes == 70_272
+    assert num_parameters(DEEPSEEK_V3) == 671_026_404_352
+    assert side_by_side(DEEPSEEK_V3) == [DEEPSEEK_V3]
+    assert kv_dtypes(DEEPSEEK_V3) == ["bfloat16", "float16", "float32"]
+    with pytest.raises(ConfigError, match="int8 is not supported with latent attention"):
+        size(DEEPSEEK_V3, "int8")
 
 
 def test_a_model_without_grouped_heads_has_two_kinds_of_attention() -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.config import ModelConfig
 from tandem.models.experts import Experts
+from tandem.models.latent import Latent
 from tandem.models.lora import WEIGHTS_FILE, open_lora, read_modules
 from tests.lora_adapters import _DEFAULTS, ALL, write_adapter
 
@@ -81,6 +82,12 @@ def test_layers_with_experts_have_no_other_matrices() -> None:
     only = replace(MODEL, layers=(experts,))
     with pytest.raises(UnsupportedModel, match=r"target_modules has 'up_proj'.*o_proj"):
         read_modules(_DEFAULTS | {"target_modules": ["up_proj"]}, only)
+
+
+def test_latent_attention_has_no_adapters() -> None:
+    model = replace(MODEL, latent=Latent(40, 8, 24, 20, None, True, 0.2))
+    with pytest.raises(UnsupportedModel, match="LoRA adapters of models with latent attention"):
+        read_modules(_DEFAULTS | {"target_modules": ["o_proj"]}, model)
 
 
 def test_all_linear_is_all_but_the_output() -> None:

@@ -127,6 +127,7 @@ def test_a_degree_that_does_not_divide_is_refused(heads: int, degree: int) -> No
         ("block_size", 4, "block_size is 4, not 2"),
         ("head_dim", 6, "head_dim is 6, not 3"),
         ("dtype", "float32", "dtype is 'float32', not 'bfloat16'"),
+        ("has_values", False, "has_values is False, not True"),
     ],
 )
 def test_all_else_that_differs_is_refused_by_name(field: str, value: Any, named: str) -> None:

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from tandem.dtypes import DTYPE_BYTES, is_quantized
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.cache.layout import BlockLayout, num_blocks_of
+from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
 from tandem.perf_model.rates import WindowBytes, WorkerRates
 
@@ -205,13 +207,24 @@ def divide_pool(
     return layout(*(sizes[group] for group in one.groups))
 
 
+def check_kv_dtype(model: ModelConfig, dtype: str) -> None:
+    """Raises ConfigError for a dtype that the model's KV cannot have."""
+    if model.latent is not None and is_quantized(dtype):
+        raise ConfigError(
+            f"the KV dtype {dtype} is not supported with latent attention; supported are "
+            f"{', '.join(DTYPE_BYTES)}"
+        )
+
+
 def model_layout(
     model: ModelConfig, num_blocks: Sequence[int] = (), *, block_size: int, dtype: str
 ) -> KvLayout:
     """Returns the layout of a model's pools: an engine's own, and that which is only computed.
 
-    `num_blocks` are of each group; by default one.
+    `num_blocks` are of each group; by default one. Raises ConfigError for a dtype that the model's
+    KV cannot have.
     """
+    check_kv_dtype(model, dtype)
     rules = layer_groups(model)
     groups = (
         KvGroup(
@@ -224,6 +237,7 @@ def model_layout(
                 block_size=block_size,
                 head_dim=model.head_dim,
                 dtype=dtype,
+                has_values=model.latent is None,
             ),
         )
         for (window, layers), size in zip(

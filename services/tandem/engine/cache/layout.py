@@ -4,6 +4,7 @@
 
     K run [block_size][head_dim] | V run [block_size][head_dim] | scales | padding
 
+With latent attention there is one head, and no V: values are computed from the same numbers.
 A block is one transfer descriptor, and so is a tensor-parallel rank's share of it (its heads).
 Only quantized dtypes have scales and padding. Their scales are float16, one for each token of K and
 then of V, and a part is padded to a multiple of 64 bytes, so that every part begins a cache line.
@@ -33,16 +34,18 @@ class BlockLayout:
     block_size: int
     head_dim: int
     dtype: str  # a key of KV_BITS
+    has_values: bool = True  # False with latent attention
 
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of a token's K and of its V, of one layer of one head; a run has `block_size`."""
-        return kv_row_bytes(self.dtype, self.head_dim)
+        keys, values = kv_row_bytes(self.dtype, self.head_dim)
+        return keys, values * self.has_values
 
     @property
     def layer_bytes(self) -> int:
         """Bytes from one layer of a head to the next: K, V, scales and padding."""
-        return kv_part_bytes(self.dtype, self.block_size, self.head_dim)
+        return kv_part_bytes(self.dtype, self.block_size, self.head_dim, self.has_values)
 
     @property
     def head_bytes(self) -> int:
@@ -66,9 +69,10 @@ class BlockLayout:
     def describe(self) -> str:
         """Returns the layout's part of the KV compatibility (not the pool's size)."""
         scales = " scales=float16" if is_quantized(self.dtype) else ""
+        values = "" if self.has_values else " values=none"
         return (
             f"block-major heads={self.num_kv_heads} layers={self.num_layers} "
-            f"block={self.block_size} head_dim={self.head_dim} dtype={self.dtype}{scales}"
+            f"block={self.block_size} head_dim={self.head_dim} dtype={self.dtype}{scales}{values}"
         )
 
 

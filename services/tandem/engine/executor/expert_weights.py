@@ -3,7 +3,9 @@
 apart     block_sparse_moe.gate.weight                  [experts, hidden]       Mixtral
           block_sparse_moe.experts.E.{w1,w3}.weight     [inner, hidden]         gate and up
           block_sparse_moe.experts.E.w2.weight          [hidden, inner]         down
-          mlp.gate.weight, mlp.experts.E.{gate,up,down}_proj.weight             Qwen 3
+          mlp.gate.weight, mlp.experts.E.{gate,up,down}_proj.weight             Qwen 3, DeepSeek
+          mlp.gate.e_score_correction_bias              [experts]               DeepSeek V3
+          mlp.shared_experts.{gate,up,down}_proj.weight                         DeepSeek
 stacked   mlp.gate.weight                               [experts, hidden]       either
           mlp.experts.gate_up_proj                      [experts, 2 inner, hidden]
           mlp.experts.down_proj                         [experts, hidden, inner]
@@ -33,10 +35,15 @@ Shapes = dict[str, tuple[int, ...]]
 
 _STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _OF_GGUF = tuple(f"mlp.experts.{part}_proj.weight" for part in ("gate", "up", "down"))
-_PLACES: dict[ExpertForm, str] = {"mixtral": "block_sparse_moe", "qwen": "mlp"}
+_PLACES: dict[ExpertForm, str] = {
+    "mixtral": "block_sparse_moe",
+    "qwen": "mlp",
+    "deepseek": "mlp",
+}
 _PARTS: dict[ExpertForm, tuple[str, str, str]] = {
     "mixtral": ("w1", "w3", "w2"),
     "qwen": ("gate_proj", "up_proj", "down_proj"),
+    "deepseek": ("gate_proj", "up_proj", "down_proj"),
 }
 
 
@@ -65,6 +72,11 @@ class ExpertNames:
         return f"{'mlp' if self.is_stacked else _PLACES[self.form]}.gate"
 
     @property
+    def correction(self) -> str:
+        """What is added to the scores that experts are chosen by."""
+        return f"{self.router}.e_score_correction_bias"
+
+    @property
     def stacked(self) -> tuple[str, ...]:
         """Gates and ups, and downs; of GGUF files gates, ups and downs."""
         return _OF_GGUF if self.is_gguf else _STACKED
@@ -77,6 +89,8 @@ class ExpertNames:
 
     def shapes(self, experts: Experts, hidden: int) -> Shapes:
         shapes: Shapes = {f"{self.router}.weight": (experts.num, hidden)}
+        if experts.is_corrected:
+            shapes[self.correction] = (experts.num,)
         if self.form == "gpt_oss":
             shapes[f"{self.router}.bias"] = (experts.num,)
             gate_up, down = self.stacked

@@ -39,6 +39,8 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
         return f"the device is {device.type}" if device.type != "cpu" else why_not_native(model)
     if chosen != "triton":
         return ""
+    if model.latent is not None:
+        return "latent attention is torch's for now"
     if config.kv_dtype in ("k8v4", "int4"):
         return (
             f"only the native and torch kernels read {config.kv_dtype} KV; "

@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from tandem.engine.cache.kv_groups import layer_places
+from tandem.engine.executor.latent_weights import LATENT_NORM_EPS, LatentWeights
 from tandem.engine.executor.step_inputs import StepInputs
 from tandem.engine.executor.step_lora import NO_LORA, StepLora
 from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, Mlp, ModelWeights
@@ -25,7 +26,7 @@ from tandem.models.experts import Experts
 from tandem.models.rope import Rope
 from tandem_kernels.attention_groups import QuerySpan
 from tandem_kernels.dispatch import Angles, Attention, Kernels
-from tandem_kernels.experts import choose_experts
+from tandem_kernels.experts import choose_experts, choose_in_groups
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import (
     rotary_angles,
@@ -44,7 +45,7 @@ class Decoder:
         self._dtype = weights.embedding.dtype
         device = weights.embedding.device
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        self._frequencies = {rope: rope_tables(rope, config.head_dim, device) for rope in ropes}
+        self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
         self._places = layer_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
         self.final_hidden = weights.embedding[:0]  # what the last step's logits were made of
@@ -80,14 +81,22 @@ class Decoder:
             normed = self._norm(x, layer.attention_norm)
             pool, token_rows = pools[place.group], inputs.token_rows[place.group]
             projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
-            queries, keys, values = self._heads(
-                layer, projected, angles[spec.rope], inputs.num_tokens
-            )
+            if layer.latent is None:
+                heads = self._heads(layer, projected, angles[spec.rope], inputs.num_tokens)
+            else:
+                heads = self._latent_heads(
+                    layer.latent, projected, angles[spec.rope], inputs.num_tokens
+                )
+            queries, keys, values = heads
             pool.write(place.number, token_rows, keys, values)
             if on_kv_written is not None and layer is self._weights.layers[-1]:
                 on_kv_written()
             attend = attentions[place.group, spec.window]
-            attended = attend(place.number, queries, layer.sinks).flatten(1)
+            attended = attend(place.number, queries, layer.sinks)
+            if layer.latent is not None:
+                latents = attended[..., : layer.latent.values.shape[-1]]
+                attended = self._kernels.linear_of_heads(latents, layer.latent.values)
+            attended = attended.flatten(1)
             delta = self._project(attended, (layer.attention_out,))
             delta = lora.add(index, "attention_out", delta, attended)
             x = self._added(x, delta, layer.attention_post_norm)
@@ -126,6 +135,26 @@ class Decoder:
         tokens = slice(0, num_tokens)
         return rotated[:, :num_heads], rotated[tokens, num_heads:], heads[tokens, -num_kv_heads:]
 
+    def _latent_heads(
+        self, weights: LatentWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [rows, heads, D] as latents meet them, and the tokens' KV [num_tokens, 1, D],
+        which are keys and values; D has the latent and then the rotated key."""
+        latent = self._config.latent
+        assert latent is not None
+        queries, kv = torch.split(projected, [projected.shape[1] - latent.kv_dim, latent.kv_dim], 1)
+        if weights.q_norm is not None and weights.q_out is not None:
+            normed = self._kernels.rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
+            queries = self._kernels.linear(normed, weights.q_out, None)
+        heads = queries.reshape(len(queries), -1, latent.q_dim)
+        plain, turning = torch.split(heads, [latent.plain_dim, latent.rope_dim], -1)
+        token, key = torch.split(kv, [latent.kv_rank, latent.rope_dim], 1)
+        rotated = self._kernels.rotate(torch.cat((turning, key.unsqueeze(1)), 1), angles)
+        absorbed = self._kernels.linear_of_heads(plain, weights.keys)
+        normed = self._kernels.rms_norm(token, weights.kv_norm, LATENT_NORM_EPS)
+        stored = torch.cat((normed, rotated[:, -1]), 1)[:num_tokens].unsqueeze(1)
+        return torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored
+
     def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora) -> torch.Tensor:
         gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
         gate, up = gate_up.chunk(2, dim=-1)
@@ -139,9 +168,10 @@ class Decoder:
 
     def _experts(self, experts: Experts, weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
         """Sums a row's experts in their order, each of which computes its rows together."""
-        logits = self._project(x, (weights.router,))
-        chosen, shares = choose_experts(logits, experts.top_k, experts.is_normalized)
+        chosen, shares = self._choose(experts, weights, x)
         out = torch.zeros_like(x, dtype=torch.float32)
+        if weights.shared is not None:
+            out += self._mlp(0, weights.shared, x, NO_LORA)
         for expert, mlp in enumerate(weights.mlps):
             rows, places = torch.where(chosen == expert)
             if not len(rows):
@@ -150,6 +180,23 @@ class Decoder:
             part = self._mlp(0, mlp, x[padded], NO_LORA)[: len(rows)]
             out.index_add_(0, rows, part.float() * shares[rows, places].unsqueeze(1))
         return out.to(x.dtype)
+
+    def _choose(
+        self, experts: Experts, weights: ExpertWeights, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the experts of each row, and their weights."""
+        logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
+        if self._config.expert_form != "deepseek":
+            return choose_experts(logits, experts.top_k, experts.is_normalized)
+        groups = experts.groups
+        return choose_in_groups(
+            logits,
+            experts.top_k,
+            is_normalized=experts.is_normalized,
+            groups=(groups.num, groups.top) if groups else None,
+            scale=experts.scale,
+            correction=weights.correction,
+        )
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple

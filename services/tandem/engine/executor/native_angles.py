@@ -16,12 +16,12 @@ class AngleTable:
     def __init__(self, config: ModelConfig) -> None:
         self.ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
         cpu = torch.device("cpu")
-        self._tables = [rope_tables(rope, config.head_dim, cpu) for rope in self.ropes]
+        self._tables = [rope_tables(rope, config.rope_dim, cpu) for rope in self.ropes]
         self._size = 0
         self.reach(_ANGLES_MIN)
 
     def reach(self, positions_end: int) -> None:
-        """Lets `fields`, addresses of [ropes, positions, head_dim / 2] each, have the positions
+        """Lets `fields`, addresses of [ropes, positions, rope_dim / 2] each, have the positions
         before `positions_end`."""
         if positions_end <= self._size:
             return

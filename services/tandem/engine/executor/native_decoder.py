@@ -57,6 +57,8 @@ def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model; empty if they can."""
     if load() is None:
         return "they were not built (no C++ compiler at install?)"
+    if config.latent is not None:
+        return "latent attention is torch's for now"
     if config.head_dim > _HEAD_MAX:
         return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
     if config.head_dim % PANEL:

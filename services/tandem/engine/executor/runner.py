@@ -15,7 +15,13 @@ import torch
 
 from tandem.config.engine import EngineConfig
 from tandem.dtypes import compute_dtype, cpu_has_bfloat16
-from tandem.engine.cache.kv_groups import STEP_TOKENS, KvGroup, KvLayout, model_layout
+from tandem.engine.cache.kv_groups import (
+    STEP_TOKENS,
+    KvGroup,
+    KvLayout,
+    check_kv_dtype,
+    model_layout,
+)
 from tandem.engine.cache.pool_memory import own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.lora_weights import LoraWeights, load_lora
@@ -75,6 +81,7 @@ class ModelRunner:
         self.max_model_len = _choose_max_model_len(config, folder.config.max_model_len)
         self.vocab_size = folder.config.vocab_size
         self._model_config = model = folder.config.for_contexts(self.max_model_len)
+        check_kv_dtype(model, self._kv_dtype)
         self._block_size = config.block_size
         self._lora_rank_max = config.max_lora_rank
         self._pool_fd = pool_fd

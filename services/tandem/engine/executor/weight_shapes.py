@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 
 from tandem.engine.executor.expert_weights import ExpertNames, Shapes
+from tandem.engine.executor.latent_weights import latent_shapes
 from tandem.errors import UnsupportedModel
 from tandem.models.config import ModelConfig
 
@@ -47,6 +48,8 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
         layer = _attention_shapes(config) | (
             names.shapes(spec.experts, hidden) if spec.experts else _mlp_shapes(config)
         )
+        if spec.experts and spec.experts.shared_inner:
+            layer |= _mlp_shapes(config, "mlp.shared_experts", spec.experts.shared_inner)
         shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
     return shapes
 
@@ -58,6 +61,9 @@ def _num_experts(config: ModelConfig) -> int:
 def _attention_shapes(config: ModelConfig) -> Shapes:
     """Returns the shapes of a layer's attention and norms."""
     hidden, head_dim = config.hidden_size, config.head_dim
+    norms: Shapes = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
+    if config.latent is not None:
+        return norms | latent_shapes(config, config.latent)
     q_size, kv_size = config.num_attention_heads * head_dim, config.num_kv_heads * head_dim
     linears = {"self_attn.o_proj": (hidden, q_size, config.attention_out_bias)}
     if config.is_fused:
@@ -66,7 +72,7 @@ def _attention_shapes(config: ModelConfig) -> Shapes:
         linears["self_attn.q_proj"] = (q_size, hidden, config.qkv_bias)
         linears["self_attn.k_proj"] = (kv_size, hidden, config.qkv_bias)
         linears["self_attn.v_proj"] = (kv_size, hidden, config.qkv_bias)
-    shapes: Shapes = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
+    shapes = norms
     if config.has_sinks:
         shapes["self_attn.sinks"] = (config.num_attention_heads,)
     if config.qk_norm:
@@ -76,13 +82,14 @@ def _attention_shapes(config: ModelConfig) -> Shapes:
     return shapes | _linear_shapes(linears)
 
 
-def _mlp_shapes(config: ModelConfig) -> Shapes:
-    hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    linears = {"mlp.down_proj": (hidden, inner, has_bias)}
+def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shapes:
+    hidden, has_bias = config.hidden_size, config.mlp_bias
+    inner = inner or config.intermediate_size
+    linears = {f"{name}.down_proj": (hidden, inner, has_bias)}
     if config.is_fused:
-        linears["mlp.gate_up_proj"] = (2 * inner, hidden, has_bias)
+        linears[f"{name}.gate_up_proj"] = (2 * inner, hidden, has_bias)
     else:
-        linears["mlp.gate_proj"] = linears["mlp.up_proj"] = (inner, hidden, has_bias)
+        linears[f"{name}.gate_proj"] = linears[f"{name}.up_proj"] = (inner, hidden, has_bias)
     return _linear_shapes(linears)
 
 
@@ -103,7 +110,7 @@ def rotary_rows(config: ModelConfig) -> torch.Tensor | None:
     rotated, that part's pairs come first in both halves."""
     head_dim = config.head_dim
     rotary_dim = config.layers[0].rope.rotary_dim(head_dim)
-    if rotary_dim == head_dim:
+    if rotary_dim == head_dim or config.latent is not None:
         return None
     turned, still = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
     halves = zip(turned.chunk(2), still.chunk(2), strict=True)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from tandem.engine.executor.expert_weights import ExpertNames, Shapes
 from tandem.engine.executor.file_pages import FilePages
+from tandem.engine.executor.latent_weights import LatentWeights, RotatedRows, token_products
 from tandem.engine.executor.mxfp4 import dequantize
 from tandem.engine.executor.weight_shapes import (
     EMBEDDING,
@@ -30,6 +31,7 @@ from tandem.engine.executor.weight_shapes import (
 from tandem.errors import UnsupportedModel
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig
+from tandem.models.experts import Experts
 from tandem.models.gguf.tensors import Blocks, is_packed, read_tensors
 from tandem.models.layers import LayerSpec
 from tandem.models.quantized.tensors import Coded, join_parts
@@ -56,15 +58,17 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    router: Linear  # [experts, hidden]
+    router: Linear  # [experts, hidden]; may be float32
     mlps: tuple[Mlp, ...]
+    shared: Mlp | None = None  # of all tokens
+    correction: torch.Tensor | None = None  # [experts], float32
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """A layer's weights; norms that a family adds an offset to have it, and are float32."""
 
-    qkv: tuple[Linear, ...]  # q, k and v, or one with the rows of all three
+    qkv: tuple[Linear, ...]  # q, k and v, or one with the rows of all three; see also `latent`
     attention_out: Linear
     mlp: Mlp | ExpertWeights
     attention_norm: torch.Tensor | None = None  # before attention
@@ -74,6 +78,7 @@ class LayerWeights:
     q_norm: torch.Tensor | None = None  # [head_dim], or [all heads * head_dim]
     k_norm: torch.Tensor | None = None
     sinks: torch.Tensor | None = None  # [heads]: scores without keys
+    latent: LatentWeights | None = None  # qkv is of queries or their latent, and of a token's KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,7 @@ def load_weights(
             raise UnsupportedModel(
                 f"{config.num_layers} layers are more than the checkpoint has tensors"
             )
-        _check(stored, expected_shapes(config, stored), tied=config.tie_word_embeddings)
+        _check(stored, expected_shapes(config, stored), config)
     pages = FilePages(files)
     builder = _Builder(stored, config, dtype, device, keeps_blocks, pages)
     embedding = builder.matrix(EMBEDDING)
@@ -137,12 +142,14 @@ def _map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
     return tensors if config.quantization is None else join_parts(tensors, config.quantization)
 
 
-def _check(stored: Stored, expected: Shapes, *, tied: bool) -> None:
+def _check(stored: Stored, expected: Shapes, config: ModelConfig) -> None:
     missing = expected.keys() - stored.keys()
     if missing:
         raise UnsupportedModel(f"the checkpoint lacks {_named(missing)}, which its config implies")
     surplus = {name for name in stored.keys() - expected.keys() if not _DERIVED.fullmatch(name)}
-    if tied:
+    extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
+    surplus = {name for name in surplus if not name.startswith(tuple(map(_layer_start, extra)))}
+    if config.tie_word_embeddings:
         surplus.discard(OUTPUT)  # some checkpoints store the tied matrix twice
     if surplus:
         raise UnsupportedModel(f"the checkpoint has {_named(surplus)}, which its config denies")
@@ -158,6 +165,10 @@ def _check(stored: Stored, expected: Shapes, *, tied: bool) -> None:
             name.endswith(("_blocks", "_scales")) and tensor.dtype == torch.uint8
         ):
             raise UnsupportedModel(f"{name} holds {tensor.dtype}, not floating-point numbers")
+
+
+def _layer_start(layer: int) -> str:
+    return f"model.layers.{layer}."
 
 
 def _named(names: Iterable[str]) -> str:
@@ -233,17 +244,29 @@ class _Builder:
         if self._config.qk_norm:
             norms["q_norm"] = self.norm(f"{attention}.q_norm.weight")
             norms["k_norm"] = self.norm(f"{attention}.k_norm.weight")
-        if self._config.is_fused:
-            qkv: tuple[Linear, ...] = (self._rotary_first(self._linear(f"{attention}.qkv_proj")),)
+        latent = None
+        qkv: tuple[Linear, ...]
+        if self._config.latent is not None:
+            parts = token_products(self._config.latent)
+            qkv = tuple(self._of_latent(f"{attention}.{part}", rows) for part, rows in parts)
+            latent = LatentWeights.read(attention, self._config.latent, self.tensor)
+        elif self._config.is_fused:
+            qkv = (self._rotary_first(self._linear(f"{attention}.qkv_proj")),)
         else:
             qkv = self._joined(*(f"{attention}.{part}_proj" for part in "qkv"))
         return LayerWeights(
             qkv=qkv,
             attention_out=self._linear(f"{attention}.o_proj"),
             sinks=self.tensor(f"{attention}.sinks") if self._config.has_sinks else None,
-            mlp=self._experts(name, spec.experts.num) if spec.experts else self._mlp(f"{name}.mlp"),
+            mlp=self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp"),
+            latent=latent,
             **norms,
         )
+
+    def _of_latent(self, name: str, rotated: RotatedRows) -> Linear:
+        linear = self._linear(name)
+        bias = None if linear.bias is None else rotated.in_halves(linear.bias)
+        return Linear(rotated.in_halves(linear.weight), bias)
 
     def _mlp(self, name: str) -> Mlp:
         if self._config.is_fused:
@@ -252,7 +275,7 @@ class _Builder:
             gate_up = self._joined(f"{name}.gate_proj", f"{name}.up_proj")
         return Mlp(gate_up, self._linear(f"{name}.down_proj"))
 
-    def _experts(self, layer: str, num: int) -> ExpertWeights:
+    def _experts(self, layer: str, experts: Experts) -> ExpertWeights:
         names = self._names
         gate_ups: list[tuple[Linear, ...]]
         downs: list[tuple[Linear, ...]]
@@ -266,15 +289,25 @@ class _Builder:
             *gates, downs = (self._of_stack(f"{layer}.{name}") for name in names.stacked)
             gate_ups = [tuple(part for (part,) in parts) for parts in zip(*gates, strict=True)]
         else:
-            parts = [[f"{layer}.{part}" for part in names.parts(i)] for i in range(num)]
+            parts = [[f"{layer}.{part}" for part in names.parts(i)] for i in range(experts.num)]
             gate_ups = self._of_experts([(gate, up) for gate, up, _ in parts])
             downs = self._of_experts([(down,) for _, _, down in parts])
+        has_shared = experts.shared_inner > 0
+        correction = f"{layer}.{names.correction}"
         return ExpertWeights(
-            router=self._linear(f"{layer}.{names.router}"),
+            router=self._router(f"{layer}.{names.router}"),
+            shared=self._mlp(f"{layer}.mlp.shared_experts") if has_shared else None,
+            correction=self._floats(correction) if experts.is_corrected else None,
             mlps=tuple(
                 Mlp(gate_up, down[0]) for gate_up, down in zip(gate_ups, downs, strict=True)
             ),
         )
+
+    def _router(self, name: str) -> Linear:
+        """Returns the router's matrix, of float32 where transformers computes with that."""
+        if self._names.form != "deepseek":
+            return self._linear(name)
+        return Linear(self._floats(f"{name}.weight"), None)
 
     def _of_gpt_oss(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns weights [experts, out, in] and biases [experts, out]."""
@@ -307,8 +340,10 @@ class _Builder:
         would lose most of its digits."""
         if not self._config.norm_offset:
             return self.tensor(name)
-        stored = self._dense(name).to(device=self._device, dtype=torch.float32)
-        return stored + self._config.norm_offset
+        return self._floats(name) + self._config.norm_offset
+
+    def _floats(self, name: str) -> torch.Tensor:
+        return self._dense(name).to(device=self._device, dtype=torch.float32)
 
     def _dense(self, name: str) -> torch.Tensor:
         stored = self._stored[name]
