@@ -73,7 +73,7 @@ class ExpertNames:
 
     @property
     def correction(self) -> str:
-        """What is added to the scores that experts are chosen by."""
+        """Names the numbers that are added to the scores by which experts are chosen."""
         return f"{self.router}.e_score_correction_bias"
 
     @property

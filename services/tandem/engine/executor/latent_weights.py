@@ -45,7 +45,7 @@ class RotatedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """What attention has beside the products of a layer's input and of what it attended."""
+    """Weights of attention beside the products of a layer's input and of what it attended."""
 
     q_norm: torch.Tensor | None  # [q rank]
     q_out: torch.Tensor | None  # [heads * (plain + rope), q rank]
