@@ -108,6 +108,9 @@ def drain(
     *,
     url: _Url = _ADMIN_URL,
     deadline: Annotated[float, Parameter(help="Seconds for the requests it holds.")] = 30.0,
+    force: Annotated[
+        bool, Parameter(help="Drain it even if it is the last decode worker.")
+    ] = False,
 ) -> None:
     """Have a worker leave in order: its requests move or end there, then its process ends.
 
@@ -115,7 +118,7 @@ def drain(
     """
     from tandem.cluster.operate import drain_worker
 
-    drain_worker(url, worker, deadline_s=deadline)
+    drain_worker(url, worker, deadline_s=deadline, force=force)
 
 
 @app.command

@@ -133,8 +133,8 @@ class Orders(_Striker):
     async def _drain(self, fault: Fault, worker: KeptWorker) -> None:
         noted = self._note(fault, worker.worker_id)
         reply = await self._post(f"/v1/cluster/workers/{worker.worker_id}/drain", {})
-        if reply.status_code != 202:  # it was killed just then
-            assert reply.status_code in (404, 503), reply.text
+        if reply.status_code != 202:  # it was killed just then, or all other decode workers were
+            assert reply.status_code in (404, 409, 503), reply.text
             self._happened.remove(noted)
             return
         await self._until(lambda: self._is_another(worker))

@@ -33,7 +33,7 @@ async def hung_in_a_long_drain(cluster: LocalCluster) -> AsyncIterator[WorkerPro
     (engine,) = psutil.Process(worker.process.pid).children()
     engine.suspend()
     path = f"/v1/cluster/workers/{worker.worker_id}/drain"
-    ask(cluster.admin_url, "POST", {"deadline_s": LONG_S}, path=path)
+    ask(cluster.admin_url, "POST", {"deadline_s": LONG_S, "force": True}, path=path)
     drains = lambda: cluster.records()["decode-0"]["state"] == "draining"  # noqa: E731
     await asyncio.to_thread(wait_for, drains, deadline_s=30, what="the drain")
     yield worker

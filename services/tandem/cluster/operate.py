@@ -68,10 +68,11 @@ def set_role(url: str, worker_id: str, role: str) -> None:
     print(f"{worker_id} is in the {done['role']} pool now ({done['seen_s']:.2f} s)")
 
 
-def drain_worker(url: str, worker_id: str, *, deadline_s: float) -> None:
+def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = False) -> None:
     """Drains a worker, and waits until its process is gone. Raises OperateError."""
     process = _process(url, worker_id)
-    ask(url, "POST", {"deadline_s": deadline_s}, path=_path(worker_id, "drain"))
+    body = {"deadline_s": deadline_s, **({"force": True} if force else {})}
+    ask(url, "POST", body, path=_path(worker_id, "drain"))
     give_up_at = time.monotonic() + deadline_s + _END_MARGIN_S
     while _process(url, worker_id) == process:
         if time.monotonic() > give_up_at:

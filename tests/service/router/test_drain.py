@@ -10,11 +10,13 @@ import grpc.aio
 import httpx
 import pytest
 
+from tandem.cluster.operate import drain_worker
+from tandem.errors import OperateError
 from tandem.rpc.tandem.v1 import cluster_pb2
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
 from tests.harness.scripted_worker import Say, update
-from tests.service.router.conftest import RunningRouter
+from tests.service.router.conftest import RunningRouter, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
@@ -37,6 +39,41 @@ async def test_a_worker_is_told_to_leave(router: RunningRouter) -> None:
     assert not router.workers[1].drains
 
 
+async def test_the_last_decode_worker_is_drained_only_by_force(router: RunningRouter) -> None:
+    last, other = router.workers
+    before = list(last.drains)
+    view = router.router.view
+    (epoch,) = (w.record.epoch for w in view.known() if w.record.worker_id == last.worker_id)
+    other.state = "draining"
+    await other.write_record()
+    await eventually(lambda: not view.has_decode_worker(frozenset({epoch})))
+    try:
+        refused = await router.admin.post(DRAIN.format("decode-0"), json={})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_now")
+        assert "--force" in refused.json()["error"]["message"]
+        async with grpc.aio.insecure_channel(
+            f"127.0.0.1:{router.router.admin.grpc_port}"
+        ) as channel:
+            stub = ClusterStub(channel)
+            request = cluster_pb2.DrainWorkerRequest(worker_id="decode-0")
+            with pytest.raises(grpc.aio.AioRpcError, match="--force"):
+                await stub.DrainWorker(request, timeout=5)
+            with pytest.raises(OperateError, match="--force"):
+                await asyncio.to_thread(
+                    drain_worker, str(router.admin.base_url), "decode-0", deadline_s=1
+                )
+            assert last.drains == before
+            request.force = True
+            await stub.DrainWorker(request, timeout=5)
+        answer = await router.admin.post(DRAIN.format("decode-0"), json={"force": True})
+        assert answer.status_code == 202
+        assert last.drains == [*before, 0, 0]
+    finally:
+        other.state = "ready"
+        await other.write_record()
+        await eventually(lambda: view.has_decode_worker(frozenset({epoch})))
+
+
 @pytest.mark.parametrize(
     ("worker_id", "body", "status", "code"),
     [
@@ -44,6 +81,7 @@ async def test_a_worker_is_told_to_leave(router: RunningRouter) -> None:
         ("decode-0", {"deadline_s": -1}, 400, "invalid_request"),
         ("decode-0", {"deadline_s": "soon"}, 400, "invalid_request"),
         ("decode-0", {"deadline": 3}, 400, "invalid_request"),
+        ("decode-0", {"force": "yes"}, 400, "invalid_request"),
     ],
 )
 async def test_what_cannot_be_asked(

@@ -67,8 +67,7 @@ class ClusterControl:
             if role not in _OTHER:
                 message = f"role is {role[:80]!r}; it must be prefill or decode"
                 raise BadRequest(message, param="role")
-            leaves_decode = role == "prefill" and record.role == "decode"
-            if leaves_decode and not self.view.has_decode_worker(frozenset({record.epoch})):
+            if role == "prefill" and self._is_last_decode_worker(record):
                 raise NotNow(f"{worker_id} is the only decode worker: nobody would answer requests")
             reply = await self.call(record, "SetRole", pb.SetRoleRequest(role=role))
         try:
@@ -79,9 +78,12 @@ class ClusterControl:
             log.warning("worker %s is in the %s pool and not seen there yet", worker_id, role)
         return RoleSet(worker_id, role, reply.took_s, time.monotonic() - started)
 
-    async def drain(self, worker_id: str, deadline_s: Any, *, who: Caller) -> None:
+    async def drain(
+        self, worker_id: str, deadline_s: Any, *, force: bool = False, who: Caller
+    ) -> None:
         """Starts a worker's drain; `deadline_s` 0 is its own. The worker does the rest: it leaves
-        placement at once, routers migrate its sequences, and it ends when it is empty."""
+        placement at once, routers migrate its sequences, and it ends when it is empty. The last
+        decode worker drains only with `force`."""
         with logged_change(self._trail, who, f"drain of {worker_id}") as change:
             change.after = "draining"
             is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
@@ -90,6 +92,12 @@ class ClusterControl:
                 raise BadRequest(f"deadline_s must be seconds {limits}", param="deadline_s")
             record = self._record(worker_id)
             change.before = record.state
+            if record.state != "draining" and not force and self._is_last_decode_worker(record):
+                raise NotNow(
+                    f"{worker_id} is the only decode worker: nobody would answer requests. Start "
+                    "another one first (`tandem scale decode=2`), or drain it all the same with "
+                    '--force (HTTP and gRPC: "force": true)'
+                )
             await self.call(record, "Drain", pb.DrainRequest(deadline_s=deadline_s))
 
     async def reset_prefix_cache(self, worker_id: str = "", *, who: Caller) -> dict[str, int]:
@@ -134,6 +142,11 @@ class ClusterControl:
             names = ", ".join(sorted(known)) or "none"
             raise WorkerNotFound(f"there is no worker {worker_id[:80]!r}; there are: {names}")
         return known[worker_id]
+
+    def _is_last_decode_worker(self, record: WorkerRecord) -> bool:
+        """Returns whether no other worker could answer requests now."""
+        others = frozenset({record.epoch})
+        return record.role == "decode" and not self.view.has_decode_worker(others)
 
     def _is_seen(self, worker_id: str, role: str) -> bool:
         seen = self.view.roster().by_id.get(worker_id)

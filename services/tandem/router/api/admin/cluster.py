@@ -40,10 +40,12 @@ def add_cluster_routes(
     audit: IndexAudit,
 ) -> None:
 
-    async def read_allowed(request: Request, name: str) -> dict[str, Any]:
+    async def read_allowed(request: Request, *names: str) -> dict[str, Any]:
         body = await read_json_object(request, config)
-        if unknown := set(body) - {name}:
-            raise BadRequest(f"the body has {unknown}; allowed is {name}", param=unknown.pop()[:80])
+        if unknown := set(body) - set(names):
+            allowed = " and ".join(names)
+            param = min(unknown)[:80]
+            raise BadRequest(f"the body has {param!r}; allowed: {allowed}", param=param)
         return body
 
     @app.get("/v1/cluster")
@@ -67,9 +69,13 @@ def add_cluster_routes(
 
     @app.post("/v1/cluster/workers/{worker_id}/drain", status_code=202)
     async def drain(worker_id: str, request: Request) -> Response:
-        """Drains a worker, within `deadline_s`; GET no longer lists it once it has left."""
-        deadline_s = (await read_allowed(request, "deadline_s")).get("deadline_s", 0.0)
-        await control.drain(worker_id, deadline_s, who=caller(request.scope))
+        """Drains a worker, within `deadline_s`; GET no longer lists it once it has left. The last
+        decode worker needs `force`."""
+        body = await read_allowed(request, "deadline_s", "force")
+        if not isinstance(force := body.get("force", False), bool):
+            raise BadRequest("force must be true or false", param="force")
+        deadline_s, who = body.get("deadline_s", 0.0), caller(request.scope)
+        await control.drain(worker_id, deadline_s, force=force, who=who)
         return JsonResponse({"draining": worker_id}, 202)
 
     @app.post(RESET_PATH)

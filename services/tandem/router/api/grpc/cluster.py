@@ -93,7 +93,9 @@ class GrpcCluster:
     async def _drain_worker(
         self, request: pb.DrainWorkerRequest, who: Caller
     ) -> pb.DrainWorkerResponse:
-        await self._control.drain(request.worker_id, request.deadline_s, who=who)
+        await self._control.drain(
+            request.worker_id, request.deadline_s, force=request.force, who=who
+        )
         return pb.DrainWorkerResponse()
 
     async def _reset_prefix_cache(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"tandem/rpc/tandem/v1/cluster.proto\x12\ttandem.v1\"\x13\n\x11GetClusterRequest\"Z\n\tPoolState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06wanted\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\r\x12\x0f\n\x07serving\x18\x05 \x01(\r\"\x99\x01\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x12\n\nnum_leases\x18\x07 \x01(\r\x12\x0e\n\x06kv_use\x18\x08 \x01(\x01\"<\n\x11\x41utoscaleDecision\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x0b\n\x03why\x18\x03 \x01(\t\"\x93\x01\n\x12GetClusterResponse\x12#\n\x05pools\x18\x01 \x03(\x0b\x32\x14.tandem.v1.PoolState\x12\'\n\x07workers\x18\x02 \x03(\x0b\x32\x16.tandem.v1.WorkerState\x12/\n\tdecisions\x18\x03 \x03(\x0b\x32\x1c.tandem.v1.AutoscaleDecision\"y\n\x11ScalePoolsRequest\x12\x36\n\x05sizes\x18\x01 \x03(\x0b\x32\'.tandem.v1.ScalePoolsRequest.SizesEntry\x1a,\n\nSizesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"~\n\x12ScalePoolsResponse\x12\x39\n\x06wanted\x18\x01 \x03(\x0b\x32).tandem.v1.ScalePoolsResponse.WantedEntry\x1a-\n\x0bWantedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"7\n\x14SetWorkerRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"H\n\x15SetWorkerRoleResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06took_s\x18\x03 \x01(\x01\";\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ndeadline_s\x18\x02 \x01(\x01\"\x15\n\x13\x44rainWorkerResponse\"-\n\x18ResetWorkersCacheRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\xa2\x01\n\x19ResetWorkersCacheResponse\x12O\n\x0e\x64ropped_blocks\x18\x01 \x03(\x0b\x32\x37.tandem.v1.ResetWorkersCacheResponse.DroppedBlocksEntry\x1a\x34\n\x12\x44roppedBlocksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"T\n\x16LoadLoraAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\x12\x11\n\tlora_path\x18\x02 \x01(\t\x12\x14\n\x0cload_inplace\x18\x03 \x01(\x08\"\x9b\x01\n\x17LoadLoraAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12@\n\x07refused\x18\x02 \x03(\x0b\x32/.tandem.v1.LoadLoraAdapterResponse.RefusedEntry\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"-\n\x18UnloadLoraAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\"\x1b\n\x19UnloadLoraAdapterResponse2\xab\x05\n\x07\x43luster\x12I\n\nGetCluster\x12\x1c.tandem.v1.GetClusterRequest\x1a\x1d.tandem.v1.GetClusterResponse\x12I\n\nScalePools\x12\x1c.tandem.v1.ScalePoolsRequest\x1a\x1d.tandem.v1.ScalePoolsResponse\x12R\n\rSetWorkerRole\x12\x1f.tandem.v1.SetWorkerRoleRequest\x1a .tandem.v1.SetWorkerRoleResponse\x12O\n\nFlipWorker\x12\x1f.tandem.v1.SetWorkerRoleRequest\x1a .tandem.v1.SetWorkerRoleResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponse\x12]\n\x10ResetPrefixCache\x12#.tandem.v1.ResetWorkersCacheRequest\x1a$.tandem.v1.ResetWorkersCacheResponse\x12X\n\x0fLoadLoraAdapter\x12!.tandem.v1.LoadLoraAdapterRequest\x1a\".tandem.v1.LoadLoraAdapterResponse\x12^\n\x11UnloadLoraAdapter\x12#.tandem.v1.UnloadLoraAdapterRequest\x1a$.tandem.v1.UnloadLoraAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"tandem/rpc/tandem/v1/cluster.proto\x12\ttandem.v1\"\x13\n\x11GetClusterRequest\"Z\n\tPoolState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06wanted\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\r\x12\x0f\n\x07serving\x18\x05 \x01(\r\"\x99\x01\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x12\n\nnum_leases\x18\x07 \x01(\r\x12\x0e\n\x06kv_use\x18\x08 \x01(\x01\"<\n\x11\x41utoscaleDecision\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x0b\n\x03why\x18\x03 \x01(\t\"\x93\x01\n\x12GetClusterResponse\x12#\n\x05pools\x18\x01 \x03(\x0b\x32\x14.tandem.v1.PoolState\x12\'\n\x07workers\x18\x02 \x03(\x0b\x32\x16.tandem.v1.WorkerState\x12/\n\tdecisions\x18\x03 \x03(\x0b\x32\x1c.tandem.v1.AutoscaleDecision\"y\n\x11ScalePoolsRequest\x12\x36\n\x05sizes\x18\x01 \x03(\x0b\x32\'.tandem.v1.ScalePoolsRequest.SizesEntry\x1a,\n\nSizesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"~\n\x12ScalePoolsResponse\x12\x39\n\x06wanted\x18\x01 \x03(\x0b\x32).tandem.v1.ScalePoolsResponse.WantedEntry\x1a-\n\x0bWantedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"7\n\x14SetWorkerRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"H\n\x15SetWorkerRoleResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06took_s\x18\x03 \x01(\x01\"J\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ndeadline_s\x18\x02 \x01(\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"\x15\n\x13\x44rainWorkerResponse\"-\n\x18ResetWorkersCacheRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\xa2\x01\n\x19ResetWorkersCacheResponse\x12O\n\x0e\x64ropped_blocks\x18\x01 \x03(\x0b\x32\x37.tandem.v1.ResetWorkersCacheResponse.DroppedBlocksEntry\x1a\x34\n\x12\x44roppedBlocksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"T\n\x16LoadLoraAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\x12\x11\n\tlora_path\x18\x02 \x01(\t\x12\x14\n\x0cload_inplace\x18\x03 \x01(\x08\"\x9b\x01\n\x17LoadLoraAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12@\n\x07refused\x18\x02 \x03(\x0b\x32/.tandem.v1.LoadLoraAdapterResponse.RefusedEntry\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"-\n\x18UnloadLoraAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\"\x1b\n\x19UnloadLoraAdapterResponse2\xab\x05\n\x07\x43luster\x12I\n\nGetCluster\x12\x1c.tandem.v1.GetClusterRequest\x1a\x1d.tandem.v1.GetClusterResponse\x12I\n\nScalePools\x12\x1c.tandem.v1.ScalePoolsRequest\x1a\x1d.tandem.v1.ScalePoolsResponse\x12R\n\rSetWorkerRole\x12\x1f.tandem.v1.SetWorkerRoleRequest\x1a .tandem.v1.SetWorkerRoleResponse\x12O\n\nFlipWorker\x12\x1f.tandem.v1.SetWorkerRoleRequest\x1a .tandem.v1.SetWorkerRoleResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponse\x12]\n\x10ResetPrefixCache\x12#.tandem.v1.ResetWorkersCacheRequest\x1a$.tandem.v1.ResetWorkersCacheResponse\x12X\n\x0fLoadLoraAdapter\x12!.tandem.v1.LoadLoraAdapterRequest\x1a\".tandem.v1.LoadLoraAdapterResponse\x12^\n\x11UnloadLoraAdapter\x12#.tandem.v1.UnloadLoraAdapterRequest\x1a$.tandem.v1.UnloadLoraAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -62,25 +62,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETWORKERROLERESPONSE']._serialized_start=838
   _globals['_SETWORKERROLERESPONSE']._serialized_end=910
   _globals['_DRAINWORKERREQUEST']._serialized_start=912
-  _globals['_DRAINWORKERREQUEST']._serialized_end=971
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=973
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=994
-  _globals['_RESETWORKERSCACHEREQUEST']._serialized_start=996
-  _globals['_RESETWORKERSCACHEREQUEST']._serialized_end=1041
-  _globals['_RESETWORKERSCACHERESPONSE']._serialized_start=1044
-  _globals['_RESETWORKERSCACHERESPONSE']._serialized_end=1206
-  _globals['_RESETWORKERSCACHERESPONSE_DROPPEDBLOCKSENTRY']._serialized_start=1154
-  _globals['_RESETWORKERSCACHERESPONSE_DROPPEDBLOCKSENTRY']._serialized_end=1206
-  _globals['_LOADLORAADAPTERREQUEST']._serialized_start=1208
-  _globals['_LOADLORAADAPTERREQUEST']._serialized_end=1292
-  _globals['_LOADLORAADAPTERRESPONSE']._serialized_start=1295
-  _globals['_LOADLORAADAPTERRESPONSE']._serialized_end=1450
-  _globals['_LOADLORAADAPTERRESPONSE_REFUSEDENTRY']._serialized_start=1404
-  _globals['_LOADLORAADAPTERRESPONSE_REFUSEDENTRY']._serialized_end=1450
-  _globals['_UNLOADLORAADAPTERREQUEST']._serialized_start=1452
-  _globals['_UNLOADLORAADAPTERREQUEST']._serialized_end=1497
-  _globals['_UNLOADLORAADAPTERRESPONSE']._serialized_start=1499
-  _globals['_UNLOADLORAADAPTERRESPONSE']._serialized_end=1526
-  _globals['_CLUSTER']._serialized_start=1529
-  _globals['_CLUSTER']._serialized_end=2212
+  _globals['_DRAINWORKERREQUEST']._serialized_end=986
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=988
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1009
+  _globals['_RESETWORKERSCACHEREQUEST']._serialized_start=1011
+  _globals['_RESETWORKERSCACHEREQUEST']._serialized_end=1056
+  _globals['_RESETWORKERSCACHERESPONSE']._serialized_start=1059
+  _globals['_RESETWORKERSCACHERESPONSE']._serialized_end=1221
+  _globals['_RESETWORKERSCACHERESPONSE_DROPPEDBLOCKSENTRY']._serialized_start=1169
+  _globals['_RESETWORKERSCACHERESPONSE_DROPPEDBLOCKSENTRY']._serialized_end=1221
+  _globals['_LOADLORAADAPTERREQUEST']._serialized_start=1223
+  _globals['_LOADLORAADAPTERREQUEST']._serialized_end=1307
+  _globals['_LOADLORAADAPTERRESPONSE']._serialized_start=1310
+  _globals['_LOADLORAADAPTERRESPONSE']._serialized_end=1465
+  _globals['_LOADLORAADAPTERRESPONSE_REFUSEDENTRY']._serialized_start=1419
+  _globals['_LOADLORAADAPTERRESPONSE_REFUSEDENTRY']._serialized_end=1465
+  _globals['_UNLOADLORAADAPTERREQUEST']._serialized_start=1467
+  _globals['_UNLOADLORAADAPTERREQUEST']._serialized_end=1512
+  _globals['_UNLOADLORAADAPTERRESPONSE']._serialized_start=1514
+  _globals['_UNLOADLORAADAPTERRESPONSE']._serialized_end=1541
+  _globals['_CLUSTER']._serialized_start=1544
+  _globals['_CLUSTER']._serialized_end=2227
 # @@protoc_insertion_point(module_scope)

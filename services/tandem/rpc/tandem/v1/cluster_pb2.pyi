@@ -109,12 +109,14 @@ class SetWorkerRoleResponse(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., took_s: _Optional[float] = ...) -> None: ...
 
 class DrainWorkerRequest(_message.Message):
-    __slots__ = ("worker_id", "deadline_s")
+    __slots__ = ("worker_id", "deadline_s", "force")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     deadline_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    force: bool
+    def __init__(self, worker_id: _Optional[str] = ..., deadline_s: _Optional[float] = ..., force: bool = ...) -> None: ...
 
 class DrainWorkerResponse(_message.Message):
     __slots__ = ()
