@@ -32,6 +32,7 @@
       WorkerLost            503  UNAVAILABLE          the worker died, hung or was cut off
         WorkerLeft          503  UNAVAILABLE          it ended in order, as it had said
         LeaseLost           503  UNAVAILABLE          before `released`: the pulled is worthless
+          ProducerSilent    503  UNAVAILABLE          it said nothing, or its engine made no turn
           BlockMismatch     503  UNAVAILABLE          a block's checksum is not the producer's
       DeadlineExceeded      504  DEADLINE_EXCEEDED
       Incompatible          500  FAILED_PRECONDITION  two parts that may not work together
@@ -180,6 +181,9 @@ class WorkerLeft(WorkerLost, code="worker_left"): ...
 
 
 class LeaseLost(WorkerLost, code="lease_lost"): ...
+
+
+class ProducerSilent(LeaseLost, code="producer_silent"): ...
 
 
 class BlockMismatch(LeaseLost, code="block_mismatch"): ...

@@ -176,3 +176,37 @@ async def test_two_and_two_serve_64_and_workers_join_meanwhile(start_cluster: St
         late = await complete_all(cluster, prompts, max_tokens=16)
         assert [a.token_ids for a in late] == [tokens[:16] for tokens in expected]
         await asyncio.to_thread(cluster.wait_idle)
+
+
+@pytest.mark.parametrize(
+    "is_engine_only",
+    [pytest.param(False, id="stopped"), pytest.param(True, id="hung", marks=pytest.mark.slow)],
+)
+async def test_decode_workers_prefill_at_once_when_both_prefill_workers_are_lost(
+    is_engine_only: bool, start_cluster: StartCluster
+) -> None:
+    """Two requests wait, one for each; not both wait for the other one, too, and the next request
+    waits for neither."""
+    prompts, expected = golden(5, 6)
+    options = (*SHORT_STEPS, "--local-prefill-max-tokens", "0", "--engine-hang-timeout", "600")
+    with start_cluster(*options, prefill=2) as cluster:
+        await complete_all(cluster, [p[:300] for p in prompts], max_tokens=1)  # each has turned
+        lost = [psutil.Process(cluster.workers[f"prefill-{n}"].process.pid) for n in range(2)]
+        stopped = [
+            p for w in lost for p in (w.children() if is_engine_only else [w, *w.children()])
+        ]
+        for process in stopped:
+            process.suspend()
+        try:
+            answers = await complete_all(cluster, prompts, max_tokens=4)
+            again = await complete_all(cluster, prompts[:1], max_tokens=4)
+        finally:
+            for process in stopped:
+                process.resume()
+        tokens = [answer.token_ids for answer in (*answers, *again)]
+        assert tokens == [e[:4] for e in (*expected, expected[0])]
+        text = cluster.workers["decode-0"].log.read_text()
+        assert text.count("prompt_prefill: prefill of") <= 3, (
+            "both requests waited for both of them"
+        )
+        await asyncio.to_thread(cluster.wait_idle)

@@ -33,14 +33,17 @@ def show_status(url: str) -> None:
     state = ask(url, "GET")
     screen = console()
     router = state["router"]
-    ready = "[green]ready[/]" if router["ready"] else f"[yellow]not ready[/]: {router['reason']}"
-    screen.print(f"{state['model']} at {url}: {ready}; redis {state['redis']}\n")
+    ready = "[green]ready[/]" if router["ready"] else "[yellow]not ready[/]"
+    screen.print(f"{state['model']} at {url}: {ready}; redis {state['redis']}")
+    if "headline" in state:  # routers of older versions have none
+        screen.print(escape(state["headline"]))
+    screen.print()
     screen.print(_pools_table(state["pools"]))
     autoscale = state.get("autoscale", {})
     for decision in autoscale.get("decisions", ()):
         screen.print(f"autoscale {autoscale['mode']}: {decision['why']}")
     screen.print()
-    screen.print(_workers_table(state["workers"]))
+    screen.print(_workers_table(state["workers"], state.get("known_workers", ())))
     for warning in memory_warnings(state["workers"]):
         screen.print(f"[yellow]{warning}[/]")
 
@@ -149,7 +152,7 @@ def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
     Without a pool controller (Kubernetes) nothing reports processes: workers that are registered
     and ready count, and routers, which nothing counts, are as they were asked for."""
     found = []
-    is_told = not pools or any("wanted" in state for state in pools.values())
+    is_told = not pools or any("agents" in state for state in pools.values())
     for pool, size in wanted.items():
         state = pools.get(pool, {})
         if not is_told:
@@ -225,12 +228,14 @@ def _pools_table(pools: dict[str, Any]) -> Table:
         agents = ", ".join(f"{a['id']} {a['state']}" for a in pool.get("agents", ()))
         is_router = name == "router"
         ready, serving = ("-" if is_router else str(pool.get(k, 0)) for k in ("ready", "serving"))
-        wanted, running = (str(pool.get(k, "-")) for k in ("wanted", "running"))
-        table.add_row(name, wanted, running, ready, serving, agents)
+        wanted, running = pool.get("wanted", "-"), pool.get("running", pool.get("registered", "-"))
+        table.add_row(name, str(wanted), str(running), ready, serving, agents)
     return table
 
 
-def _workers_table(workers: list[dict[str, Any]]) -> Table:
+def _workers_table(workers: list[dict[str, Any]], known: Sequence[Mapping[str, str]]) -> Table:
+    """`known` has a row for each worker, `workers` those with a record."""
+    rows = {row["worker_id"]: row for row in known}
     columns = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV", "measured")
     table = Table(*columns, "pulls from", box=None, pad_edge=False)
     for worker in workers:
@@ -238,7 +243,7 @@ def _workers_table(workers: list[dict[str, Any]]) -> Table:
         table.add_row(
             worker["worker_id"],
             worker["role"],
-            worker["state"] if worker["compatible"] else f"{worker['state']}, incompatible",
+            _state(worker, rows.pop(worker["worker_id"], None)),
             f"{max(0.0, time.time() - worker['started_at']):.0f} s",
             str(load["num_running"]),
             str(load["num_waiting"]),
@@ -247,7 +252,19 @@ def _workers_table(workers: list[dict[str, Any]]) -> Table:
             _rates(worker.get("rates")),
             _pairs(worker),
         )
+    for row in rows.values():
+        table.add_row(row["worker_id"], row["pool"], _told(row))
     return table
+
+
+def _state(worker: Mapping[str, Any], row: Mapping[str, str] | None) -> str:
+    if row is not None:
+        return _told(row)
+    return worker["state"] if worker["compatible"] else f"{worker['state']}, incompatible"
+
+
+def _told(row: Mapping[str, str]) -> str:
+    return escape(f"{row['state']}: {row['note']}" if row["note"] else row["state"])
 
 
 def _index_table(workers: dict[str, dict[str, Any]]) -> Table:

@@ -58,6 +58,8 @@ class Member(msgspec.Struct, frozen=True):
     state: MemberState = "pending"
     pid: int = 0
     num_starts: int = 0
+    last_line: str = ""  # of the log of its process that ended
+    since: float = 0.0  # seconds since the Unix epoch: when its agent reported this state
 
     @property
     def agent_name(self) -> str:
@@ -97,6 +99,8 @@ def describe(wanted: Mapping[Pool, int], members: Sequence[Member]) -> dict[str,
                     "pid": m.pid,
                     "core": m.core,
                     "starts": m.num_starts,
+                    "last_line": m.last_line,
+                    "since": m.since,
                 }
                 for m in members
                 if m.pool == pool

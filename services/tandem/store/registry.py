@@ -138,6 +138,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     memory_free_bytes: int = 0  # of its machine or container
     memory_total_bytes: int = 0  # 0: it does not say
     adapters: AdapterState = AdapterState()
+    num_writes: int = 0  # of this record by its process; 0: it does not say
 
     @property
     def transports(self) -> dict[str, str]:

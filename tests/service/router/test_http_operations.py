@@ -18,6 +18,11 @@ async def test_operations(router: RunningRouter) -> None:
     state = (await router.admin.get("/v1/cluster")).json()
     assert [w["worker_id"] for w in state["workers"]] == ["decode-0", "decode-1"]
     assert state["pools"]["decode"]["ready"] == 2
+    assert [(w["worker_id"], w["state"]) for w in state["known_workers"]] == [
+        ("decode-0", "ready"),
+        ("decode-1", "ready"),
+    ]
+    assert state["headline"] == "All is well: workers that are ready: 0 prefill, 2 decode."
     page = await router.admin.get("/")
     assert "<title>Tandem</title>" in page.text
     metrics = (await router.admin.get("/metrics")).text

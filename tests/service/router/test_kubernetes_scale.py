@@ -106,6 +106,15 @@ async def test_every_pool_is_set_and_no_other(server: ApiServer, scale: Kubernet
     assert server.replicas == {**before, PREFILL: 0, DECODE: 1, ROUTERS: 5}
 
 
+async def test_the_pods_that_are_wanted_and_that_run_are_told(
+    server: ApiServer, scale: KubernetesScale
+) -> None:
+    server.replicas[DECODE] = 3
+    told = await scale.pools()
+    assert told["decode"] == {"wanted": 3, "running": 1}
+    assert set(told) == {"prefill", "decode", "router"}
+
+
 async def test_a_token_that_kubelet_renewed_is_taken(
     server: ApiServer, scale: KubernetesScale
 ) -> None:

@@ -177,6 +177,19 @@ async def test_slower_nixl_loses_and_the_figures_are_told_once(
     assert "GB/s" in warning
 
 
+async def test_what_the_network_lacks_is_told_once_for_all_pairs_and_their_restarts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pair_of() as pair:
+        pair.producer.answer.host.boot_id = "of another machine"
+        for worker_id, epoch in (("p0", "e"), ("p1", "e"), ("p0", "e-again")):
+            pair.producer.answer.epoch = epoch
+            peer = await pair.peers.get(worker_id, epoch, pair.address)
+            assert peer.transport == "grpc"
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "no common path but plain TCP" in warning
+
+
 async def test_broken_nixl_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "_AGAIN_MIN_S", 0.0)
     async with pair_of(reads=Incompatible("no such endpoint")) as pair:

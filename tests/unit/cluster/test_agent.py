@@ -51,7 +51,7 @@ def until(agent: Agent, state: MemberState, *, not_pid: int = -1) -> tuple[int, 
     """Waits until the agent reports its process in that state, and returns (pid, starts)."""
     give_up_at = time.monotonic() + 30
     while True:
-        _, now, pid, num_starts = agent.status()
+        _, now, pid, num_starts, _ = agent.status()
         if now == state and pid != not_pid:
             return pid, num_starts
         assert time.monotonic() < give_up_at, agent.status()

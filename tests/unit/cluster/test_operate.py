@@ -52,6 +52,12 @@ def test_without_a_controller_workers_that_are_ready_count() -> None:
     assert differences(seen(2, 1), {"decode": 1}) == ["decode: 2 registered, 1 ready, 1 wanted"]
 
 
+def test_on_kubernetes_the_sizes_that_it_tells_do_not_make_it_a_controller() -> None:
+    told = {"decode": {"wanted": 2, "running": 2, "registered": 2, "ready": 2, "serving": 2}}
+    assert differences(told, {"decode": 2}) == []
+    assert differences(told, {"decode": 3})
+
+
 def test_routers_have_no_records_to_be_ready_by() -> None:
     assert differences({"router": pool(1, 1, 0)}, {"router": 1}) == []
 

@@ -111,4 +111,6 @@ def test_the_description_counts_what_runs() -> None:
         "pid": 5,
         "core": 1,
         "starts": 1,
+        "last_line": "",
+        "since": 0.0,
     }

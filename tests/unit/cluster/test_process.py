@@ -110,3 +110,13 @@ def test_a_process_gets_the_redis_user_of_its_kind_alone() -> None:
     assert process.child_environment({"TANDEM_REDIS_URL": "c"}, "decode") == {
         "TANDEM_REDIS_URL": "c"
     }
+
+
+def test_the_last_line_of_a_log_is_the_last_that_says_something(tmp_path: Path) -> None:
+    log = tmp_path / "decode-0.log"
+    assert process.last_line(log) == ""
+    log.write_text("x" * 20_000 + "\nfirst\nMemoryError: no room\n\n")
+    assert process.last_line(log) == "MemoryError: no room"
+    log.write_text("y" * 20_000)
+    assert set(process.last_line(log)) == {"y"}
+    assert len(process.last_line(log)) < 1000

@@ -22,6 +22,8 @@ from tandem.errors import ConfigError
 
 _DETACH_DEADLINE_S = 30.0
 _LOG_TAIL_LINES = 15
+_TAIL_BYTES = 8192
+_LAST_LINE_MAX = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,15 @@ def failed_start(what: str, log: Path) -> ConfigError:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     tail = "\n".join(lines[-_LOG_TAIL_LINES:])
     return ConfigError(f"{what} ended while it was started; the end of its log:\n{tail}")
+
+
+def last_line(log: Path) -> str:
+    """Returns the last line of a log that says something, at most `_LAST_LINE_MAX` characters."""
+    with suppress(OSError), log.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = stream.read().decode(errors="replace").splitlines()
+        return next((line.strip()[:_LAST_LINE_MAX] for line in lines[::-1] if line.strip()), "")
+    return ""
 
 
 def log_path(run_folder: Path, process_id: str) -> Path:

@@ -47,15 +47,18 @@ class Agent:
         self._state: MemberState = "pending"
         self._pid = 0
         self._num_starts = 0
+        self._last_line = ""
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def drain(self) -> None:
         """Ends the process for good; the agent reports `gone` when that is done."""
         os.eventfd_write(self._wake_fd, 1)
 
-    def status(self) -> tuple[str, MemberState, int, int]:
-        """Returns (agent's name, state, pid, starts), as the controller is told."""
-        return self._member.agent_name, self._state, self._pid, self._num_starts
+    def status(self) -> tuple[str, MemberState, int, int, str]:
+        """Returns (agent's name, state, pid, starts, last log line of a process that ended), as the
+        controller is told."""
+        name = self._member.agent_name
+        return name, self._state, self._pid, self._num_starts, self._last_line
 
     def _run(self) -> None:
         backoff = Backoff(doubling(BACKOFF_FIRST_S, BACKOFF_MAX_S))
@@ -76,6 +79,7 @@ class Agent:
                     self._stop(running)
                     return
                 running.close()
+                self._last_line = process.last_line(running.log_path)
                 log.warning("%s ended; its log is %s", running.process_id, running.log_path)
             if time.monotonic() - started_at > HEALTHY_AFTER_S:
                 backoff.reset()

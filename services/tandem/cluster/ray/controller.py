@@ -10,7 +10,8 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,12 @@ class PoolController:
         checked = check_sizes(sizes)
         self._events.put(lambda: self._owned.wanted.update(checked))
 
-    def report(self, agent_name: str, state: MemberState, pid: int, num_starts: int) -> None:
+    def report(
+        self, agent_name: str, state: MemberState, pid: int, num_starts: int, last_line: str = ""
+    ) -> None:
         """Takes an agent's report about its process."""
-        self._events.put(lambda: self._take_report(agent_name, state, pid, num_starts))
+        told = {"pid": pid, "num_starts": num_starts, "last_line": last_line, "since": time.time()}
+        self._events.put(lambda: self._take_report(agent_name, state, told))
 
     def state(self) -> dict[str, object]:
         """Returns the state of all pools as in Redis."""
@@ -98,7 +102,7 @@ class PoolController:
         except ray.exceptions.RayError as error:
             log.warning("an agent does not answer, it will report when it is up: %s", error)
 
-    def _take_report(self, agent_name: str, state: MemberState, pid: int, num_starts: int) -> None:
+    def _take_report(self, agent_name: str, state: MemberState, told: Mapping[str, object]) -> None:
         member = next((m for m in self._owned.members if m.agent_name == agent_name), None)
         if member is None:
             return
@@ -111,7 +115,7 @@ class PoolController:
             # The agent was started again by Ray and does not know that it was draining.
             self._agents[agent_name].drain.remote()
             state = "draining"
-        self._replace(member, state=state, pid=pid, num_starts=num_starts)
+        self._replace(member, state=state, **told)
 
     def _replace(self, member: Member, **changes: object) -> None:
         at = self._owned.members.index(member)

@@ -41,7 +41,7 @@ class ClusterControl:
     def __init__(self, config: RouterConfig, view: ClusterView, trail: AuditTrail) -> None:
         self._trail = trail
         self.view = view
-        self._sizes = SizeOwner(config, view, trail)
+        self.sizes = SizeOwner(config, view, trail)
 
     async def scale(self, wanted: dict[str, Any], *, who: Caller) -> dict[str, int]:
         """Forwards the request to the owner of the pools; poll the pool state for completion.
@@ -52,7 +52,7 @@ class ClusterControl:
             with logged_change(self._trail, who, "sizes") as change:
                 change.after = shown_sizes(wanted)
                 raise
-        await self._sizes.set_sizes(sizes, who=who)
+        await self.sizes.set_sizes(sizes, who=who)
         return sizes
 
     async def set_role(self, worker_id: str, role: str = "", *, who: Caller) -> RoleSet:

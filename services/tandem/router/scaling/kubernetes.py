@@ -39,6 +39,7 @@ class _Scale(msgspec.Struct):
     """The fields of autoscaling/v1 Scale that are read here."""
 
     spec: _ScaleSpec = msgspec.field(default_factory=_ScaleSpec)
+    status: _ScaleSpec = msgspec.field(default_factory=_ScaleSpec)
 
 
 class KubernetesScale:
@@ -71,11 +72,21 @@ class KubernetesScale:
 
     async def sizes(self) -> dict[str, int]:
         """Returns the wanted replicas of each pool of workers. Raises as `set_sizes` does."""
-        pools = [pool for pool in self._objects if pool != "router"]
+        scales = await self._scales([pool for pool in self._objects if pool != "router"])
+        return {pool: scale.spec.replicas for pool, scale in scales.items()}
+
+    async def pools(self) -> dict[str, dict[str, int]]:
+        """Returns the pods that are wanted and that run, of each pool. Raises as `set_sizes`."""
+        scales = await self._scales(list(self._objects))
+        return {
+            pool: {"wanted": scale.spec.replicas, "running": scale.status.replicas}
+            for pool, scale in scales.items()
+        }
+
+    async def _scales(self, pools: list[str]) -> dict[str, _Scale]:
         async with self._client() as client:
             calls = (self._call(client, "GET", pool, "read") for pool in pools)
-            scales = await asyncio.gather(*calls)
-        return {pool: scale.spec.replicas for pool, scale in zip(pools, scales, strict=True)}
+            return dict(zip(pools, await asyncio.gather(*calls), strict=True))
 
     async def _patch(self, client: httpx.AsyncClient, pool: str, size: int) -> None:
         patch = msgspec.json.encode({"spec": {"replicas": size}})

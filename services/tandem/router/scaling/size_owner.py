@@ -8,21 +8,23 @@ nobody                  an HPA, KEDA or a person reads what is wanted, and acts 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem.config.router import RouterConfig
 from tandem.errors import NotNow, TandemError
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.pools import ask_sizes, told_pools
+from tandem.router.workers.pools import ask_sizes, pool_states, told_pools
 from tandem.security.audit_trail import AuditTrail, Caller
 
 if TYPE_CHECKING:
     from tandem.router.scaling.kubernetes import KubernetesScale
 
+_KUBERNETES_KEPT_S = 2.0
 _BEFORE_DEADLINE_S = 1.0  # the log's `before` may not use up the time of who waits for an answer
 
 
@@ -34,6 +36,8 @@ class SizeOwner:
         self._cluster_id = config.cluster.cluster_id
         self._view = view
         self._kubernetes: KubernetesScale | None = None
+        self._owned: dict[str, dict[str, int]] = {}  # as Kubernetes told last
+        self._read_at = -math.inf
         if config.scale_objects:
             # Imported late: it brings an HTTP client that no router needs elsewhere.
             from tandem.router.scaling.kubernetes import KubernetesScale
@@ -46,6 +50,20 @@ class SizeOwner:
             return await self._kubernetes.sizes()
         told = told_pools(self._view.pools_json)
         return {pool: int(state["wanted"]) for pool, state in told.items() if "wanted" in state}
+
+    async def pools(self) -> dict[str, dict[str, Any]]:
+        """Returns the state of each pool: what its owner wants and runs, and what has registered.
+        Kubernetes' part is as old as `_KUBERNETES_KEPT_S`, and left out while it does not tell."""
+        now = asyncio.get_running_loop().time()
+        if self._kubernetes is not None and now - self._read_at > _KUBERNETES_KEPT_S:
+            self._read_at, self._owned = now, {}
+            with suppress(TandemError, TimeoutError):
+                async with asyncio.timeout(_BEFORE_DEADLINE_S):
+                    self._owned = await self._kubernetes.pools()
+        records = [worker.record for worker in self._view.known()]
+        states = pool_states(records, self._view.pools_json)
+        owned = self._owned.items()
+        return {**states, **{pool: {**states.get(pool, {}), **told} for pool, told in owned}}
 
     async def set_sizes(self, sizes: Mapping[str, int], *, who: Caller) -> None:
         """Requests the sizes and logs who did; poll the pool state for completion. Raises NotNow if

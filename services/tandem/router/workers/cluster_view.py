@@ -25,13 +25,17 @@ from tandem.router.placement.shares import Shares
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.pools import read_pools
+from tandem.router.workers.rows import Gone, Seen
 from tandem.rpc.peer_calls import PeerCalls
 from tandem.store.client import UNREACHABLE, Client
 from tandem.store.registry import KvCompatibility, Registry, WorkerRecord
+from tandem.store.silence import Silences
 
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
+_GONE_KEPT_S = 900.0
+_GONE_MAX = 64
 
 
 @dataclass(slots=True)
@@ -56,11 +60,14 @@ class ClusterView:
     _leaving: list[WorkerClient] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _adapters: dict[str, Adapter] = field(default_factory=dict)
+    gone: dict[str, Gone] = field(default_factory=dict)  # of late, until they are back
+    _silences: Silences = field(init=False)
     _data_set: bytes = b""
     _trusted_from: float = 0.0  # monotonic seconds: until then Redis may not know all workers yet
 
     def __post_init__(self) -> None:
         self.calls = PeerCalls(self.cluster.cluster_id, self.cluster.token, self.tls_dir)
+        self._silences = Silences(self.cluster)
 
     async def run(self) -> None:
         """Polls until cancelled; then closes every stream."""
@@ -109,6 +116,20 @@ class ClusterView:
 
     def known(self) -> list[KnownWorker]:
         return list(self._workers.values())
+
+    def seen(self) -> list[Seen]:
+        """Returns all workers with a record, as they are shown to operators."""
+        return [
+            Seen(
+                worker.record,
+                self.is_compatible(worker.record),
+                worker.record.role != "decode" or worker.is_up,
+                self._silences.silent_s(worker_id),
+                self._silences.stuck_s(worker_id),
+                (worker.load.num_running + worker.load.num_waiting, worker.load.num_leases),
+            )
+            for worker_id, worker in self._workers.items()
+        ]
 
     def client(self, worker_id: str) -> WorkerClient | None:
         worker = self._workers.get(worker_id)
@@ -196,6 +217,7 @@ class ClusterView:
             log.info("no records were read for %.1f s: workers get time", now - self._read_at)
             self._trusted_from = now + self.cluster.record_ttl_s
         self._merge({r.worker_id: r for r in records}, complete=now >= self._trusted_from)
+        self._silences.note(records, now)
         self._read_at = read_at
 
     def _merge(self, records: dict[str, WorkerRecord], *, complete: bool) -> None:
@@ -206,6 +228,7 @@ class ClusterView:
             worker = self._workers[worker_id]
             if complete or not worker.is_up:
                 log.warning("worker %s is gone: it left, or its record expired", worker_id)
+                self._note_gone(worker.record)
                 self._drop(worker_id)
                 changed = True
         for client in [c for c in self._leaving if not c.num_inflight]:
@@ -216,6 +239,14 @@ class ClusterView:
             self.tell_change()
         elif self._stale:
             self._tell_news()
+
+    def _note_gone(self, record: WorkerRecord) -> None:
+        """Notes a record that has gone: taken away by its worker, or expired after a silence."""
+        now, was_silent = time.time(), self._silences.silent_s(record.worker_id)
+        has_left = record.state == "draining" or bool(record.num_writes and not was_silent)
+        self.gone[record.worker_id] = Gone(record, now, has_left)
+        kept = [(i, g) for i, g in self.gone.items() if now - g.at < _GONE_KEPT_S]
+        self.gone = dict(kept[-_GONE_MAX:])
 
     def _gather_adapters(self) -> bool:
         """Returns whether other adapters are served than before."""
@@ -233,6 +264,7 @@ class ClusterView:
             known = None
         if known is None:
             known = self._workers[worker_id] = KnownWorker(record)
+            self.gone.pop(worker_id, None)
             self._shares.join(worker_id, self._roster.mean_placed(record.role))
             self._report_incompatible(record)
             changed = True

@@ -4,6 +4,7 @@ Other workers' load and rates are those of their records, a second old or two; w
 itself has sent to a candidate since is counted in.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ from tandem.perf_model.predict import Holder, believed, beside_decode, likely_ra
 from tandem.perf_model.rates import PairRate, WorkerRates, default_pair
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.registry import WorkerRecord
+from tandem.store.silence import Silences
 from tandem.worker.decode.prefill_choice import Candidate, Here, PrefillPlan, Prompt, plan_prefill
 from tandem.worker.peers.rates import Rates
 
@@ -24,11 +26,22 @@ class PrefillPlanner:
         self._rates = rates
         self._block_size = config.engine.block_size
         self._records: dict[str, WorkerRecord] = {}
+        self._silences = Silences(config.cluster)
         self._tokens_sent: dict[str, int] = {}  # worker id -> tokens asked for and not there yet
         self.load = pb.WorkerLoad()
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
         self._records = {record.worker_id: record for record in records}
+        self._silences.note(self._records.values(), time.monotonic())
+
+    def note_lost(self, worker_id: str) -> None:
+        """Notes that a lease of this worker was lost: others do not wait for it, too."""
+        self._silences.note_lost(worker_id, time.monotonic())
+
+    def alive(self, candidates: Iterable[pb.PrefillCandidate]) -> list[pb.PrefillCandidate]:
+        """Returns the candidates that are worth waiting for."""
+        now = time.monotonic()
+        return [c for c in candidates if not self._silences.is_lost(c.worker_id, now)]
 
     @contextmanager
     def sent(self, worker_id: str, num_tokens: int) -> Iterator[None]:

@@ -6,7 +6,8 @@
                   `--+------------------------'
                      `--> here: StartLocalPrefill
 
-Each failure plans anew. Whatever a lost lease brought is given up (`Restart`).
+Each failure plans anew. Whatever a lost lease brought is given up (`Restart`). A candidate that is
+silent or hangs is not asked: the prompt is computed here at once when no other is left.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tandem.engine.types import Mode, Reserved, SequenceSpec
-from tandem.errors import LeaseLost, TandemError
+from tandem.errors import LeaseLost, ProducerSilent, TandemError
 from tandem.observability.logs import about
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.decode.live_sequences import LiveSequences
@@ -71,7 +72,7 @@ class PromptPrefill:
         if sequence.prefix is not None:
             await self._pull_prefix(sequence, sequence.prefix, reserved)
             return
-        left = list(sequence.submission.candidates)
+        left = self._planner.alive(sequence.submission.candidates)
         asked: dict[str, int] = {}
         waits_s: dict[str, float] = {}
         while left and sequence.may_ask:
@@ -94,6 +95,9 @@ class PromptPrefill:
             except Exception as error:
                 # Whatever it was, nothing that was pulled is trusted: only a whole lease commits.
                 self._note_failure(sequence, error)
+                if isinstance(error, ProducerSilent):
+                    self._planner.note_lost(name)
+                left = self._planner.alive(left)
                 if not sequence.is_over:
                     self._sequences.finish_if_over(sequence)
                 if not sequence.is_over and is_producer_gone(error):

@@ -17,7 +17,7 @@ import grpc.aio
 
 from tandem.config.transfer import TransferConfig
 from tandem.config.worker import WorkerConfig
-from tandem.errors import LeaseLost, TandemError
+from tandem.errors import LeaseLost, ProducerSilent, TandemError
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.channels import foreign_cancellation_raises
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -66,8 +66,11 @@ class LeaseStream:
         self.engine_waited_for = True
 
     async def write(self, command: pb.PrefillCommand) -> None:
-        async with asyncio.timeout(self._silence_s):
-            await self._call.write(command)
+        try:
+            async with asyncio.timeout(self._silence_s):
+                await self._call.write(command)
+        except TimeoutError:
+            raise ProducerSilent(f"{self._peer.worker_id} takes nothing") from None
 
     async def read(self) -> pb.PrefillEvent:
         """The next event that is no heartbeat."""
@@ -84,7 +87,7 @@ class LeaseStream:
             return
         limit_s = hang_timeout_s(heartbeat.turn_s_max, self._config.heartbeat_timeout_s)
         if self._now() - self._moved_at > limit_s:
-            raise LeaseLost(f"the engine of {self._peer.worker_id} hangs")
+            raise ProducerSilent(f"the engine of {self._peer.worker_id} hangs")
 
     async def _read(self) -> pb.PrefillEvent:
         try:
@@ -93,7 +96,7 @@ class LeaseStream:
                 event: pb.PrefillEvent = await self._call.read()
         except TimeoutError:
             silence = f"was silent for {self._silence_s} s"
-            raise LeaseLost(f"{self._peer.worker_id} {silence}") from None
+            raise ProducerSilent(f"{self._peer.worker_id} {silence}") from None
         if event is grpc.aio.EOF:  # type: ignore[attr-defined]
             raise LeaseLost(f"{self._peer.worker_id} closed the stream")
         return event

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from tandem.config.cluster import ClusterConfig
 from tandem.engine.types import StepReport
 from tandem.prefix_index.publisher import Publisher
@@ -41,6 +43,7 @@ class Membership:
         self.publisher = Publisher(self._index, worker_id, epoch)
         self._task: asyncio.Task[None] | None = None
         self._reachable = True
+        self._num_writes = 0
 
     async def join(self, compatibility: KvCompatibility) -> None:
         """Waits for Redis, then joins. Raises Incompatible naming the differences."""
@@ -63,7 +66,9 @@ class Membership:
     async def refresh(self) -> None:
         """One round: write our record, read the others'."""
         try:
-            await self._registry.write(self._record())
+            self._num_writes += 1
+            record = msgspec.structs.replace(self._record(), num_writes=self._num_writes)
+            await self._registry.write(record)
             self._on_records(await self._registry.read())
             if not self._reachable:
                 log.info("Redis answers again")

@@ -3,7 +3,9 @@
     Connect: KV compatibilities, hosts, NIXL metadata --> timed NIXL and gRPC reads --> transport
 
 All of it beside the requests, never on their path. `again` measures a pair anew whose transport
-failed or fell behind; what is chosen and why is logged once, loudly when it is not the best.
+failed or fell behind; what is chosen and why is logged once for each pair, loudly when it is not
+the best. What the network is to blame for is loud for the first pair only: it is the same for the
+others, and again when one of them restarts.
 """
 
 import logging
@@ -29,6 +31,7 @@ from tandem.worker.peers.transport_choice import Choice, Way, choose_transport, 
 
 log = logging.getLogger(__name__)
 
+_OF_THE_NETWORK = {"tcp", "unreachable"}
 FAILURES_MAX = 3  # NIXL reads in a row, until the pair goes on over gRPC
 
 
@@ -48,6 +51,7 @@ class Pairing:
         self._compatibility = compatibility
         self._calls = PeerCalls(config.cluster.cluster_id, config.cluster.token, config.tls_dir)
         self._host = host_identity(config.transfer.nixl_tcp)
+        self._warned: set[str] = set()  # reasons that were told with what would lift them
 
     async def make(self, worker_id: str, epoch: str, address: str) -> Peer:
         """Raises TandemError when no transport reaches it."""
@@ -98,12 +102,14 @@ class Pairing:
         if told == (choice.transport, choice.reason):
             return
         rate = figures(Way(self._rates.pair(peer.worker_id)))
-        if choice.warning:
+        if choice.warning and choice.reason not in self._warned:
+            self._warned.update({choice.reason} & _OF_THE_NETWORK)
             log.warning(
                 "blocks of %s come over %s: %s", peer.peer_id, choice.transport, choice.warning
             )
         else:
-            log.info("blocks of %s come over %s (%s)", peer.peer_id, choice.transport, rate)
+            why = f"{choice.reason}, {rate}" if choice.reason else rate
+            log.info("blocks of %s come over %s (%s)", peer.peer_id, choice.transport, why)
 
     def give_up_failing(self, peer: Peer) -> None:
         """Goes on over gRPC where several NIXL reads in a row have failed."""

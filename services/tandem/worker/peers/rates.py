@@ -15,7 +15,7 @@ from tandem.perf_model.predict import queue_seconds
 from tandem.perf_model.rates import PairRate, WorkerRates, default_pair
 
 HANG_FLOOR_S = 5.0  # no engine counts as hung sooner
-_HANG_TURNS = 10
+_HANG_TURNS = 4
 _DEADLINE_FACTOR = 20
 _DEADLINE_MIN_S = 1.0
 _TURN_KEEP = 0.98  # of the longest turn, at each shorter one
@@ -125,7 +125,7 @@ class Rates:
 
 
 def hang_timeout_s(turn_s_max: float, heartbeat_timeout_s: float) -> float:
-    """Returns how long a producer's step counter may stand still: ten of its longest turns lately.
+    """Returns how long a producer's step counter may stand still: four of its longest turns lately.
 
     A producer that names no turn (0) gets all of `heartbeat_timeout_s`.
     """

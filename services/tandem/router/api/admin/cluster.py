@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import re
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from tandem.router.request.generator import Generator
 from tandem.router.scaling.control import ClusterControl
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
-from tandem.router.workers.pools import pool_states
+from tandem.router.workers.rows import headline, worker_rows
 
 # Fields of a worker's record, and of its KV compatibility, that are told as they are.
 _TOLD = ("worker_id", "role", "state", "transports", "memory_free_bytes", "memory_total_bytes")
@@ -50,7 +52,8 @@ def add_cluster_routes(
 
     @app.get("/v1/cluster")
     async def state() -> Response:
-        return JsonResponse(cluster_state(config, generator, control.view))
+        pools = await control.sizes.pools()
+        return JsonResponse(cluster_state(config, generator, control.view, pools))
 
     @app.post("/v1/cluster", status_code=202)
     async def scale(request: Request) -> Response:
@@ -132,16 +135,21 @@ def _hashes(tag: str, html: str) -> str:
     return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
 
-def cluster_state(config: RouterConfig, generator: Generator, view: ClusterView) -> dict[str, Any]:
+def cluster_state(
+    config: RouterConfig, generator: Generator, view: ClusterView, pools: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     workers = sorted(view.known(), key=lambda w: (w.record.role, w.record.worker_id))
     reason = generator.not_ready_reason()
+    rows = worker_rows(view.seen(), view.gone, pools, time.time())
     return {
+        "headline": headline(rows, pools, reason=reason, redis=view.redis_state),
         "cluster_id": config.cluster.cluster_id,
         "model": generator.served_name,
         "max_model_len": generator.max_model_len,
         "router": {"id": config.router_id, "ready": not reason, "reason": reason},
         "redis": view.redis_state,
-        "pools": pool_states([w.record for w in workers], view.pools_json),
+        "pools": pools,
+        "known_workers": [asdict(row) for row in rows],
         "autoscale": {
             "mode": config.autoscale.mode,
             "decisions": [{"pool": d.role, "size": d.to, "why": d.line} for d in view.decisions],

@@ -11,7 +11,6 @@ import grpc.aio
 from tandem.router.api.grpc.access import CallGuard, caller
 from tandem.router.scaling.adapters import AdapterControl
 from tandem.router.scaling.control import ClusterControl
-from tandem.router.workers.pools import pool_states
 from tandem.rpc.tandem.v1 import cluster_pb2 as pb
 from tandem.security.audit_trail import Caller
 
@@ -52,7 +51,7 @@ class GrpcCluster:
             ((w.record, w.load) for w in self._view.known()), key=lambda r: r[0].worker_id
         )
         fields = ("wanted", "running", "ready", "serving")
-        pools = pool_states([record for record, _ in records], self._view.pools_json)
+        pools = await self._control.sizes.pools()
         return pb.GetClusterResponse(
             pools=[
                 pb.PoolState(name=name, **{f: state.get(f, 0) for f in fields})
