@@ -1,4 +1,4 @@
-"""How long workers have been silent, as one reader of their records sees it. Pure.
+"""Measures how long workers have been silent, as one reader of their records sees it. Pure.
 
 A worker that lives numbers each write of its record. A number that stands still is a process that
 is stopped, cut off or gone, long before its record expires. An engine that has work and makes no
