@@ -6,8 +6,10 @@ StreamingResponse would notice only when it sends, and a queued request sends no
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -21,6 +23,7 @@ from tandem.router.request.delta import Delta
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_MEASURED_MAX = 256  # tokens with log probabilities in what the event loop makes by itself
 
 
 class Answer(Protocol):
@@ -116,7 +119,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _send_delta(self, send: Send, came: ChoiceDelta) -> None:
-        events = self._replies.events(*came)
+        events = await _made([came.delta], partial(self._replies.events, *came))
         await send({"type": "http.response.body", "body": events, "more_body": True})
 
 
@@ -139,4 +142,11 @@ async def collect(
         async for index, last in deltas:
             made[index].append(last)
     assert last is not None
-    return replies.whole(made), last
+    return await _made(chain(*made), partial(replies.whole, made)), last
+
+
+async def _made(deltas: Iterable[Delta], make: Callable[[], _T]) -> _T:
+    """Makes an answer of these deltas, in a thread if it has many log probabilities: half a million
+    take a second, in which the event loop would serve nobody."""
+    num_measured = sum(len(delta.logprobs) + len(delta.prompt_logprobs) for delta in deltas)
+    return await asyncio.to_thread(make) if num_measured > _MEASURED_MAX else make()
