@@ -6,7 +6,8 @@ Starts `tandem up` on free ports and measures its capacity with the very mix (8 
 again at once). Then turns of chats arrive at that share of it, Poisson, half over HTTP and half
 over gRPC: a turn begins a chat or goes on with one (at most 6 turns, so its prefix is there, and
 pulled), and one client in ten leaves in the middle. Before it counts, what is bounded is filled:
-the KV pools, and the router's log of requests.
+the KV pools, the router's log of requests, and the memory of many requests at once, which Python
+keeps.
 
 Every 5 s: memory (RSS, PSS, its own), descriptors and threads of each process of the cluster; index
 lag, leases, pulls, sequences and quarantine of each worker; Redis' own memory; the size of the
@@ -56,6 +57,7 @@ SAMPLE_S = 5.0
 WRITE_S = 60.0
 IDLE_WITHIN_S = 30.0
 CLIENTS = 8
+OPEN_BEFORE = 64  # turns at once before it counts
 OPEN_MAX = 128  # turns at once: a cluster that hangs must not fill this process
 GAUGES = ("num_leases", "num_pulls", "num_running", "num_waiting", "blocks_quarantined")
 GROWING = ("num_leases", "num_pulls", "blocks_quarantined", "index_lag_blocks")
@@ -145,6 +147,8 @@ class Soak:
                 await clients.turn(may_leave=False, max_tokens=2)
 
         await asyncio.gather(*(fill() for _ in range(CLIENTS)))
+        at_once = OPEN_BEFORE if self._arguments.fill else 0
+        await asyncio.gather(*(clients.turn(may_leave=False) for _ in range(at_once)))
         if failures := [what for what in clients.outcomes if not what.endswith(": ended")]:
             raise RuntimeError(f"turns failed before any load: {failures}")
         for number in range(NUM_BLOCKS * 20 // 2000 if self._arguments.fill else 0):

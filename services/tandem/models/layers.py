@@ -13,6 +13,7 @@ from tandem.models.families import Family
 from tandem.models.rope import NO_ROPE, Rope, read_ropes
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+LAYERS_MAX = 4096  # a file that says more is broken, and each would take memory
 # What transformers assumes when the keys are absent.
 _DEFAULT_WINDOW_LAYERS = 28  # Qwen's layers without a window
 _DEFAULT_NO_ROPE_INTERVAL = 4  # SmolLM3's
@@ -31,6 +32,10 @@ def read_layers(
     config: Mapping[str, Any], family: Family, num_layers: int, max_model_len: int
 ) -> tuple[LayerSpec, ...]:
     """Returns the layers in their order. Raises UnsupportedModel naming what cannot be run."""
+    if num_layers > LAYERS_MAX:
+        raise UnsupportedModel(
+            f"num_hidden_layers is {num_layers}; models with at most {LAYERS_MAX} are supported"
+        )
     have_rope = _have_rope(config, family, num_layers)
     slide = _slide(config, family, have_rope)
     window = _window(config) if any(slide) else None

@@ -106,6 +106,7 @@ def test_generation_config_decides_what_ends_a_sequence():
         ({"torch_dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3"),
         ({"hidden_size": None}, "hidden_size as a positive integer, not None"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776; .* at most 4096 "),
     ],
 )
 def test_what_cannot_be_run_is_named(changes, message):

@@ -193,6 +193,14 @@ def test_the_whole_files_load(whole_gguf: bytes, whole_folder: Path, tmp_path: P
     load(whole_folder, tmp_path / "cache")
 
 
+def test_a_gguf_file_whose_tensors_do_not_fit_is_named(tmp_path: Path) -> None:
+    from tests.unit.models.conftest import TOKENS, gguf_tensors, write_gguf
+
+    tensors = gguf_tensors(tiny_llama(len(TOKENS)))
+    tensors["blk.0.attn_k.weight"] = tensors["blk.0.attn_k.weight"][:16]
+    assert assert_refused_or_whole(write_gguf(tmp_path / "tiny.gguf", tensors), tmp_path / "cache")
+
+
 def test_broken_gguf_files_are_refused(whole_gguf: bytes, tmp_path: Path) -> None:
     assert fuzz_gguf(whole_gguf, tmp_path, NUM_FILES_SHORT) > NUM_FILES_SHORT // 4
 

@@ -110,7 +110,7 @@ def load_weights(
     Raises UnsupportedModel naming the tensors that are missing, surplus or wrongly shaped, and
     ConfigError naming a file that cannot be read."""
     stored = _map_files(files, config)
-    with naming(files[0].parent):
+    with naming(files[0] if len(files) == 1 else files[0].parent):
         if config.num_layers > len(stored):
             raise UnsupportedModel(
                 f"{config.num_layers} layers are more than the checkpoint has tensors"
