@@ -13,6 +13,7 @@ import torch
 
 from tandem.engine.cache.pool_memory import own_pages
 from tandem.engine.executor.file_pages import FilePages
+from tandem.engine.executor.heap import give_back_freed
 from tandem.engine.executor.weights import Linear, ModelWeights
 from tandem_kernels.native.library import PANEL, Kind, Library, Matrix, address, packed_bytes
 
@@ -153,6 +154,7 @@ class Packer:
     def _drop(self, parts: Sequence[Linear]) -> None:
         for part in parts:
             self._pages.drop(part.blocks.data if part.blocks else part.weight)
+        give_back_freed()
 
     def _zeros(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Returns the next bytes of a mapping of huge pages, aligned to a cache line."""
@@ -167,6 +169,7 @@ class Packer:
 def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Interleaves the tensors by panels of outputs; fills the last panel of each with zeros."""
     rest = -len(tensors[0]) % PANEL
-    filled = [torch.cat([each, each.new_zeros(rest, *each.shape[1:])]) for each in tensors]
-    panels = [each.view(-1, PANEL, *each.shape[1:]) for each in filled]
+    if rest:
+        tensors = [torch.cat([each, each.new_zeros(rest, *each.shape[1:])]) for each in tensors]
+    panels = [each.view(-1, PANEL, *each.shape[1:]) for each in tensors]
     return torch.stack(panels, 1).flatten(0, 2)

@@ -1,0 +1,57 @@
+"""A process that loads a model and tells by how much that made it grow.
+
+    python -m tests.unit.engine.load_growth MODEL DTYPE
+
+Prints bytes of resident memory, private and mapped: those that stayed, and those at the peak.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.executor.runner import ModelRunner
+from tandem.models.source import resolve
+
+_PAUSE_S = 0.002
+
+
+def resident_bytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no Rss")
+
+
+def main() -> None:
+    """Loads with as few blocks of KV as a pool may have."""
+    model, dtype = sys.argv[1:]
+    config = EngineConfig(model=model, dtype=dtype, device="cpu", num_blocks=4, num_threads=1)
+    folder = resolve(model)
+    torch.ones(64, 64) @ torch.ones(64, 64)  # what torch itself needs
+    gc.collect()
+    before = peak = resident_bytes()
+    loaded = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not loaded.wait(_PAUSE_S):
+            peak = max(peak, resident_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    runner = ModelRunner(folder, config)
+    loaded.set()
+    watcher.join()
+    gc.collect()
+    print(resident_bytes() - before, peak - before)
+    del runner
+
+
+if __name__ == "__main__":
+    main()
