@@ -21,7 +21,7 @@ def empty_pool(layout: BlockLayout, device: torch.device | None = None) -> KvPoo
     """Returns a pool of zeros."""
     size = layout.num_blocks, layout.block_bytes
     memory = torch.zeros(size, dtype=torch.uint8, device=device)
-    return make_pool(memory, layout, some_channels(layout))
+    return make_pool(memory, layout, some_channels(layout) if layout.dtype == "int4" else None)
 
 
 def some_channels(layout: BlockLayout) -> KeyChannels:

@@ -10,9 +10,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tandem_kernels import kv_fp8, kv_int4, kv_int4_keys, kv_int8
+from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.kv_int4_keys import KeyChannels
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+# What the bytes of all tokens stand on, beside their own scales.
+StaticKv = KeyChannels | FixedScales
 
 
 class RowFormat(Protocol):
@@ -63,24 +68,27 @@ class LayerKv(NamedTuple):
 
     numbers: torch.Tensor  # [num_blocks, heads, 2, block_size, D]; e4m3 as uint8
     scales: torch.Tensor | None  # [num_blocks, heads, 2, block_size] float16
+    fixed_scales: torch.Tensor | None = None  # [2]: FixedScales of the layer
 
 
-def make_pool(
-    memory: torch.Tensor, layout: KvLayout, key_channels: KeyChannels | None = None
-) -> "KvPool":
-    """`memory`: uint8 [num_blocks, block_bytes]. An int4 pool needs the channels of its layers."""
+def make_pool(memory: torch.Tensor, layout: KvLayout, static: StaticKv | None = None) -> "KvPool":
+    """`memory`: uint8 [num_blocks, block_bytes]. An int4 pool needs the channels of its layers; one
+    of fp8_e4m3 may have fixed scales."""
     if layout.dtype == "int4":
-        assert key_channels is not None
-        return Int4KvPool(memory, layout, key_channels)
+        assert isinstance(static, KeyChannels)
+        return Int4KvPool(memory, layout, static)
     if not layout.has_values:
         return LatentKvPool(memory, layout)
+    if static is not None:
+        assert isinstance(static, FixedScales)
+        return FixedScaleKvPool(memory, layout, static)
     return (KvPool if layout.dtype in _DTYPES else QuantizedKvPool)(memory, layout)
 
 
 class KvPool:
     """Views of one pool's memory, with the strides that indexing needs."""
 
-    key_channels: KeyChannels | None = None
+    static: StaticKv | None = None
 
     def __init__(self, memory: torch.Tensor, layout: KvLayout) -> None:
         assert memory.dtype == torch.uint8
@@ -221,12 +229,29 @@ class QuantizedKvPool(KvPool):
         return self._formats[which].widen(numbers, scales)
 
 
+class FixedScaleKvPool(QuantizedKvPool):
+    """A pool of fp8_e4m3 whose scales are a checkpoint's."""
+
+    def __init__(self, memory: torch.Tensor, layout: KvLayout, fixed: FixedScales) -> None:
+        super().__init__(memory, layout)
+        self.static = fixed
+        self._fixed = fixed.scales
+
+    def layer(self, number: int) -> LayerKv:
+        return super().layer(number)._replace(fixed_scales=self._fixed[number])
+
+    def _quantize(
+        self, which: int, layer: int, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return kv_fp8.quantize(rows, self._fixed[layer, which])
+
+
 class Int4KvPool(QuantizedKvPool):
     """A quantized pool whose keys lie by static channels (kv_int4_keys.py)."""
 
     def __init__(self, memory: torch.Tensor, layout: KvLayout, key_channels: KeyChannels) -> None:
         super().__init__(memory, layout)
-        self.key_channels = key_channels
+        self.static = key_channels
         self._channels = key_channels.order, key_channels.scales, key_channels.multipliers
 
     def _quantize(

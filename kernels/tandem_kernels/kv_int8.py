@@ -13,7 +13,7 @@ on its own row alone. `quantize` in native/kv_int8.h computes the same bytes.
 import torch
 
 _LARGEST = 127
-_SCALE_MAX = 65504.0  # float16's largest number
+SCALE_MAX = 65504.0  # float16's largest number
 
 
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +36,7 @@ def scales_of(wide: torch.Tensor, highest: float) -> tuple[torch.Tensor, torch.T
 
 def round_up(wanted: torch.Tensor) -> torch.Tensor:
     """Returns the float16 numbers that are not below fp32 ones from 0 on, at most 65504."""
-    wanted = wanted.clamp(max=_SCALE_MAX)
+    wanted = wanted.clamp(max=SCALE_MAX)
     nearest = wanted.half()
     # Bits of the next larger number are one more.
     bits = nearest.view(torch.int16) + (nearest.float() < wanted)

@@ -126,6 +126,7 @@ struct KvGroup {  // layers whose KV lies in one pool, by block ids of its own
     int64_t block_bytes, head_bytes, layer_bytes;  // from one block, head or layer to the next
     const int32_t* key_order;  // of I4: channels [layers][kv heads][head_dim]; else null
     const float* key_scales;   // of the channels, in that order
+    const uint16_t* fixed_scales;  // of F8: float16 [layers][K and V]; null: tokens have their own
 };
 
 // What a LoRA adapter adds to a product: (x A^T) B^T. The matrices A of its parts are one below the

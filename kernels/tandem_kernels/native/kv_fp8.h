@@ -27,15 +27,16 @@ inline Bytes e4m3_of(Floats x) {
     return __builtin_convertvector(number | ((Words)x >> 24 & 0x80u), Bytes);
 }
 
-// Stores a row of `dim` numbers, a multiple of 16, and answers its scale.
-inline uint16_t quantize(const float* row, int dim, Fp8* to) {
+// Stores a row of `dim` numbers, a multiple of 16, and answers its scale. `fixed` is the scale of
+// all rows, or 0.
+inline uint16_t quantize(const float* row, int dim, Fp8* to, uint16_t fixed) {
     const int32_t most = largest_bits(row, dim);
-    if (most == 0 || most >= kInfinityBits) {
+    if (most >= kInfinityBits || (most == 0 && fixed == 0)) {
         std::memset(to, 0, static_cast<unsigned>(dim));
         return most == 0 ? 0 : kHalfNan;
     }
     const Floats largest = all(448.0f);
-    const uint16_t scale = scale_of_steps(most, 448.0f);
+    const uint16_t scale = fixed != 0 ? fixed : scale_of_steps(most, 448.0f);
     const Floats divisor = all_of_half(scale);
     for (int i = 0; i < dim; i += kLanes) {
         Floats x = load(row + i) / divisor;

@@ -52,6 +52,7 @@ struct Place {
     T *key, *value;
     uint16_t* scale;  // of the key; the value's lies as many after it as a block has tokens
     KeyChannels channels;
+    uint16_t fixed_scales[2] = {0, 0};  // of fp8 keys and values; 0: rows have their own
 
     Place(const Model& model, const Step& step, int index, int row, int head) {
         const Layer& layer = model.layers[index];
@@ -66,6 +67,8 @@ struct Place {
         value = values + token * of_value;
         scale = reinterpret_cast<uint16_t*>(values + step.block_size * of_value) + token;
         channels = key_channels(model, group, layer, head);
+        if (group.fixed_scales != nullptr)
+            std::copy_n(group.fixed_scales + 2 * layer.place, 2, fixed_scales);
     }
 
     // So that storing need not wait: a few rows lie each in a block of its own.
@@ -87,6 +90,9 @@ inline void store_rows(const Model& model, const Step& step, const float* key, c
             store_some(to.key + i, load(key + i), kLanes);
             store_some(to.value + i, load(value + i), kLanes);
         }
+    } else if constexpr (std::is_same_v<T, Fp8>) {
+        *to.scale = quantize(key, dim, to.key, to.fixed_scales[0]);
+        to.scale[step.block_size] = quantize(value, dim, to.value, to.fixed_scales[1]);
     } else {
         if constexpr (std::is_same_v<T, Int4>)
             *to.scale = quantize_key(key, dim, to.channels, reinterpret_cast<Int4Pair*>(to.key));

@@ -151,7 +151,7 @@ class KvGroup(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("kv", "slots", "block_tables")),
         *((name, c_int64) for name in ("block_bytes", "head_bytes", "layer_bytes")),
-        *((name, c_void_p) for name in ("key_order", "key_scales")),
+        *((name, c_void_p) for name in ("key_order", "key_scales", "fixed_scales")),
     )
 
 

@@ -54,16 +54,22 @@ def unit(kv):
 
 
 @triton.jit
-def scales_of(first, second, kv):
+def scales_of(first, second, kv, fixed_scales, is_value, HAS_FIXED: tl.constexpr):
     """Returns the float16 scales [ROWS, 1] of fp32 rows, and what to divide by: infinity where the
-    numbers are to be zeros. Halves of the rows are in two tensors [ROWS, PAIRS]."""
+    numbers are to be zeros. Halves of the rows are in two tensors [ROWS, PAIRS].
+
+    HAS_FIXED: the scales are those of K and V in `fixed_scales`, not the rows' own.
+    """
     LARGEST: tl.constexpr = _E4M3_LARGEST if kv.dtype.element_ty == tl.uint8 else _INT8_LARGEST
     most = tl.max(tl.maximum(_size(first), _size(second)), 1)[:, None]
     is_finite = most < _INFINITY_BITS
-    largest = tl.where(is_finite, most, 0).to(tl.float32, bitcast=True)
-    wanted = tl.minimum(tl.div_rn(largest, LARGEST), _SCALE_MAX)
-    nearest = wanted.to(tl.float16)
-    bits = nearest.to(tl.int16, bitcast=True) + (nearest.to(tl.float32) < wanted).to(tl.int16)
+    if HAS_FIXED:
+        bits = tl.load(fixed_scales + is_value.to(tl.int32)).to(tl.int16, bitcast=True)
+    else:
+        largest = tl.where(is_finite, most, 0).to(tl.float32, bitcast=True)
+        wanted = tl.minimum(tl.div_rn(largest, LARGEST), _SCALE_MAX)
+        nearest = wanted.to(tl.float16)
+        bits = nearest.to(tl.int16, bitcast=True) + (nearest.to(tl.float32) < wanted).to(tl.int16)
     scales = tl.where(is_finite, bits, _HALF_NAN).to(tl.int16).to(tl.float16, bitcast=True)
     wide = scales.to(tl.float32)
     return scales, tl.where(is_finite & (wide > 0.0), wide, float("inf"))

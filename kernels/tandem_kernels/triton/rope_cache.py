@@ -30,6 +30,7 @@ def rotate_and_store(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
     scales: torch.Tensor | None = None,
+    fixed_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotated queries [T, heads, D], in the dtype of `qkv`; K and V go into the pool.
 
@@ -38,6 +39,7 @@ def rotate_and_store(
     slots     [T] int32 or int64: block id * block size + offset; negative: the token is not stored
     layer_kv  [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
     scales    [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: it has none
+    fixed_scales    [2] float16: those of all K and of all V; None: each row has its own
     q_norm, k_norm  [D]: weights of an RMS norm of each head before the rotation, with `eps`
     """
     num_kv_heads, _, block_size, head_dim = layer_kv.shape[1:]
@@ -57,6 +59,7 @@ def rotate_and_store(
         queries,
         layer_kv,
         layer_kv if scales is None else scales,
+        layer_kv if fixed_scales is None else fixed_scales,
         q_norm,
         k_norm,
         eps,
@@ -71,6 +74,7 @@ def rotate_and_store(
         BLOCK_SIZE=block_size,
         HEADS=_HEADS,
         HAS_NORM=q_norm is not None,
+        HAS_FIXED=fixed_scales is not None,
     )
     return queries
 
@@ -84,6 +88,7 @@ def _rotate_and_store(
     queries,
     kv,
     kv_scales,
+    fixed_scales,
     q_norm,
     k_norm,
     eps,
@@ -98,6 +103,7 @@ def _rotate_and_store(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_FIXED: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -139,7 +145,7 @@ def _rotate_and_store(
         dtype: tl.constexpr = queries.dtype.element_ty
         first = out_first.to(dtype).to(tl.float32)  # as the reference rounds
         second = out_second.to(dtype).to(tl.float32)
-        scales, divisors = scales_of(first, second, kv)
+        scales, divisors = scales_of(first, second, kv, fixed_scales, is_value, HAS_FIXED)
         scales_at = kv_scales + span // 2 + is_value * BLOCK_SIZE + slot % BLOCK_SIZE
         tl.store(scales_at, scales, mask=is_kept)
         tl.store(kv_at, numbers_of(first, divisors, kv), mask=is_stored)

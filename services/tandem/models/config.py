@@ -14,7 +14,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
 from tandem.models.latent import Latent, read_latent
 from tandem.models.layers import LayerSpec, read_layers
-from tandem.models.quantized.scheme import Scheme, read_scheme
+from tandem.models.quantized.scheme import Scheme, has_kv_scales, read_scheme
 from tandem.models.rope import read_ropes
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -76,6 +76,7 @@ class ModelConfig:
     is_mxfp4: bool = False  # experts are stored as blocks of 32 numbers of 4 bits and a scale
     expert_form: ExpertForm = ""  # how checkpoints name the tensors of experts
     quantization: Scheme | None = None  # of the matrices; None: they are numbers of torch_dtype
+    has_kv_scales: bool = False  # static ones for KV in fp8_e4m3
     is_fused: bool = False  # q, k and v are stored as one matrix, and so are gate and up
     latent: Latent | None = None  # attention by a latent of each token; None: by heads
     num_extra_layers: int = 0  # a checkpoint may have so many after the last one, which do not run
@@ -171,6 +172,7 @@ class ModelConfig:
             is_mxfp4=_has_own_quantization(config, family),
             expert_form=family.experts,
             quantization=None if _has_own_quantization(config, family) else read_scheme(config),
+            has_kv_scales=has_kv_scales(config),
             is_fused=family.is_fused,
             latent=latent,
             num_extra_layers=_num_extra_layers(config, family),

@@ -28,6 +28,8 @@ from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import ConfigError
 from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
 from tandem.models.source import ModelFolder
+from tandem_kernels.kv_cache import make_pool
+from tandem_kernels.kv_fp8 import FixedScales
 from tests.engine_driver import drive, drive_all, make_spec
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine import native_shapes
@@ -175,9 +177,13 @@ def test_moved_twice(bench: Bench) -> None:
         moved = again
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(
+    ("kv_dtype", "fixed"), [*((each, None) for each in KV_DTYPES), ("fp8_e4m3", (0.002, 1.0))]
+)
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-def test_the_compiled_decoder_writes_torchs_bytes(instructions: str, kv_dtype: KvDtype) -> None:
+def test_the_compiled_decoder_writes_torchs_bytes(
+    instructions: str, kv_dtype: KvDtype, fixed: tuple[float, float] | None
+) -> None:
     """First tokens of sequences, in a model whose first layer has K and V that are exact in fp32:
     of ordinary size, of scales below float16's normal numbers, large, and zeros."""
     shape = replace(native_shapes.BASE, kv=kv_dtype, num_threads=2)
@@ -197,6 +203,9 @@ def test_the_compiled_decoder_writes_torchs_bytes(instructions: str, kv_dtype: K
     tokens = list(range(shape.vocab))
     batch = StepBatch([SequenceSlice([token], 1, [token], True) for token in tokens])
     ours, theirs = native_shapes.pool(shape, len(tokens)), native_shapes.pool(shape, len(tokens))
+    if fixed:
+        static = FixedScales(torch.tensor([fixed, fixed[::-1]], dtype=torch.float16))
+        ours, theirs = (make_pool(pool.memory, pool.layout, static) for pool in (ours, theirs))
     NativeDecoder(config, weights, num_threads=2, instructions=instructions).forward(batch, [ours])
     TorchSteps(config, weights, "fast").forward(batch, [theirs])
     parts = [

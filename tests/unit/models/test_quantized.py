@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.engine.executor.weights import Mlp, load_weights
 from tandem.errors import UnsupportedModel
-from tandem.models.quantized.scheme import Scheme, read_scheme
+from tandem.models.quantized.scheme import Scheme, has_kv_scales, read_scheme
 from tandem.models.quantized.tensors import Coded
 from tandem.models.source import read_folder
 from tests.tiny_models import make_tiny_model
@@ -57,6 +57,8 @@ INT8 = compressed(num_bits=8, type="int", strategy="channel", symmetric=True) | 
 INT4 = compressed(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=True) | {
     "format": "pack-quantized"
 }
+MODEL_OPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+STATIC_KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
 
@@ -77,6 +79,7 @@ def test_fp8_with_a_scale() -> None:
     weight = torch.randn(NUM_OUT, NUM_IN, generator=CHANCE).to(torch.float8_e4m3fn)
     check(FP8, weight.float() * 0.5, weight=weight, weight_scale=torch.tensor(0.5))
     scales = floats(NUM_OUT, 1)
+    check(MODEL_OPT, weight.float() * 0.5, weight=weight, weight_scale=torch.tensor(0.5))
     check(FLOAT, weight.float() * scales, weight=weight, weight_scale=scales)
 
 
@@ -150,9 +153,9 @@ def test_awq() -> None:
         ({}, ""),
         ([1], "it must be an object"),
         (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2'"),
+        (MODEL_OPT | {"quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"),
         (BLOCK_FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
         (INT8 | {"format": "marlin-24"}, "format is 'marlin-24'"),
-        (INT8 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (INT8 | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format"),
         (INT8 | {"config_groups": {}}, "config_groups must have one group"),
         (INT4 | compressed(num_bits=3, type="int", strategy="group"), "weights.num_bits is 3"),
@@ -174,6 +177,37 @@ def test_what_is_unknown_is_refused_by_the_name_of_its_flag(quantization: Any, f
         return
     with pytest.raises(UnsupportedModel, match=rf"quantization_config.*{flag}"):
         read_scheme({"quantization_config": quantization})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "has_scales"),
+    [
+        ({"num_bits": 8, "type": "float"}, True),
+        (STATIC_KV, True),
+        (STATIC_KV | {"dynamic": True}, False),
+        ({}, False),
+        (None, False),
+        (STATIC_KV | {"type": "int"}, r"kv_cache_scheme\.type is 'int'; supported are float"),
+        (STATIC_KV | {"num_bits": 4}, r"kv_cache_scheme\.num_bits is 4"),
+        (STATIC_KV | {"strategy": "attn_head"}, r"kv_cache_scheme\.strategy is 'attn_head'"),
+        (STATIC_KV | {"symmetric": False}, r"kv_cache_scheme\.symmetric is False"),
+        ("fp8", "kv_cache_scheme is 'fp8'; it must be an object"),
+    ],
+)
+@pytest.mark.parametrize("quantization", [FP8, INT8, MODEL_OPT])
+def test_schemes_of_kv(quantization: dict[str, Any], scheme: Any, has_scales: bool | str) -> None:
+    config = {"quantization_config": quantization | {"kv_cache_scheme": scheme}}
+    assert read_scheme(config) == scheme_of(quantization)
+    if isinstance(has_scales, bool):
+        assert has_kv_scales(config) == has_scales
+        return
+    with pytest.raises(UnsupportedModel, match=has_scales):
+        has_kv_scales(config)
+
+
+def test_kv_alone_may_be_quantized() -> None:
+    config = {"quant_method": "compressed-tensors", "kv_cache_scheme": STATIC_KV}
+    assert read_scheme({"quantization_config": config | {"config_groups": {}}}) is None
 
 
 @pytest.mark.parametrize(

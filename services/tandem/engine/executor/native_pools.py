@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import Array
 
-from tandem_kernels.kv_cache import KvPool
-from tandem_kernels.kv_int4_keys import KeyChannels
+from tandem_kernels.kv_cache import KvPool, StaticKv
+from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.native.library import Kind, KvGroup
 
 KV_KINDS = {
@@ -28,14 +28,16 @@ def kv_groups_of(pools: Sequence[KvPool]) -> Array[KvGroup]:
                 block_bytes=pool.layout.block_bytes,
                 head_bytes=pool.layout.head_bytes,
                 layer_bytes=pool.layout.layer_bytes,
-                **_channel_fields(pool.key_channels),
+                **_static_fields(pool.static),
             )
             for pool in pools
         )
     )
 
 
-def _channel_fields(channels: KeyChannels | None) -> dict[str, int]:
-    if channels is None:
+def _static_fields(static: StaticKv | None) -> dict[str, int]:
+    if static is None:
         return {}
-    return {"key_order": channels.order.data_ptr(), "key_scales": channels.scales.data_ptr()}
+    if isinstance(static, FixedScales):
+        return {"fixed_scales": static.scales.data_ptr()}
+    return {"key_order": static.order.data_ptr(), "key_scales": static.scales.data_ptr()}

@@ -24,6 +24,7 @@ from tandem.engine.cache.kv_groups import (
 )
 from tandem.engine.cache.pool_memory import own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
+from tandem.engine.executor.kv_scales import fixed_scales
 from tandem.engine.executor.lora_weights import LoraWeights, load_lora
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.native_lora import PackedLora
@@ -33,8 +34,7 @@ from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
 from tandem.memory import Memory, keeps_quantized, read_memory, why_too_much, worker_need
 from tandem.models.source import ModelFolder
-from tandem_kernels.kv_cache import KvPool, make_pool
-from tandem_kernels.kv_int4_keys import KeyChannels
+from tandem_kernels.kv_cache import KvPool, StaticKv, make_pool
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
@@ -97,13 +97,9 @@ class ModelRunner:
         need = worker_need(config, folder, dtype=dtype_name, kernels=kernels)
         if too_much := why_too_much(need, 1, _free_memory(self.device)):
             raise ConfigError(too_much)
-        self._key_channels: KeyChannels | None = None
-        if self._kv_dtype == "int4":
-            # It imports a tokenizer, which the benchmarks of a GPU need not have.
-            from tandem.engine.executor.kv_calibration import key_channels
-
-            self._key_channels = key_channels(folder)
-            self.kv_dtype_name = f"int4-{self._key_channels.digest}"
+        self._static_kv = _static_kv(folder, self._kv_dtype)
+        if self._static_kv is not None:
+            self.kv_dtype_name = f"{self._kv_dtype}-{self._static_kv.digest}"
         weights = load_weights(
             folder.weight_files,
             model,
@@ -163,18 +159,16 @@ class ModelRunner:
             self.kv = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(self.kv, [group.layout.pool_bytes for group in layout.groups])
         self.pools = [
-            make_pool(
-                part.view(group.layout.num_blocks, -1), group.layout, self._channels_of(group)
-            )
+            make_pool(part.view(group.layout.num_blocks, -1), group.layout, self._static_of(group))
             for part, group in zip(parts, layout.groups, strict=True)
         ]
         if self._triton is not None:
             self._triton.prepare(self.pools)
 
-    def _channels_of(self, group: KvGroup) -> KeyChannels | None:
-        if self._key_channels is None:
+    def _static_of(self, group: KvGroup) -> StaticKv | None:
+        if self._static_kv is None:
             return None
-        return self._key_channels.of_layers(list(group.layers), self.device)
+        return self._static_kv.of_layers(list(group.layers), self.device)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copies the KV of blocks. A block is one span, and the copies are in the order of the
@@ -239,6 +233,22 @@ class ModelRunner:
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
         """Returns what some rows of the last step's logits were made of."""
         return self._last.final_hidden(rows)
+
+
+def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
+    if kv_dtype == "int4":
+        # It imports a tokenizer, which the benchmarks of a GPU need not have.
+        from tandem.engine.executor.kv_calibration import key_channels
+
+        return key_channels(folder)
+    if kv_dtype == "fp8_e4m3":
+        return fixed_scales(folder)
+    if folder.config.has_kv_scales:
+        log.warning(
+            "the checkpoint's scales of KV are not used: kv-dtype is %s, and they are for fp8_e4m3",
+            kv_dtype,
+        )
+    return None
 
 
 def _choose_device(wanted: str) -> torch.device:

@@ -97,6 +97,7 @@ class TritonDecoder:
                 k_norm=layer.k_norm if has_head_norms else None,
                 eps=eps,
                 scales=layer_kv.scales,
+                fixed_scales=layer_kv.fixed_scales,
             )
             if layer is self._weights.layers[-1]:
                 on_kv_launched()
@@ -182,7 +183,7 @@ class TritonDecoder:
         block_tables = step.block_tables[group]
         num_single = step.shape.num_single
         scale, cap = self._config.attention_scale, self._config.attention_cap
-        numbers, scales = layer_kv
+        numbers, scales, _ = layer_kv
         parts = []
         if num_single:
             num_splits = choose_num_splits(

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from tandem.engine.executor.expert_weights import ExpertNames, Shapes
 from tandem.engine.executor.file_pages import FilePages
+from tandem.engine.executor.kv_scales import is_kv_scale
 from tandem.engine.executor.latent_weights import LatentWeights, RotatedRows, token_products
 from tandem.engine.executor.mxfp4 import dequantize
 from tandem.engine.executor.weight_shapes import (
@@ -148,7 +149,8 @@ def _check(stored: Stored, expected: Shapes, config: ModelConfig) -> None:
         raise UnsupportedModel(f"the checkpoint lacks {_named(missing)}, which its config implies")
     surplus = {name for name in stored.keys() - expected.keys() if not _DERIVED.fullmatch(name)}
     extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
-    surplus = {name for name in surplus if not name.startswith(tuple(map(_layer_start, extra)))}
+    left = tuple(map(_layer_start, extra))
+    surplus = {name for name in surplus if not (is_kv_scale(name) or name.startswith(left))}
     if config.tie_word_embeddings:
         surplus.discard(OUTPUT)  # some checkpoints store the tied matrix twice
     if surplus:

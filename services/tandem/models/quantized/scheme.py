@@ -1,7 +1,7 @@
 """Reads from `quantization_config` of config.json how a checkpoint's matrices are quantized.
 
-Methods: fp8, compressed-tensors, gptq and awq. Whatever would change a number and is not known here
-is refused by the name of its flag, before any weight is read. Loads no torch.
+Methods: fp8, modelopt, compressed-tensors, gptq and awq. Whatever would change a number and is not
+known here is refused by the name of its flag, before any weight is read. Loads no torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ from tandem.errors import UnsupportedModel
 
 Coding = Literal["scaled", "packed", "gptq", "awq"]
 _FLAG = "quantization_config"
-_METHODS = ("fp8", "compressed-tensors", "gptq", "awq")
+_METHODS = ("fp8", "modelopt", "compressed-tensors", "gptq", "awq")
 _FORMATS: Mapping[str, tuple[Coding, str, int]] = {  # of compressed-tensors: coding, type, bits
     "float-quantized": ("scaled", "float", 8),
     "int-quantized": ("scaled", "int", 8),
     "pack-quantized": ("packed", "int", 4),
 }
 _GROUP_SIZES = (32, 64, 128)
+_KV_FLAGS: Mapping[str, tuple[Any, ...]] = {  # of kv_cache_scheme: fp8_e4m3, a scale a layer
+    "num_bits": (8,),
+    "type": ("float",),
+    "strategy": ("tensor", None),
+    "symmetric": (True, None),
+    "dynamic": (False, True, None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,9 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     method = given.get("quant_method", "an unnamed method")
     if method == "fp8":
         return _fp8(given)
+    if method == "modelopt":
+        _demand(given, "quant_algo", ("FP8",))
+        return Scheme("scaled", 8, is_float=True)
     if method == "compressed-tensors":
         return _compressed_tensors(given)
     if method == "gptq":
@@ -62,6 +72,20 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     )
 
 
+def has_kv_scales(config: Mapping[str, Any]) -> bool:
+    """Returns whether the config says that the checkpoint has static scales for KV in fp8_e4m3.
+    Raises UnsupportedModel for another form of KV."""
+    given = config.get(_FLAG)
+    scheme = given.get("kv_cache_scheme") if isinstance(given, dict) else None
+    if scheme is None or scheme == {}:
+        return False
+    if not isinstance(scheme, dict):
+        raise UnsupportedModel(f"{_FLAG}: kv_cache_scheme is {scheme!r:.80}; it must be an object")
+    for flag, allowed in _KV_FLAGS.items():
+        _demand(scheme, flag, allowed, f"kv_cache_scheme.{flag}")
+    return scheme.get("dynamic") is not True
+
+
 def _fp8(given: Mapping[str, Any]) -> Scheme:
     _demand(given, "fmt", ("e4m3", None))
     block = given.get("weight_block_size")
@@ -72,11 +96,12 @@ def _fp8(given: Mapping[str, Any]) -> Scheme:
     return Scheme("scaled", 8, is_float=True, block=(128, 128))
 
 
-def _compressed_tensors(given: Mapping[str, Any]) -> Scheme:
+def _compressed_tensors(given: Mapping[str, Any]) -> Scheme | None:
+    if given.get("kv_cache_scheme") and not given.get("config_groups"):
+        return None  # weights are as they were
     found = _demand(given, "format", tuple(_FORMATS))
     coding, kind, bits = _FORMATS[found]
-    for flag in ("kv_cache_scheme", "transform_config"):
-        _demand(given, flag, (None, {}))
+    _demand(given, "transform_config", (None, {}))
     sparsity = given.get("sparsity_config") or {}
     _demand(sparsity, "format", (None, "dense"), "sparsity_config.format")
     groups = given.get("config_groups")

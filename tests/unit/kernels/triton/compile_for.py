@@ -120,8 +120,9 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
             rope_cache._rotate_and_store,
             dict.fromkeys(("qkv", "queries", "kv", "kv_scales", "q_norm", "k_norm"), "*bf16")
             | kv
+            | {"fixed_scales": "*fp16"}
             | {"cosines": "*fp32", "sines": "*fp32", "slots": "*i64", "eps": "fp32"},
-            HEADS | {"HAS_NORM": True},
+            HEADS | {"HAS_NORM": True, "HAS_FIXED": kv is E4M3},
         )
         for kv in ({}, INT8, E4M3)
     ),

@@ -8,6 +8,8 @@ from torch.nn.functional import gelu, silu
 
 from tandem.engine.cache.layout import BlockLayout
 from tandem_kernels import norm, rope
+from tandem_kernels.kv_cache import make_pool
+from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.triton.activation import gated_mul
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
 from tandem_kernels.triton.rope_cache import rotate_and_store
@@ -106,16 +108,28 @@ def test_rotation_and_cache_write(
     assert_close(kv, expected_kv)
 
 
-@pytest.mark.parametrize("positions", [[0] * 7, [5, 0, 300, 7, 99999, 3, 1]], ids=["0", "any"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    ("dtype", "positions"),
+    [  # at position 0 nothing is rounded: the interpreter rounds bfloat16 in another way
+        (torch.float32, [5, 0, 300, 7, 99999, 3, 1]),
+        (torch.float32, [0] * 7),
+        (torch.bfloat16, [0] * 7),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kv_dtype", "fixed"), [("int8", None), ("fp8_e4m3", None), ("fp8_e4m3", (0.002, 0.7))]
+)
 def test_a_quantized_pool_gets_the_references_bytes(
-    kv_dtype: str, dtype: torch.dtype, positions: list[int], device: torch.device
+    kv_dtype: str,
+    fixed: tuple[float, float] | None,
+    dtype: torch.dtype,
+    positions: list[int],
+    device: torch.device,
 ) -> None:
     """Rows of ordinary size, of scales below float16's normal numbers, large, zeros, and rows with
     a number that is not finite."""
-    if any(positions) and (device.type == "cuda" or dtype == torch.bfloat16):
-        pytest.skip("compiled sums are fused, and Triton's interpreter rounds bfloat16 otherwise")
+    if any(positions) and device.type == "cuda":
+        pytest.skip("compiled, products and sums are fused")
     num_heads, num_kv_heads, head_dim, block_size, layer = 7, 3, 80, 12, 1
     slots = torch.tensor([41, -1, 0, 23, 12, 7, 8], device=device)
     sizes = torch.tensor([1.0, 1.0, 1e-4, 1e4, 1e-7, 0.0, 3.0], device=device).view(-1, 1, 1)
@@ -123,17 +137,25 @@ def test_a_quantized_pool_gets_the_references_bytes(
     qkv = randn(len(slots), heads, head_dim, dtype=torch.float32, device=device) * sizes
     qkv[6, num_heads, 3], qkv[6, num_heads + 4, 70] = torch.inf, torch.nan
     qkv = qkv.to(dtype)
-    ours, theirs = (
-        empty_pool(BlockLayout(4, num_kv_heads, 2, block_size, head_dim, kv_dtype), device)
-        for _ in range(2)
-    )
+    layout = BlockLayout(4, num_kv_heads, 2, block_size, head_dim, kv_dtype)
+    scales_of_layers = torch.tensor([(1.0, 1.0), fixed or (1.0, 1.0)], dtype=torch.float16)
+    static = FixedScales(scales_of_layers.to(device)) if fixed else None
+    ours, theirs = (make_pool(empty_pool(layout, device).memory, layout, static) for _ in range(2))
     frequencies = rope.rotary_frequencies(head_dim, 10_000.0).to(device)
     angles = rope.rotary_angles(torch.tensor(positions, device=device), frequencies, 1.0)
-    numbers, scales = ours.layer(layer)
-    rotate_and_store(qkv.flatten(1), angles, slots, numbers, num_heads=num_heads, scales=scales)
+    numbers, scales, fixed_scales = ours.layer(layer)
+    rotate_and_store(
+        qkv.flatten(1),
+        angles,
+        slots,
+        numbers,
+        num_heads=num_heads,
+        scales=scales,
+        fixed_scales=fixed_scales,
+    )
     _, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     kept = slots >= 0
     rows = theirs.token_rows(slots[kept] // block_size, slots[kept] % block_size)
     theirs.write(layer, rows, rope.rotate(k, angles)[kept], v[kept])
     assert torch.equal(ours.memory, theirs.memory)
-    assert int(theirs.memory.count_nonzero()) > 4 * 2 * num_kv_heads * head_dim * 0.9
+    assert int(theirs.memory.count_nonzero()) > 3 * 2 * num_kv_heads * head_dim * 0.8
