@@ -1,4 +1,4 @@
-"""What loading a model adds to a process: its tensors once, and few more while it loads."""
+"""A process that loads a model grows by its tensors once, and by few more while it loads."""
 
 from __future__ import annotations
 
