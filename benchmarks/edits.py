@@ -26,7 +26,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.sampler import StepSampler, next_draw
 from tandem.engine.runner_protocol import Runner
-from tandem.engine.scheduler.scheduler import Chunk
+from tandem.engine.scheduler.schedule import Chunk
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.grammars.compiler import GrammarCompiler

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tandem.config.engine import EngineConfig
+from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.engine import Engine
+from tandem.engine.tiers.io_thread import IoThread, JobThread
+from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode, NewTokens, SamplingParams, SequenceSpec, StepReport
 from tests.toy_runner import ToyRunner
 
 
 def make_engine(
-    *, num_blocks: int = 16, block_size: int = 4, max_model_len: int = 1000, **settings: Any
+    *,
+    num_blocks: int = 16,
+    block_size: int = 4,
+    max_model_len: int = 1000,
+    start_thread: Callable[[str], JobThread] = IoThread,
+    **settings: Any,
 ) -> tuple[Engine, ToyRunner]:
     settings.setdefault("itl_target_s", 0.0)  # what a step has does not depend on the clock
     runner = ToyRunner(block_size=block_size, max_model_len=max_model_len)
     config = EngineConfig(model="toy", block_size=block_size, num_blocks=num_blocks, **settings)
-    return Engine(config, runner, "toy"), runner
+    return Engine(config, runner, "toy", start_thread=start_thread), runner
+
+
+def no_tiers(pool: BlockPool) -> Tiers:
+    return Tiers(pool, np.empty((0, 0), np.uint8), [])
 
 
 def make_spec(

@@ -83,6 +83,9 @@ def worker_need(
             has_values = shape.latent is None
             part_bytes = kv_part_bytes(kv_dtype, config.block_size, shape.head_dim, has_values)
             pool_bytes = config.num_blocks * shape.num_layers * shape.num_kv_heads * part_bytes
+    if config.kv_host_bytes:
+        option += f" --kv-host-memory {config.kv_host_bytes}"
+        pool_bytes += config.kv_host_bytes
     if model is None:
         return Need(option, pool_bytes, 0)
     is_stored = not (model.is_gguf or model.config.quantization or model.config.is_mxfp4)

@@ -12,7 +12,7 @@ from cyclopts import Parameter, Token
 
 from tandem.config.groups import ENGINE, ModelName, ModelRevision
 from tandem.errors import ConfigError
-from tandem.options import Constant, Count, Options, Positive, PositiveOrNone, Seconds
+from tandem.options import Constant, Count, Options, Positive, PositiveOrNone, Seconds, Text
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -82,6 +82,12 @@ class EngineOptions(Options):
     """Memory of a worker's KV pool, in bytes."""
     num_blocks: PositiveOrNone = None
     """Number of blocks in the KV pool, instead of --kv-memory. 0: by memory."""
+    kv_host_bytes: Annotated[Count, Parameter(name="--kv-host-memory")] = 0
+    """Host memory for copies of KV blocks that leave the pool, in bytes. 0: none."""
+    kv_disk_path: Text = ""
+    """Folder for copies of KV blocks on disk, in which each worker has its own. Default: none."""
+    kv_disk_bytes: Annotated[Positive, Parameter(name="--kv-disk-size")] = 16 << 30
+    """Largest size of a worker's copies on disk, in bytes."""
     max_model_len: PositiveOrNone = None
     """Largest number of tokens in a sequence. 0: what the model was trained for."""
     max_num_seqs: Positive = 64
@@ -102,6 +108,11 @@ class EngineOptions(Options):
     """Largest number of waiting sequences; a worker refuses further ones."""
     num_threads: Annotated[Positive, Parameter(name="--threads")] = 1
     """Number of threads of a worker's engine."""
+
+    @property
+    def has_tiers(self) -> bool:
+        """True if blocks that leave the pool are kept somewhere."""
+        return bool(self.kv_host_bytes or self.kv_disk_path)
 
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):

@@ -7,7 +7,7 @@ The states of a sequence are in sequence.py, those of a block in block_pool.py.
 """
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import count
 
@@ -19,6 +19,7 @@ from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.kv_groups import divide_pool
 from tandem.engine.executor.sampler import StepSampler
+from tandem.engine.live_sequences import LiveSequences
 from tandem.engine.load import measure_load
 from tandem.engine.new_sequences import NewSequences
 from tandem.engine.peer_blocks import PeerBlocks
@@ -26,8 +27,11 @@ from tandem.engine.report import PendingReport
 from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.scheduler.running_slots import STEP_SHARE
-from tandem.engine.scheduler.scheduler import Chunk, Schedule, Scheduler
+from tandem.engine.scheduler.schedule import Chunk, Schedule
+from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status, finish_reason
+from tandem.engine.tiers.io_thread import IoThread, JobThread
+from tandem.engine.tiers.make_tiers import make_tiers
 from tandem.engine.types import EngineLoad, Mode, OnFinal, SequenceSpec, StepReport, TokenLogprobs
 from tandem.errors import BadRequest, InternalError, QueueFull, TandemError
 from tandem.grammars.compiler import GrammarCompiler
@@ -42,8 +46,10 @@ class Engine:
         runner: Runner,
         model_fingerprint: str,
         compiler: GrammarCompiler | None = None,
+        start_thread: Callable[[str], JobThread] = IoThread,
     ) -> None:
-        """Allocates the KV pool. Without `compiler` grammars are refused. Raises ConfigError."""
+        """Allocates the KV pool. Without `compiler` grammars are refused. `start_thread` starts the
+        threads of the tiers below the pool. Raises ConfigError."""
         self.max_model_len = runner.max_model_len
         self.max_tokens_per_step = config.max_tokens_per_step or runner.tokens_per_step
         self.layout = divide_pool(runner.layout, config, step_tokens=self.max_tokens_per_step)
@@ -60,8 +66,13 @@ class Engine:
             vocab_size=runner.vocab_size,
             check_adapter=self._adapters.check,
         )
+        self._grammars = GrammarMasks(compiler, runner.vocab_size)
         self._kv = KvCache(self.layout)
         self.unmeasured_rates = self.layout.rates(self.max_tokens_per_step)
+        self._new_sequences = new = NewSequences(
+            runner, model_fingerprint, self.layout.block_size, self._grammars
+        )
+        self._tiers = make_tiers(config, self._kv, runner.kv, new.identity, start_thread)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
         self._step_time = StepTimeModel(min(limits_s, default=0.0))
         # Each decodes a token in every step, and one is left for a prompt.
@@ -73,28 +84,29 @@ class Engine:
             max_tokens_per_step=self.max_tokens_per_step,
             itl_limit_s=config.itl_limit_s,
             adapters=self._adapters,
+            tiers=self._tiers,
         )
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences = LiveSequences()
         self._peer_blocks = PeerBlocks(self._kv)
         self._pending = PendingReport(self.layout)
-        self._grammars = GrammarMasks(compiler, runner.vocab_size)
-        self._new_sequences = NewSequences(
-            runner, model_fingerprint, self.layout.block_size, self._grammars
-        )
         self._arrivals, self._steps = count(1), count(1)
 
     def step(self, on_final: OnFinal | None = None) -> StepReport:
         """Runs the model once and answers all that happened since the step before.
 
-        Blocks that consumers wait for go to `on_final` as soon as they are final, while the step is
-        still on its way to the tokens; without it they are in the report.
+        Blocks that consumers wait for go to `on_final` as soon as they are final, before the
+        tokens; without it they are in the report.
         """
         started = time.perf_counter()
         work = StepWork()
         self._settle_adapters()
+        self._tiers.turn()
+        loaded = self._settle_loads()
         schedule = self._scheduler.schedule()
         self._runner.copy_blocks(schedule.copies)
-        for sequence in schedule.admitted:
+        for sequence in schedule.loads:
+            self._tiers.load(sequence.sequence_id, *sequence.blocks_to_load)
+        for sequence in (*loaded, *schedule.admitted):
             self._pending.admitted(sequence)
         self._pending.tell_final(on_final)
         # Peers wait for what admission found out: tell them first, compute in the next step.
@@ -115,7 +127,7 @@ class Engine:
 
     def start_local_prefill(self, sequence_id: str) -> None:
         """Computes a WAITING_FOR_REMOTE_KV sequence here after all; no block of it is filled."""
-        self._scheduler.start_here(self._awaiting_all(sequence_id))
+        self._scheduler.start_here(self._sequences.awaiting_all(sequence_id))
 
     def restart(self, spec: SequenceSpec, unsafe_blocks: Collection[int] = ()) -> None:
         """Gives up pulled KV: the sequence waits again with `spec`, by its age at the queue's head.
@@ -123,7 +135,7 @@ class Engine:
         `unsafe_blocks` are its blocks that a read may still write; they are quarantined. Raises as
         `add` does, except QueueFull; the sequence is gone then.
         """
-        old = self._find(spec.sequence_id)
+        old = self._sequences.find(spec.sequence_id)
         if Mode.PREFILL_ONLY in (old.mode, spec.mode):
             raise InternalError(f"sequence {spec.sequence_id} is for a peer and cannot restart")
         self._drop(old, unsafe_blocks)
@@ -137,9 +149,8 @@ class Engine:
         """Moves a WAITING_FOR_REMOTE_KV sequence, whose KV is all in place and trusted, to decode.
 
         The first token is with the client already: it is not reported again, only an end that it
-        may bring.
-        """
-        sequence = self._awaiting_all(sequence_id)
+        may bring."""
+        sequence = self._sequences.awaiting_all(sequence_id)
         sequence.num_computed_tokens = sequence.num_tokens
         self._store_full_blocks(sequence)
         sequence.append(first_token_id)
@@ -156,7 +167,7 @@ class Engine:
         and others take their place. Raises QueueFull when there are none, and InternalError for
         blocks that cannot be trusted; the sequence is gone then.
         """
-        sequence = self._awaiting(sequence_id)
+        sequence = self._sequences.awaiting(sequence_id)
         if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(f"sequence {sequence_id} awaits all its KV, not a prefix")
         try:
@@ -218,14 +229,14 @@ class Engine:
         return self._kv.block_hashes(first, end)
 
     def reset_prefix_cache(self) -> int:
-        """Drops all blocks that nobody uses; returns how many. Blocks in use stay as they are."""
+        """Drops blocks that nobody uses, and copies in tiers; returns how many blocks."""
+        self._tiers.reset()
         return self._kv.drop_cached()
 
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
         """Ends a sequence or chain in any state and frees its blocks; an unknown one is no error.
 
-        It is not heard of again, also when it just ended and that was not reported yet.
-        """
+        It is not heard of again, also when it just ended and that was not reported yet."""
         if sequence_id in self._sequences:
             self._drop(self._sequences[sequence_id], unsafe_blocks)
         elif sequence_id in self._peer_blocks:
@@ -240,25 +251,31 @@ class Engine:
         """The block table of a sequence or chain; while KV is awaited it stays as it is."""
         if sequence_id in self._peer_blocks:
             return self._peer_blocks.block_ids(sequence_id)
-        return self._kv.global_ids(self._find(sequence_id).tables)
+        return self._kv.global_ids(self._sequences.find(sequence_id).tables)
 
     def has_work(self) -> bool:
         has_news = self._pending.has_news or self._kv.has_events or self._adapters.has_news
-        return has_news or self._scheduler.has_work()
+        return has_news or self._tiers.has_news or self._scheduler.has_work()
 
     def awaits_threads(self) -> bool:
-        """Returns True while a grammar or an adapter is made: `has_work` may turn True then."""
-        return self._scheduler.awaits_threads()
+        """Returns True while threads make a grammar or an adapter, or move blocks of a tier:
+        `has_work` may turn True then."""
+        return self._scheduler.awaits_threads() or self._tiers.is_busy
 
     def load(self) -> EngineLoad:
-        parts = self._scheduler, self._peer_blocks, self._kv, self._adapters
-        return measure_load(self._sequences.values(), *parts)
+        others = self._kv, self._adapters, self._tiers
+        return measure_load(self._sequences.values(), self._scheduler, self._peer_blocks, *others)
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is wrong with the blocks or the queues."""
-        sequences = self._sequences.values()
-        self._kv.check_integrity([*(s.tables for s in sequences), *self._peer_blocks.tables])
-        self._scheduler.check_integrity(sequences)
+        tables = [s.tables for s in self._sequences.values()]
+        self._kv.check_integrity([*tables, *self._peer_blocks.tables])
+        self._scheduler.check_integrity(self._sequences.values())
+        self._tiers.check_integrity()
+
+    def close(self) -> None:
+        """Ends the tiers' threads, which first write what has no copy, for a few seconds."""
+        self._tiers.close()
 
     def _enter(self, sequence: Sequence) -> None:
         self._sequences[sequence.sequence_id] = sequence
@@ -275,6 +292,19 @@ class Engine:
         if reason:
             self._drop(sequence)
         return bool(reason)
+
+    def _settle_loads(self) -> list[Sequence]:
+        """Returns the sequences whose loads ended. What did not come is computed."""
+        loaded = []
+        for load in self._tiers.take_ended():
+            sequence = self._sequences[load.sequence_id]
+            sequence.take_loaded(load.first_block + load.num_read)
+            self._store_full_blocks(sequence)
+            self._scheduler.enter(sequence)
+            loaded.append(sequence)
+        for name in self._tiers.find_stalled():
+            self._scheduler.compute_instead(self._sequences[name], self._tiers.give_up(name))
+        return loaded
 
     def _settle_adapters(self) -> None:
         errors = self._adapters.settle()
@@ -332,23 +362,11 @@ class Engine:
             self._end_if_over(sequence, *new, logprobs=logprobs)
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
-        """Lets others find what became full. A block that is there already takes its place."""
-        num_full_blocks = sequence.num_computed_tokens // sequence.block_size
-        if num_full_blocks > sequence.num_stored_blocks:
-            self._kv.store(
-                sequence.tables,
-                sequence.block_hashes,
-                chain_root=sequence.chain_root,
-                first=sequence.num_stored_blocks,
-                last=num_full_blocks,
-                block_tokens=sequence.block_tokens if self._config.report_block_tokens else None,
-            )
-            sequence.num_stored_blocks = num_full_blocks
-        if self._kv.has_windows:
-            self._kv.pass_by(sequence.tables, sequence.num_passed_tokens)
+        sequence.store_full_blocks(self._kv, with_tokens=self._config.report_block_tokens)
 
     def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
         """The one place where a sequence leaves the engine and its blocks are freed."""
+        unsafe_blocks = [*unsafe_blocks, *self._tiers.give_up(sequence.sequence_id)]
         own = self._kv.global_ids(sequence.tables, sequence.num_stored_blocks)
         check_own(sequence.sequence_id, own, unsafe_blocks)
         del self._sequences[sequence.sequence_id]
@@ -369,23 +387,6 @@ class Engine:
                 f"{num_queued} requests wait already; the queue holds {self._config.queue_max}",
                 retry_after_s=1.0,
             )
-
-    def _find(self, sequence_id: str) -> Sequence:
-        if sequence_id not in self._sequences:
-            raise InternalError(f"no sequence {sequence_id} is on this engine")
-        return self._sequences[sequence_id]
-
-    def _awaiting(self, sequence_id: str) -> Sequence:
-        sequence = self._find(sequence_id)
-        if sequence.status is not Status.WAITING_FOR_KV:
-            raise InternalError(f"sequence {sequence_id} is {sequence.status.value}, not awaiting")
-        return sequence
-
-    def _awaiting_all(self, sequence_id: str) -> Sequence:
-        sequence = self._awaiting(sequence_id)
-        if sequence.mode is not Mode.WAITING_FOR_REMOTE_KV:
-            raise InternalError(f"sequence {sequence_id} awaits its prefix, not all its KV")
-        return sequence
 
     def _take_report(self, work: StepWork, started: float) -> StepReport:
         seconds = time.perf_counter() - started

@@ -7,6 +7,7 @@ from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence
+from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import AdapterLoad, EngineLoad, Mode
 
 
@@ -16,13 +17,15 @@ def measure_load(
     peer_blocks: PeerBlocks,
     kv: KvCache,
     adapters: AdapterSlots,
+    tiers: Tiers,
 ) -> EngineLoad:
     """A sequence counts once: as waiting, awaiting KV, running, or computed (to be) for a peer.
 
-    A held chain is for a peer, an imported one awaits KV.
+    A held chain is for a peer; an imported one and one that is LOADING await KV.
     """
     num_running = sum(s.mode is not Mode.PREFILL_ONLY for s in scheduler.running)
-    num_waiting, num_awaiting = len(scheduler.waiting), len(scheduler.awaiting)
+    num_waiting = len(scheduler.waiting)
+    num_awaiting = len(scheduler.awaiting) + len(scheduler.loading)
     num_imports = peer_blocks.num_imports
     num_prefill_only = len(sequences) - num_running - num_waiting - num_awaiting
     return EngineLoad(
@@ -37,11 +40,14 @@ def measure_load(
         blocks_free=sum(pool.num_free for pool in kv.pools),
         blocks_used=sum(pool.num_used for pool in kv.pools),
         blocks_cached=sum(pool.num_cached for pool in kv.pools),
-        blocks_quarantined=kv.num_quarantined,
+        blocks_quarantined=kv.num_quarantined - tiers.num_fenced,
+        blocks_leaving=sum(pool.num_leaving for pool in kv.pools) + tiers.num_fenced,
+        blocks_dropped=sum(pool.num_dropped for pool in kv.pools),
         tokens_wasted=sum(
             max(0, len(s.block_table) * s.block_size - s.num_tokens) for s in sequences
         ),
         adapters=_measure_adapters(sequences, adapters),
+        tiers=tiers.loads(),
     )
 
 

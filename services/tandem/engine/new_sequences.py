@@ -29,6 +29,11 @@ class NewSequences:
         self._vocab_size = runner.vocab_size
         self._grammars = grammars
 
+    @property
+    def identity(self) -> str:
+        """Names what the KV of all sequences depends on."""
+        return self._root().hex()
+
     def make(self, spec: SequenceSpec, arrival: int) -> Sequence:
         """Returns the sequence of a spec that was checked."""
         root = self._root(cache_salt=spec.cache_salt, adapter=digest_of(spec.adapter))

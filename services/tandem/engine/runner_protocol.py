@@ -22,6 +22,8 @@ class Runner(AdapterRunner, Protocol):
     vocab_size: int  # token ids are below it
     tokens_per_step: int  # the token budget of a step that suits the device
 
+    kv: torch.Tensor  # all pools, one after the other; after `allocate`
+
     def layout(self, *num_blocks: int) -> KvLayout:
         """Returns the layout of pools with so many blocks for each KV group; by default one."""
 

@@ -3,6 +3,8 @@
     WAITING ---admit---> RUNNING ---(finish)---> gone                 Mode.LOCAL
        |  ^                 |  `--(computed)---> HELD --remove--> gone  Mode.PREFILL_ONLY
        |  '----preempt------'
+       |---admit---> LOADING --all loaded, or what could be--> RUNNING or WAITING_FOR_KV
+       |                 `--stalled--> WAITING, and LOADING no more
        `---admit---> WAITING_FOR_KV --commit or start_local_prefill--> RUNNING
        (WAITING_FOR_REMOTE_KV: LOCAL now)
                           |------continue_prefill--> RUNNING (LOCAL and PREFILL_ONLY with a prefix)
@@ -34,6 +36,7 @@ from typing import NamedTuple
 
 from tandem.block_hash import block_hash, hash_blocks
 from tandem.engine.cache.block_table import BlockTables
+from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.logit_edits import LogitEdits
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.grammars.masks import GrammarMatcher
@@ -41,6 +44,7 @@ from tandem.grammars.masks import GrammarMatcher
 
 class Status(Enum):
     WAITING = "waiting"
+    LOADING = "loading"
     WAITING_FOR_KV = "awaiting_kv"
     RUNNING = "running"
     HELD = "held"
@@ -84,6 +88,8 @@ class Sequence:
     num_prefill_tokens: int = 0  # tokens there were at admission; decode comes after them
     num_stored_blocks: int = 0  # the table's first blocks that the pool finds by hash
     num_cached_tokens: int | None = None  # that the first admission reused; None before it
+    num_loading_blocks: int = 0  # LOADING: its first blocks that will be there, those cached, too
+    may_load: bool = True  # from a tier below the pool: until such a load stood still
     num_preemptions: int = 0
     is_forked: bool = False  # admitted with all but its last token, thanks to its parent
     # PREFILL_ONLY: predicted, of its consumer's pulls behind what is computed.
@@ -208,6 +214,8 @@ class Sequence:
         awaits_prefix = (
             self.status is Status.WAITING_FOR_KV and self.mode is not Mode.WAITING_FOR_REMOTE_KV
         )
+        if self.status is Status.LOADING:
+            return self.num_tokens - self.num_loading_blocks * self.block_size
         if self.status is Status.WAITING or awaits_prefix:
             return self.num_tokens - self.num_prefix_blocks * self.block_size
         if self.status is Status.RUNNING and not self.in_decode:
@@ -263,7 +271,7 @@ class Sequence:
         self.num_computed_tokens = admission.num_computed_tokens
         self.num_prefill_tokens = len(self.token_ids)
         self.is_forked = admission.parent is not None
-        if self.num_cached_tokens is None:
+        if self.num_cached_tokens is None and not self.num_loading_blocks:
             self.num_cached_tokens = self._countable(self.num_computed_tokens)
         if admission.parent is None or self.num_computed_tokens == num_blocks * self.block_size:
             return []
@@ -296,6 +304,38 @@ class Sequence:
         if came:
             self.num_cached_tokens = self._countable(self.num_computed_tokens)
 
+    @property
+    def blocks_to_load(self) -> tuple[list[bytes], int, list[int]]:
+        """LOADING: hashes from the chain's first block on, the index of the first block that is to
+        be loaded, and its own blocks from there on, which are to be filled."""
+        first, end = self.num_stored_blocks, self.num_loading_blocks
+        return self.block_hashes[:end], first, self.block_table[first:end]
+
+    def take_loaded(self, num_blocks: int) -> None:
+        """The KV of its first `num_blocks` blocks is in place: some of it came from a tier."""
+        self.num_computed_tokens = num_blocks * self.block_size
+        self.num_loading_blocks = 0
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = self._countable(self.num_computed_tokens)
+
+    def store_full_blocks(self, kv: KvCache, *, with_tokens: bool) -> None:
+        """Lets others find what became full. A block that is there already takes its place.
+
+        `with_tokens`: the events have the blocks' token ids."""
+        num_full_blocks = self.num_computed_tokens // self.block_size
+        if num_full_blocks > self.num_stored_blocks:
+            kv.store(
+                self.tables,
+                self.block_hashes,
+                chain_root=self.chain_root,
+                first=self.num_stored_blocks,
+                last=num_full_blocks,
+                block_tokens=self.block_tokens if with_tokens else None,
+            )
+            self.num_stored_blocks = num_full_blocks
+        if kv.has_windows:
+            kv.pass_by(self.tables, self.num_passed_tokens)
+
     def await_nothing(self) -> None:
         """Ends the wait for KV from outside: what is missing is computed here."""
         if self.mode is Mode.WAITING_FOR_REMOTE_KV:
@@ -310,7 +350,7 @@ class Sequence:
     def let_go(self) -> BlockTables:
         """Gives up all its blocks; returns them, to be released."""
         tables, self.tables = self.tables, BlockTables()
-        self.num_computed_tokens = self.num_stored_blocks = 0
+        self.num_computed_tokens = self.num_stored_blocks = self.num_loading_blocks = 0
         self.is_forked = False
         return tables
 

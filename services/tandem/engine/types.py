@@ -162,6 +162,18 @@ class AdapterLoad(msgspec.Struct, frozen=True):
     failed: list[str] = []
 
 
+class TierLoad(msgspec.Struct, frozen=True):
+    """A tier below the pool: the blocks that it holds, and what it has done since the start."""
+
+    name: str  # host or disk
+    blocks_total: int
+    blocks_held: int
+    blocks_written: int
+    blocks_loaded: int
+    blocks_bad: int  # could not be read back as they were written, or were left out at the start
+    write_failures: int
+
+
 class EngineLoad(msgspec.Struct, frozen=True):
     num_running: int = 0
     num_waiting: int = 0
@@ -174,9 +186,12 @@ class EngineLoad(msgspec.Struct, frozen=True):
     blocks_free: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
-    blocks_quarantined: int = 0
+    blocks_quarantined: int = 0  # by reads of peers
+    blocks_leaving: int = 0  # that a tier still reads or writes, and nobody else has
+    blocks_dropped: int = 0  # since the start: evicted without a copy in a tier
     tokens_wasted: int = 0  # slots that active sequences hold and do not fill
     adapters: AdapterLoad = AdapterLoad()
+    tiers: list[TierLoad] = []
 
 
 class StoredBlock(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from tandem.engine.types import AdapterLoad
+from tandem.engine.types import AdapterLoad, EngineLoad
 from tandem.observability.metrics import Declared, MetricSet
 from tandem.prefix_index.audit import TreeStats
 from tandem.router.index.metrics import IndexMetrics
@@ -19,6 +19,7 @@ from tandem.router.scaling.autoscale import AutoscaleGauges
 from tandem.store.registry import Load
 from tandem.worker.metrics.adapters import adapter_metrics
 from tandem.worker.metrics.index import index_metrics
+from tandem.worker.metrics.tiers import tier_metrics
 from tandem.worker.metrics.worker import WorkerMetrics
 from tests.harness.documents import ROOT
 
@@ -30,6 +31,7 @@ FAMILIES = {
     "router/metrics/router.py",
     "worker/metrics/adapters.py",
     "worker/metrics/index.py",
+    "worker/metrics/tiers.py",
     "worker/metrics/worker.py",
 }
 
@@ -59,6 +61,7 @@ def collected() -> set[str]:
     families = [
         *adapter_metrics({}, AdapterLoad(), 8),
         *index_metrics({}, publisher),
+        *tier_metrics({}, EngineLoad()),
         *index.collect(),
         *WorkerGauges(view).collect(),
         *AutoscaleGauges(view).collect(),

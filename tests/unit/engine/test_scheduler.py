@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.scheduler.scheduler import Schedule, Scheduler
+from tandem.engine.scheduler.schedule import Schedule
+from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import Mode
 from tandem.perf_model.step_time import StepTimeModel, StepWork
-from tests.engine_driver import make_spec
+from tests.engine_driver import make_spec, no_tiers
 from tests.toy_runner import ToyRunner
 
 
@@ -32,6 +33,7 @@ class Bench:
             max_tokens_per_step=tokens,
             itl_limit_s=itl_limit_s,
             adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
+            tiers=no_tiers(self.kv.pools[0]),
         )
         self.sequences: list[Sequence] = []
 

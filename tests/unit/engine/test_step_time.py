@@ -14,12 +14,13 @@ from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.engine import Engine
 from tandem.engine.scheduler.batch import StepBatch
-from tandem.engine.scheduler.scheduler import Schedule, Scheduler
+from tandem.engine.scheduler.schedule import Schedule
+from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode
 from tandem.perf_model.rates import WorkerRates
 from tandem.perf_model.step_time import StepTimeModel, StepWork
-from tests.engine_driver import Outcome, drive, make_engine, make_spec
+from tests.engine_driver import Outcome, drive, make_engine, make_spec, no_tiers
 from tests.toy_runner import ToyRunner
 
 BUDGET, PROMPT, TARGET_S = 512, 4000, 0.1
@@ -57,6 +58,7 @@ class Bench:
             max_tokens_per_step=BUDGET,
             itl_limit_s=0.0,
             adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
+            tiers=no_tiers(kv.pools[0]),
         )
         self.num_added = 0
         self.clock = self.machine.seconds

@@ -1,6 +1,6 @@
 """The KV blocks of one group of layers: who holds them, and which hold a prefix worth keeping.
 
-It knows block ids and hashes, no tensors and no sequences. A block is in one of four states:
+It knows block ids and hashes, no tensors and no sequences. A block is in one of five states:
 
     FREE --allocate--> USED --release--> FREE          no hash: nobody can find it again
       ^                 | store (full, final)
@@ -9,6 +9,10 @@ It knows block ids and hashes, no tensors and no sequences. A block is in one of
       |                 ^------- reserve ---------'|
       '---------- evict or drop, leaf first -------'
     USED --quarantine--> QUARANTINED --unquarantine--> FREE     a read may still write it
+    CACHED --evict while it is written to a tier--> LEAVING --end_write--> FREE
+
+A hashed block never changes, so a tier (engine/tiers) may write its copy meanwhile. `allocate`
+takes FREE blocks, then CACHED leaves with a copy, then others, and waits for no write.
 
 Three things always hold; `check_integrity` looks at them:
 - Whoever references a hashed block references its parents, so a CACHED block has no USED child, and
@@ -16,18 +20,14 @@ Three things always hold; `check_integrity` looks at them:
 - A hash names one block. A second block of the same content is never entered: its owner gets the
   first one instead (`store`).
 - A hashed block is full and never written again; only its one owner writes a block without a hash.
-
-A model with several KV groups has one pool a group.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tandem.engine.cache.eviction import LeastRecentlyUsed
+from tandem.engine.cache.eviction import Copy, LeastRecentlyUsed
 from tandem.engine.types import StoredBlock
-
-_LISTED_PER_BLOCK_MAX = 16  # hot prefixes: bounds how often long shared prefixes are repeated
 
 
 @dataclass(slots=True)
@@ -37,6 +37,7 @@ class _Block:
     parent_id: int | None = None  # of a hashed block; None: its parent is the chain's root
     num_children: int = 0  # hashed blocks whose parent this is
     last_used: int = 0
+    copy: Copy = Copy.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,14 @@ class Reservation:
 class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_cached = 0  # unreferenced blocks that `match` still finds; each can be evicted
-        self._policy = LeastRecentlyUsed()
+        self.num_dropped = 0  # CACHED blocks that were evicted without a copy
+        self._num_cached = dict.fromkeys(Copy, 0)
+        self._leaves = {copy: LeastRecentlyUsed() for copy in Copy}  # CACHED, without children
         self._blocks = [_Block() for _ in range(num_blocks)]
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: lowest id first, warm ones next
         self._by_hash: dict[bytes, int] = {}
         self._quarantined: set[int] = set()
+        self._leaving: set[int] = set()
         self._clock = 0
         self._stored: dict[bytes, StoredBlock] = {}  # by hash, since the last `take_events`
         self._removed: dict[bytes, None] = {}
@@ -67,8 +70,28 @@ class BlockPool:
         return len(self._quarantined)
 
     @property
+    def num_leaving(self) -> int:
+        return len(self._leaving)
+
+    @property
+    def num_cached(self) -> int:
+        """Unreferenced blocks that `match` still finds."""
+        return sum(self._num_cached.values())
+
+    @property
+    def num_copied(self) -> int:
+        """Unreferenced blocks that `match` still finds and a lower tier has."""
+        return self._num_cached[Copy.WHOLE]
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out."""
+        return self.num_free + self.num_cached - self._num_cached[Copy.WRITING]
+
+    @property
     def num_used(self) -> int:
-        return self.num_blocks - self.num_free - self.num_cached - len(self._quarantined)
+        others = self.num_free + self.num_cached + self.num_quarantined + self.num_leaving
+        return self.num_blocks - others
 
     def match(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Block ids of the longest prefix of the chain that is here. References nothing."""
@@ -81,7 +104,6 @@ class BlockPool:
         return found
 
     def find(self, block_hash: bytes) -> int | None:
-        """Returns the block with this content; None if there is none."""
         return self._by_hash.get(block_hash)
 
     def can_reserve(self, block_hashes: Iterable[bytes], num_blocks: int) -> bool:
@@ -103,9 +125,13 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Blocks with one reference and no hash; None, and nothing changed, when too few remain."""
-        if num_blocks > self.num_free + self.num_cached:
+        if num_blocks > self.num_available:
             return None
-        taken = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
+        taken = []
+        for _ in range(num_blocks):
+            while not self._free:
+                self.num_dropped += self._evict() in (Copy.NONE, Copy.LOST)
+            taken.append(self._free.pop())
         for block_id in taken:
             self._blocks[block_id].num_references = 1
         return taken
@@ -120,8 +146,58 @@ class BlockPool:
         """Frees every CACHED block, so that `match` finds USED ones only; returns how many."""
         num_dropped = self.num_cached
         while self.num_cached:
-            self._free.append(self._evict())
+            self._evict()
         return num_dropped
+
+    @property
+    def has_unwritten(self) -> bool:
+        return bool(self._leaves[Copy.NONE])
+
+    def find_unwritten(self) -> list[int]:
+        """Returns blocks without a copy, parents first: the least recently used leaf and those
+        before it."""
+        run, block_id = [], self._leaves[Copy.NONE].oldest()
+        while block_id is not None and self._blocks[block_id].copy is Copy.NONE:
+            run.append(block_id)
+            block_id = self._blocks[block_id].parent_id
+        return run[::-1]
+
+    def names_of(self, block_id: int) -> tuple[bytes, bytes]:
+        """Returns the hashes of a hashed block and of its parent; empty if it has no parent."""
+        block = self._blocks[block_id]
+        parent = None if block.parent_id is None else self._blocks[block.parent_id]
+        assert block.block_hash is not None, f"block {block_id} has no hash"
+        return block.block_hash, (parent and parent.block_hash) or b""
+
+    def start_write(self, block_id: int) -> None:
+        """A lower tier writes its copy of the block from now on: nobody else gets the block."""
+        self._set_copy(block_id, Copy.WRITING)
+
+    def end_write(self, block_id: int, *, is_whole: bool) -> None:
+        """The lower tier reads the block no more."""
+        if block_id in self._leaving:
+            self._leaving.remove(block_id)
+            self._blocks[block_id].copy = Copy.NONE
+            self._free.append(block_id)
+        else:
+            self._set_copy(block_id, Copy.WHOLE if is_whole else Copy.LOST)
+
+    def lose_copy(self, block_hash: bytes) -> None:
+        """No lower tier has this content any more."""
+        block_id = self._by_hash.get(block_hash)
+        if block_id is not None and self._blocks[block_id].copy is Copy.WHOLE:
+            self._set_copy(block_id, Copy.LOST)
+
+    def _set_copy(self, block_id: int, copy: Copy) -> None:
+        block = self._blocks[block_id]
+        assert block.block_hash is not None, f"block {block_id} has no hash to be copied under"
+        if not block.num_references:
+            self._num_cached[block.copy] -= 1
+            self._num_cached[copy] += 1
+        if not block.num_references and not block.num_children:
+            self._leaves[block.copy].discard(block_id)
+            self._leaves[copy].add(block_id, block.last_used)
+        block.copy = copy
 
     def store(
         self,
@@ -197,35 +273,16 @@ class BlockPool:
         """Hashes that `match` finds, from `first` on and before `end`; empty `end`: to the last."""
         return [h for h in self._by_hash if first <= h and (not end or h < end)]
 
-    def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
-        """Hashes of the most lately used chains, each from its root on.
+    def leaves(self) -> list[int]:
+        """Returns hashed blocks without children, the most lately used first."""
 
-        At most `blocks_max` blocks, a prefix that chains share counted once; the last chain may be
-        cut short.
-        """
-        leaves = [b for b in self._by_hash.values() if not self._blocks[b].num_children]
-        leaves.sort(key=self._heat, reverse=True)
-        chains: list[list[bytes]] = []
-        taken: set[int] = set()  # prefix-closed
-        num_listed = 0
-        for leaf in leaves:
-            room = blocks_max - len(taken)
-            if room <= 0 or num_listed > _LISTED_PER_BLOCK_MAX * blocks_max:
-                break
-            chain = self._chain(leaf)
-            num_shared = sum(block_id in taken for block_id in chain)
-            chain = chain[: num_shared + room]
-            taken.update(chain)
-            num_listed += len(chain)
-            chains.append([hash_ for b in chain if (hash_ := self._blocks[b].block_hash)])
-        return chains
+        blocks = self._blocks
+        leaves = [b for b in self._by_hash.values() if not blocks[b].num_children]
+        leaves.sort(key=lambda b: (blocks[b].num_references > 0, blocks[b].last_used), reverse=True)
+        return leaves
 
-    def _heat(self, block_id: int) -> tuple[bool, int]:
-        block = self._blocks[block_id]
-        return block.num_references > 0, block.last_used
-
-    def _chain(self, leaf: int) -> list[int]:
-        """Block ids from the root to a hashed block."""
+    def chain(self, leaf: int) -> list[int]:
+        """Returns block ids from the root to a hashed block."""
         chain = []
         block_id: int | None = leaf
         while block_id is not None:
@@ -234,9 +291,11 @@ class BlockPool:
         return chain[::-1]
 
     def _fits(self, matched: list[int], num_blocks: int) -> bool:
-        unreferenced = sum(not self._blocks[b].num_references for b in matched)
-        room = self.num_free + self.num_cached - unreferenced
-        return num_blocks - len(matched) <= room
+        blocks = (self._blocks[block_id] for block_id in matched)
+        unreferenced = sum(
+            not block.num_references and block.copy is not Copy.WRITING for block in blocks
+        )
+        return num_blocks - len(matched) <= self.num_available - unreferenced
 
     def _drop_reference(self, block_id: int, last_used: int) -> None:
         block = self._blocks[block_id]
@@ -248,19 +307,22 @@ class BlockPool:
             self._free.append(block_id)
             return
         block.last_used = last_used
-        self.num_cached += 1
+        self._num_cached[block.copy] += 1
         if not block.num_children:
-            self._policy.add(block_id, last_used)
+            self._leaves[block.copy].add(block_id, last_used)
 
     def _reference(self, block_id: int) -> None:
         block = self._blocks[block_id]
         if not block.num_references:
-            self.num_cached -= 1
-            self._policy.discard(block_id)
+            self._num_cached[block.copy] -= 1
+            self._leaves[block.copy].discard(block_id)
+            if block.copy is Copy.LOST:
+                block.copy = Copy.NONE
         block.num_references += 1
 
-    def _evict(self) -> int:
-        block_id = self._policy.pop()
+    def _evict(self) -> Copy:
+        """Frees a CACHED leaf; one that is being written is LEAVING instead. Returns its copy."""
+        block_id = next(leaves for leaves in self._leaves.values() if leaves).pop()
         block = self._blocks[block_id]
         assert block.block_hash is not None, f"block {block_id} is evicted and was not cached"
         del self._by_hash[block.block_hash]
@@ -268,14 +330,20 @@ class BlockPool:
             del self._stored[block.block_hash]
         else:
             self._removed[block.block_hash] = None
-        self.num_cached -= 1
+        self._num_cached[block.copy] -= 1
+        copy = block.copy
         if block.parent_id is not None:
             parent = self._blocks[block.parent_id]
             parent.num_children -= 1
             if not parent.num_children and not parent.num_references:
-                self._policy.add(block.parent_id, parent.last_used)
+                self._leaves[parent.copy].add(block.parent_id, parent.last_used)
         block.block_hash = block.parent_id = None
-        return block_id
+        if copy is Copy.WRITING:
+            self._leaving.add(block_id)
+        else:
+            block.copy = Copy.NONE
+            self._free.append(block_id)
+        return copy
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError naming what is wrong; `block_tables` are all that reference."""
@@ -304,6 +372,10 @@ class BlockPool:
                 )
         self._check_sets(expected, children, cached)
 
+    def copies(self) -> list[tuple[int, bytes | None, Copy]]:
+        """Returns each block with its hash and its copy."""
+        return [(i, block.block_hash, block.copy) for i, block in enumerate(self._blocks)]
+
     def _check_sets(self, expected: Counter[int], children: Counter[int], cached: set[int]) -> None:
         hashed = sum(block.block_hash is not None for block in self._blocks)
         assert len(self._by_hash) == hashed, "a hash leads to a block that does not carry it"
@@ -312,11 +384,17 @@ class BlockPool:
                 f"block {block_id} counts {block.num_children} children of {children[block_id]}"
             )
         assert self.num_cached == len(cached), f"{self.num_cached} cached, found {len(cached)}"
-        leaves = {b for b in cached if not self._blocks[b].num_children}
-        assert self._policy.block_ids() == leaves, "what can be evicted is not the cached leaves"
-        states = [*self._free, *self._quarantined, *cached, *expected]
+        for copy in Copy:
+            found = {b for b in cached if self._blocks[b].copy is copy}
+            leaves = {b for b in found if not self._blocks[b].num_children}
+            assert self._num_cached[copy] == len(found), f"{len(found)} are {copy.value}"
+            assert self._leaves[copy].block_ids() == leaves, (
+                f"what can be evicted of {copy.value} is not the cached leaves"
+            )
+        states = [*self._free, *self._quarantined, *self._leaving, *cached, *expected]
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         assert len(states) == len(set(states)) == self.num_blocks, (
             f"free {self.num_free} + used {len(expected)} + cached {len(cached)} + quarantined "
-            f"{self.num_quarantined} is not {self.num_blocks}, or a block is in two states"
+            f"{self.num_quarantined} + leaving {self.num_leaving} is not {self.num_blocks}, or a "
+            "block is in two states"
         )

@@ -5,6 +5,16 @@ chains; a parent is offered when its last child is gone.
 """
 
 import heapq
+from enum import Enum
+
+
+class Copy(Enum):
+    """The copy of a hashed block in a lower tier. A pool evicts leaves in this order."""
+
+    WHOLE = "whole"
+    LOST = "lost"  # evicted from the tier, or not taken: not written again before its next use
+    NONE = "none"
+    WRITING = "writing"
 
 
 class LeastRecentlyUsed:
@@ -34,6 +44,18 @@ class LeastRecentlyUsed:
             if self._last_used.get(block_id) == last_used:
                 del self._last_used[block_id]
                 return block_id
+
+    def oldest(self) -> int | None:
+        """Returns the block that `pop` would take out."""
+        while self._heap:
+            last_used, block_id = self._heap[0]
+            if self._last_used.get(block_id) == last_used:
+                return block_id
+            heapq.heappop(self._heap)
+        return None
+
+    def __bool__(self) -> bool:
+        return bool(self._last_used)
 
     def block_ids(self) -> set[int]:
         """All that are evictable now."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables
+from tandem.engine.cache.hot_prefixes import hot_prefixes
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.resumable_depths import ResumableDepths
 from tandem.engine.cache.window_pool import WindowPool
@@ -172,7 +173,7 @@ class KvCache:
         changed, when there are too few."""
         by_group = self._by_group(unsafe)
         if any(
-            len(blocks) > pool.num_free + pool.num_cached
+            len(blocks) > pool.num_available
             for pool, blocks in zip(self.pools, by_group, strict=True)
         ):
             return False
@@ -236,7 +237,7 @@ class KvCache:
         """Hashes of the most lately used chains, each from its root to where it can be resumed."""
         if self.layout.groups[0].window is not None:
             return []  # its pool knows no chains
-        chains = self.pools[0].hot_prefixes(blocks_max)
+        chains = hot_prefixes(self.pools[0], blocks_max)
         return [cut for chain in chains if (cut := chain[: self.match(chain)])]
 
     def check_integrity(self, tables: Iterable[BlockTables]) -> None:

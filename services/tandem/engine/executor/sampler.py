@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from tandem.engine.runner_protocol import Runner
-from tandem.engine.scheduler.scheduler import Chunk
+from tandem.engine.scheduler.schedule import Chunk
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import TokenLogprobs
 from tandem.grammars.masks import GrammarMatcher

@@ -4,14 +4,18 @@ It knows sequences and the block pool, no tensors. A step's token budget goes to
 to prefill in the order of arrival, in chunks that delay those who decode by no more than is wanted
 (perf_model/step_time.py); then waiting sequences are admitted, oldest first.
 
+A sequence of which a tier below the pool has more blocks than the pool is LOADING first, while
+others step. It has all its blocks then, and is like one that waits for KV.
+
 Blocks: admission reserves all that a sequence's tokens need, or the sequence waits and holds
 nothing. Of a KV group with a window these are the blocks of a decode step; what a chunk needs
 besides is taken as it is planned, and given back when it is computed. While a sequence decodes it
 takes one more block when its last is full; when the pool has none, the
 youngest running sequence is preempted: it gives its blocks back, waits again by its age, and
-computes them again. Never preempted: WAITING_FOR_KV (reads are in flight) and PREFILL_ONLY (a
-consumer trusts its blocks). One that awaits its prefix only (`prefix_blocks`) was admitted with
-all its blocks too; after that it is like any other, and preempted it awaits nothing any more.
+computes them again. Never preempted: LOADING and WAITING_FOR_KV (reads are in flight) and
+PREFILL_ONLY (a consumer trusts its blocks). One that awaits its prefix only (`prefix_blocks`) was
+admitted with all its blocks too; after that it is like any other, and preempted it awaits nothing
+any more.
 
 Two sequences cannot preempt each other for ever. None takes blocks from an older one: without a
 younger victim it preempts itself. Waiting sequences are admitted by age, so that no younger one
@@ -22,18 +26,16 @@ lent to peers or awaited, whose leases have deadlines.
 
 from bisect import insort
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from operator import attrgetter
 
-from tandem.adapter import digest_of
 from tandem.engine.adapter_slots import AdapterSlots, Answer
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
 from tandem.engine.scheduler.running_slots import num_running_slots
-from tandem.engine.sequence import Admission, BlockCopy, Sequence, Status
+from tandem.engine.scheduler.schedule import Chunk, Schedule
+from tandem.engine.sequence import Admission, Sequence, Status
+from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
-from tandem.perf_model.rates import token_contexts
 from tandem.perf_model.step_time import StepTimeModel, StepWork
 
 # Rows of logits in a step for log probabilities of prompts: a row has the vocabulary in fp32, which
@@ -41,59 +43,6 @@ from tandem.perf_model.step_time import StepTimeModel, StepWork
 PROMPT_LOGITS_MAX = 128
 
 _arrival = attrgetter("arrival")
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The next `num_tokens` missing tokens of a sequence."""
-
-    sequence: Sequence
-    num_tokens: int
-    samples: bool  # whether a token follows: nothing is missing after this chunk
-    all_logits: bool  # for log probabilities of the prompt
-
-    @property
-    def slice(self) -> SequenceSlice:
-        sequence = self.sequence
-        block_table, *other_tables = sequence.tables.ids
-        start = sequence.num_computed_tokens
-        end = start + self.num_tokens
-        return SequenceSlice(
-            token_ids=sequence.token_ids[start:end],
-            context_len=end,
-            block_table=block_table,
-            other_tables=other_tables,
-            wants_logits=self.samples,
-            all_logits=self.all_logits,
-            wants_hidden=self.samples and sequence.spec.embed,
-            adapter=digest_of(sequence.spec.adapter),
-        )
-
-
-@dataclass(slots=True)
-class Schedule:
-    chunks: list[Chunk] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)  # before anything else of the step
-    work: StepWork = field(default_factory=StepWork)
-    num_prompt_logits: int = 0  # rows
-
-    @property
-    def batch(self) -> StepBatch:
-        return StepBatch([chunk.slice for chunk in self.chunks])
-
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        samples = num_tokens == sequence.num_missing_tokens
-        chunk = Chunk(sequence, num_tokens, samples, sequence.wants_prompt_logits)
-        self.chunks.append(chunk)
-        self.num_prompt_logits += num_tokens * chunk.all_logits
-        contexts = token_contexts(num_tokens, sequence.num_computed_tokens)
-        if sequence.in_decode:
-            self.work.decode_tokens += num_tokens
-            self.work.decode_contexts += contexts
-        else:
-            self.work.prefill_tokens += num_tokens
-            self.work.prefill_contexts += contexts
 
 
 class Scheduler:
@@ -108,11 +57,14 @@ class Scheduler:
         max_tokens_per_step: int,
         itl_limit_s: float,
         adapters: AdapterSlots,
+        tiers: Tiers,
     ) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.awaiting: list[Sequence] = []
+        self.loading: list[Sequence] = []
         self._kv = kv
+        self._tiers = tiers
         self._step_time = step_time
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens_per_step
@@ -146,9 +98,25 @@ class Scheduler:
         sequence.await_nothing()
         self.enqueue(sequence)
 
+    def enter(self, sequence: Sequence) -> None:
+        """A sequence that has its blocks awaits KV from outside, or joins the running ones."""
+        self.withdraw(sequence)
+        if sequence.lacks_kv:
+            sequence.status = Status.WAITING_FOR_KV
+            self.awaiting.append(sequence)
+        else:
+            self.start(sequence)
+
+    def compute_instead(self, sequence: Sequence, unsafe_blocks: Collection[int]) -> None:
+        """A sequence whose load stands still gives back its blocks and waits to be computed."""
+        self.withdraw(sequence)
+        self._kv.give_back(sequence.let_go(), unsafe_blocks)
+        sequence.may_load = False
+        self.enqueue(sequence)
+
     def withdraw(self, sequence: Sequence) -> None:
         """Takes the sequence out of the queue it is in; its blocks stay its own."""
-        for queue in (self.waiting, self.running, self.awaiting):
+        for queue in (self.waiting, self.running, self.awaiting, self.loading):
             if sequence in queue:
                 queue.remove(sequence)
 
@@ -179,6 +147,7 @@ class Scheduler:
             (self.waiting, Status.WAITING),
             (self.running, Status.RUNNING),
             (self.awaiting, Status.WAITING_FOR_KV),
+            (self.loading, Status.LOADING),
         ):
             expected = sorted(s.sequence_id for s in sequences if s.status is status)
             found = sorted(s.sequence_id for s in queue)
@@ -208,6 +177,7 @@ class Scheduler:
     def _admit(self, schedule: Schedule) -> None:
         while (sequence := self._next_waiting()) and self._can_admit(sequence, schedule):
             admission, hashes = self._plan(sequence), sequence.reusable_hashes
+            sequence.num_loading_blocks = self._num_to_load(sequence, admission)
             tables = self._kv.reserve(
                 hashes,
                 admission.num_cached_blocks,
@@ -216,14 +186,27 @@ class Scheduler:
             )
             assert tables is not None
             schedule.copies += sequence.hold(tables, admission)
-            schedule.admitted.append(sequence)
-            if sequence.lacks_kv:
+            if sequence.num_loading_blocks:
                 self.withdraw(sequence)
-                sequence.status = Status.WAITING_FOR_KV
-                self.awaiting.append(sequence)
+                sequence.status = Status.LOADING
+                self.loading.append(sequence)
+                schedule.loads.append(sequence)
                 continue
-            self.start(sequence)
-            self._add_chunk(schedule, sequence)
+            schedule.admitted.append(sequence)
+            self.enter(sequence)
+            if sequence.status is Status.RUNNING:
+                self._add_chunk(schedule, sequence)
+
+    def _num_to_load(self, sequence: Sequence, admission: Admission) -> int:
+        """Returns how many first blocks it has once a tier's are loaded; 0: none is worth it."""
+        first, hashes = admission.num_cached_blocks, sequence.reusable_hashes
+        depth = self._tiers.depth(hashes) if sequence.may_load and not admission.parent else 0
+        rate = self._step_time.prefill_rate
+        if depth <= first or rate is None:
+            return depth if depth > first else 0
+        size = sequence.block_size
+        compute_s = rate.seconds((depth - first) * size, first * size, self._max_tokens)
+        return depth if self._tiers.is_worth(hashes, first, depth, compute_s=compute_s) else 0
 
     def _plan(self, sequence: Sequence) -> Admission:
         return sequence.plan(self._kv.match(sequence.reusable_hashes), self._parent(sequence))
@@ -252,7 +235,7 @@ class Scheduler:
         return None
 
     def _adapters_in_use(self) -> set[str]:
-        of_admitted = (s.spec.adapter for s in (*self.running, *self.awaiting))
+        of_admitted = (s.spec.adapter for s in (*self.running, *self.awaiting, *self.loading))
         return {adapter.digest for adapter in of_admitted if adapter is not None}
 
     def _can_admit(self, sequence: Sequence, schedule: Schedule) -> bool:
@@ -263,14 +246,13 @@ class Scheduler:
         is for a peer waits for none of those: two workers may work for each other.
         """
         if sequence.mode is not Mode.PREFILL_ONLY:
-            slot = len(self.running) + len(self.awaiting) < self._max_num_seqs
-            num_taken = sum(
-                s.mode is not Mode.PREFILL_ONLY for s in (*self.running, *self.awaiting)
-            )
+            admitted = (*self.running, *self.awaiting, *self.loading)
+            slot = len(admitted) < self._max_num_seqs
+            num_taken = sum(s.mode is not Mode.PREFILL_ONLY for s in admitted)
             slot = slot and num_taken < self.num_running_slots
         else:
             queue = self.awaiting if sequence.may_wait_for_remote_kv else self.running
-            slot = len(queue) < self._max_num_seqs
+            slot = len(queue) + len(self.loading) < self._max_num_seqs
         if not sequence.may_wait_for_remote_kv:
             slot = slot and self._tokens_left(schedule, 0) > 0
         if not slot:

@@ -114,6 +114,7 @@ class EngineProcess:
                 self._turn()
         finally:
             self._transfer.stop()
+            self._engine.close()
 
     def _wait_ms(self) -> float:
         if self._engine.has_work():

@@ -303,11 +303,7 @@ class Worker:
         self._membership.on_report(step)
         if self._events is not None:
             self._events.on_report(step)
-        if step.num_prefill_tokens or step.num_decode_tokens:
-            self._metrics.steps.inc()
-            self._metrics.step_s.observe(step.step_ms / 1000)
-            self._metrics.prefill_tokens.inc(step.num_prefill_tokens)
-            self._metrics.decode_tokens.inc(step.num_decode_tokens)
+        self._metrics.on_step(step)
 
     async def _warm(self) -> None:
         if self.config.transfer.warm_blocks:

@@ -14,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from tandem.engine.types import EngineLoad, StepReport
 from tandem.memory import read_memory
 from tandem.observability.metrics import MetricSet, counter, gauge, gauges, histogram
 from tandem.perf_model.rates import PairRate
@@ -25,6 +26,7 @@ from tandem.worker.kv_pulls.lease import PullStats
 from tandem.worker.metrics.index import index_metrics
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.requests import RequestMetrics
+from tandem.worker.metrics.tiers import tier_metrics
 from tandem.worker.peers.peer import Peer
 
 _HELP = {
@@ -121,6 +123,7 @@ class WorkerMetrics(MetricSet):
     )
 
     def __init__(self, *, worker_id: str, role: str) -> None:
+        self._engine_load = EngineLoad()  # of the newest step
         self.role = role  # it may change: samples get it when they are scraped
         self._labels = {"worker": worker_id}
         self._registry = CollectorRegistry()
@@ -128,6 +131,14 @@ class WorkerMetrics(MetricSet):
         self.requests = RequestMetrics(self._registry, self._labels)
         super().__init__(self._registry, self._labels)
         self._memory.set_function(lambda: read_memory().free_bytes)
+
+    def on_step(self, step: StepReport) -> None:
+        self._engine_load = step.load
+        if step.num_prefill_tokens or step.num_decode_tokens:
+            self.steps.inc()
+            self.step_s.observe(step.step_ms / 1000)
+            self.prefill_tokens.inc(step.num_prefill_tokens)
+            self.decode_tokens.inc(step.num_decode_tokens)
 
     def on_transfer(self, reply: TransferReply) -> None:
         match reply:
@@ -161,9 +172,10 @@ class WorkerMetrics(MetricSet):
     def watch(
         self, publisher: Publisher, adapters: Callable[[Mapping[str, str]], Iterable[Metric]]
     ) -> None:
-        """Its log in the prefix tree and its adapters, from now on."""
+        """Its log in the prefix tree, its adapters and its tiers, from now on."""
         self._registry.register(_AtScrape(partial(index_metrics, self._labels, publisher)))
         self._registry.register(_AtScrape(partial(adapters, self._labels)))
+        self._registry.register(_AtScrape(lambda: tier_metrics(self._labels, self._engine_load)))
 
     def collect(self) -> Iterable[Metric]:
         """All but the gauges, as they stand."""

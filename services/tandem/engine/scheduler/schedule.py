@@ -1,0 +1,63 @@
+"""The plan of one step: the chunks that it computes, and what comes before them."""
+
+from dataclasses import dataclass, field
+
+from tandem.adapter import digest_of
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.engine.sequence import BlockCopy, Sequence
+from tandem.perf_model.rates import token_contexts
+from tandem.perf_model.step_time import StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `num_tokens` missing tokens of a sequence."""
+
+    sequence: Sequence
+    num_tokens: int
+    samples: bool  # whether a token follows: nothing is missing after this chunk
+    all_logits: bool  # for log probabilities of the prompt
+
+    @property
+    def slice(self) -> SequenceSlice:
+        sequence = self.sequence
+        block_table, *other_tables = sequence.tables.ids
+        start = sequence.num_computed_tokens
+        end = start + self.num_tokens
+        return SequenceSlice(
+            token_ids=sequence.token_ids[start:end],
+            context_len=end,
+            block_table=block_table,
+            other_tables=other_tables,
+            wants_logits=self.samples,
+            all_logits=self.all_logits,
+            wants_hidden=self.samples and sequence.spec.embed,
+            adapter=digest_of(sequence.spec.adapter),
+        )
+
+
+@dataclass(slots=True)
+class Schedule:
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    loads: list[Sequence] = field(default_factory=list)  # admitted when their blocks are there
+    copies: list[BlockCopy] = field(default_factory=list)  # before anything else of the step
+    work: StepWork = field(default_factory=StepWork)
+    num_prompt_logits: int = 0  # rows
+
+    @property
+    def batch(self) -> StepBatch:
+        return StepBatch([chunk.slice for chunk in self.chunks])
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        samples = num_tokens == sequence.num_missing_tokens
+        chunk = Chunk(sequence, num_tokens, samples, sequence.wants_prompt_logits)
+        self.chunks.append(chunk)
+        self.num_prompt_logits += num_tokens * chunk.all_logits
+        contexts = token_contexts(num_tokens, sequence.num_computed_tokens)
+        if sequence.in_decode:
+            self.work.decode_tokens += num_tokens
+            self.work.decode_contexts += contexts
+        else:
+            self.work.prefill_tokens += num_tokens
+            self.work.prefill_contexts += contexts

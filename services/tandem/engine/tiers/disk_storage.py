@@ -1,0 +1,93 @@
+"""A tier's slots in a file. A restart of the worker finds them again, by the manifest.
+
+It uses plain reads and writes of the system (POSIX), which tell why they failed: a full disk is an
+error like others here. Nothing is synced to the disk: that costs more than what a power failure
+would save. Each block has a checksum of its hash and its bytes, which is compared when it is read.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from tandem.engine.tiers.disk_folder import claim
+from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES, Manifest, has_header, header
+from tandem.engine.tiers.storage import BadBlock, Bytes, Entry
+from tandem.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class DiskStorage:
+    name = "disk"
+
+    def __init__(self, path: Path, *, bytes_max: int, block_bytes: int, identity: str) -> None:
+        """`identity` names what the KV was computed with. Raises ConfigError."""
+        self.num_slots = (bytes_max - HEADER_BYTES) // (block_bytes + RECORD_BYTES)
+        if self.num_slots < 1:
+            raise ConfigError(
+                f"kv-disk-size is {bytes_max}; it must be at least "
+                f"{HEADER_BYTES + RECORD_BYTES + block_bytes} for one block"
+            )
+        self._block_bytes = block_bytes
+        own = header(identity, block_bytes)
+        self._folder = claim(path, lambda folder: has_header(folder / "manifest", own))
+        try:
+            self._manifest = Manifest(self._folder.open("manifest"), self.num_slots, own)
+            self._file = self._folder.open("blocks")
+            if self._manifest.was_foreign:
+                os.ftruncate(self._file, 0)
+            os.ftruncate(self._file, self.num_slots * block_bytes)
+            found, self.num_torn = self._manifest.read()
+        except OSError as error:
+            raise ConfigError(f"kv-disk-path {self._folder.path}: {error}") from error
+        self._checksums = np.zeros(self.num_slots, np.uint64)
+        for slot, _, checksum in found:
+            self._checksums[slot] = checksum
+        self._entries = [(slot, entry) for slot, entry, _ in found]
+        log.info("%s: %d blocks, %d torn", self._folder.path, len(found), self.num_torn)
+
+    def write(self, slot: int, entry: Entry, data: Bytes) -> None:
+        if self._checksums[slot]:
+            self._manifest.clear_slot(slot)
+            self._checksums[slot] = 0
+        checksum = _checksum(entry.block_hash, data)
+        self._move(os.pwrite, slot, data)
+        self._manifest.write(slot, entry, checksum)
+        self._checksums[slot] = checksum
+
+    def read(self, slot: int, block_hash: bytes, target: Bytes) -> None:
+        self._move(_pread, slot, target)
+        if _checksum(block_hash, target) != self._checksums[slot]:
+            raise BadBlock("its checksum is another one")
+
+    def forget(self) -> None:
+        self._checksums[:] = 0
+        self._manifest.clear()
+
+    def entries(self) -> list[tuple[int, Entry]]:
+        return self._entries
+
+    def close(self) -> None:
+        os.close(self._file)
+        self._manifest.close()
+        self._folder.close()
+
+    def _move(self, move: Callable[[int, memoryview, int], int], slot: int, data: Bytes) -> None:
+        left, at = data.data, slot * self._block_bytes
+        while left:
+            num_bytes = move(self._file, left, at)
+            if not num_bytes:
+                raise BadBlock("its file is too short")
+            left, at = left[num_bytes:], at + num_bytes
+
+
+def _pread(file: int, target: memoryview, at: int) -> int:
+    return os.preadv(file, [target], at)
+
+
+def _checksum(block_hash: bytes, data: Bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data.data, int.from_bytes(block_hash[:8], "little")) or 1

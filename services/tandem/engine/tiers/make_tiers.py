@@ -1,0 +1,58 @@
+"""Makes the tiers that an engine's settings ask for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.tiers.disk_storage import DiskStorage
+from tandem.engine.tiers.host_storage import HostStorage
+from tandem.engine.tiers.io_thread import IoThread, JobThread
+from tandem.engine.tiers.storage import Storage
+from tandem.engine.tiers.tiers import Tiers
+from tandem.errors import ConfigError
+
+
+def make_tiers(
+    config: EngineConfig,
+    kv: KvCache,
+    memory: torch.Tensor,
+    identity: str,
+    start_thread: Callable[[str], JobThread] = IoThread,
+) -> Tiers:
+    """`memory` has all pools; `identity` names what the KV is computed with.
+
+    Raises ConfigError for what tiers cannot do yet.
+    """
+    pool, layout = kv.pools[0], kv.layout
+    if not config.has_tiers:
+        return Tiers(pool, np.empty((0, 0), np.uint8), [], start_thread)
+    if layout.has_windows or len(layout.groups) > 1:
+        raise ConfigError(
+            "kv-host-memory and kv-disk-path are not for models with sliding windows yet"
+        )
+    if memory.device.type != "cpu":
+        raise ConfigError("kv-host-memory and kv-disk-path are for --device cpu only so far")
+    storages: list[Storage] = []
+    if config.kv_host_bytes:
+        num_slots = config.kv_host_bytes // layout.block_bytes
+        if not num_slots:
+            raise ConfigError(
+                f"kv-host-memory is {config.kv_host_bytes}; it must be at least "
+                f"{layout.block_bytes} for one block"
+            )
+        storages.append(HostStorage(num_slots=num_slots, block_bytes=layout.block_bytes))
+    if config.kv_disk_path:
+        storages.append(
+            DiskStorage(
+                Path(config.kv_disk_path).expanduser(),
+                bytes_max=config.kv_disk_bytes,
+                block_bytes=layout.block_bytes,
+                identity=f"{identity} {layout.describe()}",
+            )
+        )
+    rows = memory.view(-1).view(torch.uint8).numpy().reshape(-1, layout.block_bytes)
+    return Tiers(pool, rows, storages, start_thread)

@@ -1,0 +1,107 @@
+"""The slots of a tier: which blocks have their copy in which slot, and which copy goes first.
+
+A slot is to a tier what a block is to the device: it is found by its block's hash, a reader
+references it, and leaves are evicted first. So it is the same pool, with three additions: a slot
+whose bytes turned out bad, a parent that is kept because a child comes, and slots that a tier on
+disk finds there when it starts.
+"""
+
+from collections.abc import Collection, Sequence
+
+from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.eviction import Copy
+from tandem.engine.tiers.storage import Entry
+
+
+class SlotPool(BlockPool):
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self._bad: set[bytes] = set()  # hashes of slots that could not be read
+
+    def depth(self, block_hashes: Sequence[bytes]) -> int:
+        """Returns how many first blocks of a chain can be read here."""
+        found = len(self.match(block_hashes))
+        return next((i for i in range(found) if block_hashes[i] in self._bad), found)
+
+    def has(self, block_hash: bytes) -> bool:
+        """Returns whether the block can be read here."""
+        return self.find(block_hash) is not None and block_hash not in self._bad
+
+    def mark_bad(self, block_hash: bytes) -> None:
+        """The copy cannot be read. Its slot stays until it is written anew or evicted."""
+        if self.find(block_hash) is not None:
+            self._bad.add(block_hash)
+
+    def hold_bad(self, block_hash: bytes) -> list[int]:
+        """References a bad copy that nobody reads, and its parents, until `release`.
+
+        Returns the chain of slots, the bad one last; empty if there is none.
+        """
+        slot = self.find(block_hash)
+        if slot is None or block_hash not in self._bad or self._blocks[slot].num_references:
+            return []
+        chain = self.chain(slot)
+        for each in chain:
+            self._reference(each)
+        return chain
+
+    def mend(self, block_hash: bytes) -> None:
+        """The copy was written anew."""
+        self._bad.discard(block_hash)
+
+    def adopt(self, slot: int, entry: Entry) -> None:
+        """Lets a slot that was written be found; frees it if its parent is not here, or another
+        slot has the block."""
+        parent = self.find(entry.parent_hash) if entry.parent_hash else None
+        if entry.parent_hash and parent is None:
+            self.release([slot])
+            return
+        if parent is not None:
+            self._leaves[Copy.NONE].discard(parent)
+        stored = self.store(
+            slot, parent_id=parent, parent_hash=entry.parent_hash, block_hash=entry.block_hash
+        )
+        self.release([stored])
+        self._stored.clear()  # so that its eviction is an event, however soon it comes
+
+    def touch(self, slot: int) -> None:
+        """Makes an unreferenced slot the last one to be evicted."""
+        block = self._blocks[slot]
+        self._clock += 1
+        block.last_used = self._clock
+        if not block.num_references and not block.num_children:
+            self._leaves[block.copy].discard(slot)
+            self._leaves[block.copy].add(slot, self._clock)
+
+    def take_removed(self) -> list[bytes]:
+        """Returns hashes that are here no more since the last call."""
+        _, removed = self.take_events()
+        self._bad.difference_update(removed)
+        return removed
+
+    def restore(self, entries: Collection[tuple[int, Entry]]) -> int:
+        """Takes slots that were written before; returns how many were left out.
+
+        Left out are those whose parent is not there. The pool must be empty.
+        """
+        slots = {entry.block_hash: slot for slot, entry in entries}
+        children: dict[bytes, list[tuple[int, Entry]]] = {}
+        for slot, entry in entries:
+            if slots[entry.block_hash] == slot:
+                children.setdefault(entry.parent_hash, []).append((slot, entry))
+        waiting = children.pop(b"", [])
+        while waiting:
+            slot, entry = waiting.pop()
+            block = self._blocks[slot]
+            block.block_hash = entry.block_hash
+            block.parent_id = slots[entry.parent_hash] if entry.parent_hash else None
+            self._by_hash[entry.block_hash] = slot
+            after = children.pop(entry.block_hash, [])
+            block.num_children = len(after)
+            self._num_cached[Copy.NONE] += 1
+            if not after:
+                self._leaves[Copy.NONE].add(slot, 0)
+            waiting += after
+        taken = set(self._by_hash.values())
+        self._free = [slot for slot in self._free if slot not in taken]
+        return len(entries) - len(taken)

@@ -1,0 +1,304 @@
+"""The tiers below the device's KV pool: what is written to them, and what comes back.
+
+    device block   CACHED, one of the oldest --Write--> CACHED with a copy --evict--> FREE
+    sequence       WAITING --admit--> LOADING --Load--> RUNNING, or WAITING_FOR_KV
+
+The engine's thread decides and keeps the books, in `turn` and when a load ends. Two threads move
+the bytes, one each way. A write starts at the root of a chain and goes on to its leaf, and a tier
+evicts leaves first, so each tier holds whole prefixes. A load that fails or stands still costs the
+time to compute its blocks. It changes no token.
+
+It knows the pool of a model without sliding windows, on a CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+
+from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.eviction import Copy
+from tandem.engine.tiers.io_thread import IoThread, JobThread
+from tandem.engine.tiers.jobs import Load, Part, Target, Write
+from tandem.engine.tiers.storage import Bytes, Entry, Storage
+from tandem.engine.tiers.tier import Tier
+from tandem.engine.types import TierLoad
+
+LOW_WATER = 0.5  # of the pool: so many blocks are free, or cached with a copy, or soon will be
+STALL_S = 2.0  # a load that gets no block for so long is given up
+TURN_S = 1e-4  # of the engine's thread for what was written, and again for what is to be
+_PAUSE_S = 1.0  # after a write that failed: the disk may be full
+_WRITES_MAX = 64  # in flight
+_CLOSE_S = 3.0  # for what is not written when the engine ends
+
+
+class Tiers:
+    def __init__(
+        self,
+        pool: BlockPool,
+        memory: Bytes,
+        storages: Sequence[Storage],
+        start_thread: Callable[[str], JobThread] = IoThread,
+    ) -> None:
+        """`memory` is that of the pool, [num_blocks, block_bytes]; the fastest tier comes first."""
+        self._pool = pool
+        self._memory = memory
+        self.tiers = [Tier(number, storage) for number, storage in enumerate(storages)]
+        self._writer: JobThread | None = None
+        self._reader: JobThread | None = None
+        if storages:
+            self._writer, self._reader = start_thread("tier-writes"), start_thread("tier-loads")
+        self._written: SimpleQueue[Write] = SimpleQueue()
+        self._ended: SimpleQueue[Load] = SimpleQueue()
+        self._writes: dict[int, Write] = {}  # in flight, by the device's block
+        self._loads: dict[str, Load] = {}  # in flight, by their sequence
+        self._given_up: list[Load] = []  # in flight, without a sequence
+        self._generation = 0
+        self._low_water = LOW_WATER
+        self.clock = time.monotonic
+        self.turn_s = TURN_S
+        self._paused_until = 0.0
+        self._is_amid_run = False  # the leaf of a chain has no copy yet, those before it have one
+        self._progress_at = 0.0  # of the thread that loads, as far as its results were taken
+        self._writes_max = max(1, min(_WRITES_MAX, pool.num_blocks // 8))
+
+    @property
+    def has_news(self) -> bool:
+        """True if `turn` or the end of a load has something to do for a sequence."""
+        has_ended = not (self._ended.empty() and self._written.empty())
+        return has_ended or self._wants_writes() or bool(self.find_stalled())
+
+    @property
+    def is_busy(self) -> bool:
+        """True while threads work: `has_news` may turn True then."""
+        is_reading = self._loads or any(not self._is_stalled(load) for load in self._given_up)
+        return bool(is_reading or self._writes)
+
+    @property
+    def num_fenced(self) -> int:
+        """Device blocks that loads without a sequence may still write; they are quarantined."""
+        return sum(len(load.parts) for load in self._given_up)
+
+    def turn(self) -> None:
+        """Takes what was written and starts further writes, for 2 * `turn_s` at most."""
+        if not self.tiers:
+            return
+        until = time.perf_counter() + self.turn_s
+        while not self._written.empty() and time.perf_counter() < until:
+            self._settle(self._written.get_nowait())
+        until = time.perf_counter() + self.turn_s
+        while self._wants_writes() and time.perf_counter() < until:
+            if not self._start_writes(until):
+                break
+        self._follow_evictions()
+
+    def depth(self, block_hashes: Sequence[bytes]) -> int:
+        """Returns how many first blocks of a chain a tier has."""
+        if any(self._is_stalled(load) for load in self._given_up):
+            return 0  # the thread would come to no other load
+        return max((tier.pool.depth(block_hashes) for tier in self.tiers), default=0)
+
+    def is_worth(
+        self, block_hashes: Sequence[bytes], first: int, end: int, *, compute_s: float
+    ) -> bool:
+        """Returns whether blocks first..end - 1 come sooner than they are computed, as far as the
+        tiers were measured."""
+        at, load_s, used = first, 0.0, []
+        for tier in self.tiers:
+            depth = min(end, tier.pool.depth(block_hashes))
+            if depth > at:
+                load_s += (depth - at) * tier.rate.block_s
+                at = depth
+                used.append(tier)
+        if load_s <= compute_s:
+            return True
+        for tier in used:
+            tier.rate.decline()
+        return False
+
+    def load(
+        self, sequence_id: str, block_hashes: Sequence[bytes], first: int, block_ids: Sequence[int]
+    ) -> None:
+        """Starts to fill `block_ids` with the chain's blocks from `first` on; a tier has them."""
+        end, at = first + len(block_ids), first
+        parts: list[Part] = []
+        tables: dict[int, list[int]] = {}
+        for tier in self.tiers:
+            depth = min(end, tier.pool.depth(block_hashes))
+            if depth <= at:
+                continue
+            found = tier.pool.reserve(block_hashes[:depth], depth)
+            assert found is not None
+            table = tables[tier.number] = found.block_table
+            parts += [
+                Part(
+                    tier.number,
+                    tier.storage,
+                    table[i],
+                    block_hashes[i],
+                    block_ids[i - first],
+                    self._memory[block_ids[i - first]],
+                )
+                for i in range(at, depth)
+            ]
+            at = depth
+        assert at == end, "no tier has these blocks"
+        load = Load(sequence_id, first, parts, tables, self._ended.put, self.clock, self.clock())
+        self._loads[sequence_id] = load
+        assert self._reader is not None
+        self._reader.submit(load)
+
+    def take_ended(self) -> list[Load]:
+        """Returns the loads that ended, but those given up; their blocks are no more written."""
+        ended = []
+        while not self._ended.empty():
+            load = self._ended.get_nowait()
+            self._progress_at = self.clock()
+            for number, table in load.tables.items():
+                self.tiers[number].pool.release(table)
+            self._observe(load)
+            if load.is_given_up:
+                self._given_up.remove(load)
+                self._pool.unquarantine(part.block_id for part in load.parts)
+            else:
+                del self._loads[load.sequence_id]
+                ended.append(load)
+        return ended
+
+    def give_up(self, sequence_id: str) -> list[int]:
+        """Ends a load, if there is one; returns the blocks that may still be written."""
+        load = self._loads.pop(sequence_id, None)
+        if load is None:
+            return []
+        load.is_given_up = True
+        self._given_up.append(load)
+        return [part.block_id for part in load.parts]
+
+    def find_stalled(self) -> list[str]:
+        """Returns the sequences whose loads stand still."""
+        return [name for name, load in self._loads.items() if self._is_stalled(load)]
+
+    def reset(self) -> None:
+        """Forgets all copies. What is on its way to a tier is forgotten when it comes there."""
+        self._generation += 1
+        for tier in self.tiers:
+            tier.pool.drop_cached()
+            assert self._writer is not None
+            self._writer.submit(tier.storage.forget)
+        self._follow_evictions()
+
+    def loads(self) -> list[TierLoad]:
+        return [tier.load() for tier in self.tiers]
+
+    def close(self) -> None:
+        """Writes what has no copy yet, for `_CLOSE_S` at most, and ends the threads."""
+        if self._writer is None or self._reader is None:
+            return
+        until = self.clock() + _CLOSE_S
+        self._low_water = 1.0
+        while self.clock() < until and (self._wants_writes() or self._writes):
+            self.turn()
+            time.sleep(1e-3)
+        self._writer.close(max(0.0, until - self.clock()))
+        self._reader.close(0.0)
+        for tier in self.tiers:
+            tier.storage.close()
+
+    def _wants_writes(self) -> bool:
+        pool = self._pool
+        wanted = self._low_water * pool.num_blocks
+        return (
+            bool(self.tiers)
+            and (self._is_amid_run or pool.num_free + pool.num_copied + len(self._writes) < wanted)
+            and len(self._writes) < self._writes_max
+            and pool.has_unwritten
+            and self.clock() >= self._paused_until
+        )
+
+    def _start_writes(self, until: float) -> bool:
+        """Starts to write a run of blocks; returns whether one was started or needs none."""
+        num_done, self._is_amid_run = 0, True
+        for block_id in self._pool.find_unwritten():
+            if len(self._writes) >= self._writes_max or time.perf_counter() > until:
+                break
+            entry = Entry(*self._pool.names_of(block_id))
+            targets = [t for tier in self.tiers if (t := tier.target(entry)) is not None]
+            self._pool.start_write(block_id)
+            if not targets:
+                is_held = self._is_held(entry.block_hash)
+                self._pool.end_write(block_id, is_whole=is_held)
+                if not is_held:
+                    self._pause()
+                    break
+            else:
+                self._submit(block_id, entry, targets)
+            num_done += 1
+        else:
+            self._is_amid_run = False
+        return num_done > 0
+
+    def _submit(self, block_id: int, entry: Entry, targets: list[Target]) -> None:
+        data = self._memory[block_id]
+        write = Write(block_id, entry, data, targets, self._generation, self._written.put)
+        self._writes[block_id] = write
+        assert self._writer is not None
+        self._writer.submit(write)
+
+    def _settle(self, write: Write) -> None:
+        del self._writes[write.block_id]
+        is_current = write.generation == self._generation
+        for target in write.targets:
+            tier = self.tiers[target.tier]
+            tier.settle(write.entry, target, is_current=is_current)
+            if not target.is_written:
+                self._pause()
+        self._pool.end_write(write.block_id, is_whole=self._is_held(write.entry.block_hash))
+
+    def _pause(self) -> None:
+        self._paused_until = self.clock() + _PAUSE_S
+
+    def _is_held(self, block_hash: bytes) -> bool:
+        return any(tier.pool.has(block_hash) for tier in self.tiers)
+
+    def _follow_evictions(self) -> None:
+        for tier in self.tiers:
+            for block_hash in tier.pool.take_removed():
+                if not self._is_held(block_hash):
+                    self._pool.lose_copy(block_hash)
+
+    def _observe(self, load: Load) -> None:
+        for tier in self.tiers:
+            num_read = sum(part.tier == tier.number for part in load.parts[: load.num_read])
+            if num_read:
+                tier.num_loaded += num_read
+                tier.rate.observe(num_read, load.seconds[tier.number])
+        if load.failed is not None:
+            tier = self.tiers[load.failed.tier]
+            tier.num_bad += 1
+            tier.pool.mark_bad(load.failed.block_hash)
+            if not self._is_held(load.failed.block_hash):
+                self._pool.lose_copy(load.failed.block_hash)
+
+    def _is_stalled(self, load: Load) -> bool:
+        in_flight: Iterable[Load] = (*self._loads.values(), *self._given_up)
+        last = max((each.progress_at for each in in_flight), default=0.0)
+        last = max(last, self._progress_at, load.submitted_at)
+        return self.clock() - last > STALL_S
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError naming what is wrong with the tiers' slots or the copies."""
+        loads = [*self._loads.values(), *self._given_up]
+        for tier in self.tiers:
+            tables = [load.tables[tier.number] for load in loads if tier.number in load.tables]
+            tables += [
+                target.table
+                for write in self._writes.values()
+                for target in write.targets
+                if target.tier == tier.number
+            ]
+            tier.pool.check_integrity(tables)
+        for block_id, block_hash, copy in self._pool.copies():
+            assert (copy is Copy.WRITING) == (block_id in self._writes), f"{block_id} is {copy}"
+            held = copy is not Copy.WHOLE or (block_hash is not None and self._is_held(block_hash))
+            assert held, f"no tier holds the copy of block {block_id}"

@@ -1,0 +1,36 @@
+"""Metrics of the tiers below a worker's KV pool, read from the engine's load at each scrape."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from tandem.engine.types import EngineLoad, TierLoad
+from tandem.observability.metrics import gauges
+
+_GAUGES: tuple[tuple[str, str, Callable[[TierLoad], int]], ...] = (
+    ("blocks", "Blocks that the tier can hold", lambda tier: tier.blocks_total),
+    ("blocks_held", "Blocks that the tier holds", lambda tier: tier.blocks_held),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[TierLoad], int]], ...] = (
+    ("blocks_written", "Blocks written to the tier", lambda tier: tier.blocks_written),
+    ("blocks_loaded", "Blocks loaded from the tier", lambda tier: tier.blocks_loaded),
+    ("blocks_bad", "Blocks that the tier lost, or could not give back", lambda t: t.blocks_bad),
+    ("write_failures", "Writes to the tier that failed", lambda tier: tier.write_failures),
+)
+
+
+def tier_metrics(labels: Mapping[str, str], load: EngineLoad) -> Iterator[Metric]:
+    names = [*labels, "tier"]
+    for name, text, value in _GAUGES:
+        rows = [([*labels.values(), tier.name], value(tier)) for tier in load.tiers]
+        yield gauges(f"tandem_kv_tier_{name}", text, names, rows)
+    for name, text, value in _COUNTERS:
+        family = CounterMetricFamily(f"tandem_kv_tier_{name}", text, labels=names)
+        for tier in load.tiers:
+            family.add_metric([*labels.values(), tier.name], value(tier))
+        yield family
+    text = "Cached blocks that were evicted without a copy in a tier"
+    dropped = CounterMetricFamily("tandem_kv_blocks_dropped", text, labels=list(labels))
+    dropped.add_metric(list(labels.values()), load.blocks_dropped)
+    yield dropped

@@ -1,0 +1,122 @@
+"""Any order of calls on an engine with tiers gives the oracle's tokens and breaks no block.
+
+The tiers' threads run when a rule lets them, one job at a time. Disks lose writes, and bits.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from tandem.engine.tiers.disk_storage import DiskStorage
+from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
+from tandem.engine.tiers.tiers import STALL_S
+from tests.engine_machine import EngineMachine
+
+
+class HeldThread:
+    """Runs jobs when it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Callable[[], object]] = []
+
+    def submit(self, job: Callable[[], object]) -> None:
+        self.jobs.append(job)
+
+    def close(self, deadline_s: float) -> None:
+        self.run(len(self.jobs))
+
+    def run(self, num_jobs: int) -> None:
+        for _ in range(min(num_jobs, len(self.jobs))):
+            self.jobs.pop(0)()
+
+
+class Machine(EngineMachine):
+    @initialize(
+        host_slots=st.integers(0, 9),
+        disk_slots=st.integers(0, 30),
+        block_size=st.sampled_from([1, 2, 4]),
+        num_blocks=st.integers(2, 12),
+        max_num_seqs=st.integers(1, 4),
+        max_tokens_per_step=st.integers(1, 9),
+    )
+    def start(self, host_slots: int, disk_slots: int, **limits: int) -> None:  # type: ignore[override]
+        self.slots = host_slots, disk_slots
+        self.threads: dict[str, HeldThread] = {}
+        self.folder = Path(tempfile.mkdtemp(prefix="tiers-"))
+        EngineMachine.start.__wrapped__(self, **limits)  # type: ignore[attr-defined]
+        self.tiers = self.engine._tiers
+        self.now = 1.0
+        self.tiers.clock = lambda: self.now
+        self.tiers.turn_s = 60.0
+
+    def settings(self, block_size: int) -> dict[str, Any]:
+        host_slots, disk_slots = self.slots
+        block_bytes = 8 * block_size
+        found: dict[str, Any] = {"kv_host_bytes": host_slots * block_bytes}
+        if disk_slots:
+            found["kv_disk_path"] = str(self.folder)
+            found["kv_disk_bytes"] = HEADER_BYTES + disk_slots * (block_bytes + RECORD_BYTES)
+        return found
+
+    def start_thread(self, name: str) -> HeldThread:
+        self.threads[name] = HeldThread()
+        return self.threads[name]
+
+    @precondition(lambda self: any(thread.jobs for thread in self.threads.values()))
+    @rule(name=st.sampled_from(["tier-writes", "tier-loads"]), num_jobs=st.sampled_from([1, 2, 99]))
+    def run_jobs(self, name: str, num_jobs: int) -> None:
+        self.threads[name].run(num_jobs)
+
+    @rule(seconds=st.sampled_from([STALL_S / 2, STALL_S * 2]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.slots[1])
+    @rule(is_full=st.booleans())
+    def fill_disk(self, is_full: bool) -> None:
+        def fail(*_: object) -> None:
+            raise OSError("the disk is full")
+
+        storage: Any = self.tiers.tiers[-1].storage
+        storage.write = fail if is_full else DiskStorage.write.__get__(storage)
+
+    @precondition(lambda self: self.slots[1])
+    @rule(at=st.integers(0, 400))
+    def flip_bits(self, at: int) -> None:
+        file = self.folder / "0" / "blocks"
+        data = bytearray(file.read_bytes())
+        data[at % len(data)] ^= 0xFF
+        with file.open("r+b") as opened:
+            opened.write(data)
+
+    def run_threads(self) -> bool:
+        had_jobs = any(thread.jobs for thread in self.threads.values())
+        for thread in self.threads.values():
+            thread.run(len(thread.jobs))
+        return had_jobs
+
+    def end_all(self) -> None:
+        super().end_all()
+        load = self.engine.load()
+        assert load.blocks_leaving == 0
+        for tier in self.tiers.tiers:
+            assert tier.pool.num_used == 0
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "folder"):
+            for tier in self.tiers.tiers:
+                tier.storage.close()
+            shutil.rmtree(self.folder)
+
+
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMachine = Machine.TestCase

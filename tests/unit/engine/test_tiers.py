@@ -1,0 +1,236 @@
+"""Blocks that leave the pool come back from a tier, with the same tokens as if they were computed.
+
+Threads are real here, and so are files. Tests wait for them by the engine's own words.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.tiers.manifest import HEADER_BYTES
+from tandem.engine.types import TierLoad
+from tandem.errors import ConfigError
+from tandem.models.source import resolve
+from tests.engine_driver import Outcome, make_engine, make_spec
+from tests.grouped_toy import make_grouped_engine
+from tests.toy_runner import continuation
+
+WAIT_S = 60.0
+BLOCK_BYTES = 4 * 2 * 4  # of the toy: 4 tokens, K and V, fp32
+
+
+def run(engine: Engine, *prompts: list[int], salt: bytes = b"") -> Outcome:
+    """Answers prompts one after the other, and lets the tiers finish what they do."""
+    outcome = Outcome()
+    for number, prompt in enumerate(prompts):
+        engine.add(make_spec(str(number), prompt, cache_salt=salt))
+        settle(engine, outcome)
+        assert str(number) in outcome.ends
+    return outcome
+
+
+def settle(engine: Engine, outcome: Outcome) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while engine.has_work() or engine.awaits_threads():
+        assert time.monotonic() < deadline
+        if engine.has_work():
+            outcome.take(engine.step())
+            engine.check_integrity()
+
+
+def prompt(number: int, num_tokens: int = 25) -> list[int]:
+    return [number] * num_tokens
+
+
+def disk(folder: Path, **settings: Any) -> Engine:
+    settings.setdefault("kv_disk_bytes", 1 << 20)
+    return make_engine(num_blocks=16, kv_disk_path=str(folder), **settings)[0]
+
+
+def tier(engine: Engine, number: int = 0) -> TierLoad:
+    return engine.load().tiers[number]
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_blocks_that_left_the_pool_come_back(place: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"kv_host_bytes": 1 << 20}
+    if place == "disk":
+        settings = {"kv_disk_path": str(tmp_path), "kv_disk_bytes": 1 << 20}
+    engine, _ = make_engine(num_blocks=16, **settings)
+    outcome = run(engine, *map(prompt, range(6)), prompt(0))
+    for number in range(6):
+        assert outcome.token_ids[str(number)] == continuation(prompt(number), 5)
+    assert outcome.token_ids["6"] == continuation(prompt(0), 5)
+    assert outcome.ends["0"].num_cached_tokens == 0
+    assert outcome.ends["6"].num_cached_tokens == 24
+    assert (tier(engine).name, tier(engine).blocks_loaded) == (place, 6)
+    assert engine.load().blocks_dropped == 0
+    engine.close()
+
+
+def test_without_a_tier_they_are_computed_again() -> None:
+    engine, _ = make_engine(num_blocks=16)
+    assert run(engine, *map(prompt, range(6)), prompt(0)).ends["6"].num_cached_tokens == 0
+    assert engine.load().tiers == []
+
+
+def test_a_restart_finds_the_disks_blocks(tmp_path: Path) -> None:
+    engine = disk(tmp_path)
+    run(engine, *map(prompt, range(3)))
+    engine.close()
+    again = disk(tmp_path)
+    outcome = run(again, *map(prompt, range(3)))
+    assert [outcome.ends[str(n)].num_cached_tokens for n in range(3)] == [24, 24, 24]
+    assert [outcome.token_ids[str(n)] for n in range(3)] == [
+        continuation(prompt(n), 5) for n in range(3)
+    ]
+    assert tier(again).blocks_bad == 0
+    again.close()
+
+
+def test_anothers_salt_finds_nothing(tmp_path: Path) -> None:
+    engine = disk(tmp_path)
+    run(engine, prompt(0), salt=b"one tenant")
+    engine.close()
+    again = disk(tmp_path)
+    assert run(again, prompt(0), salt=b"another").ends["0"].num_cached_tokens == 0
+    assert run(again, prompt(0), salt=b"one tenant").ends["0"].num_cached_tokens == 24
+    again.close()
+
+
+def test_another_model_clears_a_folder_that_nobody_uses(tmp_path: Path) -> None:
+    engine = disk(tmp_path)
+    run(engine, prompt(0))
+    engine.close()
+    other = disk(tmp_path, block_size=8)
+    assert tier(other).blocks_held == 0
+    assert run(other, prompt(0)).token_ids["0"] == continuation(prompt(0), 5)
+    other.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["0"]
+
+
+def test_two_workers_have_a_folder_each(tmp_path: Path) -> None:
+    one, two = disk(tmp_path), disk(tmp_path)
+    run(one, prompt(1))
+    run(two, prompt(2))
+    one.close()
+    two.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1"]
+    one, two = disk(tmp_path), disk(tmp_path)
+    assert run(one, prompt(1)).ends["0"].num_cached_tokens == 24
+    assert run(two, prompt(2)).ends["0"].num_cached_tokens == 24
+    one.close()
+    two.close()
+
+
+@pytest.mark.parametrize("file", ["blocks", "manifest"])
+def test_flipped_bits_are_computed_again_and_counted(file: str, tmp_path: Path) -> None:
+    engine = disk(tmp_path)
+    run(engine, prompt(0))
+    engine.close()
+    path = tmp_path / "0" / file
+    data = bytearray(path.read_bytes())
+    at = 2 * BLOCK_BYTES if file == "blocks" else HEADER_BYTES + 2 * 48  # the third block's
+    data[at + 5] ^= 1
+    path.write_bytes(data)
+    again = disk(tmp_path)
+    outcome = run(again, prompt(0))
+    assert outcome.token_ids["0"] == continuation(prompt(0), 5)
+    assert outcome.ends["0"].num_cached_tokens == 8
+    assert tier(again).blocks_bad >= 1
+    again.close()
+    again = disk(tmp_path)  # what was bad was written anew
+    assert run(again, prompt(0)).ends["0"].num_cached_tokens == 24
+    again.close()
+
+
+def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    engine = disk(tmp_path)
+    monkeypatch.setattr("tandem.engine.tiers.disk_storage.os.pwrite", pwrite)
+    outcome = run(engine, *map(prompt, range(6)), prompt(0))
+    assert outcome.token_ids["6"] == continuation(prompt(0), 5)
+    assert outcome.ends["6"].num_cached_tokens == 0
+    assert tier(engine).write_failures > 0
+    assert engine.load().blocks_dropped > 0
+    engine.close()
+
+
+def test_a_full_tier_evicts_and_stays_within_its_size(tmp_path: Path) -> None:
+    size = HEADER_BYTES + 9 * (BLOCK_BYTES + 48)
+    engine = disk(tmp_path, kv_disk_bytes=size)
+    outcome = run(engine, *map(prompt, range(8)), prompt(5))
+    assert outcome.token_ids["8"] == continuation(prompt(5), 5)
+    assert tier(engine).blocks_total == 9
+    assert sum(p.stat().st_size for p in (tmp_path / "0").iterdir()) <= size
+    engine.close()
+
+
+def test_a_reset_forgets_the_tiers_too(tmp_path: Path) -> None:
+    engine = disk(tmp_path)
+    run(engine, *map(prompt, range(6)))
+    engine.reset_prefix_cache()
+    settle(engine, Outcome())
+    assert tier(engine).blocks_held == 0
+    assert run(engine, prompt(0)).ends["0"].num_cached_tokens == 0
+    engine.reset_prefix_cache()
+    engine.close()
+    again = disk(tmp_path)
+    assert tier(again).blocks_held == 0
+    again.close()
+
+
+def test_sliding_windows_are_refused() -> None:
+    with pytest.raises(ConfigError, match="sliding windows"):
+        make_grouped_engine((None, 4), num_blocks=8, kv_host_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_host_bytes": 8}, "kv-host-memory is 8; it must be at least 32"),
+        ({"kv_disk_path": "/dev/null/x"}, "kv-disk-path /dev/null/x: "),
+        ({"kv_disk_path": "{}", "kv_disk_bytes": 9}, "kv-disk-size is 9; it must be at least"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    given = {k: v.format(tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
+    with pytest.raises(ConfigError, match=message):
+        make_engine(num_blocks=8, **given)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+def test_a_real_models_tokens_are_those_without_a_tier(kv_dtype: str, tmp_path: Path) -> None:
+    tokens = [[(n * 7 + i * 13) % 1000 + 2 for i in range(70)] for n in range(3)]
+
+    def answers(**settings: Any) -> tuple[list[list[int]], list[int]]:
+        config = EngineConfig(
+            model="smollm2",
+            device="cpu",
+            num_blocks=9,
+            kv_dtype=kv_dtype,  # type: ignore[arg-type]
+            itl_target_s=0.0,
+            **settings,
+        )
+        folder = resolve(config.model)
+        engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)
+        outcome = run(engine, *tokens, tokens[0])
+        engine.close()
+        names = [str(n) for n in range(4)]
+        cached = [outcome.ends[name].num_cached_tokens for name in names]
+        return [outcome.token_ids[name] for name in names], cached
+
+    plain, none_cached = answers()
+    tiered, cached = answers(kv_disk_path=str(tmp_path))
+    assert tiered == plain
+    assert none_cached == [0, 0, 0, 0]
+    assert cached == [0, 0, 0, 64]
