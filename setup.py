@@ -39,6 +39,7 @@ setup(
                     "kv_int4",
                     "kv_int8",
                     "kv_part",
+                    "latent",
                     "limits",
                     "linear",
                     "linear_amx",

@@ -313,6 +313,7 @@ struct HeadKv {
     const int32_t* table;
     int64_t block_bytes;
     int block_size, dim;
+    bool has_values;
     KeyChannels channels;
     int first_key, num_keys;  // those before and after are not read
 
@@ -327,12 +328,13 @@ struct HeadKv {
           block_bytes(group.block_bytes),
           block_size(step.block_size),
           dim(model.head_dim),
+          has_values(tandem::TANDEM_ISA::has_values(model)),
           channels(key_channels(model, group, layer, item.kv_head)),
           first_key(keys_of(model, step.spans[item.span], item).first),
           num_keys(keys_of(model, step.spans[item.span], item).end) {}
 
-    // From a block's keys to its values, in elements.
-    size_t run() const { return block_size * key_row<T>(dim); }
+    // From a block's keys to its values, in elements; 0 if they are the same.
+    size_t run() const { return has_values ? block_size * key_row<T>(dim) : 0; }
 
     // A query as the numbers of keys are multiplied with it.
     void put_query(const float* from, float* to) const {

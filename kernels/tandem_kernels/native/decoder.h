@@ -77,8 +77,21 @@ struct Mlp {
 struct Experts {  // MLPs of one shape, of which each row has some
     const Mlp* mlps;  // [num]
     Matrix router;    // a logit for each
+    const float* correction;  // [num]: added to sigmoids, which are the scores then; or null
     int32_t num, top_k;
-    int32_t is_normalized;  // the weights of a row's experts sum to 1
+    int32_t is_normalized;  // the weights of a row's experts sum to 1, before the scale
+    int32_t num_groups, top_groups;  // experts are of the groups that rank first; 0: of all
+    float scale;                     // of weights
+};
+
+struct Latent {  // see latent.h
+    const float* q_norm;  // [q rank] of queries' latents, or null: they have none
+    const float* kv_norm;
+    Matrix q_out;          // [heads * (plain + rope), q rank]
+    const Matrix* keys;    // of each head: [kv rank, plain]
+    const Matrix* values;  // of each head: [value, kv rank]
+    int32_t kv_rank, rope, plain, value;
+    float norm_eps;
 };
 
 struct Layer {  // a norm that is null is not there
@@ -90,8 +103,9 @@ struct Layer {  // a norm that is null is not there
     const float* mlp_norm;
     const float* mlp_post_norm;
     Matrix qkv, attention_out;
-    Mlp mlp;
+    Mlp mlp;  // beside experts the one that all rows have, or none
     const Experts* experts;  // in the place of the MLP, or null
+    const Latent* latent;    // all layers have one, or none
     int32_t rope;    // which table of angles
     int32_t window;  // keys that a query sees, its own the last; 0: all before it
     int32_t group;   // of KV: where its keys and values lie
@@ -154,7 +168,7 @@ struct LoraRows {  // an adapter's
 struct Step {
     const int32_t* token_ids;  // [rows]
     const int32_t* positions;  // [rows]
-    const float* cosines;      // [tables][more than any position][head_dim / 2]
+    const float* cosines;      // [tables][more than any position][what is rotated / 2]
     const float* sines;
     const Span* spans;
     const int32_t* logit_rows;

@@ -6,13 +6,54 @@
 //     logits      router . norm(row)                          all rows
 //     places      the row's experts, sorted: row by row to expert by expert
 //     part        down . (activation(gate) * up)              of each place
-//     row         += sum of share * part
+//     row         += sum of share * part, and what an MLP of all rows gives
 
 namespace tandem::TANDEM_ISA {
 
-// The experts with the largest logits, of equals the first, in the order of their numbers; their
-// shares are a softmax over all logits or over theirs.
-inline void choose(const Experts& experts, const float* logits, Chosen* chosen) {
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+// Takes experts out of the ranks that are not of the groups that rank first. A group counts as much
+// as its best expert, or with a correction as its two best ones. `of_groups` has room for all.
+inline void rank_groups(const Experts& experts, float* ranks, float* of_groups) {
+    const int size = experts.num / experts.num_groups;
+    for (int g = 0; g < experts.num_groups; ++g) {
+        float best = -INFINITY, other = -INFINITY;
+        for (int e = g * size; e < (g + 1) * size; ++e) {
+            other = std::max(other, std::min(best, ranks[e]));
+            best = std::max(best, ranks[e]);
+        }
+        of_groups[g] = experts.correction == nullptr ? best : best + other;
+    }
+    for (int i = 0; i < experts.top_groups; ++i) {
+        int best = -1;
+        for (int g = 0; g < experts.num_groups; ++g)
+            if (of_groups[g] < INFINITY && (best < 0 || of_groups[g] > of_groups[best])) best = g;
+        if (best < 0) break;  // no number
+        of_groups[best] = INFINITY;  // is chosen
+    }
+    for (int e = 0; e < experts.num; ++e)
+        if (of_groups[e / size] < INFINITY) ranks[e] = -INFINITY;
+}
+
+// Shares of the chosen: their logits' sigmoids, which may be divided by their sum.
+inline void share_sigmoids(const Experts& experts, const float* logits, Chosen* chosen) {
+    float total = 0.0f;
+    for (int i = 0; i < experts.top_k; ++i) {
+        chosen[i].share = sigmoid(logits[chosen[i].expert]);
+        total += chosen[i].share;
+    }
+    const float factor = experts.is_normalized ? experts.scale / total : experts.scale;
+    for (int i = 0; i < experts.top_k; ++i) chosen[i].share *= factor;
+}
+
+// The experts that rank first, of equals the first, in the order of their numbers. Ranks are logits,
+// and shares a softmax over all logits or over theirs; with a correction both are of sigmoids.
+// `ranks` has room for two numbers of each expert.
+inline void choose(const Experts& experts, const float* logits, float* ranks, Chosen* chosen) {
+    for (int e = 0; e < experts.num; ++e)
+        ranks[e] = experts.correction == nullptr ? logits[e]
+                                                 : sigmoid(logits[e]) + experts.correction[e];
+    if (experts.num_groups > 0) rank_groups(experts, ranks, ranks + experts.num);
     const auto is_taken = [&](int expert, int num) {
         for (int i = 0; i < num; ++i)
             if (chosen[i].expert == expert) return true;
@@ -21,12 +62,13 @@ inline void choose(const Experts& experts, const float* logits, Chosen* chosen) 
     for (int i = 0; i < experts.top_k; ++i) {
         int best = -1;
         for (int e = 0; e < experts.num; ++e)
-            if ((best < 0 || logits[e] > logits[best]) && !is_taken(e, i)) best = e;
+            if ((best < 0 || ranks[e] > ranks[best]) && !is_taken(e, i)) best = e;
         chosen[i].expert = best;
     }
     const float highest = logits[chosen[0].expert];
     std::sort(chosen, chosen + experts.top_k,
               [](const Chosen& a, const Chosen& b) { return a.expert < b.expert; });
+    if (experts.correction != nullptr) return share_sigmoids(experts, logits, chosen);
     float total = 0.0f;
     for (int i = 0; i < experts.top_k; ++i) {
         chosen[i].share = std::exp(logits[chosen[i].expert] - highest);
@@ -36,7 +78,8 @@ inline void choose(const Experts& experts, const float* logits, Chosen* chosen) 
         total = 0.0f;
         for (int e = 0; e < experts.num; ++e) total += std::exp(logits[e] - highest);
     }
-    for (int i = 0; i < experts.top_k; ++i) chosen[i].share /= total;
+    for (int i = 0; i < experts.top_k; ++i)
+        chosen[i].share = chosen[i].share / total * experts.scale;
 }
 
 // Gives each choice its place, expert by expert.
@@ -115,16 +158,30 @@ inline void route(const Model& model, const Layer& layer, const Step& step, cons
 #pragma omp barrier
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row)
-        choose(experts, rows.logits + row * num, &routing.chosen[row * experts.top_k]);
+        choose(experts, rows.logits + row * num, rows.logits + (step.num_rows + 2 * row) * num,
+               &routing.chosen[row * experts.top_k]);
 #pragma omp single
     place_all(experts, step.num_rows, routing);
     rows.laps->end(NORM, thread);
 }
 
+// What an MLP of all rows gives, into `delta`.
+inline void share_mlp(const Model& model, int index, const Step& step, const Rows& rows, int thread,
+                      int threads) {
+    const Inputs gated = gate_normed(model, index, step, rows, thread, threads);
+    linear(model.layers[index].mlp.down, gated,
+           {rows.delta, static_cast<size_t>(model.hidden), Into::kSet}, thread, threads);
+#pragma omp barrier
+    rows.laps->end(DOWN, thread);
+}
+
 // A layer's experts, added to the residual stream.
-inline void add_experts(const Model& model, const Layer& layer, const Step& step, const Rows& rows,
+inline void add_experts(const Model& model, int index, const Step& step, const Rows& rows,
                         int thread, int threads) {
+    const Layer& layer = model.layers[index];
     const Experts& experts = *layer.experts;
+    const bool has_shared = layer.mlp.down.panels != nullptr;
+    if (has_shared) share_mlp(model, index, step, rows, thread, threads);
     const Routing& routing = *rows.routing;
     const Mlp& any = experts.mlps[0];
     const size_t hidden = model.hidden;
@@ -151,7 +208,7 @@ inline void add_experts(const Model& model, const Layer& layer, const Step& step
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row) {
         float* delta = rows.delta + row * hidden;
-        std::fill(delta, delta + hidden, 0.0f);
+        if (!has_shared) std::fill(delta, delta + hidden, 0.0f);
         for (int i = row * top_k; i < (row + 1) * top_k; ++i) {
             const Chosen& chosen = routing.chosen[i];
             const float* part = parts + chosen.place * hidden;

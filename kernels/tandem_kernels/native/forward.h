@@ -203,16 +203,29 @@ struct LayerItems {
 
 struct Rows {  // buffers of a step, as all threads see them
     float *hidden, *input, *projected, *attended, *delta, *rounded, *routed, *logits;
+    float *heads, *queries, *of_heads;  // latent.h
     Routing* routing;
     Laps* laps;
     StepLora lora;
 };
 
-// Normalizes, projects, rotates and stores; queries stay in `projected`.
+}  // namespace tandem::TANDEM_ISA
+
+#include "latent.h"
+
+namespace tandem::TANDEM_ISA {
+
+// Numbers of a row's products in `projected`.
+inline size_t projected_width(const Model& model, const Layer& layer) {
+    if (layer.latent != nullptr) return layer.qkv.out;
+    return static_cast<size_t>(model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
+}
+
+// Normalizes, projects, rotates and stores; queries stay in `projected`, or in `queries`.
 inline void store_kv(const Model& model, const Step& step, int index, const Rows& rows, int thread,
                      int threads) {
     const Layer& layer = model.layers[index];
-    const int width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
+    const size_t width = projected_width(model, layer);
     const Inputs normed = inputs_of(layer.qkv, rows.input, step.num_rows, rows.rounded);
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row) {
@@ -226,14 +239,16 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
                  model.norm_eps, normed.row(row));
     }
     rows.laps->end(NORM, thread);
-    const Output projected{rows.projected, static_cast<size_t>(width), Into::kSet};
+    const Output projected{rows.projected, width, Into::kSet};
     linear(layer.qkv, normed, projected, thread, threads);
 #pragma omp barrier
     add_lora(rows.lora, index, &LoraLayer::qkv, normed, projected, thread);
     rows.laps->end(QKV, thread);
+    if (layer.latent != nullptr)
+        return place_latent(model, step, index, rows, thread, threads);
 #pragma omp for schedule(static)
     for (int row = 0; row < step.num_rows; ++row) {
-        float* heads = rows.projected + static_cast<size_t>(row) * width;
+        float* heads = rows.projected + row * width;
         by_kv_kind(step, [&](auto kept) {
             place_row<decltype(kept)>(model, layer, step, index, row, heads);
         });
@@ -256,7 +271,7 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
     }
 #endif
     const Inputs gated = inputs_of(mlp.down, rows.input, step.num_rows, rows.rounded);
-    const size_t width = 2 * static_cast<size_t>(model.inner);
+    const size_t width = 2 * static_cast<size_t>(mlp.down.in);
     const Output projected{rows.projected, width, Into::kSet};
     linear(mlp.gate_up, normed, projected, thread, threads);
 #pragma omp barrier
@@ -299,11 +314,12 @@ inline void add_product(const Model& model, const Matrix& matrix, const Inputs& 
     rows.laps->end(NORM, thread);
 }
 
-inline void add_experts(const Model& model, const Layer& layer, const Step& step, const Rows& rows,
+inline void add_experts(const Model& model, int index, const Step& step, const Rows& rows,
                         int thread, int threads);
 
-inline void add_mlp(const Model& model, int index, const Step& step, const Rows& rows,
-                    int thread, int threads) {
+// The same from the rows that the MLP normalizes.
+inline Inputs gate_normed(const Model& model, int index, const Step& step, const Rows& rows,
+                          int thread, int threads) {
     const Layer& layer = model.layers[index];
     const Inputs normed = inputs_of(layer.mlp.gate_up, rows.input, step.num_rows, rows.rounded);
 #pragma omp for schedule(static)
@@ -311,7 +327,13 @@ inline void add_mlp(const Model& model, int index, const Step& step, const Rows&
         norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
                  model.norm_eps, normed.row(row));
     rows.laps->end(NORM, thread);
-    const Inputs gated = gate_all(model, index, step, normed, rows, thread, threads);
+    return gate_all(model, index, step, normed, rows, thread, threads);
+}
+
+inline void add_mlp(const Model& model, int index, const Step& step, const Rows& rows,
+                    int thread, int threads) {
+    const Layer& layer = model.layers[index];
+    const Inputs gated = gate_normed(model, index, step, rows, thread, threads);
     add_product(model, layer.mlp.down, gated, layer.mlp_post_norm, DOWN, rows, index,
                 &LoraLayer::down, thread, threads);
 }
@@ -320,19 +342,24 @@ inline void add_mlp(const Model& model, int index, const Step& step, const Rows&
 inline void finish_layer(const Model& model, const Step& step, int index, const Rows& rows,
                          const std::vector<Item>& items, float* buffer, int thread, int threads) {
     const Layer& layer = model.layers[index];
-    const size_t width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
-    const Inputs attended =
-        inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
+    const bool is_latent = layer.latent != nullptr;
+    const float* const queries = is_latent ? rows.queries : rows.projected;
+    const size_t width = is_latent ? static_cast<size_t>(model.num_heads) * model.head_dim
+                                   : projected_width(model, layer);
+    Inputs attended =
+        is_latent ? attended_latents(model, step, rows)
+                  : inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < items.size(); ++i) {
         const Item& next = items[i + threads < items.size() ? i + threads : i];
-        attend_any(model, step, index, items[i], next, rows.projected, width, attended, buffer);
+        attend_any(model, step, index, items[i], next, queries, width, attended, buffer);
     }
     rows.laps->end(ATTENTION, thread);
+    if (is_latent) attended = values_of_heads(model, layer, step, rows, buffer, thread);
     add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT, rows,
                 index, &LoraLayer::attention_out, thread, threads);
     if (layer.experts != nullptr)
-        add_experts(model, layer, step, rows, thread, threads);
+        add_experts(model, index, step, rows, thread, threads);
     else
         add_mlp(model, index, step, rows, thread, threads);
 }
@@ -349,7 +376,9 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
     const int heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
     const int inner = model.inner, hidden = model.hidden;
     for (Buffer& buffer : scratch.of_thread) buffer.of(attention_floats(model, step));
-    size_t projected = rows * std::max({heads, 2 * inner, whole_steps(inner)});
+    const LatentFloats latent(model, rows);
+    size_t projected =
+        std::max(rows * std::max({heads, 2 * inner, whole_steps(inner)}), latent.projected);
     size_t routed = 0, logits = 0;
     const Experts* const experts = experts_of(model);
     if (experts != nullptr) {
@@ -358,19 +387,24 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
         projected = std::max(projected, places * std::max(mlp.gate_up.out, whole_steps(hidden)));
         projected = std::max(projected, input_floats(places, mlp.down.in));
         routed = input_floats(places, std::max(hidden, mlp.down.in));
-        logits = rows * experts->num;
+        logits = 3 * rows * experts->num;
         scratch.routing.chosen.resize(places);
         scratch.routing.choices.resize(places);
         scratch.routing.first.resize(experts->num + 1);
     }
     return {scratch.hidden.of(rows * hidden),
-            scratch.input.of(input_floats(rows, inner > hidden ? inner : hidden)),
+            scratch.input.of(
+                std::max(input_floats(rows, inner > hidden ? inner : hidden), latent.input)),
             scratch.projected.of(projected),
-            scratch.attended.of(input_floats(rows, model.num_heads * model.head_dim)),
+            scratch.attended.of(
+                std::max(input_floats(rows, model.num_heads * model.head_dim), latent.attended)),
             scratch.delta.of(rows * hidden),
             scratch.rounded.of(quantized_input_floats(rows, std::max({inner, hidden, heads}))),
             scratch.routed.of(routed),
             scratch.logits.of(logits),
+            scratch.heads.of(latent.heads),
+            scratch.queries.of(latent.queries),
+            scratch.of_heads.of(latent.of_heads),
             &scratch.routing,
             &scratch.laps,
             lora_of(model, step, scratch)};

@@ -2,10 +2,13 @@
 //
 //     K [tokens][key_row] | V [tokens][value_row] | scales of K [tokens] and of V [tokens]
 //
-// Pools of floats have no scales. A type names what a row is made of; one whose rows are packed
-// closer than a number a byte is unpacked to int8 before anything is computed with it.
+// Pools of floats have no scales, and those of latent attention no V: values are keys there. A type
+// names what a row is made of; one whose rows are packed closer than a number a byte is unpacked to
+// int8 before anything is computed with it.
 
 namespace tandem::TANDEM_ISA {
+
+inline bool has_values(const Model& model) { return model.layers[0].latent == nullptr; }
 
 struct Int8Int4 {  // keys of int8, values of 4 bits
     int8_t byte;

@@ -85,9 +85,24 @@ class Experts(Structure):
     _fields_ = (
         ("mlps", POINTER(Mlp)),
         ("router", Matrix),
-        ("num", c_int32),
-        ("top_k", c_int32),
-        ("is_normalized", c_int32),
+        ("correction", c_void_p),
+        *(
+            (name, c_int32)
+            for name in ("num", "top_k", "is_normalized", "num_groups", "top_groups")
+        ),
+        ("scale", c_float),
+    )
+
+
+class Latent(Structure):
+    _fields_ = (
+        ("q_norm", c_void_p),
+        ("kv_norm", c_void_p),
+        ("q_out", Matrix),
+        ("keys", POINTER(Matrix)),
+        ("values", POINTER(Matrix)),
+        *((name, c_int32) for name in ("kv_rank", "rope", "plain", "value")),
+        ("norm_eps", c_float),
     )
 
 
@@ -104,6 +119,7 @@ class Layer(Structure):
         ("attention_out", Matrix),
         ("mlp", Mlp),
         ("experts", POINTER(Experts)),
+        ("latent", POINTER(Latent)),
         ("rope", c_int32),
         ("window", c_int32),
         ("group", c_int32),

@@ -79,7 +79,8 @@ struct Scratch {
     Buffer last;      // [logit rows, hidden]
     Buffer gates;     // [rows with adapters, gate and up]: what these add to gates
     Buffer routed;    // rows of experts in tiles, expert by expert
-    Buffer logits;    // [rows, experts]: of a router
+    Buffer logits;    // of a router [rows, experts], and what they are ranked by [rows, 2 experts]
+    Buffer heads, queries, of_heads;  // latent.h
     Routing routing;
     std::vector<Buffer> of_thread;  // attention's tiles
     std::vector<Buffer> lora;       // of each thread

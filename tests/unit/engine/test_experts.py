@@ -140,14 +140,15 @@ def test_inputs_of_mxfp4_are_whole_blocks(tmp_path: Path) -> None:
         load_weights(folder.weight_files, config, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def test_int8_weights_leave_the_router_as_it_is(tmp_path: Path) -> None:
-    folder, _ = make_tiny_model("mixtral", tmp_path)
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3"])
+def test_int8_weights_leave_the_router_as_it_is(family: str, tmp_path: Path) -> None:
+    folder, _ = make_tiny_model(family, tmp_path)
     expected = logits_after(runner_of(folder), PROMPTS[1])
     runner = runner_of(folder, weights="int8")
     found = logits_after(runner, PROMPTS[1])
     assert 0.97 < torch.corrcoef(torch.stack((found, expected)))[0, 1] < 0.99999
     assert runner.native is not None
-    experts = runner.native._model.layers[0].experts.contents
+    experts = runner.native._model.layers[2].experts.contents
     assert (experts.router.kind, experts.mlps[4].down.kind) == (Kind.F32, Kind.I8)
 
 

@@ -40,7 +40,7 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
     if chosen != "triton":
         return ""
     if model.latent is not None:
-        return "latent attention is torch's for now"
+        return "only the native and torch kernels know latent attention"
     if config.kv_dtype in ("k8v4", "int4"):
         return (
             f"only the native and torch kernels read {config.kv_dtype} KV; "

@@ -21,6 +21,7 @@ from tandem.engine.cache.kv_groups import LayerPlace, layer_places
 from tandem.engine.executor.lora_weights import LoraWeights
 from tandem.engine.executor.model import embedding_multiplier
 from tandem.engine.executor.native_angles import AngleTable
+from tandem.engine.executor.native_latent import pack_latent
 from tandem.engine.executor.native_lora import NativeAdapters, PackedLora, by_adapter
 from tandem.engine.executor.native_pools import KV_KINDS, kv_groups_of
 from tandem.engine.executor.native_results import Results
@@ -29,6 +30,7 @@ from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, 
 from tandem.engine.executor.weights import Mlp as MlpWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
+from tandem.models.experts import Experts as ExpertSpec
 from tandem.models.layers import LayerSpec
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.logprobs import Logprobs
@@ -57,9 +59,7 @@ def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model; empty if they can."""
     if load() is None:
         return "they were not built (no C++ compiler at install?)"
-    if config.latent is not None:
-        return "latent attention is torch's for now"
-    if config.head_dim > _HEAD_MAX:
+    if config.head_dim > _HEAD_MAX and config.latent is None:
         return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
     if config.head_dim % PANEL:
         return f"the head size {config.head_dim} is not a multiple of {PANEL}"
@@ -106,7 +106,7 @@ class NativeDecoder:
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            inner=config.intermediate_size,
+            inner=max(config.intermediate_size, *map(_shared_inner, config.layers)),
             vocab=config.vocab_size,
             norm_eps=config.rms_norm_eps,
             num_threads=num_threads,
@@ -218,25 +218,42 @@ class NativeDecoder:
             group=place.group,
             place=place.number,
         )
+        if weights.latent is not None:
+            assert self._config.latent is not None
+            latent = pack_latent(self._packer, self._config.latent, weights.latent)
+            layer.latent = pointer(latent)
         if isinstance(weights.mlp, ExpertWeights):
             assert spec.experts is not None
-            experts = Experts(
-                mlps=(Mlp * spec.experts.num)(*map(self._mlp, weights.mlp.mlps)),
-                router=self._packer.matrix((weights.mlp.router,), keeps_kind=True),
-                num=spec.experts.num,
-                top_k=spec.experts.top_k,
-                is_normalized=spec.experts.is_normalized,
-            )
-            self._packer.keep(experts)
-            layer.experts = pointer(experts)
+            layer.experts = pointer(self._experts(spec.experts, weights.mlp))
+            if weights.mlp.shared is not None:
+                layer.mlp = self._mlp(weights.mlp.shared)
         else:
             layer.mlp = self._mlp(weights.mlp)
         return layer
+
+    def _experts(self, spec: ExpertSpec, weights: ExpertWeights) -> Experts:
+        experts = Experts(
+            mlps=(Mlp * spec.num)(*map(self._mlp, weights.mlps)),
+            router=self._packer.matrix((weights.router,), keeps_kind=True),
+            correction=self._packer.floats(weights.correction),
+            num=spec.num,
+            top_k=spec.top_k,
+            is_normalized=spec.is_normalized,
+            num_groups=spec.groups.num if spec.groups else 0,
+            top_groups=spec.groups.top if spec.groups else 0,
+            scale=spec.scale,
+        )
+        self._packer.keep(experts)
+        return experts
 
     def _mlp(self, weights: MlpWeights) -> Mlp:
         gate_up = self._packer.gate_up(weights.gate_up)
         gate_up.gating = _gating(self._config)
         return Mlp(gate_up=gate_up, down=self._packer.matrix((weights.down,)))
+
+
+def _shared_inner(spec: LayerSpec) -> int:
+    return spec.experts.shared_inner if spec.experts else 0
 
 
 def _gating(config: ModelConfig) -> Gating:

@@ -148,8 +148,13 @@ class Packer:
         return kind
 
     def _bias(self, parts: Sequence[Linear]) -> int | None:
-        biases = [part.bias for part in parts if part.bias is not None]
-        return self.floats(torch.cat(biases)) if biases else None
+        """Returns the biases of all parts, zeros of those that have none."""
+        if all(part.bias is None for part in parts):
+            return None
+        biases = (
+            torch.zeros(len(part.weight)) if part.bias is None else part.bias for part in parts
+        )
+        return self.floats(torch.cat([bias.float() for bias in biases]))
 
     def _drop(self, parts: Sequence[Linear]) -> None:
         for part in parts:

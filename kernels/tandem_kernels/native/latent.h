@@ -1,0 +1,140 @@
+// Latent attention (tandem/models/latent.py). In between, attention.h sees one KV head whose values
+// are its keys; here queries are brought into the latent's space, and what was attended out of it.
+//
+//     projected   [rows][queries or their latent | latent of the token | its key]
+//     heads       [rows][heads][plain, then rotated]      queries made of their latent
+//     queries     [rows][heads][latent, then rotated]     (W_k^T q, rotated q), with the scale
+//     attended    [rows][heads][latent, then what means nothing]
+//     heads       [rows][heads][value]                    W_v attended
+//
+// A head's products are one thread's. Their inputs lie head by head in `of_heads`.
+
+namespace tandem::TANDEM_ISA {
+
+inline Inputs inputs_of_head(const Matrix* matrices, int head, const Rows& rows, int num_rows) {
+    const Matrix& matrix = matrices[head];
+    return inputs_of(matrix, rows.of_heads + head * input_floats(num_rows, matrix.in), num_rows);
+}
+
+// Numbers of a row times a factor, as a product reads them.
+inline void put_row(const float* from, float factor, const InputRow& to) {
+    int at = 0;
+    for (; at + kLanes <= to.in; at += kLanes) to.put(at, load(from + at) * factor);
+    if (const int rest = to.in - at) to.put(at, load_some(from + at, rest) * factor, rest);
+}
+
+// Products of all heads with what `of_heads` has of each.
+inline void multiply_heads(const Matrix* matrices, int num_heads, const Rows& rows, int num_rows,
+                           float* to, size_t head_stride) {
+#pragma omp for schedule(static)
+    for (int head = 0; head < num_heads; ++head)
+        linear(matrices[head], inputs_of_head(matrices, head, rows, num_rows),
+               {to + head * head_stride, num_heads * head_stride, Into::kSet}, 0, 1);
+}
+
+// Normalizes and rotates what a row keeps, and stores it.
+template <class T>
+void place_token(const Model& model, const Step& step, int index, int row, const float* cosines,
+                 const float* sines, float* token) {
+    const Latent& latent = *model.layers[index].latent;
+    norm_head(token, latent.kv_norm, latent.kv_rank, latent.norm_eps);
+    float* key = token + latent.kv_rank;
+    rotate(key, cosines, sines, latent.rope, 1.0f, key);
+    const Place<T> to(model, step, index, row, 0);
+    if constexpr (!kHasScales<T>)
+        for (int i = 0; i < model.head_dim; i += kLanes)
+            store_some(to.key + i, load(token + i), kLanes);
+}
+
+// From what was projected: queries as latents meet them, and the tokens' KV into the pool.
+inline void place_latent(const Model& model, const Step& step, int index, const Rows& rows,
+                         int thread, int threads) {
+    const Layer& layer = model.layers[index];
+    const Latent& latent = *layer.latent;
+    const int num_heads = model.num_heads, dim = model.head_dim, q_dim = latent.plain + latent.rope;
+    const size_t width = layer.qkv.out;
+    const float* queries = rows.projected;
+    size_t stride = width;
+    if (latent.q_norm != nullptr) {
+        const Inputs normed = inputs_of(latent.q_out, rows.input, step.num_rows);
+#pragma omp for schedule(static)
+        for (int row = 0; row < step.num_rows; ++row)
+            norm_row(rows.projected + row * width, latent.q_norm, latent.norm_eps, normed.row(row));
+        stride = static_cast<size_t>(num_heads) * q_dim;
+        linear(latent.q_out, normed, {rows.heads, stride, Into::kSet}, thread, threads);
+#pragma omp barrier
+        queries = rows.heads;
+        rows.laps->end(QKV, thread);
+    }
+#pragma omp for schedule(static)
+    for (int row = 0; row < step.num_rows; ++row) {
+        const size_t angle = layer.rope * step.table_floats +
+                             static_cast<size_t>(step.positions[row]) * (latent.rope / 2);
+        const float *cosines = step.cosines + angle, *sines = step.sines + angle;
+        const float* from = queries + row * stride;
+        float* to = rows.queries + static_cast<size_t>(row) * num_heads * dim + latent.kv_rank;
+        for (int head = 0; head < num_heads; ++head, from += q_dim, to += dim) {
+            put_row(from, model.attention_scale,
+                    inputs_of_head(latent.keys, head, rows, step.num_rows).row(row));
+            rotate(from + latent.plain, cosines, sines, latent.rope, model.attention_scale, to);
+        }
+        float* token = rows.projected + (row + 1) * width - dim;
+        by_kv_kind(step, [&](auto kept) {
+            place_token<decltype(kept)>(model, step, index, row, cosines, sines, token);
+        });
+    }
+    rows.laps->end(PLACE, thread);
+    multiply_heads(latent.keys, num_heads, rows, step.num_rows, rows.queries, dim);
+    rows.laps->end(QKV, thread);
+}
+
+// Where attention leaves what heads attended, in fp32.
+inline Inputs attended_latents(const Model& model, const Step& step, const Rows& rows) {
+    return {rows.attended, F32, step.num_rows, model.num_heads * model.head_dim, nullptr};
+}
+
+// What attention's last product reads, from what heads attended. `buffer` has room for a head's.
+inline Inputs values_of_heads(const Model& model, const Layer& layer, const Step& step,
+                              const Rows& rows, float* buffer, int thread) {
+    const Latent& latent = *layer.latent;
+    const Inputs attended = attended_latents(model, step, rows);
+    const int num_heads = model.num_heads;
+#pragma omp for schedule(static)
+    for (int row = 0; row < step.num_rows; ++row) {
+        InputRow from = attended.row(row);
+        from.in = latent.kv_rank;
+        for (int head = 0; head < num_heads; ++head) {
+            from.copy_to(buffer, 1);
+            put_row(buffer, 1.0f, inputs_of_head(latent.values, head, rows, step.num_rows).row(row));
+            from.numbers.first += model.head_dim * from.numbers.stride;
+        }
+    }
+    multiply_heads(latent.values, num_heads, rows, step.num_rows, rows.heads, latent.value);
+    const Inputs values =
+        inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
+#pragma omp for schedule(static)
+    for (int row = 0; row < step.num_rows; ++row)
+        put_row(rows.heads + static_cast<size_t>(row) * values.in, 1.0f, values.row(row));
+    rows.laps->end(ATTENTION, thread);
+    return values;
+}
+
+// Floats of a step's buffers; none without latent attention.
+struct LatentFloats {
+    size_t projected = 0, input = 0, heads = 0, queries = 0, of_heads = 0, attended = 0;
+
+    LatentFloats(const Model& model, size_t num_rows) {
+        if (has_values(model)) return;
+        const Layer& layer = model.layers[0];
+        const Latent& latent = *layer.latent;
+        const size_t num_heads = model.num_heads;
+        projected = num_rows * layer.qkv.out;
+        input = latent.q_norm == nullptr ? 0 : input_floats(num_rows, latent.q_out.in);
+        heads = num_rows * num_heads * std::max(latent.plain + latent.rope, latent.value);
+        queries = num_rows * num_heads * model.head_dim;
+        of_heads = num_heads * input_floats(num_rows, std::max(latent.plain, latent.kv_rank));
+        attended = input_floats(num_rows, layer.attention_out.in);
+    }
+};
+
+}  // namespace tandem::TANDEM_ISA

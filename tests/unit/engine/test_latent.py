@@ -1,0 +1,72 @@
+"""Latent attention by C++ on every instruction set, beside torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.engine.cache.kv_groups import model_layout
+from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.torch_steps import TorchSteps
+from tandem.engine.executor.weights import load_weights
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.models.source import ModelFolder
+from tests.kv_pools import empty_pool
+from tests.tiny_models import make_tiny_model
+from tests.unit.engine.test_native_decoder import INSTRUCTIONS
+
+PROMPT = torch.randint(0, 203, (150,), generator=torch.Generator().manual_seed(2)).tolist()
+CUTS = ([150], [1] * 9 + [141], [40, 1, 100, 9])
+TABLE = [17, 3, 0, 12, 9, 1, 8, 16, 2, 11, 4, 10, 7]
+BLOCK_SIZE = 12
+
+
+@pytest.fixture(params=["deepseek-v2", "deepseek-v3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> ModelFolder:
+    """A model whose tokens have all experts: none is chosen by the last bits of a score."""
+    return make_tiny_model(
+        request.param, tmp_path, num_experts_per_tok=6, n_routed_experts=6, n_group=3, topk_group=3
+    )[0]
+
+
+def run(
+    steps: NativeDecoder | TorchSteps, folder: ModelFolder, dtype: str, cut: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the logits of the last token, and the KV of all in their order."""
+    layout = model_layout(folder.config, [18], block_size=BLOCK_SIZE, dtype=dtype).groups[0].layout
+    pool, done = empty_pool(layout), 0
+    for num in cut:
+        piece = SequenceSlice(PROMPT[done : done + num], done + num, TABLE, True)
+        done += num
+        with torch.inference_mode():
+            logits = steps.forward(StepBatch([piece]), [pool]).clone()
+    kv = pool.kv[TABLE, 0, :, 0].transpose(0, 1).flatten(1, 2)
+    return logits[0], kv[:, : len(PROMPT)].clone()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_every_instruction_set_computes_what_torch_does_however_a_prompt_is_cut(
+    folder: ModelFolder, instructions: str, dtype: str
+) -> None:
+    weights, wide = (
+        load_weights(folder.weight_files, folder.config, dtype=each, device=torch.device("cpu"))
+        for each in (getattr(torch, dtype), torch.float32)
+    )
+    expected, expected_kv = run(TorchSteps(folder.config, wide, "fast"), folder, "float32", CUTS[0])
+    seen = []
+    for cut, num_threads in zip(CUTS, (1, 3, 2), strict=True):
+        decoder = NativeDecoder(
+            folder.config, weights, num_threads=num_threads, instructions=instructions
+        )
+        seen.append(run(decoder, folder, dtype, cut))
+    for logits, kv in seen:
+        assert torch.equal(logits, seen[0][0])
+        assert torch.equal(kv, seen[0][1])
+    tolerance = 1e-4 if dtype == "float32" else 0.1
+    logits, kv = seen[0]
+    torch.testing.assert_close(kv.float(), expected_kv, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
