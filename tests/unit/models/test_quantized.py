@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.executor.weights import Mlp, load_weights
+from tandem.engine.executor.weights import ExpertWeights, Mlp, load_weights
 from tandem.errors import UnsupportedModel
 from tandem.models.quantized.scheme import Scheme, has_kv_scales, read_scheme
 from tandem.models.quantized.tensors import Coded
@@ -251,5 +251,47 @@ def test_a_checkpoint_is_loaded_as_the_numbers_that_it_stands_for(tmp_path: Path
         layer = weights.layers[1]
         assert isinstance(layer.mlp, Mlp)
         loaded.append([torch.cat([part.weight for part in layer.qkv]), layer.mlp.down.weight])
+    for one, other in zip(*loaded, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_deepseek_in_blocks_of_fp8(tmp_path: Path) -> None:
+    """All matrices of its layers but routers, as its authors publish them."""
+    folder, _ = make_tiny_model("deepseek-v3", tmp_path)
+    file, config_file = folder.path / "model.safetensors", folder.path / "config.json"
+    stored: dict[str, torch.Tensor] = {}
+    rounded: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        stored[name] = rounded[name] = tensor.clone()
+        if name.endswith(("_proj.weight", "_with_mqa.weight")):
+            num_out, num_in = tensor.shape
+            scale = floats(-(-num_out // 128), -(-num_in // 128))
+            wide = scale.repeat_interleave(128, 0)[:num_out].repeat_interleave(128, 1)[:, :num_in]
+            stored[name] = (tensor / wide).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            rounded[name] = stored[name].float() * wide
+    config = json.loads(config_file.read_text())
+    loaded = []
+    for quantization, tensors in ((BLOCK_FP8, stored), (None, rounded)):
+        save_file(tensors, file, metadata={"format": "pt"})
+        config_file.write_text(json.dumps(config | {"quantization_config": quantization}))
+        found = read_folder(folder.path)
+        layer = load_weights(
+            found.weight_files, found.config, dtype=torch.float32, device=torch.device("cpu")
+        ).layers[1]
+        assert isinstance(layer.mlp, ExpertWeights)
+        assert layer.latent is not None
+        assert layer.latent.q_out is not None
+        assert layer.mlp.shared is not None
+        loaded.append(
+            [
+                *(part.weight for part in (*layer.qkv, layer.attention_out)),
+                layer.latent.keys,
+                layer.latent.values,
+                layer.latent.q_out,
+                layer.mlp.shared.down.weight,
+                layer.mlp.mlps[11].down.weight,
+            ]
+        )
     for one, other in zip(*loaded, strict=True):
         assert torch.equal(one, other)
