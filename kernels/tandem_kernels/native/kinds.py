@@ -1,4 +1,4 @@
-"""The types of numbers in memory, as decoder.h counts them."""
+"""Numbers by which C++ knows kinds of numbers, stages and activations (decoder.h, stages.h)."""
 
 from enum import IntEnum
 
@@ -17,3 +17,26 @@ class Kind(IntEnum):
     Q5_0 = 11
     Q5_1 = 12
     Q6 = 13
+
+
+class Stage(IntEnum):
+    """A stage of a step; it ends when all threads are through with it."""
+
+    EMBED = 0
+    NORM = 1  # and the choice of experts
+    QKV = 2
+    PLACE = 3  # head norms, rotation, K and V into the pool
+    ATTENTION = 4
+    ATTENTION_OUT = 5
+    GATE_UP = 6
+    SILU = 7
+    DOWN = 8
+    OUTPUT = 9
+
+
+class Activation(IntEnum):
+    """A function that the gates of an MLP go through."""
+
+    SILU = 0
+    GELU_TANH = 1
+    CLAMPED = 2

@@ -19,7 +19,6 @@ from ctypes import (
     c_int64,
     c_void_p,
 )
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem_kernels.logprobs import Logprobs
+from tandem_kernels.native.kinds import Activation as Activation
 from tandem_kernels.native.kinds import Kind as Kind
+from tandem_kernels.native.kinds import Stage as Stage
 
 PANEL = 16  # outputs side by side in packed weights; head sizes are a multiple of it
 _STEP_INPUTS = 32  # in pairs, the inputs of an output are rounded up to
@@ -35,29 +36,6 @@ _UNIT_INPUTS = 64  # likewise of quantized weights
 
 
 _WEIGHT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.I8: 1, Kind.BF16_PAIRS: 2}
-
-
-class Stage(IntEnum):
-    """A stage of a step; it ends when all threads are through with it."""
-
-    EMBED = 0
-    NORM = 1  # and the choice of experts
-    QKV = 2
-    PLACE = 3  # head norms, rotation, K and V into the pool
-    ATTENTION = 4
-    ATTENTION_OUT = 5
-    GATE_UP = 6
-    SILU = 7
-    DOWN = 8
-    OUTPUT = 9
-
-
-class Activation(IntEnum):
-    """A function that the gates of an MLP go through."""
-
-    SILU = 0
-    GELU_TANH = 1
-    CLAMPED = 2
 
 
 class Gating(Structure):
