@@ -148,6 +148,31 @@ def audit(
     show_audit(url, limit)
 
 
+@app.command
+def why(
+    request: Annotated[str, Parameter(help="Its id, that of its reply, or its X-Request-Id.")],
+    /,
+    *,
+    url: Annotated[str, Parameter(help="Public address of a router.")] = "http://127.0.0.1:8000",
+) -> None:
+    """Show where the time of a request went until its first token, and why it was placed so."""
+    from tandem.cluster.operate import show_why
+
+    show_why(url, request)
+
+
+@app.command
+def events(
+    *,
+    limit: Annotated[int, Parameter(help="Largest number of events, at most 1000.")] = 50,
+    url: _Url = _ADMIN_URL,
+) -> None:
+    """Show what happened to workers and requests, and who changed what, the newest last."""
+    from tandem.cluster.operate import show_events
+
+    show_events(url, limit)
+
+
 @index.command
 def verify(
     *,

@@ -48,6 +48,7 @@ ADMIN_CALLS = [
     ("GET", "/v1/cluster"),
     ("POST", "/v1/cluster"),
     ("GET", "/v1/cluster/audit"),
+    ("GET", "/v1/cluster/events"),
     ("POST", "/v1/cluster/index/verify"),
     ("POST", "/reset_prefix_cache"),
     ("POST", "/v1/cluster/workers/decode-0/role"),
@@ -92,7 +93,7 @@ class Door:
 
     async def audit(self) -> list[dict[str, Any]]:
         """Returns the trail, the newest entry first, once all of it is written."""
-        await eventually(lambda: not any(self.router._trail._waiting.values()))
+        await eventually(lambda: not any(self.router._trail._journal._waiting.values()))
         answer = await self.call("operator", "GET", "/v1/cluster/audit?limit=1000")
         return list(answer.json()["entries"])
 

@@ -26,6 +26,7 @@ _END_MARGIN_S = 15.0  # from a worker's deadline until its process is gone, and 
 _PIPE_COLUMNS = 200
 _SAMPLE_DEADLINE_S = 60.0
 _ALL_DEADLINE_S = 900.0
+_LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # than the first token
 
 
 def show_status(url: str) -> None:
@@ -100,6 +101,53 @@ def verify_index(url: str, *, everything: bool) -> bool:
     workers: dict[str, dict[str, Any]] = answer["workers"]
     console().print(_index_table(workers))
     return all(worker["ok"] for worker in workers.values())
+
+
+def show_why(url: str, request_id: str) -> None:
+    """Prints where the time of a request went, and why it went there. Raises OperateError."""
+    answer = ask(url, "GET", path=f"/v1/requests/{urllib.parse.quote(request_id, safe='')}")
+    for record in answer.get("data", [answer]):  # the requests of several prompts or choices
+        _show_record(record)
+
+
+def _show_record(record: Mapping[str, Any]) -> None:
+    screen, ttft_ms = console(), record["ttft_ms"]
+    outcome = f"{record['outcome']}: {record['error']}" if record["error"] else record["outcome"]
+    screen.print(escape(f"{record['id']} ({record['kind']}): {outcome}"))
+    stages = record["stages_ms"]
+    before = [name for name in stages if name not in _LATER_STAGES]
+    table = Table("stage", box=None, pad_edge=False)
+    for column in ("ms", "of TTFT"):
+        table.add_column(column, justify="right")
+    for name in before:
+        share = f"{stages[name] / ttft_ms:.0%}" if ttft_ms else "-"
+        table.add_row(name, f"{stages[name]:.1f}", share)
+    if ttft_ms is not None:
+        total = sum(stages[name] for name in before)
+        table.add_row("time to first token", f"{ttft_ms:.1f}", f"{total / ttft_ms:.0%}")
+    for name in [name for name in _LATER_STAGES if name in stages]:
+        table.add_row(f"{name}, later", f"{stages[name]:.1f}", "")
+    screen.print(table)
+    usage = record["usage"]
+    cached = f"{usage['cached_tokens']} of {usage['prompt_tokens']} prompt tokens were cached"
+    screen.print(escape(f"placed: {record['placement'] or 'at no worker'}; {cached}"))
+    prefill = record["prefill_worker"] or f"{record['decode_worker'] or 'nobody'} itself"
+    pulled = f"{record['blocks_pulled']} blocks over {record['transport'] or 'nothing'}"
+    screen.print(
+        escape(f"prefilled by {prefill}, decoded by {record['decode_worker'] or 'nobody'}")
+    )
+    screen.print(
+        f"pulled {pulled}; moved {record['moves']} times; lost {record['workers_lost']} workers"
+    )
+
+
+def show_events(url: str, limit: int) -> None:
+    """Prints the last events, the newest last. Raises OperateError."""
+    table = Table("time (UTC)", "event", "about", "what", box=None, pad_edge=False)
+    for event in reversed(ask(url, "GET", path=f"/v1/cluster/events?limit={limit}")["events"]):
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event["at"]))
+        table.add_row(at, event["kind"], escape(event["about"] or "-"), escape(event["text"]))
+    console().print(table)
 
 
 def show_audit(url: str, limit: int) -> None:

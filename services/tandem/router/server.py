@@ -176,6 +176,7 @@ class Router:
             asyncio.create_task(http.serve(sockets=[sock]), name="http"),
             admin,
             asyncio.create_task(self._trail.run(), name="audit-trail"),
+            asyncio.create_task(self.view.events.run(), name="events"),
             asyncio.create_task(self.view.run(), name="cluster-view"),
             asyncio.create_task(self._load_and_watch(), name="model"),
             asyncio.create_task(self._audit.run(), name="index-audit"),
@@ -248,6 +249,9 @@ class Router:
                 for server in (self._grpc, self.admin.grpc):
                     await server.set_ready(ready=not reason)
                 (log.warning if reason else log.info)("%s", reason or "ready")
+                self.view.events.add(
+                    "mode", self._config.router_id, reason or "requests are served"
+                )
                 said = reason
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_INTERVAL_S):

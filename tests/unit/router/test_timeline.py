@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -51,6 +52,24 @@ def test_a_workers_part_comes_with_the_first_token_and_the_second() -> None:
     assert timeline.stages_s["prefill"] == pytest.approx(0.2)
 
 
+def test_the_stages_before_the_first_token_leave_no_moment_out() -> None:
+    timeline = Timeline()
+    time.sleep(0.003)  # before the first stage: it belongs to it
+    with timeline.stage("tokenize"):
+        time.sleep(0.002)
+    for _ in range(2):  # the first submission brings no token
+        with timeline.stage("route"):
+            time.sleep(0.002)
+        timeline.submit()
+        time.sleep(0.02)
+    timeline.take(pb.SequenceTimings(queue_ms=2, prefill_ms=5), 1)
+    timeline.note_tokens(time.monotonic())
+    assert set(timeline.stages_s) == {"tokenize", "route", "queue", "prefill", "retry", "wire"}
+    assert timeline.stages_s["retry"] >= 0.02
+    assert timeline.stages_s["wire"] >= 0.013
+    assert sum(timeline.stages_s.values()) == pytest.approx(timeline.ttft_s, rel=1e-6)
+
+
 def test_a_move_in_midstream_is_a_stage_of_its_own() -> None:
     timeline = Timeline()
     timeline.take(pb.SequenceTimings(queue_ms=100, prefill_ms=200), 1)
@@ -68,4 +87,6 @@ def test_as_a_header() -> None:
     timeline.take(pb.SequenceTimings(queue_ms=1.5, prefill_ms=20), 1)
     timeline.note_tokens(timeline.began_s + 0.03)
     header = timeline.server_timing()
-    assert header.startswith("queue;dur=1.500, prefill;dur=20.000, ttft;dur=30.000, total;dur=")
+    assert header.startswith(
+        "queue;dur=1.500, prefill;dur=20.000, wire;dur=8.500, ttft;dur=30.000, total;dur="
+    )

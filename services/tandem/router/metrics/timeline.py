@@ -1,15 +1,17 @@
 """Splits a request's time into stages, for clients, metrics and its trace alike.
 
-    tokenize --> route --> queue --> prefill --> first token --> transfer_exposed --> first_decode
-                                     ttft = all before the first token and the wire
+    tokenize --> route --> queue --> prefill --> wire --> first token --> transfer_exposed --> ...
+    |------------------------- ttft: the sum of these ------|             ... --> first_decode
 
 A stream that moves to another worker in its midst has `move`, too: until that one's first token,
 while the one it left still made some or not.
 
 Router and workers each measure their own part: `queue` is waiting for a turn or a worker here, in
 the decode worker's queue and in the prefill worker's; `transfer_exposed` and `first_decode` lie
-between the first token and the second, because the first leaves before its blocks are here. The
-rest of TTFT is network time, and attempts on workers that were lost.
+between the first token and the second, because the first leaves before its blocks are here. `wire`
+is what a submission took beyond the worker's own part: the network and the event loops of both.
+`retry` is a submission that brought no token, because its worker was lost or refused. Until the
+first token no moment is left out: time between two stages belongs to the later one.
 """
 
 import time
@@ -25,8 +27,10 @@ from typing import Literal, get_args
 from tandem.observability.traces import NO_SPAN, RequestSpan
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
-Stage = Literal["tokenize", "route", "queue", "prefill", "transfer_exposed", "first_decode", "move"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
+TtftStage = Literal["tokenize", "route", "queue", "prefill", "retry", "wire"]
+Stage = TtftStage | Literal["transfer_exposed", "first_decode", "move"]
+TTFT_STAGES: tuple[TtftStage, ...] = get_args(TtftStage)
+STAGES: tuple[Stage, ...] = (*TTFT_STAGES, "transfer_exposed", "first_decode", "move")
 
 
 class Timeline:
@@ -39,16 +43,28 @@ class Timeline:
         self.last_token_s = self.began_s
         self.num_tokens = 0  # that came by `note_tokens`
         self.stages_s: dict[Stage, float] = {}
+        self._told_until_s = self.began_s  # each moment before is in a stage, until the first token
+        self._is_submitted = False  # a worker has it, and has brought no token
 
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:
         began_s = time.monotonic()
+        if self.ttft_s is None:
+            self._tell_until(began_s, "retry" if self._is_submitted else name)
+            self._is_submitted = False
         try:
             yield
         finally:
             ended_s = time.monotonic()
-            self._add(name if self.ttft_s is None else "move", ended_s - began_s)
+            if self.ttft_s is None:
+                self._tell_until(ended_s, name)
+            else:
+                self._add("move", ended_s - began_s)
             self.span.stage(name, began_s, ended_s)
+
+    def submit(self) -> None:
+        """Notes that a worker has the request from now on."""
+        self._is_submitted = True
 
     @asynccontextmanager
     async def queueing(self, turn: AbstractAsyncContextManager[None]) -> AsyncIterator[None]:
@@ -63,6 +79,7 @@ class Timeline:
         self.last_token_s = now
         self.num_tokens += num_tokens
         if self.ttft_s is None:
+            self._tell_until(now, "wire")
             self.ttft_s = now - self.began_s
 
     def take(self, timings: pb.SequenceTimings, num_tokens: int) -> None:
@@ -71,8 +88,10 @@ class Timeline:
         `num_tokens`: the request's, these and those that other workers made counted in.
         """
         if num_tokens == 1:
-            self._add("queue", timings.queue_ms / 1000)
-            self._add("prefill", timings.prefill_ms / 1000)
+            queue_s, prefill_s = timings.queue_ms / 1000, timings.prefill_ms / 1000
+            self._add("queue", queue_s)
+            self._add("prefill", prefill_s)
+            self._told_until_s += queue_s + prefill_s
         elif not timings.second_token_ms:
             self._add("move", (timings.queue_ms + timings.prefill_ms) / 1000)
         elif num_tokens == 2:
@@ -87,6 +106,12 @@ class Timeline:
             known.append(("ttft", self.ttft_s))  # type: ignore[arg-type]
         known.append(("total", time.monotonic() - self.began_s))  # type: ignore[arg-type]
         return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in known)
+
+    def _tell_until(self, now: float, name: Stage) -> None:
+        """Adds all time that is in no stage yet."""
+        if now > self._told_until_s:
+            self._add(name, now - self._told_until_s)
+            self._told_until_s = now
 
     def _add(self, name: Stage, seconds: float) -> None:
         self.stages_s[name] = self.stages_s.get(name, 0.0) + seconds

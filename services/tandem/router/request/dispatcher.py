@@ -67,7 +67,7 @@ class Dispatcher:
         self._on_end = on_end
         self._pending = PendingQueue(config, view, metrics)
         self._admission = AdmissionController(config, view, metrics, have_tenants=have_tenants)
-        self._migrations = Migrations(metrics)
+        self._migrations = Migrations(metrics, view.events)
 
     @property
     def num_pending(self) -> int:
@@ -238,6 +238,7 @@ class Dispatcher:
         reason = f"{kind}: {placement.reason}"
         job.routing.routed = Routed(placement, matches, reason)
         self._metrics.placements.labels(reason=kind).inc()
+        job.progress.timeline.submit()
         log.debug("request %s: %s", job.request_id, reason, extra={"request_id": job.request_id})
         missing, prefills_id = placement.tokens_missing, placement.computes.worker_id
         self._view.note_share(prefills_id, placement.prefill_s(work))

@@ -211,6 +211,8 @@ class Generator:
                     yield delta
         except TandemError as error:
             record.fail(error)
+            if error.http_status in (429, 503):
+                self._view.events.count("refused", error.code, "ended with this error")
             raise
         except Exception as error:
             about = {"request_id": request.request_id}

@@ -23,6 +23,7 @@ from tandem.router.request.migration_budget import (
     MigrationBudget,
     MigrationReason,
 )
+from tandem.router.workers.events import EventLog
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,9 @@ REFUSALS = (QueueFull, NoWorkers, NeverFits, AdapterUnavailable)
 class Migrations:
     """Counts the migrations and lost workers of all requests of a router."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, events: EventLog) -> None:
         self._metrics = metrics
+        self._events = events
         for reason in MIGRATION_REASONS:
             metrics.migrations.labels(reason=reason)  # 0 before the first one
         self.budget = MigrationBudget()
@@ -64,6 +66,10 @@ class Migrations:
     def note_migration(self, job: Job, reason: MigrationReason, why: str) -> None:
         job.progress.num_migrations += 1
         self._metrics.migrations.labels(reason=reason).inc()
+        if (routed := job.routing.routed) is not None:
+            how = "after a loss" if reason == "crash" else "off a worker that leaves"
+            text = f"migrated {how}, last placed on this worker"
+            self._events.count("migrated", routed.placement.decode.worker_id, text)
         level = logging.WARNING if reason == "crash" else logging.INFO
         said, about = "request %s migrates with %d tokens: %s", {"request_id": job.request_id}
         num_output_tokens = len(job.progress.output_token_ids)

@@ -23,6 +23,7 @@ from tandem.config.cluster import ClusterConfig
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Shares
 from tandem.router.workers.client import WorkerClient
+from tandem.router.workers.events import EventLog
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.pools import read_pools
 from tandem.router.workers.rows import Gone, Seen
@@ -61,6 +62,7 @@ class ClusterView:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _adapters: dict[str, Adapter] = field(default_factory=dict)
     gone: dict[str, Gone] = field(default_factory=dict)  # of late, until they are back
+    events: EventLog = field(init=False)
     _silences: Silences = field(init=False)
     _data_set: bytes = b""
     _trusted_from: float = 0.0  # monotonic seconds: until then Redis may not know all workers yet
@@ -68,6 +70,7 @@ class ClusterView:
     def __post_init__(self) -> None:
         self.calls = PeerCalls(self.cluster.cluster_id, self.cluster.token, self.tls_dir)
         self._silences = Silences(self.cluster)
+        self.events = EventLog(self.redis, self.cluster.cluster_id)
 
     async def run(self) -> None:
         """Polls until cancelled; then closes every stream."""
@@ -210,6 +213,9 @@ class ClusterView:
         if self.redis_state != "ok" or data_set != self._data_set:
             if self.redis_state == "lost":
                 log.info("Redis answers again")
+                self.events.add(
+                    "redis", "", "Redis answers again", once=str(int(time.time()) // 60)
+                )
             self.redis_state, self._data_set = "ok", data_set
             self._trusted_from = now + self.cluster.record_ttl_s
         elif now - self._read_at > self.cluster.record_ttl_s - self.cluster.record_interval_s:
@@ -245,6 +251,7 @@ class ClusterView:
         now, was_silent = time.time(), self._silences.silent_s(record.worker_id)
         has_left = record.state == "draining" or bool(record.num_writes and not was_silent)
         self.gone[record.worker_id] = Gone(record, now, has_left)
+        self.events.left(record, in_order=has_left)
         kept = [(i, g) for i, g in self.gone.items() if now - g.at < _GONE_KEPT_S]
         self.gone = dict(kept[-_GONE_MAX:])
 
@@ -260,11 +267,13 @@ class ClusterView:
         known = self._workers.get(worker_id)
         if known is not None and _process(known.record) != _process(record):
             log.info("worker %s is another process now, at %s", worker_id, record.address)
+            self._note_gone(known.record)
             self._drop(worker_id)
             known = None
         if known is None:
             known = self._workers[worker_id] = KnownWorker(record)
             self.gone.pop(worker_id, None)
+            self.events.joined(record)
             self._shares.join(worker_id, self._roster.mean_placed(record.role))
             self._report_incompatible(record)
             changed = True
@@ -273,6 +282,7 @@ class ClusterView:
             if known.record.role != record.role:
                 log.info("worker %s is in the %s pool now", worker_id, record.role)
                 self._shares.join(worker_id, self._roster.mean_placed(record.role))
+            self.events.changed(known.record, record)
             forgotten = self._forgotten_before(time.monotonic())
             if known.take_record(record, last_read_at=self._read_at, forgotten_before=forgotten):
                 self._stale.add(worker_id)
@@ -304,6 +314,8 @@ class ClusterView:
     def _lose_redis(self, error: BaseException) -> None:
         if self.redis_state != "lost":
             log.warning("Redis is lost, the last known workers stand: %r", error)
+            text = "Redis was lost: the last known workers stood"
+            self.events.add("redis", "", text, once=f"lost:{int(time.time()) // 60}")
         self.redis_state = "lost"
         self._tell_news()
 

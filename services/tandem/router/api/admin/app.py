@@ -48,13 +48,24 @@ def make_admin_app(
     @app.get("/v1/cluster/audit")
     async def entries(request: Request) -> Response:
         """Returns the last changes and refused calls at all routers, the newest first."""
-        limit = request.query_params.get("limit", "100")
-        if not (limit.isdecimal() and 1 <= int(limit) <= ENTRIES_MAX):
-            raise BadRequest(f"limit must be a number from 1 to {ENTRIES_MAX}", param="limit")
-        return JsonResponse({"entries": await trail.read(int(limit))})
+        return JsonResponse({"entries": await trail.read(_limit(request))})
+
+    @app.get("/v1/cluster/events")
+    async def events(request: Request) -> Response:
+        """Returns the last events and changes at all routers, the newest first."""
+        found = await control.view.events.read(_limit(request), trail)
+        return JsonResponse({"events": found})
 
     @app.get("/metrics")
     async def prometheus() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
+
+
+def _limit(request: Request) -> int:
+    """Returns the number of entries that a call asks for. Raises BadRequest."""
+    limit = request.query_params.get("limit", "100")
+    if not (limit.isdecimal() and 1 <= int(limit) <= ENTRIES_MAX):
+        raise BadRequest(f"limit must be a number from 1 to {ENTRIES_MAX}", param="limit")
+    return int(limit)

@@ -1,0 +1,107 @@
+"""Events of the cluster, kept over restarts: workers that come and go, and what requests met.
+
+    {tandem:CLUSTER}:events:all    STREAM, bounded; field `entry` is an Event as JSON
+
+All routers see the same worker go: what is about a process is written once. Requests are counted,
+and told in one event for each second. Changes that somebody asked for are in the audit trail, and
+`read` tells them too.
+"""
+
+import asyncio
+import time
+from collections import Counter
+
+import msgspec
+
+from tandem.security.audit_trail import AuditEntry, AuditTrail
+from tandem.store.client import Client
+from tandem.store.journal import Journal
+from tandem.store.registry import WorkerRecord
+
+_STREAM = "all"
+_TELL_EVERY_S = 1.0
+_COUNTED_MAX = 100  # kinds of things between two events
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened. `about` is a worker's id, an error's code, or empty."""
+
+    at: float  # seconds since the epoch
+    kind: str
+    about: str
+    text: str
+
+
+class EventLog:
+    """The events as one router writes and reads them; `run` writes what was added."""
+
+    def __init__(self, redis: Client, cluster_id: str) -> None:
+        prefix = f"{{tandem:{cluster_id}}}:events"
+        self._journal = Journal(redis, prefix, (_STREAM,), "the log of events")
+        self._counted: Counter[tuple[str, str, str]] = Counter()
+
+    def add(self, kind: str, about: str, text: str, once: str = "") -> None:
+        """Adds an event; with `once`, unless another router has told of the same."""
+        event = Event(time.time(), kind, about, text)
+        self._journal.add(_STREAM, event, f"{kind}:{once}" if once else "")
+
+    def count(self, kind: str, about: str, text: str) -> None:
+        """Counts a request; `text` says what became of it."""
+        if (kind, about, text) in self._counted or len(self._counted) < _COUNTED_MAX:
+            self._counted[kind, about, text] += 1
+
+    async def run(self) -> None:
+        """Writes events until it is cancelled; then those that still wait, if Redis answers."""
+        writing = asyncio.create_task(self._journal.run())
+        try:
+            while True:
+                await asyncio.sleep(_TELL_EVERY_S)
+                self._tell_counted()
+        finally:
+            self._tell_counted()
+            writing.cancel()
+            await asyncio.wait([writing])
+
+    async def read(self, num_max: int, trail: AuditTrail) -> list[Event]:
+        """Returns the last events and changes of all routers, the newest first. Raises NotNow."""
+        events = await self._journal.read(_STREAM, num_max, _decode)
+        events += [_of_change(entry) for entry in await trail.read_kind("changes", num_max)]
+        return sorted(events, key=lambda event: event.at, reverse=True)[:num_max]
+
+    def _tell_counted(self) -> None:
+        counted, self._counted = self._counted, Counter()
+        for (kind, about, text), number in counted.items():
+            self.add(kind, about, f"{number} request{'' if number == 1 else 's'} {text}")
+
+    def joined(self, record: WorkerRecord) -> None:
+        """Tells of a process that has a record."""
+        text = f"{record.role} worker at {record.address}, process {record.pid} of {record.host}"
+        self.add("started", record.worker_id, text, once=record.epoch)
+
+    def changed(self, before: WorkerRecord, now: WorkerRecord) -> None:
+        """Tells what differs between two records of a process."""
+        name, epoch = now.worker_id, now.epoch
+        if before.state != "draining" and now.state == "draining":
+            self.add("draining", name, "it leaves placement", once=epoch)
+        if before.role != now.role:
+            text = f"it is in the {now.role} pool now, before in the {before.role} pool"
+            self.add("role", name, text, once=f"{epoch}:{now.num_writes}")
+        for peer, way in now.transports.items():
+            if (was := before.transports.get(peer, way)) != way:
+                text = f"blocks of {peer} come over {way} now, before over {was}"
+                self.add("transport", name, text, once=f"{epoch}:{peer}:{now.num_writes}")
+
+    def left(self, record: WorkerRecord, *, in_order: bool) -> None:
+        """Tells of a record that has gone."""
+        text = "it has left in order" if in_order else f"its record expired, at {record.address}"
+        self.add("left" if in_order else "lost", record.worker_id, text, once=record.epoch)
+
+
+def _of_change(entry: AuditEntry) -> Event:
+    text = f"{entry.what}: {entry.before} -> {entry.after}, by {entry.caller}"
+    kind = "refused" if entry.why else "changed"
+    return Event(entry.at, kind, "", f"{text}: {entry.why}" if entry.why else text)
+
+
+def _decode(text: bytes) -> Event:
+    return msgspec.json.decode(text, type=Event)
