@@ -325,15 +325,15 @@ async def test_a_command_at_the_public_port_is_told_where_to_go(door: Door) -> N
 
 async def test_a_flood_of_refusals_pushes_no_change_out(door: Door) -> None:
     await door.call("operator", "POST", "/v1/cluster/workers/first/drain")
-    trail = door.router._trail
+    trail, journal = door.router._trail, door.router._trail._journal
     for number in range(5):
         for _ in range(300):
             trail.add_refusal(Caller("192.0.2.1:1"), f"GET /{number}", Unauthenticated("no key"))
-        await eventually(lambda: not any(trail._waiting.values()))
+        await eventually(lambda: not any(journal._waiting.values()))
     assert {entry["what"] for entry in await door.audit()} >= {"GET /4", "GET /2"}
-    changes: Any = await trail._redis.xrevrange(f"{trail._key}:changes")
+    changes: Any = await journal._redis.xrevrange(journal._key("changes"))
     assert any(b"drain of first" in fields[b"entry"] for _, fields in changes)
-    assert 1000 <= await trail._redis.xlen(f"{trail._key}:refusals") < 1200
+    assert 1000 <= await journal._redis.xlen(journal._key("refusals")) < 1200
 
 
 async def test_the_page_asks_for_a_key_and_needs_none_itself(door: Door) -> None:
