@@ -162,6 +162,19 @@ def why(
 
 
 @app.command
+def logs(
+    worker: Annotated[str, Parameter(help="The id of a worker or router, such as decode-0.")],
+    /,
+    *,
+    follow: Annotated[bool, Parameter(alias="-f", help="Go on with new lines.")] = False,
+) -> None:
+    """Show the log of a process of `tandem up` on this machine, also after its end."""
+    from tandem.cluster.launch.run_logs import show_log
+
+    show_log(worker, follow=follow)
+
+
+@app.command
 def events(
     *,
     limit: Annotated[int, Parameter(help="Largest number of events, at most 1000.")] = 50,

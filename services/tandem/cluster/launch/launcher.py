@@ -25,6 +25,7 @@ from tandem.cluster.launch.certificates import write_certificates
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.launch.options import LaunchOptions, make_spec
 from tandem.cluster.launch.readiness import Readiness
+from tandem.cluster.launch.run_logs import RunLogs
 from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import ClusterSpec, plan
 from tandem.cluster.processes import guardian, process
@@ -73,6 +74,7 @@ class _Launch:
         self._screen = screen
         self._cluster_id = f"local-{secrets.token_hex(6)}"
         self._run_folder = Path(tempfile.mkdtemp(prefix="tandem-"))
+        self._logs = RunLogs(self._run_folder, self._cluster_id)
         self._guardian = self._start_guardian()
         self._environment = self._make_environment()
         self._redis: EmbeddedRedis | None = None
@@ -91,6 +93,7 @@ class _Launch:
         if self._redis is not None:
             self._redis.stop(_REDIS_STOP_S)
         shutil.rmtree(self._run_folder, ignore_errors=True)
+        self._logs.close()
         assert self._guardian.stdin is not None
         self._guardian.stdin.close()
         with suppress(subprocess.TimeoutExpired):
@@ -125,8 +128,8 @@ class _Launch:
         self._ray_head.tell(spec)
         self._spec = spec
         self._ray_pids = readiness.wait(self._ray_head).pids
-        logs = str(self._run_folder / "logs")
-        self._screen.show_ready(model.name, members, readiness.transports, logs)
+        transports, logs = readiness.transports, str(self._logs.folder)
+        self._screen.show_ready(model.name, members, transports, logs)
 
     def watch(self) -> None:
         """Runs until told to stop; starts Redis, Ray and the guardian again when they end."""

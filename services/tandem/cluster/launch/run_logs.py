@@ -1,0 +1,112 @@
+"""Logs of the runs of `tandem up` on this machine, which stay after a run has ended.
+
+    $XDG_STATE_HOME/tandem/runs/START-CLUSTER/ID.log    START is the time in UTC, sorted by name
+
+A run holds a lock on its folder while it lives. Each new run drops the oldest folders beyond
+`RUNS_KEPT`, but never one of a run that lives. Logs are not rotated.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from tandem.errors import OperateError
+
+log = logging.getLogger(__name__)
+
+RUNS_KEPT = 5
+_POLL_S = 0.2
+_STATE = ".local/state"
+
+
+def runs_folder() -> Path:
+    """Returns the folder of all runs (XDG Base Directory Specification)."""
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / _STATE) / "tandem" / "runs"
+
+
+class RunLogs:
+    """The logs of one run: `RUN_FOLDER/logs` is a link to their folder until `close`."""
+
+    def __init__(self, run_folder: Path, cluster_id: str) -> None:
+        """Leaves the logs in the run folder, which goes with the run, if no other can be had."""
+        self.folder = run_folder / "logs"
+        self._lock: int | None = None
+        kept = runs_folder() / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{cluster_id}"
+        try:
+            kept.mkdir(parents=True, mode=0o700)
+            self._lock = _locked(kept)
+            self.folder.symlink_to(kept)
+        except OSError as error:
+            log.warning("logs go with this run, for they cannot be kept: %s", error)
+            return
+        self.folder = kept
+        _drop_old(kept.parent)
+
+    def close(self) -> None:
+        """Ends the run: a later one may drop its logs."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def find_log(process_id: str) -> Path:
+    """Returns the log of a worker or router in the newest run that has one. Raises OperateError."""
+    runs = sorted((r for r in _folders(runs_folder())), reverse=True)
+    for run in runs:
+        if (found := run / f"{Path(process_id).name}.log").is_file():
+            return found
+    names = ", ".join(sorted({f.stem for run in runs[:1] for f in run.glob("*.log")})) or "none"
+    raise OperateError(
+        f"no log of {process_id[:80]!r} is kept here; the newest run of `tandem up` has: {names}. "
+        "On Kubernetes a pod's log is `kubectl logs POD`"
+    )
+
+
+def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
+    """Yields what a log has, then what is added to it, until `is_over` says so at its end."""
+    with path.open(errors="replace") as stream:
+        while True:
+            if text := stream.read():
+                yield text
+            elif is_over():
+                return
+            else:
+                time.sleep(_POLL_S)
+
+
+def show_log(process_id: str, *, follow: bool) -> None:
+    """Prints a log; with `follow`, until it is interrupted. Raises OperateError."""
+    with suppress(KeyboardInterrupt, BrokenPipeError):
+        for text in lines(find_log(process_id), lambda: not follow):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+def _folders(runs: Path) -> list[Path]:
+    return [run for run in runs.iterdir() if run.is_dir()] if runs.is_dir() else []
+
+
+def _drop_old(runs: Path) -> None:
+    for run in sorted(_folders(runs))[:-RUNS_KEPT]:
+        with suppress(OSError):
+            lock = _locked(run)  # fails while the run lives
+            shutil.rmtree(run)
+            os.close(lock)
+
+
+def _locked(run: Path) -> int:
+    """Returns a descriptor that holds the lock of a run. Raises OSError if the run lives."""
+    lock = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
