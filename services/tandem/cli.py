@@ -308,6 +308,7 @@ def program(module: str) -> Callable[..., NoReturn]:
 PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
 for words, run, text in (
     ("up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),
+    ("doctor", program("tandem.doctor"), "Check this host, and say what each lack costs"),
     ("simulate", program("tandem.simulator"), "Replay a trace on simulated workers"),
     ("kv-size", program("tandem.kv_size"), "Compute the memory of KV, and the workers of a load"),
     ("router", program("tandem.router"), "Run one router"),
