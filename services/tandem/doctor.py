@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tandem.memory import read_memory
+from tandem.transfer.nixl.agent import PACKAGES
 from tandem.transfer.nixl.reach import host_identity
 
 _FILES_MIN = 65536
@@ -59,10 +60,11 @@ def huge_pages(host: Host) -> Finding:
 
 
 def nixl(host: Host) -> Finding:
-    if find_spec("nixl") is None:
+    packages = (name.partition(".")[0] for name in PACKAGES)
+    found = next((name for name in packages if find_spec(name) is not None), None)
+    if found is None:
         return Finding("NIXL", "not installed", "blocks travel by gRPC, which is slower")
-    allowed = host.environment.get("UCX_TLS", "all")
-    return Finding("NIXL", f"installed, UCX_TLS={allowed}")
+    return Finding("NIXL", f"{found}, UCX_TLS={host.environment.get('UCX_TLS', 'all')}")
 
 
 def memory_reads(host: Host) -> Finding:

@@ -45,6 +45,11 @@ def test_a_lack_has_a_cost_and_what_is_well_has_none(
     assert check(host(tmp_path / "bad", {file: bad})).cost
 
 
+def test_the_nixl_that_pulls_use_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("nixl_cu12")
+    assert doctor.nixl(host(tmp_path, {}, UCX_TLS="tcp")).found == "nixl_cu12, UCX_TLS=tcp"
+
+
 def test_devices_that_there_are_cost_nothing(tmp_path: Path) -> None:
     assert doctor.gpus(host(tmp_path, {})).cost
     assert doctor.rdma(host(tmp_path, {})).cost

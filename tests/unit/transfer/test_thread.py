@@ -30,7 +30,7 @@ REMOTE = RemotePool(0, 8, LAYOUT.block_bytes, 0, "DRAM")
 
 @pytest.fixture
 def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "_PACKAGES", ("no_such_nixl",))
+    monkeypatch.setattr(agent, "PACKAGES", ("no_such_nixl",))
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tandem.transfer.nixl.ucx_mode import UcxMode, backend_options, transports, 
 BlockIds = NDArray[np.int32]
 Span = tuple[int, int]  # address, bytes
 
-_PACKAGES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
+PACKAGES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _LISTEN_DELAY_US = 100_000  # NIXL's own default; its listen thread is off
 
 
@@ -46,7 +46,7 @@ def load_nixl() -> ModuleType:
     # the pool is registered once, and for good.
     os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
     reasons = []
-    for name in _PACKAGES:
+    for name in PACKAGES:
         try:
             return importlib.import_module(name)
         except (ImportError, OSError) as error:
