@@ -144,7 +144,8 @@ class Sequence:
     @property
     def block_table(self) -> list[int]:
         """The table of the first KV group; empty while it waits."""
-        return self.tables.ids[0] if self.tables else []
+        ids = self.tables.ids
+        return ids[0] if ids else []
 
     @property
     def num_final_blocks(self) -> int:

@@ -58,7 +58,7 @@ def adapters(shape: Shape, dtype: torch.dtype) -> list[LoraWeights]:
 def batches(shape: Shape) -> list[StepBatch]:
     digests = ("rank-8", "", "rank-17", "rank-8", "rank-1", "", "rank-17")
     return [
-        StepBatch([replace(s, adapter=digests[i]) for i, s in enumerate(batch.slices)])
+        StepBatch([s._replace(adapter=digests[i]) for i, s in enumerate(batch.slices)])
         for batch in native_shapes.batches(shape)
     ]
 

@@ -10,7 +10,7 @@ on itself alone: this is both the fast and the invariant path.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof, pointer
 from itertools import chain
 
@@ -279,23 +279,20 @@ class _Inputs:
         token_ids: list[int] = []
         positions: list[int] = []
         spans: list[int] = []
-        ends: dict[int, int] = {}
-        groups: list[tuple[list[int], list[int]]] = [([], []) for _ in slices[0].block_tables]
+        slots: list[int] = []
+        tables: list[int] = []
+        rows: dict[int, range] = {}
         for piece in slices:
-            places = range(piece.context_len - piece.num_tokens, piece.context_len)
-            spans += (len(token_ids), piece.num_tokens, piece.context_len, len(groups[0][1]))
+            table, num_tokens, context_len = piece.block_table, piece.num_tokens, piece.context_len
+            places = range(context_len - num_tokens, context_len)
+            spans += (len(token_ids), num_tokens, context_len, len(tables))
             token_ids += piece.token_ids
             positions += places
-            num_blocks = -(-piece.context_len // block_size)
-            for (slots, tables), table in zip(groups, piece.block_tables, strict=True):
-                slots += [table[at // block_size] * block_size + at % block_size for at in places]
-                tables += table[:num_blocks]
-            ends[id(piece)] = len(token_ids)
-        logit_rows = [
-            row
-            for piece in wanted
-            for row in range(ends[id(piece)] - piece.num_logits, ends[id(piece)])
-        ]
+            slots += [table[at // block_size] * block_size + at % block_size for at in places]
+            tables += table[: -(-context_len // block_size)]
+            rows[id(piece)] = range(len(token_ids) - piece.num_logits, len(token_ids))
+        groups = [(slots, tables), *_other_groups(slices, block_size)]
+        logit_rows = list(chain.from_iterable([rows[id(piece)] for piece in wanted]))
         self.num_rows = len(token_ids)
         self.logit_rows = logit_rows
         self.num_logit_rows = len(logit_rows)
@@ -309,3 +306,18 @@ class _Inputs:
         at = [start + offset * self._numbers.itemsize for offset in first]
         self.addresses = dict(zip(_INPUTS, at[: len(_INPUTS)], strict=True))
         self.of_groups = [(at[i], at[i + 1]) for i in range(len(_INPUTS), len(at), 2)]
+
+
+def _other_groups(
+    slices: Sequence[SequenceSlice], block_size: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields the slots and the tables of each KV group but the first."""
+    for number in range(len(slices[0].other_tables)):
+        slots: list[int] = []
+        tables: list[int] = []
+        for piece in slices:
+            table = piece.other_tables[number]
+            places = range(piece.context_len - piece.num_tokens, piece.context_len)
+            slots += [table[at // block_size] * block_size + at % block_size for at in places]
+            tables += table[: -(-piece.context_len // block_size)]
+        yield slots, tables

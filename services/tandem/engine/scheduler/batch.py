@@ -9,11 +9,11 @@ in the pool already. Prefill, a chunk of it and decode are the same thing: catch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSlice:
-    """One sequence's part of a step."""
+class SequenceSlice(NamedTuple):
+    """One sequence's part of a step. A tuple, because a step makes one for each sequence."""
 
     token_ids: list[int]  # this step's tokens, num_tokens of them
     context_len: int  # tokens in the KV pool after this step

@@ -1,6 +1,7 @@
 """The plan of one step: the chunks that it computes, and what comes before them."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tandem.adapter import digest_of
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -9,8 +10,7 @@ from tandem.perf_model.rates import token_contexts
 from tandem.perf_model.step_time import StepWork
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The next `num_tokens` missing tokens of a sequence."""
 
     sequence: Sequence
@@ -21,14 +21,14 @@ class Chunk:
     @property
     def slice(self) -> SequenceSlice:
         sequence = self.sequence
-        block_table, *other_tables = sequence.tables.ids
+        tables = sequence.tables.ids
         start = sequence.num_computed_tokens
         end = start + self.num_tokens
         return SequenceSlice(
             token_ids=sequence.token_ids[start:end],
             context_len=end,
-            block_table=block_table,
-            other_tables=other_tables,
+            block_table=tables[0],
+            other_tables=tables[1:],
             wants_logits=self.samples,
             all_logits=self.all_logits,
             wants_hidden=self.samples and sequence.spec.embed,

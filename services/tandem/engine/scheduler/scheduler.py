@@ -345,7 +345,14 @@ class Scheduler:
 
         False when it was preempted itself, for want of a younger one.
         """
-        while self._kv.extend(sequence.tables, sequence.num_tokens) < sequence.num_tokens:
+        num_tokens = sequence.num_tokens
+        # Most steps need no block: with one group that is seen at once.
+        if (
+            not self._kv.has_windows
+            and len(sequence.block_table) * sequence.block_size >= num_tokens
+        ):
+            return True
+        while self._kv.extend(sequence.tables, num_tokens) < num_tokens:
             victim = next(
                 (s for s in reversed(self.running) if s.mode is not Mode.PREFILL_ONLY), sequence
             )
