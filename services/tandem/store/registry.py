@@ -67,6 +67,11 @@ class KvCompatibility(msgspec.Struct, frozen=True):
         who holds a block need not hold its parents."""
         return "window=" in self.layout
 
+    @property
+    def has_windows_only(self) -> bool:
+        """True if every layer has a window: then no pool knows whole chains of blocks."""
+        return self.has_windows and "window=none" not in self.layout
+
     def compatibility_key(self) -> bytes:
         """Returns bytes that are equal for two KV compatibilities that can be paired."""
         return _shared(self)

@@ -306,7 +306,9 @@ class Worker:
         self._metrics.on_step(step)
 
     async def _warm(self) -> None:
-        if self.config.transfer.warm_blocks:
+        if self.config.transfer.warm_blocks and self.compatibility.has_windows_only:
+            log.warning("not warmed: all layers of the model have a window, so no chain is whole")
+        elif self.config.transfer.warm_blocks:
             await self._warmer.run(await self.peers.all_connected())
 
     def _on_records(self, records: list[WorkerRecord]) -> None:
