@@ -56,6 +56,7 @@ class Machine(EngineMachine):
         self.now = 1.0
         self.tiers.clock = lambda: self.now
         self.tiers.turn_s = 60.0
+        self.tiers.is_worth = lambda *_, **__: True  # whatever the clock says
 
     def settings(self, block_size: int) -> dict[str, Any]:
         host_slots, disk_slots = self.slots
