@@ -9,8 +9,10 @@ import pytest
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.config.cluster import ClusterConfig
 from tandem.config.tls import Kind
-from tandem.store.client import connect_blocking
+from tandem.store.client import connect, connect_blocking
+from tandem.store.registry import Registry
 
 pytestmark = pytest.mark.service
 
@@ -80,6 +82,17 @@ def test_a_script_reaches_no_further(server: EmbeddedRedis) -> None:
         with pytest.raises(ResponseError, match=r"(?i)permission|ACL"):
             redis.eval(script, 0)
         assert redis.get(f"{TAG}:worker:w0") == b"record"
+
+
+@pytest.mark.asyncio
+async def test_a_worker_takes_itself_off_the_registry(server: EmbeddedRedis) -> None:
+    redis = connect(server.url_of("worker"))
+    try:
+        await redis.sadd(f"{TAG}:workers", "w0", "leaves")
+        await Registry(redis, ClusterConfig("c1", server.url, "token")).remove("leaves")
+        assert await redis.smembers(f"{TAG}:workers") == {b"w0"}
+    finally:
+        await redis.aclose()
 
 
 def test_a_guess_gets_nothing(server: EmbeddedRedis) -> None:

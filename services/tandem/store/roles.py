@@ -11,7 +11,19 @@ _CONNECT = ("auth", "hello", "ping", "select", "client|setinfo", "client|setname
 _CLUSTER = ("cluster|slots", "cluster|shards", "cluster|nodes", "cluster|myid", "command", "asking")
 _SCRIPTS = ("eval", "evalsha", "script|load")
 _HASHES = ("hget", "hgetall", "hmget", "hset", "hsetnx", "hdel", "hincrby")
-_RECORDS = ("get", "mget", "set", "del", "pexpire", "smembers", "sadd", "srem", "time", "info")
+_RECORDS = (
+    "get",
+    "mget",
+    "set",
+    "del",
+    "exists",
+    "pexpire",
+    "smembers",
+    "sadd",
+    "srem",
+    "time",
+    "info",
+)
 
 _KEYS: dict[Kind, tuple[str, ...]] = {
     "router": ("{%s}:*", "{%s:*"),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tandem.router.scaling.kubernetes import KubernetesScale
 
 _KUBERNETES_KEPT_S = 2.0
+_CONTROLLER_TELLS_S = 3.0
 _BEFORE_DEADLINE_S = 1.0  # the log's `before` may not use up the time of who waits for an answer
 
 
@@ -77,9 +78,18 @@ class SizeOwner:
             change.before = shown_sizes({pool: before.get(pool, "unknown") for pool in sizes})
             if self._kubernetes is not None:
                 await self._kubernetes.set_sizes(sizes)
-            elif not await ask_sizes(self._view.redis, self._cluster_id, dict(sizes)):
+            elif not await self._ask_controller(dict(sizes)):
                 raise NotNow(
                     "no pool controller runs here, and this router may patch no scale: sizes "
                     "belong to who started the workers. On Kubernetes that is `kubectl scale "
                     "statefulset NAME --replicas=N`, or the pool's HPA, KEDA or RayCluster"
                 )
+
+    async def _ask_controller(self, sizes: dict[str, int]) -> bool:
+        """Returns False if there is none. It tells of its pools a moment after the start."""
+        give_up_at = asyncio.get_running_loop().time() + _CONTROLLER_TELLS_S
+        while not await ask_sizes(self._view.redis, self._cluster_id, sizes):
+            if asyncio.get_running_loop().time() > give_up_at:
+                return False
+            await asyncio.sleep(0.1)
+        return True
