@@ -68,7 +68,7 @@ class Engine:
         )
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
         self._kv = KvCache(self.layout)
-        self.unmeasured_rates = self.layout.rates(self.max_tokens_per_step)
+        self.unmeasured_rates = self._kv.rates(self.max_tokens_per_step)
         self._new_sequences = new = NewSequences(
             runner, model_fingerprint, self.layout.block_size, self._grammars
         )

@@ -117,7 +117,7 @@ def test_adapters_beside_the_base_as_torch_computes_them(tmp_path: Path) -> None
         sequences = place(runner, [[*prompt, 3] for prompt in PROMPTS])
         for num_tokens in (2, 30, 1):
             going = [i for i, s in enumerate(sequences) if s.done < len(s.token_ids)]
-            slices = [replace(sequences[i].take(num_tokens), adapter=digests[i]) for i in going]
+            slices = [sequences[i].take(num_tokens)._replace(adapter=digests[i]) for i in going]
             if slices:
                 logits.append(runner.forward(StepBatch(slices)).clone())
         found.append(torch.cat(logits))

@@ -18,6 +18,7 @@ from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.resumable_depths import ResumableDepths
 from tandem.engine.cache.window_pool import WindowPool
 from tandem.engine.types import StoredBlock
+from tandem.perf_model.rates import WindowBytes, WorkerRates
 
 
 class KvCache:
@@ -30,6 +31,17 @@ class KvCache:
         ]
         self._depths = ResumableDepths(layout) if layout.has_windows else None
         self.has_windows = layout.has_windows
+
+    def rates(self, step_tokens: int) -> WorkerRates:
+        """Returns the rates of a worker with these pools before it has measured any."""
+        windows = tuple(
+            WindowBytes(group.decode_blocks, group.layout.block_bytes)
+            for group in self.layout.groups
+            if group.decode_blocks is not None
+        )
+        return WorkerRates(
+            step_tokens=step_tokens, block_bytes=self.layout.block_bytes, windows=windows
+        )
 
     def match(self, block_hashes: Sequence[bytes]) -> int:
         """Returns how many first blocks of a chain need not be computed. References nothing."""

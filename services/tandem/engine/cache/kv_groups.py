@@ -22,7 +22,6 @@ from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.cache.layout import BlockLayout, num_blocks_of
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
-from tandem.perf_model.rates import WindowBytes, WorkerRates
 
 if TYPE_CHECKING:
     from tandem.config.engine import EngineConfig
@@ -124,15 +123,6 @@ class KvLayout:
     def block_bytes(self) -> int:
         """Bytes of a block of all layers: one of each group."""
         return sum(group.layout.block_bytes for group in self.groups)
-
-    def rates(self, step_tokens: int) -> WorkerRates:
-        """Returns the rates of a worker with these pools before it has measured any."""
-        windows = tuple(
-            WindowBytes(group.decode_blocks, group.layout.block_bytes)
-            for group in self.groups
-            if group.decode_blocks is not None
-        )
-        return WorkerRates(step_tokens=step_tokens, block_bytes=self.block_bytes, windows=windows)
 
     @property
     def pool_bytes(self) -> int:

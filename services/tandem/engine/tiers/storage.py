@@ -9,8 +9,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tandem.errors import InternalError
-
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -21,7 +19,7 @@ class Entry(NamedTuple):
     parent_hash: bytes  # empty: it is the first of its chain
 
 
-class BadBlock(InternalError, code="bad_block"):
+class BadBlock(Exception):
     """A slot does not have the bytes that were written there for this block."""
 
 
