@@ -185,8 +185,7 @@ async def test_two_and_two_serve_64_and_workers_join_meanwhile(start_cluster: St
 async def test_decode_workers_prefill_at_once_when_both_prefill_workers_are_lost(
     is_engine_only: bool, start_cluster: StartCluster
 ) -> None:
-    """Two requests wait, one for each; not both wait for the other one, too, and the next request
-    waits for neither."""
+    """Two requests wait, one for each; the next request waits for neither."""
     prompts, expected = golden(5, 6)
     options = (*SHORT_STEPS, "--local-prefill-max-tokens", "0", "--engine-hang-timeout", "600")
     with start_cluster(*options, prefill=2) as cluster:
@@ -206,7 +205,6 @@ async def test_decode_workers_prefill_at_once_when_both_prefill_workers_are_lost
         tokens = [answer.token_ids for answer in (*answers, *again)]
         assert tokens == [e[:4] for e in (*expected, expected[0])]
         text = cluster.workers["decode-0"].log.read_text()
-        assert text.count("prompt_prefill: prefill of") <= 3, (
-            "both requests waited for both of them"
-        )
+        # Both may find out at one moment, and each ask the worker that the other one has given up.
+        assert text.count("prompt_prefill: prefill of") <= 4, "the next request waited, too"
         await asyncio.to_thread(cluster.wait_idle)

@@ -168,7 +168,7 @@ async def test_each_change_has_one_line(
     flip = "/v1/cluster/workers/decode-1/role"
     assert (await owned.admin.post(flip, json={}, headers=headers)).status_code == 200
     drain = "/v1/cluster/workers/decode-0/drain"
-    assert (await owned.admin.post(drain, json={})).status_code == 202
+    assert (await owned.admin.post(drain, json={"force": True})).status_code == 202
     async with grpc.aio.insecure_channel(f"127.0.0.1:{owned.router.admin.grpc_port}") as channel:
         await ClusterStub(channel).ScalePools(pb.ScalePoolsRequest(sizes={"prefill": 3}))
     assert changes(caplog) == [
