@@ -197,8 +197,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    for name, default in (("chats", 8), ("turns", 4), ("tokens", 400), ("rounds", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--chats", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=400, help="of a chat's first prompt")
+    parser.add_argument("--rounds", type=int, default=2, help="of all engines")
     parser.add_argument("--long-rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
