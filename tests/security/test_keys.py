@@ -107,6 +107,8 @@ async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
             await found.stop(name)
         if not server.is_running:
             await asyncio.to_thread(server.restart)
+        # The server that was killed may have closed some of these, which shows at their next use.
+        await redis.connection_pool.disconnect(inuse_connections=False)
         await worker.stop()
         await redis.aclose()
 
