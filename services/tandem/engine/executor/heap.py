@@ -12,6 +12,6 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
 
 
 def give_back_freed() -> None:
-    """Gives whole free pages back to the system; takes about a millisecond for 100 MiB."""
+    """Gives whole free pages back to the system."""
     if _trim is not None:
         _trim(0)
