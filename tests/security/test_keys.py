@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import subprocess
 import sys
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -17,153 +13,31 @@ import grpc.aio
 import httpx
 import msgspec
 import pytest
-import pytest_asyncio
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.admin import AdminOptions
-from tandem.config.cluster import ClusterConfig
-from tandem.config.router import RouterConfig
-from tandem.models.source import resolve
 from tandem.router.admission.tenants import cache_salt
-from tandem.router.server import Router
-from tandem.rpc.tandem.v1 import inference_pb2, worker_pb2
+from tandem.rpc.tandem.v1 import inference_pb2
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tandem.security import keys
-from tandem.store.client import connect, connect_blocking
+from tandem.store.client import connect_blocking
 from tests.harness.cluster import free_port
-from tests.harness.scripted_worker import Say, ScriptedWorker, saying
+from tests.harness.keyed_routers import (
+    TOKEN,
+    Routers,
+    call,
+    create,
+    is_accepted,
+    is_refused,
+    ready,
+    refused_soon,
+    routers,
+    tandem,
+    until,
+)
 from tests.service.router.conftest import eventually
 
-pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
-
-TOKEN = "a-token-for-tests"
-BODY = {"prompt": "x", "max_tokens": 1}
+__all__ = ["routers"]
 PORTS = ("--admin-port", str(free_port()), "--admin-grpc-port", str(free_port()))
-
-
-@dataclass
-class Routers:
-    """Routers of one cluster, in this process; each has its ports on all addresses."""
-
-    cluster: ClusterConfig
-    redis: EmbeddedRedis
-    worker: ScriptedWorker
-    started: dict[str, tuple[Router, asyncio.Task[None]]] = field(default_factory=dict)
-
-    async def start(self, name: str, admin_host: str = "127.0.0.1", **settings: object) -> str:
-        """Returns the router's URL."""
-        config = RouterConfig(
-            cluster=self.cluster,
-            model="smollm2",
-            router_id=name,
-            http_port=0,
-            grpc_port=0,
-            admin=AdminOptions(host=admin_host, port=0, grpc_port=0),
-            **{"host": "127.0.0.1", "drain_deadline_s": 1.0, **settings},  # type: ignore[arg-type]
-        )
-        router = Router(config)
-        task = asyncio.create_task(router.run())
-        listening = asyncio.create_task(router.listening.wait())
-        await asyncio.wait([task, listening], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            await task
-        self.started[name] = (router, task)
-        return f"http://127.0.0.1:{router.http_port}"
-
-    async def stop(self, name: str) -> None:
-        router, task = self.started.pop(name)
-        router.stop()
-        await task
-
-    def grpc_address(self, name: str) -> str:
-        return f"127.0.0.1:{self.started[name][0].grpc_port}"
-
-    def admin_of(self, url: str) -> str:
-        """Returns the admin URL of the router with this public one."""
-        routers = (router for router, _ in self.started.values())
-        (router,) = (r for r in routers if url.endswith(f":{r.http_port}"))
-        return f"http://127.0.0.1:{router.admin.http_port}"
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
-    with EmbeddedRedis(tmp_path / "redis") as server:
-        cluster = ClusterConfig(f"test-{uuid.uuid4().hex[:12]}", server.url, TOKEN)
-        redis = connect(server.url)
-        fingerprint = resolve("smollm2").fingerprint
-        worker = await ScriptedWorker(
-            redis, cluster, fingerprint=fingerprint, worker_id="decode-0"
-        ).start()
-        numbers = itertools.count(1)
-
-        async def answer(submit: worker_pb2.SubmitSequence, say: Say) -> None:
-            await saying([1000])(submit, say)
-            worker.tell_load(next(numbers))  # else routers believe that all are still there
-
-        worker.script = answer
-        found = Routers(cluster, server, worker)
-        yield found
-        for name in list(found.started):
-            await found.stop(name)
-        if not server.is_running:
-            await asyncio.to_thread(server.restart)
-        # The server that was killed may have closed some of these, which shows at their next use.
-        await redis.connection_pool.disconnect(inuse_connections=False)
-        await worker.stop()
-        await redis.aclose()
-
-
-async def until(probe: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> None:
-    """Asks until the answer is yes. Raises TimeoutError."""
-    async with asyncio.timeout(seconds):
-        while not await probe():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-
-
-async def ready(url: str) -> None:
-    async def is_ready() -> bool:
-        return (await call(url, path="/ready", method="GET")).status_code == 200
-
-    await until(is_ready)
-
-
-async def call(
-    url: str, key: str = "", path: str = "/v1/completions", method: str = "POST", **body: object
-) -> httpx.Response:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(base_url=url, timeout=20, headers=headers) as http:
-        sent = (body or BODY) if method == "POST" else None
-        return await http.request(method, path, json=sent)
-
-
-async def tandem(url: str, *words: str, key: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs `tandem keys` as an operator does."""
-    return await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", "tandem.cli", "keys", *words, "--url", url],
-        env={**os.environ, "TANDEM_API_KEY": key},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-async def create(url: str, tenant: str, role: str = "user") -> str:
-    done = await tandem(url, "create", "--tenant", tenant, "--role", role)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-async def is_refused(url: str, key: str) -> bool:
-    return (await call(url, key)).status_code == 401
-
-
-async def is_accepted(url: str, key: str) -> bool:
-    return (await call(url, key)).status_code == 200
-
-
-async def refused_soon(url: str, key: str) -> None:
-    await until(partial(is_refused, url, key), 2.0)
+pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_from_open_to_closed(routers: Routers, caplog: pytest.LogCaptureFixture) -> None:

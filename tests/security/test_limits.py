@@ -16,9 +16,7 @@ import pytest
 from tandem.rpc.tandem.v1 import inference_pb2
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tests.harness.scripted_worker import Say, silent, update
-from tests.harness.tenant_load import measure
-from tests.security.test_keys import (
+from tests.harness.keyed_routers import (
     Routers,
     call,
     is_accepted,
@@ -28,6 +26,8 @@ from tests.security.test_keys import (
     tandem,
     until,
 )
+from tests.harness.scripted_worker import Say, silent, update
+from tests.harness.tenant_load import measure
 from tests.service.router.conftest import eventually
 from tests.service.router.test_http import EOS
 

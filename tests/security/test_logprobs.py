@@ -14,8 +14,8 @@ import pytest
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.rpc.tandem.v1 import worker_pb2
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tests.harness.keyed_routers import Routers, call, ready, routers
 from tests.harness.scripted_worker import Say, update
-from tests.security.test_keys import Routers, call, ready, routers
 
 __all__ = ["routers"]
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]

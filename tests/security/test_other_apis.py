@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tandem.router.admission.tenants import cache_salt
-from tests.security.test_keys import TOKEN, Routers, create, ready, routers
+from tests.harness.keyed_routers import TOKEN, Routers, create, ready, routers
 
 __all__ = ["routers"]
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
