@@ -8,7 +8,6 @@ The states of a sequence are in sequence.py, those of a block in block_pool.py.
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from itertools import count
 
 import torch
@@ -25,7 +24,6 @@ from tandem.engine.new_sequences import NewSequences
 from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.report import PendingReport
 from tandem.engine.runner_protocol import Runner
-from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.scheduler.running_slots import STEP_SHARE
 from tandem.engine.scheduler.schedule import Chunk, Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
@@ -59,18 +57,11 @@ class Engine:
         self._adapters = AdapterSlots(
             runner, num_slots=config.max_loras, rank_max=config.max_lora_rank
         )
-        self._check_spec = partial(
-            check_spec,
-            layout=self.layout,
-            max_model_len=runner.max_model_len,
-            vocab_size=runner.vocab_size,
-            check_adapter=self._adapters.check,
-        )
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
         self._kv = KvCache(self.layout)
         self.unmeasured_rates = self._kv.rates(self.max_tokens_per_step)
         self._new_sequences = new = NewSequences(
-            runner, model_fingerprint, self.layout.block_size, self._grammars
+            runner, model_fingerprint, self.layout, self._grammars, self._adapters
         )
         self._tiers = make_tiers(config, self._kv, runner.kv, new.identity, start_thread)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
@@ -87,9 +78,9 @@ class Engine:
             tiers=self._tiers,
         )
         self._sequences = LiveSequences()
-        self._peer_blocks = PeerBlocks(self._kv)
         self._pending = PendingReport(self.layout)
-        self._arrivals, self._steps = count(1), count(1)
+        self._peer_blocks = PeerBlocks(self._kv, self._pending)
+        self._steps = count(1)
 
     def step(self, on_final: OnFinal | None = None) -> StepReport:
         """Runs the model once and answers all that happened since the step before.
@@ -121,9 +112,9 @@ class Engine:
         One that is over already (a moved one, whose last token ended it) is reported as such.
         """
         self._check_new(spec.sequence_id)
-        self._check_spec(spec)
+        self._new_sequences.check(spec)
         self._check_queue(len(self._scheduler.waiting))
-        self._enter(self._new_sequences.make(spec, next(self._arrivals)))
+        self._enter(self._new_sequences.make(spec))
 
     def start_local_prefill(self, sequence_id: str) -> None:
         """Computes a WAITING_FOR_REMOTE_KV sequence here after all; no block of it is filled."""
@@ -139,7 +130,7 @@ class Engine:
         if Mode.PREFILL_ONLY in (old.mode, spec.mode):
             raise InternalError(f"sequence {spec.sequence_id} is for a peer and cannot restart")
         self._drop(old, unsafe_blocks)
-        self._check_spec(spec)
+        self._new_sequences.check(spec)
         new = self._new_sequences.make(spec, old.arrival)
         new.num_cached_tokens = old.num_cached_tokens
         new.num_preemptions = old.num_preemptions
@@ -196,9 +187,7 @@ class Engine:
     ) -> None:
         """Keeps what is cached of a chain for a consumer until `remove`: reported at once."""
         self._check_chain(sequence_id)
-        chain = self._peer_blocks.pin_prefix(sequence_id, block_hashes)
-        depth = chain.num_cached_blocks
-        self._pending.held(sequence_id, chain.tables, depth, first_wanted_block)
+        self._peer_blocks.pin_prefix(sequence_id, block_hashes, first_wanted_block)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
         """Takes blocks for a chain that comes from outside, until `commit_import` or `remove`.
@@ -206,11 +195,7 @@ class Engine:
         Evicts nothing: the chain is cut short where no FREE block is left.
         """
         self._check_chain(sequence_id)
-        chain = self._peer_blocks.import_blocks(sequence_id, block_hashes)
-        size, num_cached = len(chain.block_hashes), chain.num_cached_blocks
-        self._pending.reserved(
-            sequence_id, chain.tables, num_cached=num_cached, num_blocks=size, depth=size
-        )
+        self._peer_blocks.import_blocks(sequence_id, block_hashes)
 
     def commit_import(
         self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int] = ()
@@ -218,7 +203,6 @@ class Engine:
         """The first `num_blocks` blocks of an imported chain are in place and trusted: they are
         cached from now on, and the chain is gone."""
         self._peer_blocks.commit(sequence_id, num_blocks, unsafe_blocks)
-        self._pending.forget(sequence_id)
 
     def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
         """Hashes of the chains used last, root to leaf; `blocks_max` different blocks at most."""

@@ -1,11 +1,16 @@
-"""Makes sequences of specs: with the root of their block hashes, their grammar and logit edits."""
+"""Checks specs and makes sequences of them: with the root of their block hashes, their grammar and
+logit edits."""
 
 from functools import partial
+from itertools import count
 
 from tandem.adapter import digest_of
 from tandem.block_hash import chain_root
+from tandem.engine.adapter_slots import AdapterSlots
+from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.logit_edits import logit_edits
 from tandem.engine.runner_protocol import Runner
+from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import SequenceSpec
 from tandem.grammars.masks import GrammarMasks
@@ -15,7 +20,12 @@ class NewSequences:
     """Knows what the KV of all sequences of an engine depends on."""
 
     def __init__(
-        self, runner: Runner, model_fingerprint: str, block_size: int, grammars: GrammarMasks
+        self,
+        runner: Runner,
+        model_fingerprint: str,
+        layout: KvLayout,
+        grammars: GrammarMasks,
+        adapters: AdapterSlots,
     ) -> None:
         self._root = partial(
             chain_root,
@@ -23,20 +33,30 @@ class NewSequences:
             compute_dtype=runner.dtype_name,
             numerics=runner.numerics_name,
             kv_dtype=runner.kv_dtype_name,
-            block_size=block_size,
+            block_size=layout.block_size,
         )
-        self._block_size = block_size
+        self._block_size = layout.block_size
         self._vocab_size = runner.vocab_size
         self._grammars = grammars
+        self._arrivals = count(1)
+        self.check = partial(
+            check_spec,
+            layout=layout,
+            max_model_len=runner.max_model_len,
+            vocab_size=runner.vocab_size,
+            check_adapter=adapters.check,
+        )
 
     @property
     def identity(self) -> str:
         """Names what the KV of all sequences depends on."""
         return self._root().hex()
 
-    def make(self, spec: SequenceSpec, arrival: int) -> Sequence:
-        """Returns the sequence of a spec that was checked."""
+    def make(self, spec: SequenceSpec, arrival: int | None = None) -> Sequence:
+        """Returns the sequence of a spec that `check` let pass. By default it arrives after all
+        others."""
         root = self._root(cache_salt=spec.cache_salt, adapter=digest_of(spec.adapter))
+        arrival = next(self._arrivals) if arrival is None else arrival
         sequence = Sequence.from_spec(
             spec, arrival=arrival, block_size=self._block_size, chain_root=root
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tandem.engine.cache.block_table import BlockTables, check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.report import PendingReport
 from tandem.errors import InternalError
 
 _ROOT_UNKNOWN = b""  # hashes come without their chain's root, and nobody looks for it
@@ -31,8 +32,10 @@ class Chain:
 class PeerBlocks:
     """All chains of one engine, by the id of the sequence that a peer knows them under."""
 
-    def __init__(self, kv: KvCache) -> None:
+    def __init__(self, kv: KvCache, pending: PendingReport) -> None:
+        """`pending` is told of the blocks of each new chain."""
         self._kv = kv
+        self._pending = pending
         self._chains: dict[str, Chain] = {}
 
     def __contains__(self, sequence_id: str) -> bool:
@@ -52,7 +55,9 @@ class PeerBlocks:
     def block_ids(self, sequence_id: str) -> list[int]:
         return self._kv.global_ids(self._chains[sequence_id].tables)
 
-    def pin_prefix(self, sequence_id: str, block_hashes: list[bytes]) -> Chain:
+    def pin_prefix(
+        self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int
+    ) -> None:
         """References what is cached of the chain, until `remove`.
 
         With windows it is all of the chain or nothing: what a window has of one depth is of no use
@@ -61,14 +66,19 @@ class PeerBlocks:
         depth = self._kv.match(block_hashes)
         if self._kv.has_windows and depth < len(block_hashes):
             depth = 0
-        return self._take(sequence_id, block_hashes[:depth], depth, is_imported=False)
+        chain = self._take(sequence_id, block_hashes[:depth], depth, is_imported=False)
+        self._pending.held(sequence_id, chain.tables, depth, first_wanted_block)
 
-    def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> Chain:
+    def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
         """References what is cached of the chain and as many FREE blocks after it as there are;
         with windows as many as the chain needs, or none."""
         depth = self._kv.match(block_hashes)
         room = self._kv.room_for_import(block_hashes, depth)
-        return self._take(sequence_id, block_hashes[:room], depth, is_imported=True)
+        chain = self._take(sequence_id, block_hashes[:room], depth, is_imported=True)
+        size = len(chain.block_hashes)
+        self._pending.reserved(
+            sequence_id, chain.tables, num_cached=depth, num_blocks=size, depth=size
+        )
 
     def _take(
         self, sequence_id: str, block_hashes: list[bytes], depth: int, *, is_imported: bool
@@ -103,6 +113,7 @@ class PeerBlocks:
             chain.num_cached_blocks = num_blocks
         finally:
             self.remove(sequence_id, unsafe_blocks)
+        self._pending.forget(sequence_id)
 
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int]) -> None:
         chain = self._chains[sequence_id]

@@ -153,9 +153,11 @@ class Machine(EngineMachine):
     def parents(self) -> dict[bytes, bytes]:
         """Returns the parent of every block that the engine finds by hash, reported or not."""
         pool = self.engine._kv.pools[0]
-        new = {block_hash: block.parent_hash for block_hash, block in pool._stored.items()}
+        new = {block_hash: block.parent_hash for block_hash, block in pool._events._stored.items()}
         stored = {**self.tree, **new}
-        return {hash_: parent for hash_, parent in stored.items() if hash_ not in pool._removed}
+        return {
+            hash_: parent for hash_, parent in stored.items() if hash_ not in pool._events._removed
+        }
 
 
 Machine.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

@@ -26,18 +26,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tandem.engine.cache.eviction import Copy, LeastRecentlyUsed
+from tandem.engine.cache.block import Block, Copy
+from tandem.engine.cache.block_events import BlockEvents
+from tandem.engine.cache.cached_blocks import CachedBlocks
 from tandem.engine.types import StoredBlock
-
-
-@dataclass(slots=True)
-class _Block:
-    num_references: int = 0
-    block_hash: bytes | None = None
-    parent_id: int | None = None  # of a hashed block; None: its parent is the chain's root
-    num_children: int = 0  # hashed blocks whose parent this is
-    last_used: int = 0
-    copy: Copy = Copy.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +42,14 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_dropped = 0  # CACHED blocks that were evicted without a copy
-        self._num_cached = dict.fromkeys(Copy, 0)
-        self._leaves = {copy: LeastRecentlyUsed() for copy in Copy}  # CACHED, without children
-        self._blocks = [_Block() for _ in range(num_blocks)]
+        self._blocks = [Block() for _ in range(num_blocks)]
+        self._cached = CachedBlocks(self._blocks)
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: lowest id first, warm ones next
         self._by_hash: dict[bytes, int] = {}
         self._quarantined: set[int] = set()
         self._leaving: set[int] = set()
         self._clock = 0
-        self._stored: dict[bytes, StoredBlock] = {}  # by hash, since the last `take_events`
-        self._removed: dict[bytes, None] = {}
+        self._events = BlockEvents()
 
     @property
     def num_free(self) -> int:
@@ -76,17 +66,17 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Unreferenced blocks that `match` still finds."""
-        return sum(self._num_cached.values())
+        return len(self._cached)
 
     @property
     def num_copied(self) -> int:
         """Unreferenced blocks that `match` still finds and a lower tier has."""
-        return self._num_cached[Copy.WHOLE]
+        return self._cached.num(Copy.WHOLE)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out."""
-        return self.num_free + self.num_cached - self._num_cached[Copy.WRITING]
+        return self.num_free + self.num_cached - self._cached.num(Copy.WRITING)
 
     @property
     def num_used(self) -> int:
@@ -151,12 +141,12 @@ class BlockPool:
 
     @property
     def has_unwritten(self) -> bool:
-        return bool(self._leaves[Copy.NONE])
+        return self._cached.oldest(Copy.NONE) is not None
 
     def find_unwritten(self) -> list[int]:
         """Returns blocks without a copy, parents first: the least recently used leaf and those
         before it."""
-        run, block_id = [], self._leaves[Copy.NONE].oldest()
+        run, block_id = [], self._cached.oldest(Copy.NONE)
         while block_id is not None and self._blocks[block_id].copy is Copy.NONE:
             run.append(block_id)
             block_id = self._blocks[block_id].parent_id
@@ -191,13 +181,12 @@ class BlockPool:
     def _set_copy(self, block_id: int, copy: Copy) -> None:
         block = self._blocks[block_id]
         assert block.block_hash is not None, f"block {block_id} has no hash to be copied under"
-        if not block.num_references:
-            self._num_cached[block.copy] -= 1
-            self._num_cached[copy] += 1
-        if not block.num_references and not block.num_children:
-            self._leaves[block.copy].discard(block_id)
-            self._leaves[copy].add(block_id, block.last_used)
+        if block.num_references:
+            block.copy = copy
+            return
+        self._cached.discard(block_id)
         block.copy = copy
+        self._cached.add(block_id)
 
     def store(
         self,
@@ -230,10 +219,7 @@ class BlockPool:
         block.block_hash = block_hash
         block.parent_id = parent_id
         self._by_hash[block_hash] = block_id
-        if block_hash in self._removed:
-            del self._removed[block_hash]
-        else:
-            self._stored[block_hash] = StoredBlock(parent_hash, block_hash, list(token_ids), index)
+        self._events.store(StoredBlock(parent_hash, block_hash, list(token_ids), index))
         return block_id
 
     def is_writable(self, block_id: int) -> bool:
@@ -257,17 +243,11 @@ class BlockPool:
 
     @property
     def has_events(self) -> bool:
-        return bool(self._stored or self._removed)
+        return bool(self._events)
 
     def take_events(self) -> tuple[list[StoredBlock], list[bytes]]:
-        """Returns net changes since last time: (stored, parents first; removed, children first).
-
-        Net, because a consumer applies all that was stored before all that was removed.
-        """
-        stored = list(self._stored.values())
-        removed = list(self._removed)
-        self._stored, self._removed = {}, {}
-        return stored, removed
+        """Returns net changes since last time: (stored, parents first; removed, children first)."""
+        return self._events.take()
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
         """Hashes that `match` finds, from `first` on and before `end`; empty `end`: to the last."""
@@ -307,36 +287,28 @@ class BlockPool:
             self._free.append(block_id)
             return
         block.last_used = last_used
-        self._num_cached[block.copy] += 1
-        if not block.num_children:
-            self._leaves[block.copy].add(block_id, last_used)
+        self._cached.add(block_id)
 
     def _reference(self, block_id: int) -> None:
         block = self._blocks[block_id]
         if not block.num_references:
-            self._num_cached[block.copy] -= 1
-            self._leaves[block.copy].discard(block_id)
+            self._cached.discard(block_id)
             if block.copy is Copy.LOST:
                 block.copy = Copy.NONE
         block.num_references += 1
 
     def _evict(self) -> Copy:
         """Frees a CACHED leaf; one that is being written is LEAVING instead. Returns its copy."""
-        block_id = next(leaves for leaves in self._leaves.values() if leaves).pop()
+        block_id = self._cached.pop()
         block = self._blocks[block_id]
         assert block.block_hash is not None, f"block {block_id} is evicted and was not cached"
         del self._by_hash[block.block_hash]
-        if block.block_hash in self._stored:
-            del self._stored[block.block_hash]
-        else:
-            self._removed[block.block_hash] = None
-        self._num_cached[block.copy] -= 1
+        self._events.remove(block.block_hash)
         copy = block.copy
         if block.parent_id is not None:
             parent = self._blocks[block.parent_id]
             parent.num_children -= 1
-            if not parent.num_children and not parent.num_references:
-                self._leaves[parent.copy].add(block.parent_id, parent.last_used)
+            self._cached.update(block.parent_id)
         block.block_hash = block.parent_id = None
         if copy is Copy.WRITING:
             self._leaving.add(block_id)
@@ -383,14 +355,7 @@ class BlockPool:
             assert block.num_children == children[block_id], (
                 f"block {block_id} counts {block.num_children} children of {children[block_id]}"
             )
-        assert self.num_cached == len(cached), f"{self.num_cached} cached, found {len(cached)}"
-        for copy in Copy:
-            found = {b for b in cached if self._blocks[b].copy is copy}
-            leaves = {b for b in found if not self._blocks[b].num_children}
-            assert self._num_cached[copy] == len(found), f"{len(found)} are {copy.value}"
-            assert self._leaves[copy].block_ids() == leaves, (
-                f"what can be evicted of {copy.value} is not the cached leaves"
-            )
+        self._cached.check(cached)
         states = [*self._free, *self._quarantined, *self._leaving, *cached, *expected]
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         assert len(states) == len(set(states)) == self.num_blocks, (

@@ -5,16 +5,6 @@ chains; a parent is offered when its last child is gone.
 """
 
 import heapq
-from enum import Enum
-
-
-class Copy(Enum):
-    """The copy of a hashed block in a lower tier. A pool evicts leaves in this order."""
-
-    WHOLE = "whole"
-    LOST = "lost"  # evicted from the tier, or not taken: not written again before its next use
-    NONE = "none"
-    WRITING = "writing"
 
 
 class LeastRecentlyUsed:

@@ -9,7 +9,6 @@ disk finds there when it starts.
 from collections.abc import Collection, Sequence
 
 from tandem.engine.cache.block_pool import BlockPool
-from tandem.engine.cache.eviction import Copy
 from tandem.engine.tiers.storage import Entry
 
 
@@ -56,22 +55,20 @@ class SlotPool(BlockPool):
         if entry.parent_hash and parent is None:
             self.release([slot])
             return
-        if parent is not None:
-            self._leaves[Copy.NONE].discard(parent)
         stored = self.store(
             slot, parent_id=parent, parent_hash=entry.parent_hash, block_hash=entry.block_hash
         )
+        if parent is not None:
+            self._cached.update(parent)
         self.release([stored])
-        self._stored.clear()  # so that its eviction is an event, however soon it comes
+        self._events.forget_stored()  # so that its eviction is an event, however soon it comes
 
     def touch(self, slot: int) -> None:
         """Makes an unreferenced slot the last one to be evicted."""
         block = self._blocks[slot]
         self._clock += 1
         block.last_used = self._clock
-        if not block.num_references and not block.num_children:
-            self._leaves[block.copy].discard(slot)
-            self._leaves[block.copy].add(slot, self._clock)
+        self._cached.update(slot)
 
     def take_removed(self) -> list[bytes]:
         """Returns hashes that are here no more since the last call."""
@@ -98,9 +95,7 @@ class SlotPool(BlockPool):
             self._by_hash[entry.block_hash] = slot
             after = children.pop(entry.block_hash, [])
             block.num_children = len(after)
-            self._num_cached[Copy.NONE] += 1
-            if not after:
-                self._leaves[Copy.NONE].add(slot, 0)
+            self._cached.add(slot)
             waiting += after
         taken = set(self._by_hash.values())
         self._free = [slot for slot in self._free if slot not in taken]

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
+from tandem.engine.cache.block import Copy
 from tandem.engine.cache.block_pool import BlockPool
-from tandem.engine.cache.eviction import Copy
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.jobs import Load, Part, Target, Write
 from tandem.engine.tiers.storage import Bytes, Entry, Storage

@@ -1,0 +1,23 @@
+"""The state of one block of a pool, and of its copy in a lower tier."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Copy(Enum):
+    """The copy of a hashed block in a lower tier. A pool evicts leaves in this order."""
+
+    WHOLE = "whole"
+    LOST = "lost"  # evicted from the tier, or not taken: not written again before its next use
+    NONE = "none"
+    WRITING = "writing"
+
+
+@dataclass(slots=True)
+class Block:
+    num_references: int = 0
+    block_hash: bytes | None = None
+    parent_id: int | None = None  # of a hashed block; None: its parent is the chain's root
+    num_children: int = 0  # hashed blocks whose parent this is
+    last_used: int = 0
+    copy: Copy = Copy.NONE
