@@ -1,6 +1,6 @@
 """Chats whose KV does not fit the pool, with and without a tier below it.
 
-    python benchmarks/tiers.py [--chats 8] [--turns 4] [--tokens 400] [--rounds 2] [--threads 1]
+    python benchmarks/tiers.py [--only rows long between] [--rounds 2] [--threads 1]
 
 Users take turns with one engine; each comes back when all others have asked, with a prompt that
 goes on from its last answer. The working set at the end is 1.3 times the pool. Engines without a
@@ -8,8 +8,10 @@ tier, with one on disk, with one in host memory, and with a pool for everything 
 take turns. Figures are of each chat's second turn and later: TTFT, the share of prompt tokens that
 were cached, and the time of the tier in the engine's thread for each step.
 
-Then the same without reuse: prompts that nobody repeats. Last, one prompt of 6,000 tokens that has
-left the pool: loaded from host memory, beside computed. Tokens of all engines are compared. Writes
+Then the same without reuse: prompts that nobody repeats. One prompt of 6,000 tokens that has left
+the pool: loaded from host memory, beside computed, and beside a copy of the same bytes and a step.
+Last, the time between tokens of two streams, while prompts of 512 tokens come every few steps: from
+a tier, or from a pool that holds all. Tokens of all engines are compared. Writes
 benchmarks/results/tiers.json.
 """
 
@@ -21,12 +23,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -45,6 +50,9 @@ ANSWER = 16  # tokens
 SAYS = 32  # tokens of a user's next turn
 READS_S = 0.3  # between an answer and the next request
 LONG = 6_000  # tokens
+STREAM = 400  # tokens of a stream's answer
+EVERY = 8  # tokens of a stream, a prompt comes
+OTHERS, OTHER = 6, 512  # such prompts, and their tokens
 KINDS = ("none", "disk", "host", "infinite")
 
 
@@ -56,6 +64,8 @@ class Measured:
     num_cached: int = 0
     num_prompt: int = 0
     tier_ms: list[float] = field(default_factory=list)  # in the engine's thread, of each step
+    between_ms: list[float] = field(default_factory=list)  # two tokens of a stream
+    num_loaded: int = 0  # blocks
     tokens: list[list[int]] = field(default_factory=list)
     num_dropped: int = 0
 
@@ -80,25 +90,28 @@ class Client:
 
     def __init__(self, engine: Engine, measured: Measured) -> None:
         self._engine = engine
+        self.block_bytes = engine.layout.block_bytes
         self.measured = measured
         self._num_asked = 0
-        turn = engine._tiers.turn
-
-        def timed() -> None:
-            start = time.perf_counter()
-            turn()
-            measured.tier_ms.append(1e3 * (time.perf_counter() - start))
-
+        self._tier_s = 0.0
         if engine._tiers.tiers:
-            engine._tiers.turn = timed  # type: ignore[method-assign]
+            for name in ("turn", "take_ended", "depth", "is_worth", "load"):
+                setattr(engine._tiers, name, self._timed(getattr(engine._tiers, name)))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            found = call(*args, **kwargs)
+            self._tier_s += time.perf_counter() - start
+            return found
+
+        return timed
 
     def ask(self, prompt: list[int], *, counts: bool = True) -> list[int]:
         """Returns the answer's tokens; the engine works on while its user reads them."""
         self._num_asked += 1
-        sampling, name = SamplingParams(), str(self._num_asked)
-        spec = SequenceSpec(name, list(prompt), len(prompt), Mode.LOCAL, sampling, ANSWER)
         start, first, answer, cached = time.perf_counter(), 0.0, list[int](), None
-        self._engine.add(spec)
+        self._add(str(self._num_asked), prompt, ANSWER)
         while cached is None:
             for new in self._step():
                 first = first or time.perf_counter()
@@ -115,11 +128,40 @@ class Client:
             self._step()
         return answer
 
+    def stream(self, prompts: list[list[int]], others: Iterator[list[int]]) -> None:
+        """Answers `prompts` at once, and one of `others` with every few tokens of theirs."""
+        for number, prompt in enumerate(prompts):
+            self._add(f"s{number}", prompt, STREAM)
+        told: dict[str, list[int]] = {f"s{number}": [] for number in range(len(prompts))}
+        last, num_tokens = 0.0, 0
+        while any(len(tokens) < STREAM for tokens in told.values()):
+            for new in self._step():
+                if new.sequence_id in told:
+                    told[new.sequence_id] += new.token_ids
+                if new.sequence_id == "s0":
+                    now, num_tokens = time.perf_counter(), num_tokens + 1
+                    if last:
+                        self.measured.between_ms.append(1e3 * (now - last))
+                    last = now
+                    if num_tokens % EVERY == 0:
+                        self._add(f"o{num_tokens}", next(others), 1)
+        self.measured.tokens += told.values()
+        self.measured.num_loaded += sum(t.blocks_loaded for t in self._engine.load().tiers)
+
+    def _add(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        sampling = SamplingParams()
+        spec = SequenceSpec(name, list(prompt), len(prompt), Mode.LOCAL, sampling, max_tokens)
+        self._engine.add(spec)
+
     def _step(self) -> list[Any]:
         if not self._engine.has_work():
             time.sleep(1e-4)
             return []
-        return list(self._engine.step().new_tokens)
+        self._tier_s = 0.0
+        new_tokens = list(self._engine.step().new_tokens)
+        if self._engine._tiers.tiers:
+            self.measured.tier_ms.append(1e3 * self._tier_s)
+        return new_tokens
 
 
 @contextmanager
@@ -186,11 +228,55 @@ def measure_long(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.long_rounds):
             client.ask(_random(rng, LONG), counts=False)
             client.ask(prompt)
-    computed, *loaded = measured.ttft_ms
-    assert measured.num_cached == (LONG - BLOCK) * args.long_rounds, measured.num_cached
+        computed, *loaded = measured.ttft_ms
+        for _ in range(args.long_rounds):
+            client.ask(prompt)
+        again = measured.ttft_ms[1 + args.long_rounds :]
+        block_bytes = client.block_bytes
+    assert measured.num_cached == (LONG - BLOCK) * 2 * args.long_rounds, measured.num_cached
     row = {"computed_ms": computed, "loaded_ms": statistics.median(loaded)}
+    row["copy_ms"] = copy_ms((LONG - BLOCK) // BLOCK * block_bytes)
+    row["step_ms"] = statistics.median(again)
     print("6,000 tokens", json.dumps(row))
     return row
+
+
+def measure_between(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Two streams, and between their tokens prompts that come from a tier or are in the pool."""
+    found = {kind: Measured() for kind in KINDS if kind != "none"}
+    for number in range(args.between_rounds):
+        for kind in found if number % 2 == 0 else reversed(found):
+            rng = Random(3)
+            chats = [_random(rng, OTHER) for _ in range(OTHERS)]
+            streams = [_random(rng, 64) for _ in range(2)]
+            needed = 2 * ((64 + STREAM) // BLOCK + 1) + 2 * OTHER // BLOCK
+            num_blocks = needed + (OTHERS * OTHER if kind == "infinite" else OTHER) // BLOCK
+            with client_of(kind, num_blocks, args.threads, found[kind]) as client:
+                for prompt in chats:
+                    client.ask(prompt)
+                client.stream(streams, cycle(chats))
+    assert all(each.tokens == found["infinite"].tokens for each in found.values())
+    rows = {}
+    for kind, measured in found.items():
+        percentiles = statistics.quantiles(measured.between_ms, n=100)
+        row = {"p50_ms": percentiles[49], "p99_ms": percentiles[98]}
+        row |= {"tokens": len(measured.between_ms), "loaded": measured.num_loaded}
+        if measured.tier_ms:
+            row["tier_p99_ms"] = statistics.quantiles(measured.tier_ms, n=100)[98]
+        rows[kind] = row
+        print("between tokens", kind, json.dumps(row), flush=True)
+    return rows
+
+
+def copy_ms(num_bytes: int) -> float:
+    """Returns how long the system copies so many bytes, into and out of memory that is in use."""
+    source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+    best = []
+    for _ in range(5):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        best.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(best)
 
 
 def main() -> None:
@@ -202,11 +288,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="of a chat's first prompt")
     parser.add_argument("--rounds", type=int, default=2, help="of all engines")
     parser.add_argument("--long-rounds", type=int, default=3)
+    parser.add_argument("--between-rounds", type=int, default=3)
+    parser.add_argument("--only", choices=["long", "rows", "between"], nargs="*", help="parts")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
-    before = conditions()
-    results = {"before": before, "long": measure_long(args), "rows": measure(args)}
+    parts = {"long": measure_long, "rows": measure, "between": measure_between}
+    results: dict[str, Any] = {"before": conditions()}
+    results |= {name: part(args) for name, part in parts.items() if name in (args.only or parts)}
     results |= {"after": conditions(), "arguments": {k: str(v) for k, v in vars(args).items()}}
     args.output.write_text(json.dumps(results, indent=1) + "\n")
 

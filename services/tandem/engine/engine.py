@@ -95,8 +95,6 @@ class Engine:
         loaded = self._settle_loads()
         schedule = self._scheduler.schedule()
         self._runner.copy_blocks(schedule.copies)
-        for sequence in schedule.loads:
-            self._tiers.load(sequence.sequence_id, *sequence.blocks_to_load)
         for sequence in (*loaded, *schedule.admitted):
             self._pending.admitted(sequence)
         self._pending.tell_final(on_final)
@@ -133,6 +131,7 @@ class Engine:
         self._new_sequences.check(spec)
         new = self._new_sequences.make(spec, old.arrival)
         new.num_cached_tokens = old.num_cached_tokens
+        new.num_loaded_tokens = old.num_loaded_tokens
         new.num_preemptions = old.num_preemptions
         self._enter(new)
 
@@ -212,6 +211,10 @@ class Engine:
         """Hashes held here from `first` on and before `end`; empty `end`: to the last."""
         return self._kv.block_hashes(first, end)
 
+    def tier_block_hashes(self, tier: str, first: bytes, end: bytes) -> list[bytes]:
+        """Hashes that a tier can give back, as `block_hashes`; none of a tier that is not here."""
+        return self._tiers.block_hashes(tier, first, end)
+
     def reset_prefix_cache(self) -> int:
         """Drops blocks that nobody uses, and copies in tiers; returns how many blocks."""
         self._tiers.reset()
@@ -243,8 +246,12 @@ class Engine:
 
     def awaits_threads(self) -> bool:
         """Returns True while threads make a grammar or an adapter, or move blocks of a tier:
-        `has_work` may turn True then."""
-        return self._scheduler.awaits_threads() or self._tiers.is_busy
+        `has_work` may turn True then. Only a tier's threads tell when they have done a job."""
+        return self.awaits_silent_threads() or self._tiers.is_busy
+
+    def awaits_silent_threads(self) -> bool:
+        """Returns True while threads make a grammar or an adapter."""
+        return self._scheduler.awaits_threads()
 
     def load(self) -> EngineLoad:
         others = self._kv, self._adapters, self._tiers
@@ -282,7 +289,7 @@ class Engine:
         loaded = []
         for load in self._tiers.take_ended():
             sequence = self._sequences[load.sequence_id]
-            sequence.take_loaded(load.first_block + load.num_read)
+            sequence.take_loaded(load.first_block + load.num_read, load.num_read_by_tier)
             self._store_full_blocks(sequence)
             self._scheduler.enter(sequence)
             loaded.append(sequence)
@@ -377,6 +384,7 @@ class Engine:
         report = self._pending.take(work, seconds)
         report.step, report.load = next(self._steps), self.load()
         report.stored, report.removed = self._kv.take_events()
+        report.tiers = self._tiers.take_events()
         if work.num_tokens:
             self._step_time.observe(work, seconds)
             report.rates = self._step_time.rates(self.unmeasured_rates)

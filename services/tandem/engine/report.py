@@ -113,6 +113,7 @@ class PendingReport:
                 logprobs,
                 sequence.prompt_logprobs,
                 sequence.embedding,
+                sequence.num_loaded_tokens,
             )
         )
 
@@ -134,6 +135,7 @@ class PendingReport:
                 logprobs=[] if logprobs is None else [logprobs],
                 prompt_logprobs=sequence.prompt_logprobs,
                 embedding=sequence.embedding,
+                num_loaded_tokens=sequence.num_loaded_tokens,
             )
         )
         sequence.prompt_logprobs, sequence.embedding = [], []

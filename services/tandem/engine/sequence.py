@@ -88,6 +88,7 @@ class Sequence:
     num_prefill_tokens: int = 0  # tokens there were at admission; decode comes after them
     num_stored_blocks: int = 0  # the table's first blocks that the pool finds by hash
     num_cached_tokens: int | None = None  # that the first admission reused; None before it
+    num_loaded_tokens: dict[str, int] = field(default_factory=dict)  # of those, by their tier
     num_loading_blocks: int = 0  # LOADING: its first blocks that will be there, those cached, too
     may_load: bool = True  # from a tier below the pool: until such a load stood still
     num_preemptions: int = 0
@@ -312,12 +313,19 @@ class Sequence:
         first, end = self.num_stored_blocks, self.num_loading_blocks
         return self.block_hashes[:end], first, self.block_table[first:end]
 
-    def take_loaded(self, num_blocks: int) -> None:
-        """The KV of its first `num_blocks` blocks is in place: some of it came from a tier."""
+    def is_loading(self, index: int, block_hashes: list[bytes]) -> bool:
+        """Returns whether a tier's copy of such a chain's block comes for this sequence."""
+        will_come = self.num_stored_blocks <= index < self.num_loading_blocks
+        return will_come and self.block_hashes[index] == block_hashes[index]
+
+    def take_loaded(self, num_blocks: int, by_tier: dict[str, int]) -> None:
+        """The KV of its first `num_blocks` blocks is in place; `by_tier` says how many blocks came
+        from each tier."""
         self.num_computed_tokens = num_blocks * self.block_size
         self.num_loading_blocks = 0
         if self.num_cached_tokens is None:
             self.num_cached_tokens = self._countable(self.num_computed_tokens)
+            self.num_loaded_tokens = {name: n * self.block_size for name, n in by_tier.items()}
 
     def store_full_blocks(self, kv: KvCache, *, with_tokens: bool) -> None:
         """Lets others find what became full. A block that is there already takes its place.

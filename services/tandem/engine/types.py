@@ -122,6 +122,7 @@ class Prefilled(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None = None  # of the first token
     prompt_logprobs: list[TokenLogprobs] = []  # of the prompt from its second token on
     embedding: list[float] = []  # of the prompt, if it was asked for
+    num_loaded_tokens: dict[str, int] = {}  # of num_cached_tokens: from a tier, by its name
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -142,6 +143,7 @@ class NewTokens(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] = []  # of token_ids, one each, if they were asked for
     prompt_logprobs: list[TokenLogprobs] = []  # with the first token: as Prefilled has them
     embedding: list[float] = []  # the same
+    num_loaded_tokens: dict[str, int] = {}  # of num_cached_tokens: from a tier, by its name
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -202,6 +204,14 @@ class StoredBlock(msgspec.Struct, frozen=True):
     index: int = 0  # of the block in its chain
 
 
+class TierBlocks(msgspec.Struct, frozen=True):
+    """Net changes of the blocks that can be read from a tier."""
+
+    tier: str  # its name
+    stored: list[StoredBlock]  # parents before children
+    removed: list[bytes]  # children before parents, but those that could not be read
+
+
 class StepReport(msgspec.Struct):
     """Everything that happened since the report before; one message between the processes."""
 
@@ -220,5 +230,6 @@ class StepReport(msgspec.Struct):
     failed: list[Failed] = []
     stored: list[StoredBlock] = []  # parents before children
     removed: list[bytes] = []  # children before parents
+    tiers: list[TierBlocks] = []  # of those where something changed
     load: EngineLoad = EngineLoad()
     rates: WorkerRates | None = None  # as measured so far; None: nothing was computed

@@ -18,6 +18,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from tandem.engine.tiers.disk_storage import DiskStorage
 from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
 from tandem.engine.tiers.tiers import STALL_S
+from tandem.engine.types import StepReport
 from tests.engine_machine import EngineMachine
 
 
@@ -54,6 +55,7 @@ class Machine(EngineMachine):
         EngineMachine.start.__wrapped__(self, **limits)  # type: ignore[attr-defined]
         self.tiers = self.engine._tiers
         self.now = 1.0
+        self.told: dict[str, dict[bytes, bytes]] = {}  # block hash -> parent hash, by tier
         self.tiers.clock = lambda: self.now
         self.tiers.turn_s = 60.0
         self.tiers.is_worth = lambda *_, **__: True  # whatever the clock says
@@ -98,6 +100,17 @@ class Machine(EngineMachine):
         with file.open("r+b") as opened:
             opened.write(data)
 
+    def take(self, report: StepReport) -> None:
+        """Follows the tiers' blocks as a router does."""
+        super().take(report)
+        for change in report.tiers:
+            told = self.told.setdefault(change.tier, {})
+            for stored in change.stored:
+                assert stored.block_hash not in told
+                told[stored.block_hash] = stored.parent_hash
+            for block_hash in change.removed:
+                del told[block_hash]
+
     def run_threads(self) -> bool:
         had_jobs = any(thread.jobs for thread in self.threads.values())
         for thread in self.threads.values():
@@ -110,6 +123,9 @@ class Machine(EngineMachine):
         assert load.blocks_leaving == 0
         for tier in self.tiers.tiers:
             assert tier.pool.num_used == 0
+            name = tier.storage.name
+            readable = self.engine.tier_block_hashes(name, b"", b"")
+            assert set(readable) == self.told.get(name, {}).keys()
 
     def teardown(self) -> None:
         super().teardown()

@@ -78,7 +78,62 @@ def test_blocks_that_left_the_pool_come_back(place: str, tmp_path: Path) -> None
     assert outcome.ends["0"].num_cached_tokens == 0
     assert outcome.ends["6"].num_cached_tokens == 24
     assert (tier(engine).name, tier(engine).blocks_loaded) == (place, 6)
+    assert outcome.ends["6"].num_loaded_tokens == {place: 24}
     assert engine.load().blocks_dropped == 0
+    engine.close()
+
+
+def test_blocks_are_written_while_their_sequence_runs() -> None:
+    """A prompt that fills the pool has its copy when the next one needs the room."""
+    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 20)
+    engine.add(make_spec("long", prompt(0, 57), max_tokens=5))
+    engine.step()
+    deadline = time.monotonic() + WAIT_S
+    while tier(engine).blocks_written < 14 and time.monotonic() < deadline:
+        engine._tiers.turn()
+    assert engine.load().num_running == 1
+    outcome = run(engine, prompt(1, 57), prompt(0, 57))
+    assert outcome.ends["1"].num_loaded_tokens == {"host": 56}
+    assert engine.load().blocks_dropped == 0
+    engine.close()
+
+
+def test_blocks_that_two_sequences_want_are_loaded_once() -> None:
+    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 20)
+    outcome = run(engine, *map(prompt, range(6)))
+    for name in ("one", "two"):
+        engine.add(make_spec(name, prompt(0)))
+    settle(engine, outcome)
+    assert outcome.token_ids["one"] == outcome.token_ids["two"] == continuation(prompt(0), 5)
+    assert outcome.ends["one"].num_cached_tokens == outcome.ends["two"].num_cached_tokens == 24
+    assert outcome.ends["two"].num_loaded_tokens == {}
+    assert tier(engine).blocks_loaded == 6
+    engine.close()
+
+
+def test_reports_tell_what_can_be_loaded(tmp_path: Path) -> None:
+    def follow(outcome: Outcome, told: dict[bytes, bytes]) -> dict[bytes, bytes]:
+        for change in (change for report in outcome.reports for change in report.tiers):
+            assert change.tier == "disk"
+            told |= {stored.block_hash: stored.parent_hash for stored in change.stored}
+            for block_hash in change.removed:
+                del told[block_hash]
+        return told
+
+    engine = disk(tmp_path, kv_disk_bytes=HEADER_BYTES + 9 * (BLOCK_BYTES + 48))
+    told = follow(run(engine, prompt(0), prompt(1)), {})
+    assert told.keys() == set(engine.tier_block_hashes("disk", b"", b""))
+    assert len(told) == 9
+    engine.close()
+    engine = disk(tmp_path, kv_disk_bytes=HEADER_BYTES + 9 * (BLOCK_BYTES + 48))
+    again = Outcome()
+    settle(engine, again)  # what the disk held is told at once
+    assert follow(again, {}) == told
+    engine.reset_prefix_cache()
+    settle(engine, gone := Outcome())
+    assert follow(gone, told) == {}
+    assert engine.tier_block_hashes("disk", b"", b"") == []
+    assert engine.tier_block_hashes("host", b"", b"") == []
     engine.close()
 
 

@@ -48,6 +48,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._quarantined: set[int] = set()
         self._leaving: set[int] = set()
+        self._unwritten: dict[int, None] = {}  # hashed, Copy.NONE: in the order of `store`
         self._clock = 0
         self._events = BlockEvents()
 
@@ -140,17 +141,9 @@ class BlockPool:
         return num_dropped
 
     @property
-    def has_unwritten(self) -> bool:
-        return self._cached.oldest(Copy.NONE) is not None
-
-    def find_unwritten(self) -> list[int]:
-        """Returns blocks without a copy, parents first: the least recently used leaf and those
-        before it."""
-        run, block_id = [], self._cached.oldest(Copy.NONE)
-        while block_id is not None and self._blocks[block_id].copy is Copy.NONE:
-            run.append(block_id)
-            block_id = self._blocks[block_id].parent_id
-        return run[::-1]
+    def next_unwritten(self) -> int | None:
+        """The hashed block without a copy that was stored first; parents come before children."""
+        return next(iter(self._unwritten), None)
 
     def names_of(self, block_id: int) -> tuple[bytes, bytes]:
         """Returns the hashes of a hashed block and of its parent; empty if it has no parent."""
@@ -181,6 +174,7 @@ class BlockPool:
     def _set_copy(self, block_id: int, copy: Copy) -> None:
         block = self._blocks[block_id]
         assert block.block_hash is not None, f"block {block_id} has no hash to be copied under"
+        self._unwritten.pop(block_id, None)
         if block.num_references:
             block.copy = copy
             return
@@ -219,6 +213,7 @@ class BlockPool:
         block.block_hash = block_hash
         block.parent_id = parent_id
         self._by_hash[block_hash] = block_id
+        self._unwritten[block_id] = None
         self._events.store(StoredBlock(parent_hash, block_hash, list(token_ids), index))
         return block_id
 
@@ -295,6 +290,7 @@ class BlockPool:
             self._cached.discard(block_id)
             if block.copy is Copy.LOST:
                 block.copy = Copy.NONE
+                self._unwritten[block_id] = None
         block.num_references += 1
 
     def _evict(self) -> Copy:
@@ -304,6 +300,7 @@ class BlockPool:
         assert block.block_hash is not None, f"block {block_id} is evicted and was not cached"
         del self._by_hash[block.block_hash]
         self._events.remove(block.block_hash)
+        self._unwritten.pop(block_id, None)
         copy = block.copy
         if block.parent_id is not None:
             parent = self._blocks[block.parent_id]
@@ -356,6 +353,8 @@ class BlockPool:
                 f"block {block_id} counts {block.num_children} children of {children[block_id]}"
             )
         self._cached.check(cached)
+        unwritten = {i for i, b in enumerate(self._blocks) if b.block_hash and b.copy is Copy.NONE}
+        assert self._unwritten.keys() == unwritten, "what has no copy is not what is to be written"
         states = [*self._free, *self._quarantined, *self._leaving, *cached, *expected]
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         assert len(states) == len(set(states)) == self.num_blocks, (

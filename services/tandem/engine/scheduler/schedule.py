@@ -40,7 +40,6 @@ class Chunk(NamedTuple):
 class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    loads: list[Sequence] = field(default_factory=list)  # admitted when their blocks are there
     copies: list[BlockCopy] = field(default_factory=list)  # before anything else of the step
     work: StepWork = field(default_factory=StepWork)
     num_prompt_logits: int = 0  # rows

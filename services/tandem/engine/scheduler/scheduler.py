@@ -190,7 +190,7 @@ class Scheduler:
                 self.withdraw(sequence)
                 sequence.status = Status.LOADING
                 self.loading.append(sequence)
-                schedule.loads.append(sequence)
+                self._tiers.load(sequence.sequence_id, *sequence.blocks_to_load)
                 continue
             schedule.admitted.append(sequence)
             self.enter(sequence)
@@ -218,12 +218,12 @@ class Scheduler:
         return next((s for s in self.running if name and s.sequence_id == name), None)
 
     def _next_waiting(self) -> Sequence | None:
-        """Returns the oldest that lacks neither its grammar nor its adapter: while they are made
-        ready, others go first. Not so where adapters' slots are all in use: then no younger one
-        with an adapter goes first, or a slot might never be free."""
+        """Returns the oldest that lacks neither its grammar nor its adapter, and whose next block
+        is not loaded for another: meanwhile others go first. Not so where adapters' slots are all
+        in use: then no younger one with an adapter goes first, or a slot might never be free."""
         is_full = False
         for sequence in self.waiting:
-            if sequence.awaits_grammar:
+            if sequence.awaits_grammar or self._awaits_load(sequence):
                 continue
             if (adapter := sequence.spec.adapter) is None:
                 return sequence
@@ -233,6 +233,14 @@ class Scheduler:
                     return sequence
                 is_full = answer is Answer.FULL
         return None
+
+    def _awaits_load(self, sequence: Sequence) -> bool:
+        """Returns whether another sequence is LOADING the first block that it lacks."""
+        if not self.loading:
+            return False
+        hashes = sequence.reusable_hashes
+        depth = self._kv.match(hashes)
+        return depth < len(hashes) and any(s.is_loading(depth, hashes) for s in self.loading)
 
     def _adapters_in_use(self) -> set[str]:
         of_admitted = (s.spec.adapter for s in (*self.running, *self.awaiting, *self.loading))

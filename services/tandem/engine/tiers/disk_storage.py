@@ -36,10 +36,10 @@ class DiskStorage:
         own = header(identity, block_bytes)
         self._folder = claim(path, lambda folder: has_header(folder / "manifest", own))
         try:
-            self._manifest = Manifest(self._folder.open("manifest"), self.num_slots, own)
             self._file = self._folder.open("blocks")
-            if self._manifest.was_foreign:
-                os.ftruncate(self._file, 0)
+            if not has_header(self._folder.path / "manifest", own):
+                os.ftruncate(self._file, 0)  # first: a full disk needs the room
+            self._manifest = Manifest(self._folder.open("manifest"), self.num_slots, own)
             os.ftruncate(self._file, self.num_slots * block_bytes)
             found, self.num_torn = self._manifest.read()
         except OSError as error:

@@ -24,7 +24,9 @@ class JobThread(Protocol):
 
 
 class IoThread:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_job_end: Callable[[], object] = lambda: None) -> None:
+        """`on_job_end` runs in the thread after each job."""
+        self._on_job_end = on_job_end
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -44,3 +46,4 @@ class IoThread:
                 job()
             except Exception:  # a bug of ours: the thread goes on, and what waits has a deadline
                 log.exception("a job of %s failed", threading.current_thread().name)
+            self._on_job_end()

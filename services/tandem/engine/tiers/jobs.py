@@ -7,8 +7,8 @@ it is written, nor can the slots of a load. Nobody can stop a job in the middle 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
@@ -48,6 +48,11 @@ class Write:
             self.on_end(self)
 
 
+def write_all(writes: Sequence[Write]) -> None:
+    for write in writes:
+        write()
+
+
 @dataclass(slots=True)
 class Part:
     """One block of a load."""
@@ -85,16 +90,21 @@ class Load:
         finally:
             self.on_end(self)
 
+    @property
+    def num_read_by_tier(self) -> dict[str, int]:
+        """Blocks that are in place, by the name of the tier that they came from."""
+        return dict(Counter(part.storage.name for part in self.parts[: self.num_read]))
+
     def _read(self, part: Part) -> bool:
-        started = time.perf_counter()
+        started = self.clock()
         try:
             part.storage.read(part.slot, part.block_hash, part.target)
         except (OSError, BadBlock) as error:
             log.warning("block %d cannot be read from %s: %s", part.slot, part.storage.name, error)
             self.failed = part
             return False
-        seconds = time.perf_counter() - started
+        self.progress_at = self.clock()
+        seconds = self.progress_at - started
         self.seconds[part.tier] = self.seconds.get(part.tier, 0.0) + seconds
         self.num_read += 1
-        self.progress_at = self.clock()
         return True

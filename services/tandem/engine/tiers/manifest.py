@@ -47,8 +47,7 @@ class Manifest:
         self._file = file
         self._num_slots = num_slots
         self._header = expected
-        self.was_foreign = os.pread(file, HEADER_BYTES, 0) != expected
-        if self.was_foreign:
+        if os.pread(file, HEADER_BYTES, 0) != expected:
             self.clear()
         else:
             os.ftruncate(file, HEADER_BYTES + num_slots * RECORD_BYTES)

@@ -28,8 +28,8 @@ class SlotPool(BlockPool):
 
     def mark_bad(self, block_hash: bytes) -> None:
         """The copy cannot be read. Its slot stays until it is written anew or evicted."""
-        if self.find(block_hash) is not None:
-            self._bad.add(block_hash)
+        assert self.find(block_hash) is not None, "no slot has this block"
+        self._bad.add(block_hash)
 
     def hold_bad(self, block_hash: bytes) -> list[int]:
         """References a bad copy that nobody reads, and its parents, until `release`.
@@ -48,13 +48,13 @@ class SlotPool(BlockPool):
         """The copy was written anew."""
         self._bad.discard(block_hash)
 
-    def adopt(self, slot: int, entry: Entry) -> None:
-        """Lets a slot that was written be found; frees it if its parent is not here, or another
-        slot has the block."""
+    def adopt(self, slot: int, entry: Entry) -> bool:
+        """Lets a slot that was written be found; returns False, and frees it, if its parent is not
+        here, or another slot has the block."""
         parent = self.find(entry.parent_hash) if entry.parent_hash else None
         if entry.parent_hash and parent is None:
             self.release([slot])
-            return
+            return False
         stored = self.store(
             slot, parent_id=parent, parent_hash=entry.parent_hash, block_hash=entry.block_hash
         )
@@ -62,6 +62,7 @@ class SlotPool(BlockPool):
             self._cached.update(parent)
         self.release([stored])
         self._events.forget_stored()  # so that its eviction is an event, however soon it comes
+        return stored == slot
 
     def touch(self, slot: int) -> None:
         """Makes an unreferenced slot the last one to be evicted."""
@@ -71,10 +72,15 @@ class SlotPool(BlockPool):
         self._cached.update(slot)
 
     def take_removed(self) -> list[bytes]:
-        """Returns hashes that are here no more since the last call."""
+        """Returns hashes that were evicted since the last call, but those of bad copies."""
         _, removed = self.take_events()
+        readable = [block_hash for block_hash in removed if block_hash not in self._bad]
         self._bad.difference_update(removed)
-        return removed
+        return readable
+
+    def readable_hashes(self, first: bytes, end: bytes) -> list[bytes]:
+        """Returns hashes as `block_hashes` does, but those of bad copies."""
+        return [h for h in self.block_hashes(first, end) if h not in self._bad]
 
     def restore(self, entries: Collection[tuple[int, Entry]]) -> int:
         """Takes slots that were written before; returns how many were left out.
@@ -93,6 +99,7 @@ class SlotPool(BlockPool):
             block.block_hash = entry.block_hash
             block.parent_id = slots[entry.parent_hash] if entry.parent_hash else None
             self._by_hash[entry.block_hash] = slot
+            self._unwritten[slot] = None
             after = children.pop(entry.block_hash, [])
             block.num_children = len(after)
             self._cached.add(slot)

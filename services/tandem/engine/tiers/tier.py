@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from tandem.engine.cache.block_events import BlockEvents
 from tandem.engine.tiers.jobs import Target
 from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.slot_pool import SlotPool
 from tandem.engine.tiers.storage import Entry, Storage
-from tandem.engine.types import TierLoad
+from tandem.engine.types import StoredBlock, TierBlocks, TierLoad
 
 
 class Tier:
@@ -19,7 +20,11 @@ class Tier:
         self.num_written = 0
         self.num_loaded = 0
         self.num_write_failures = 0
+        self._events = BlockEvents()
+        parents = {entry.block_hash: entry.parent_hash for _, entry in storage.entries()}
         self.num_bad = storage.num_torn + self.pool.restore(storage.entries())
+        for block_hash in self.pool.block_hashes(b"", b""):
+            self._events.store(StoredBlock(parents[block_hash], block_hash))
 
     def target(self, entry: Entry) -> Target | None:
         """Takes a slot for a block that is not here; None if its parent is not here either, or
@@ -45,12 +50,37 @@ class Tier:
         self._coming.discard(entry.block_hash)
         self.num_written += target.is_written
         self.num_write_failures += not target.is_written
-        if target.is_written and is_current and not target.is_mended:
-            self.pool.adopt(target.table[-1], entry)
-            return
-        if target.is_written and is_current:
-            self.pool.mend(entry.block_hash)
-        self.pool.release(target.table)
+        is_new = target.is_written and is_current
+        if is_new and not target.is_mended:
+            is_new = self.pool.adopt(target.table[-1], entry)
+        else:
+            if is_new:
+                self.pool.mend(entry.block_hash)
+            self.pool.release(target.table)
+        if is_new:
+            self._events.store(StoredBlock(entry.parent_hash, entry.block_hash))
+
+    def mark_bad(self, block_hash: bytes) -> None:
+        """The copy could not be read."""
+        self.num_bad += 1
+        if self.pool.has(block_hash):
+            self.pool.mark_bad(block_hash)
+            self._events.remove(block_hash)
+
+    def follow_evictions(self) -> list[bytes]:
+        """Returns blocks that cannot be read any more since the last call, but bad ones."""
+        removed = self.pool.take_removed()
+        for block_hash in removed:
+            self._events.remove(block_hash)
+        return removed
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def take_events(self) -> TierBlocks:
+        """Returns what can be read now and could not before, and what cannot any more."""
+        return TierBlocks(self.storage.name, *self._events.take())
 
     def load(self) -> TierLoad:
         """Returns what it holds now and has done since the start."""

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 from tandem.engine.cache.block import Copy
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.tiers.io_thread import IoThread, JobThread
-from tandem.engine.tiers.jobs import Load, Part, Target, Write
+from tandem.engine.tiers.jobs import Load, Part, Write, write_all
 from tandem.engine.tiers.storage import Bytes, Entry, Storage
 from tandem.engine.tiers.tier import Tier
-from tandem.engine.types import TierLoad
+from tandem.engine.types import TierBlocks, TierLoad
 
-LOW_WATER = 0.5  # of the pool: so many blocks are free, or cached with a copy, or soon will be
 STALL_S = 2.0  # a load that gets no block for so long is given up
 TURN_S = 1e-4  # of the engine's thread for what was written, and again for what is to be
 _PAUSE_S = 1.0  # after a write that failed: the disk may be full
@@ -55,11 +55,9 @@ class Tiers:
         self._loads: dict[str, Load] = {}  # in flight, by their sequence
         self._given_up: list[Load] = []  # in flight, without a sequence
         self._generation = 0
-        self._low_water = LOW_WATER
         self.clock = time.monotonic
         self.turn_s = TURN_S
         self._paused_until = 0.0
-        self._is_amid_run = False  # the leaf of a chain has no copy yet, those before it have one
         self._progress_at = 0.0  # of the thread that loads, as far as its results were taken
         self._writes_max = max(1, min(_WRITES_MAX, pool.num_blocks // 8))
 
@@ -67,7 +65,8 @@ class Tiers:
     def has_news(self) -> bool:
         """True if `turn` or the end of a load has something to do for a sequence."""
         has_ended = not (self._ended.empty() and self._written.empty())
-        return has_ended or self._wants_writes() or bool(self.find_stalled())
+        has_events = any(tier.has_events for tier in self.tiers)
+        return has_ended or has_events or self._wants_writes() or bool(self.find_stalled())
 
     @property
     def is_busy(self) -> bool:
@@ -87,10 +86,8 @@ class Tiers:
         until = time.perf_counter() + self.turn_s
         while not self._written.empty() and time.perf_counter() < until:
             self._settle(self._written.get_nowait())
-        until = time.perf_counter() + self.turn_s
-        while self._wants_writes() and time.perf_counter() < until:
-            if not self._start_writes(until):
-                break
+        if self._wants_writes():
+            self._start_writes(time.perf_counter() + self.turn_s)
         self._follow_evictions()
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
@@ -104,7 +101,7 @@ class Tiers:
     ) -> bool:
         """Returns whether blocks first..end - 1 come sooner than they are computed, as far as the
         tiers were measured."""
-        at, load_s, used = first, 0.0, []
+        at, load_s, used = first, self._queued_s(), []
         for tier in self.tiers:
             depth = min(end, tier.pool.depth(block_hashes))
             if depth > at:
@@ -188,6 +185,16 @@ class Tiers:
             self._writer.submit(tier.storage.forget)
         self._follow_evictions()
 
+    def take_events(self) -> list[TierBlocks]:
+        """Returns the tiers whose blocks changed since the last call, with the changes."""
+        return [tier.take_events() for tier in self.tiers if tier.has_events]
+
+    def block_hashes(self, name: str, first: bytes, end: bytes) -> list[bytes]:
+        """Returns hashes that a tier can give back, from `first` on and before `end`; empty `end`:
+        to the last."""
+        tier = next((tier for tier in self.tiers if tier.storage.name == name), None)
+        return [] if tier is None else tier.pool.readable_hashes(first, end)
+
     def loads(self) -> list[TierLoad]:
         return [tier.load() for tier in self.tiers]
 
@@ -196,7 +203,6 @@ class Tiers:
         if self._writer is None or self._reader is None:
             return
         until = self.clock() + _CLOSE_S
-        self._low_water = 1.0
         while self.clock() < until and (self._wants_writes() or self._writes):
             self.turn()
             time.sleep(1e-3)
@@ -205,45 +211,42 @@ class Tiers:
         for tier in self.tiers:
             tier.storage.close()
 
+    def _queued_s(self) -> float:
+        """Returns how long the loads in flight will take, as far as the tiers were measured."""
+        return sum(
+            self.tiers[part.tier].rate.block_s
+            for load in self._loads.values()
+            for part in load.parts[load.num_read :]
+        )
+
     def _wants_writes(self) -> bool:
-        pool = self._pool
-        wanted = self._low_water * pool.num_blocks
         return (
             bool(self.tiers)
-            and (self._is_amid_run or pool.num_free + pool.num_copied + len(self._writes) < wanted)
             and len(self._writes) < self._writes_max
-            and pool.has_unwritten
+            and self._pool.next_unwritten is not None
             and self.clock() >= self._paused_until
         )
 
-    def _start_writes(self, until: float) -> bool:
-        """Starts to write a run of blocks; returns whether one was started or needs none."""
-        num_done, self._is_amid_run = 0, True
-        for block_id in self._pool.find_unwritten():
-            if len(self._writes) >= self._writes_max or time.perf_counter() > until:
+    def _start_writes(self, until: float) -> None:
+        """Starts to write blocks that have no copy, in one job."""
+        writes: list[Write] = []
+        while len(self._writes) < self._writes_max and time.perf_counter() < until:
+            block_id = self._pool.next_unwritten
+            if block_id is None:
                 break
             entry = Entry(*self._pool.names_of(block_id))
             targets = [t for tier in self.tiers if (t := tier.target(entry)) is not None]
             self._pool.start_write(block_id)
-            if not targets:
-                is_held = self._is_held(entry.block_hash)
-                self._pool.end_write(block_id, is_whole=is_held)
-                if not is_held:
-                    self._pause()
-                    break
-            else:
-                self._submit(block_id, entry, targets)
-            num_done += 1
-        else:
-            self._is_amid_run = False
-        return num_done > 0
-
-    def _submit(self, block_id: int, entry: Entry, targets: list[Target]) -> None:
-        data = self._memory[block_id]
-        write = Write(block_id, entry, data, targets, self._generation, self._written.put)
-        self._writes[block_id] = write
-        assert self._writer is not None
-        self._writer.submit(write)
+            if targets:
+                data = self._memory[block_id]
+                write = Write(block_id, entry, data, targets, self._generation, self._written.put)
+                self._writes[block_id] = write
+                writes.append(write)
+            else:  # a tier has it, or none has its parent or a slot
+                self._pool.end_write(block_id, is_whole=self._is_held(entry.block_hash))
+        if writes:
+            assert self._writer is not None
+            self._writer.submit(partial(write_all, writes))
 
     def _settle(self, write: Write) -> None:
         del self._writes[write.block_id]
@@ -263,7 +266,7 @@ class Tiers:
 
     def _follow_evictions(self) -> None:
         for tier in self.tiers:
-            for block_hash in tier.pool.take_removed():
+            for block_hash in tier.follow_evictions():
                 if not self._is_held(block_hash):
                     self._pool.lose_copy(block_hash)
 
@@ -275,8 +278,7 @@ class Tiers:
                 tier.rate.observe(num_read, load.seconds[tier.number])
         if load.failed is not None:
             tier = self.tiers[load.failed.tier]
-            tier.num_bad += 1
-            tier.pool.mark_bad(load.failed.block_hash)
+            tier.mark_bad(load.failed.block_hash)
             if not self._is_held(load.failed.block_hash):
                 self._pool.lose_copy(load.failed.block_hash)
 

@@ -7,16 +7,19 @@ It knows no gRPC, no Redis and no asyncio. It talks to the I/O process over two 
     transfers  PUSH   `PullsSettled`, `PeerConnected` and others, by the transfer thread, at once
 
 A turn: apply what came, make one step if there is work, report. Without work the loop sleeps in
-`poll`. While somebody waits for a sequence here it turns at least every `TICK_S`, so that a
-consumer can tell a busy or idle engine from a hung one.
+`poll`, and a tier's thread wakes it when it has done a job. While somebody waits for a sequence
+here it turns at least every `TICK_S`, so that a consumer can tell a busy or idle engine from a hung
+one.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
 import signal
 import sys
 import time
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -27,6 +30,7 @@ from tandem.engine.cache.pool_bytes import pool_bytes
 from tandem.engine.cache.pool_memory import populate
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.tiers.io_thread import IoThread
 from tandem.engine.types import Failed, StepReport
 from tandem.errors import ConfigError, InternalError, TandemError
 from tandem.garbage import exempt_loaded
@@ -42,7 +46,7 @@ from tandem.worker.engine_process.pull_ledger import PullLedger
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-GRAMMAR_TICK_S = 0.002  # while one is compiled in its thread
+GRAMMAR_TICK_S = 0.002  # while one is compiled, or an adapter is read, in its thread
 _IDLE_S = 3600.0
 _COMMANDS_PER_TURN_MAX = 1024
 _PR_SET_PDEATHSIG = 1
@@ -54,6 +58,7 @@ class EngineProcess:
 
     def __init__(self, settings: messages.EngineSettings) -> None:
         load_ms: dict[str, float] = {}
+        self._tier_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._runner, self._engine, fingerprint = self._load(settings, load_ms)
         on_cpu = self._runner.kv.device.type == "cpu"
         self._pool_is_shared = on_cpu and settings.pool_fd is not None
@@ -95,7 +100,8 @@ class EngineProcess:
         load_ms["weights"] = _ms_since(started)
         started = time.perf_counter()
         compiler = GrammarCompiler.of(folder)
-        engine = Engine(settings.engine, runner, folder.fingerprint, compiler)
+        start_thread = partial(IoThread, on_job_end=partial(os.eventfd_write, self._tier_wake, 1))
+        engine = Engine(settings.engine, runner, folder.fingerprint, compiler, start_thread)
         load_ms["kv_pool"] = _ms_since(started)
         return runner, engine, folder.fingerprint
 
@@ -104,10 +110,13 @@ class EngineProcess:
         poller = zmq.Poller()
         poller.register(self._commands, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._tier_wake, zmq.POLLIN)
         self._transfer.start()
         try:
             while not self._stopping:
                 poller.poll(round(self._wait_ms()))
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._tier_wake)
                 self._tick += 1
                 self._apply_transfer_events()
                 self._apply_commands()
@@ -119,7 +128,7 @@ class EngineProcess:
     def _wait_ms(self) -> float:
         if self._engine.has_work():
             return 0
-        if self._engine.awaits_threads():
+        if self._engine.awaits_silent_threads():
             return GRAMMAR_TICK_S * 1000
         load = self._engine.load()
         anyone = load.num_running + load.num_waiting + load.num_awaiting_kv + load.num_prefill_only

@@ -1,0 +1,101 @@
+"""A tier's copy is loaded where that is sooner than computing, by the rates of both.
+
+Time passes only when a block is read, and a prompt's token takes 10 ms to compute.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tandem.engine.engine import Engine
+from tandem.engine.tiers.load_rate import LoadRate
+from tandem.engine.tiers.storage import Bytes
+from tandem.perf_model.rates import PrefillRate
+from tandem.perf_model.step_time import StepTimeModel
+from tests.engine_driver import Outcome, make_engine, make_spec
+from tests.toy_runner import continuation
+
+TOKEN_S = 0.01
+WAIT_S = 60.0
+PROMPTS = [[number] * 25 for number in range(6)]  # 6 blocks of 4 tokens, and one token
+
+
+class Bench:
+    """An engine with a host tier that reads a block in `block_s`, while `gate` is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, block_s: float) -> None:
+        rate = PrefillRate(step_s=0.0, token_s=TOKEN_S, token_context_s=0.0)
+        monkeypatch.setattr(StepTimeModel, "prefill_rate", rate)
+        self.engine: Engine = make_engine(num_blocks=24, kv_host_bytes=1 << 20)[0]
+        self.outcome = Outcome()
+        self.gate = threading.Event()
+        self.gate.set()
+        self._now = 0.0
+        self.engine._tiers.clock = lambda: self._now
+        storage = self.engine._tiers.tiers[0].storage
+        read = storage.read
+
+        def timed_read(slot: int, block_hash: bytes, target: Bytes) -> None:
+            assert self.gate.wait(WAIT_S)
+            read(slot, block_hash, target)
+            self._now += block_s
+
+        monkeypatch.setattr(storage, "read", timed_read)
+        for number in range(len(PROMPTS)):
+            self.ask(f"first {number}", number)
+
+    def ask(self, name: str, number: int) -> int:
+        """Returns how many tokens of a prompt came from the tier."""
+        self.engine.add(make_spec(name, PROMPTS[number]))
+        return self.settle(name, number)
+
+    def settle(self, name: str, number: int) -> int:
+        deadline = time.monotonic() + WAIT_S
+        while self.engine.has_work() or self.engine.awaits_threads():
+            assert time.monotonic() < deadline
+            if self.engine.has_work():
+                self.outcome.take(self.engine.step())
+        assert self.outcome.token_ids[name] == continuation(PROMPTS[number], 5)
+        return self.outcome.ends[name].num_loaded_tokens.get("host", 0)
+
+
+@pytest.mark.parametrize(("block_s", "num_loaded"), [(0.03, 24), (0.05, 0)])
+def test_the_sooner_of_load_and_compute(
+    block_s: float, num_loaded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six blocks take 0.24 s to compute, and 0.18 or 0.3 s to load."""
+    bench = Bench(monkeypatch, block_s)
+    assert bench.ask("not measured", 0) == 24
+    assert bench.ask("measured", 1) == num_loaded
+    bench.engine.close()
+
+
+def test_a_load_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two loads of 0.18 s take longer than the 0.24 s to compute the second prompt."""
+    bench = Bench(monkeypatch, 0.03)
+    bench.ask("not measured", 0)
+    bench.gate.clear()
+    bench.engine.add(make_spec("loads", PROMPTS[1]))
+    bench.engine.add(make_spec("computes", PROMPTS[2]))
+    bench.outcome.take(bench.engine.step())
+    load = bench.engine.load()
+    assert (load.num_awaiting_kv, load.num_running) == (1, 1)
+    bench.gate.set()
+    assert bench.settle("loads", 1) == 24
+    assert bench.settle("computes", 2) == 0
+    bench.engine.close()
+
+
+def test_a_slow_tier_is_tried_again() -> None:
+    rate = LoadRate()
+    rate.observe(6, 6 * 0.05)
+    num_declined = 0
+    while 6 * rate.block_s > 0.24:
+        rate.decline()
+        num_declined += 1
+    assert 2 < num_declined < 50
+    rate.observe(6, 6 * 0.05)
+    assert 0.04 < rate.block_s < 0.05
