@@ -59,17 +59,22 @@ def refusal(submit: pb.SubmitSequence, code: str, retry_after_s: float = 0) -> p
 
 
 def saying(
-    token_ids: list[int], *, finish_reason: str = "length", cached_tokens: int = 0
+    token_ids: list[int],
+    *,
+    finish_reason: str = "length",
+    cached_tokens: int = 0,
+    cached_by_tier: pb.CachedTokens | None = None,
 ) -> Script:
     """Says these tokens, one an update, up to max_tokens; then ends with `finish_reason`."""
+    first = {"cached_tokens": cached_tokens, "cached_by_tier": cached_by_tier}
 
     async def script(submit: pb.SubmitSequence, say: Say) -> None:
         ids = token_ids[: submit.input.max_tokens]
         for index, token_id in enumerate(ids):
             last = index == len(ids) - 1
             reason = "length" if len(ids) == submit.input.max_tokens else finish_reason
-            cached = cached_tokens if index == 0 else 0
-            say(update(submit, [token_id], reason if last else "", cached_tokens=cached))
+            told = first if index == 0 else {}
+            say(update(submit, [token_id], reason if last else "", **told))
             await asyncio.sleep(0)
 
     return script

@@ -130,6 +130,8 @@ def _show_record(record: Mapping[str, Any]) -> None:
     screen.print(table)
     usage = record["usage"]
     cached = f"{usage['cached_tokens']} of {usage['prompt_tokens']} prompt tokens were cached"
+    if by_tier := usage.get("cached_tokens_by_tier"):
+        cached += f" ({', '.join(f'{tier} {num}' for tier, num in by_tier.items())})"
     screen.print(escape(f"placed: {record['placement'] or 'at no worker'}; {cached}"))
     prefill = record["prefill_worker"] or f"{record['decode_worker'] or 'nobody'} itself"
     pulled = f"{record['blocks_pulled']} blocks over {record['transport'] or 'nothing'}"

@@ -130,8 +130,7 @@ class Engine:
         self._drop(old, unsafe_blocks)
         self._new_sequences.check(spec)
         new = self._new_sequences.make(spec, old.arrival)
-        new.num_cached_tokens = old.num_cached_tokens
-        new.num_loaded_tokens = old.num_loaded_tokens
+        new.cached = old.cached
         new.num_preemptions = old.num_preemptions
         self._enter(new)
 

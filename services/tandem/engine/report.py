@@ -2,6 +2,7 @@
 
 import time
 
+from tandem.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.transfer_order import transfer_order
@@ -50,6 +51,7 @@ class PendingReport:
                 num_cached=sequence.num_stored_blocks,
                 num_blocks=prefix or len(sequence.block_table),
                 depth=prefix or sequence.last_depth,
+                cached=sequence.cached or NONE_CACHED,
             )
         # With windows a sequence that awaits its prefix may have to give back its blocks.
         if sequence.mode is Mode.PREFILL_ONLY and not (awaits and self._layout.has_windows):
@@ -63,12 +65,13 @@ class PendingReport:
         num_cached: int,
         num_blocks: int,
         depth: int,
+        cached: CachedTokens = NONE_CACHED,
     ) -> None:
         """The first `num_blocks` blocks are to come from outside, but those cached; a request is to
         go on after `depth` of them."""
         missing = transfer_order(self._layout, tables, num_cached, num_blocks, depth=depth)
         num_cached_tokens = num_cached * self._layout.block_size
-        self._report.reserved.append(Reserved(sequence_id, num_cached_tokens, missing))
+        self._report.reserved.append(Reserved(sequence_id, num_cached_tokens, missing, cached))
 
     def held(
         self, sequence_id: str, tables: BlockTables, num_blocks: int, first_wanted_block: int
@@ -109,11 +112,10 @@ class PendingReport:
             Prefilled(
                 sequence.sequence_id,
                 token_id,
-                sequence.num_cached_tokens or 0,
+                sequence.cached or NONE_CACHED,
                 logprobs,
                 sequence.prompt_logprobs,
                 sequence.embedding,
-                sequence.num_loaded_tokens,
             )
         )
 
@@ -130,12 +132,11 @@ class PendingReport:
                 sequence_id=sequence.sequence_id,
                 token_ids=token_ids,
                 finish_reason=finish_reason,
-                num_cached_tokens=sequence.num_cached_tokens or 0,
+                cached=sequence.cached or NONE_CACHED,
                 num_preemptions=sequence.num_preemptions,
                 logprobs=[] if logprobs is None else [logprobs],
                 prompt_logprobs=sequence.prompt_logprobs,
                 embedding=sequence.embedding,
-                num_loaded_tokens=sequence.num_loaded_tokens,
             )
         )
         sequence.prompt_logprobs, sequence.embedding = [], []

@@ -30,11 +30,13 @@ them, in which only its last token is missing:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 from tandem.block_hash import block_hash, hash_blocks
+from tandem.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.logit_edits import LogitEdits
@@ -87,8 +89,7 @@ class Sequence:
     num_computed_tokens: int = 0  # tokens whose KV is in the blocks
     num_prefill_tokens: int = 0  # tokens there were at admission; decode comes after them
     num_stored_blocks: int = 0  # the table's first blocks that the pool finds by hash
-    num_cached_tokens: int | None = None  # that the first admission reused; None before it
-    num_loaded_tokens: dict[str, int] = field(default_factory=dict)  # of those, by their tier
+    cached: CachedTokens | None = None  # that the first admission reused; None before it
     num_loading_blocks: int = 0  # LOADING: its first blocks that will be there, those cached, too
     may_load: bool = True  # from a tier below the pool: until such a load stood still
     num_preemptions: int = 0
@@ -273,8 +274,8 @@ class Sequence:
         self.num_computed_tokens = admission.num_computed_tokens
         self.num_prefill_tokens = len(self.token_ids)
         self.is_forked = admission.parent is not None
-        if self.num_cached_tokens is None and not self.num_loading_blocks:
-            self.num_cached_tokens = self._countable(self.num_computed_tokens)
+        if self.cached is None and not self.num_loading_blocks:
+            self.cached = self._countable(CachedTokens(device=self.num_computed_tokens))
         if admission.parent is None or self.num_computed_tokens == num_blocks * self.block_size:
             return []
         return [
@@ -301,10 +302,12 @@ class Sequence:
 
     def take_prefix(self, num_blocks: int) -> None:
         """The KV of its first `num_blocks` blocks is in place: some of it came from a peer."""
-        came = num_blocks - self.num_stored_blocks
+        num_stored_tokens = self.num_stored_blocks * self.block_size
         self.num_computed_tokens = num_blocks * self.block_size
-        if came:
-            self.num_cached_tokens = self._countable(self.num_computed_tokens)
+        if self.num_computed_tokens > num_stored_tokens:
+            here = (self.cached or NONE_CACHED).first(num_stored_tokens)
+            here = here.then(CachedTokens(device=num_stored_tokens))
+            self.cached = self._countable(here.then(CachedTokens(peer=self.num_computed_tokens)))
 
     @property
     def blocks_to_load(self) -> tuple[list[bytes], int, list[int]]:
@@ -318,14 +321,15 @@ class Sequence:
         will_come = self.num_stored_blocks <= index < self.num_loading_blocks
         return will_come and self.block_hashes[index] == block_hashes[index]
 
-    def take_loaded(self, num_blocks: int, by_tier: dict[str, int]) -> None:
+    def take_loaded(self, num_blocks: int, by_tier: Mapping[str, int]) -> None:
         """The KV of its first `num_blocks` blocks is in place; `by_tier` says how many blocks came
         from each tier."""
         self.num_computed_tokens = num_blocks * self.block_size
         self.num_loading_blocks = 0
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = self._countable(self.num_computed_tokens)
-            self.num_loaded_tokens = {name: n * self.block_size for name, n in by_tier.items()}
+        if self.cached is None:
+            loaded = {name: num * self.block_size for name, num in by_tier.items()}
+            device = self.num_computed_tokens - sum(loaded.values())
+            self.cached = self._countable(CachedTokens(device=device, **loaded))
 
     def store_full_blocks(self, kv: KvCache, *, with_tokens: bool) -> None:
         """Lets others find what became full. A block that is there already takes its place.
@@ -351,10 +355,10 @@ class Sequence:
             self.mode = Mode.LOCAL
         self.num_prefix_blocks = 0
 
-    def _countable(self, num_tokens: int) -> int:
-        """Returns how many of its first `num_tokens` tokens count as reused."""
+    def _countable(self, cached: CachedTokens) -> CachedTokens:
+        """Returns what of its cached tokens counts as reused."""
         is_whole = self.mode is Mode.PREFILL_ONLY
-        return min(num_tokens, self.num_tokens if is_whole else self.spec.num_prompt_tokens)
+        return cached.first(self.num_tokens if is_whole else self.spec.num_prompt_tokens)
 
     def let_go(self) -> BlockTables:
         """Gives up all its blocks; returns them, to be released."""

@@ -21,6 +21,7 @@ from enum import Enum
 import msgspec
 
 from tandem.adapter import Adapter
+from tandem.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.perf_model.rates import WorkerRates
 
 
@@ -99,6 +100,7 @@ class Reserved(msgspec.Struct, frozen=True):
     sequence_id: str
     num_cached_tokens: int  # a multiple of the block size
     block_ids: list[int]  # to be filled, in the order in which blocks travel (transfer_order.py)
+    cached: CachedTokens = NONE_CACHED  # of a sequence, at its first admission
 
 
 class FinalBlocks(msgspec.Struct, frozen=True):
@@ -118,11 +120,15 @@ class Prefilled(msgspec.Struct, frozen=True):
 
     sequence_id: str
     first_token_id: int
-    num_cached_tokens: int = 0  # of token_ids, not computed for it: cached here or at a peer
+    cached: CachedTokens = NONE_CACHED  # of token_ids
     logprobs: TokenLogprobs | None = None  # of the first token
     prompt_logprobs: list[TokenLogprobs] = []  # of the prompt from its second token on
     embedding: list[float] = []  # of the prompt, if it was asked for
-    num_loaded_tokens: dict[str, int] = {}  # of num_cached_tokens: from a tier, by its name
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that were not computed for it."""
+        return self.cached.total
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -138,12 +144,16 @@ class NewTokens(msgspec.Struct, frozen=True):
     sequence_id: str
     token_ids: list[int]
     finish_reason: str = ""  # "", "stop" or "length"
-    num_cached_tokens: int = 0  # of the prompt, not computed for it: cached here or at a peer
+    cached: CachedTokens = NONE_CACHED  # of the prompt
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] = []  # of token_ids, one each, if they were asked for
     prompt_logprobs: list[TokenLogprobs] = []  # with the first token: as Prefilled has them
     embedding: list[float] = []  # the same
-    num_loaded_tokens: dict[str, int] = {}  # of num_cached_tokens: from a tier, by its name
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed for it."""
+        return self.cached.total
 
 
 class Failed(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from tandem.adapter import Adapter
+from tandem.cached_tokens import CachedTokens
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
 from tandem.perf_model.rates import PairRate
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -70,6 +71,18 @@ def adapter_of(message: pb.SequenceInput | pb.AddAdapterRequest) -> Adapter | No
 
 def adapter_message(adapter: Adapter | None) -> pb.Adapter | None:
     return None if adapter is None else pb.Adapter(**asdict(adapter))
+
+
+def cached_of(message: pb.Prefilled) -> CachedTokens:
+    """Returns the cached tokens of a prompt at its prefill worker; without tiers there, or from an
+    old worker, they are all of its pool."""
+    if message.HasField("cached_by_tier"):
+        return plain_of(CachedTokens, message.cached_by_tier)
+    return CachedTokens(device=message.cached_tokens)
+
+
+def cached_message(cached: CachedTokens) -> pb.CachedTokens:
+    return pb.CachedTokens(**asdict(cached))
 
 
 def _sampling_params(message: pb.Sampling) -> SamplingParams:

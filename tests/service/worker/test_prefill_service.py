@@ -12,6 +12,7 @@ import grpc.aio
 import msgspec
 import pytest
 
+from tandem.cached_tokens import CachedTokens
 from tandem.config.transfer import TransferConfig
 from tandem.engine.types import (
     Failed,
@@ -161,7 +162,7 @@ async def test_release_before_prefilled_is_answered_right_after_it() -> None:
         producer.report(final_blocks=[FinalBlocks("l", 2, [5])])
         assert list((await next_event(call)).run.block_ids) == [5]  # and no `released` before it
         assert not any(isinstance(c, Remove) for c in producer.link.sent)
-        producer.report(prefilled=[Prefilled("l", 9, 16)])
+        producer.report(prefilled=[Prefilled("l", 9, CachedTokens(16))])
         prefilled = (await next_event(call)).prefilled
         assert (prefilled.first_token_id, prefilled.cached_tokens) == (9, 16)
         released = (await next_event(call)).released

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.cached_tokens import CachedTokens
 from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.types import (
@@ -73,7 +74,7 @@ def test_a_prompt_cached_whole_computes_its_last_block_in_a_block_of_its_own() -
     engine.add(make_spec("b", prompt))
     report = engine.step()
     assert report.num_prefill_tokens == 4
-    assert report.new_tokens == [NewTokens("b", continuation(prompt, 1), "", 4, 0)]
+    assert report.new_tokens == [NewTokens("b", continuation(prompt, 1), "", CachedTokens(4))]
     # It got the block that was there already, and its own copy is free again.
     assert engine.block_ids("b") == [0, 1]
     assert bool((runner.kv[[0, 1]] == before[[0, 1]]).all())
@@ -127,7 +128,7 @@ def test_a_moved_sequence_that_is_over_is_reported_so() -> None:
     made = continuation(PROMPT, 5)
     engine.add(make_spec("a", PROMPT + made, num_prompt_tokens=6, max_tokens=5))
     assert engine.has_work()
-    assert engine.step().new_tokens == [NewTokens("a", [], "length", 0, 0)]
+    assert engine.step().new_tokens == [NewTokens("a", [], "length")]
     assert not engine.has_work()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tandem.cached_tokens import CachedTokens
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.types import (
     EngineLoad,
@@ -35,7 +36,7 @@ class TestForPeer:
             [FinalBlocks("a", 2, [2])],
             [FinalBlocks("a", 3, [3])],
         ]
-        assert outcome.reports[-1].prefilled == [Prefilled("a", continuation(prompt, 1)[0], 0)]
+        assert outcome.reports[-1].prefilled == [Prefilled("a", continuation(prompt, 1)[0])]
         assert (engine.load().num_prefill_only, engine.load().blocks_used) == (1, 4)
         engine.remove("a")
         assert (engine.load().num_prefill_only, engine.load().blocks_used) == (0, 0)
@@ -117,7 +118,7 @@ class TestAwaitKv:
         engine, runner = make_engine()
         drive_all(engine, make_spec("warm", PROMPT))
         engine.add(make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV))
-        assert engine.step().reserved == [Reserved("a", 4, [2])]
+        assert engine.step().reserved == [Reserved("a", 4, [2], CachedTokens(4))]
         runner.fill(engine.block_ids("a"), PROMPT, 1)
         engine.commit("a", continuation(PROMPT, 1)[0])
         outcome = drive(engine)
@@ -153,7 +154,7 @@ class TestAwaitKv:
         engine.step()
         spec = make_spec("a", PROMPT + continuation(PROMPT, 1), num_prompt_tokens=6, max_tokens=1)
         engine.restart(spec)
-        assert engine.step().new_tokens == [NewTokens("a", [], "length", 0, 0)]
+        assert engine.step().new_tokens == [NewTokens("a", [], "length")]
         assert engine.load().blocks_used == 0
 
     def test_a_commit_whose_token_ends_it_reports_the_end_alone(self) -> None:
@@ -163,7 +164,7 @@ class TestAwaitKv:
         runner.fill(engine.block_ids("a"), PROMPT, 0)
         engine.commit("a", 11)
         assert engine.has_work()
-        assert engine.step().new_tokens == [NewTokens("a", [], "stop", 0, 0)]
+        assert engine.step().new_tokens == [NewTokens("a", [], "stop")]
         assert engine.load() == EngineLoad(
             num_running_slots=64, chunk_tokens=512, blocks_total=16, blocks_free=15, blocks_cached=1
         )
@@ -202,7 +203,7 @@ class TestPrefix:
         drive_all(engine, make_spec("warm", PROMPT, max_tokens=1))
         prompt = [*PROMPT, 2, 6, 5, 3]
         engine.add(make_spec("a", prompt, prefix_blocks=2))
-        assert engine.step().reserved == [Reserved("a", 4, [1, 2])]
+        assert engine.step().reserved == [Reserved("a", 4, [1, 2], CachedTokens(4))]
         runner.scribble([1, 2])
         engine.continue_prefill("a", 1)
         outcome = drive(engine)
@@ -225,7 +226,9 @@ class TestPrefix:
         engine.continue_prefill("a", 2)
         outcome = drive(engine)
         assert sum(r.num_prefill_tokens for r in outcome.reports) == 4
-        assert outcome.reports[-1].prefilled == [Prefilled("a", continuation(prompt, 1)[0], 4)]
+        assert outcome.reports[-1].prefilled == [
+            Prefilled("a", continuation(prompt, 1)[0], CachedTokens(peer=4))
+        ]
 
     def test_for_a_peer_cached_blocks_are_lent_at_admission_and_what_came_when_it_is_good(
         self,
@@ -234,7 +237,7 @@ class TestPrefix:
         drive_all(engine, make_spec("warm", self.LONG[:5], max_tokens=1))
         engine.add(make_spec("a", self.LONG, mode=Mode.PREFILL_ONLY, prefix_blocks=3))
         report = engine.step()
-        assert report.reserved == [Reserved("a", 4, [1, 2, 3])]
+        assert report.reserved == [Reserved("a", 4, [1, 2, 3], CachedTokens(4))]
         assert report.final_blocks == [FinalBlocks("a", 0, [0])]
         assert (report.load.num_awaiting_kv, report.load.num_prefill_only) == (1, 0)
         runner.fill([0, 1, 2], self.LONG[:12], 1)

@@ -59,7 +59,7 @@ class Bench:
             if self.engine.has_work():
                 self.outcome.take(self.engine.step())
         assert self.outcome.token_ids[name] == continuation(PROMPTS[number], 5)
-        return self.outcome.ends[name].num_loaded_tokens.get("host", 0)
+        return self.outcome.ends[name].cached.host
 
 
 @pytest.mark.parametrize(("block_s", "num_loaded"), [(0.03, 24), (0.05, 0)])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from tandem.block_hash import hash_blocks
+from tandem.cached_tokens import CachedTokens
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.sequence import Sequence
 from tandem.engine.sequence import finish_reason as reason_of
@@ -49,10 +50,23 @@ def test_blocks_that_are_final() -> None:
 def test_only_the_first_admission_counts_as_cached_and_only_of_the_prompt() -> None:
     sequence = make(12, num_prompt_tokens=6)
     hold(sequence, [0, 1, 2], 2)
-    assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (8, 6)
+    assert (sequence.num_computed_tokens, sequence.cached) == (8, CachedTokens(device=6))
     assert sequence.let_go().ids == [[0, 1, 2]]
     hold(sequence, [0, 1, 2], 0)
-    assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (0, 6)
+    assert (sequence.num_computed_tokens, sequence.cached) == (0, CachedTokens(device=6))
+
+
+def test_cached_tokens_are_counted_by_where_their_blocks_came_from() -> None:
+    sequence = make(26, prefix_blocks=6)
+    sequence.num_loading_blocks = 4
+    hold(sequence, [0, 1, 2, 3, 4, 5, 6], 1)
+    assert sequence.cached is None
+    sequence.take_loaded(4, {"host": 2, "disk": 1})
+    assert sequence.cached == CachedTokens(device=4, host=8, disk=4)
+    sequence.num_stored_blocks = 4
+    sequence.take_prefix(6)
+    assert sequence.cached == CachedTokens(device=4, host=8, disk=4, peer=8)
+    assert sequence.cached.total == sequence.num_computed_tokens
 
 
 def test_finish_reasons() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tandem.cached_tokens import CachedTokens
 from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
@@ -76,9 +77,8 @@ def test_blocks_that_left_the_pool_come_back(place: str, tmp_path: Path) -> None
         assert outcome.token_ids[str(number)] == continuation(prompt(number), 5)
     assert outcome.token_ids["6"] == continuation(prompt(0), 5)
     assert outcome.ends["0"].num_cached_tokens == 0
-    assert outcome.ends["6"].num_cached_tokens == 24
+    assert outcome.ends["6"].cached == CachedTokens(**{place: 24})
     assert (tier(engine).name, tier(engine).blocks_loaded) == (place, 6)
-    assert outcome.ends["6"].num_loaded_tokens == {place: 24}
     assert engine.load().blocks_dropped == 0
     engine.close()
 
@@ -93,7 +93,7 @@ def test_blocks_are_written_while_their_sequence_runs() -> None:
         engine._tiers.turn()
     assert engine.load().num_running == 1
     outcome = run(engine, prompt(1, 57), prompt(0, 57))
-    assert outcome.ends["1"].num_loaded_tokens == {"host": 56}
+    assert outcome.ends["1"].cached == CachedTokens(host=56)
     assert engine.load().blocks_dropped == 0
     engine.close()
 
@@ -105,8 +105,8 @@ def test_blocks_that_two_sequences_want_are_loaded_once() -> None:
         engine.add(make_spec(name, prompt(0)))
     settle(engine, outcome)
     assert outcome.token_ids["one"] == outcome.token_ids["two"] == continuation(prompt(0), 5)
-    assert outcome.ends["one"].num_cached_tokens == outcome.ends["two"].num_cached_tokens == 24
-    assert outcome.ends["two"].num_loaded_tokens == {}
+    assert outcome.ends["one"].cached == CachedTokens(host=24)
+    assert outcome.ends["two"].cached == CachedTokens(device=24)
     assert tier(engine).blocks_loaded == 6
     engine.close()
 

@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.cached_tokens import CachedTokens
+from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
 from tandem.states import ForbiddenTransition
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import TRANSITIONS, DecodeSequence, SequenceState, Submission
@@ -25,6 +26,16 @@ def test_only_the_tables_transitions_are_allowed(state: SequenceState, to: Seque
     with pytest.raises(ForbiddenTransition):
         sequence.to(to)
     assert sequence.state is state
+
+
+def test_cached_tokens_here_are_counted_up_to_the_end_of_the_prompt() -> None:
+    spec = SequenceSpec("r#0", [1] * 40, 30, Mode.LOCAL, SamplingParams(), max_tokens=40)
+    sequence = DecodeSequence(Submission("r", 0), spec, RouterStream())
+    sequence.note_cached(Reserved("r#0", 32, [], CachedTokens(device=16, host=16)))
+    assert sequence.cached == CachedTokens(device=16, host=14)
+    # More came to the pool after the first admission.
+    sequence.note_cached(Reserved("r#0", 32, [], CachedTokens(host=16)))
+    assert sequence.cached == CachedTokens(device=14, host=16)
 
 
 def test_every_state_can_end_and_nothing_comes_after_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.cached_tokens import CachedTokens
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.observability.traces import Attributes
 from tandem.worker.decode.router_stream import RouterStream
@@ -51,7 +52,7 @@ def test_a_remote_prefills_queue_is_queue_and_its_transfer_is_a_stage() -> None:
     made, metrics = sequence(), WorkerMetrics(worker_id="d0", role="decode")
     made.admitted_at = 11.0
     made.pulled = PullStats(queue_s=0.5, began_at=12.0, prefilled_at=14.0, released_at=15.0)
-    made.cached_tokens = 2
+    made.cached = CachedTokens(device=1, disk=1)
     made.note_first_token(14.0)
     made.num_sent = 1
     metrics.requests.on_first_token(made)

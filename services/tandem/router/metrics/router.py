@@ -78,6 +78,11 @@ class Metrics(MetricSet):
     prompt_tokens = counter("tandem_prompt_tokens", "Prompt tokens of ended requests")
     generation_tokens = counter("tandem_generation_tokens", "Tokens made and sent")
     cached_tokens = counter("tandem_prompt_tokens_cached", "Prompt tokens whose KV was reused")
+    cached_by_tier = counter(
+        "tandem_prompt_tokens_cached_by_tier",
+        "Of those, the ones at workers with KV tiers, by where the KV was",
+        "tier",
+    )
     requests = counter(
         "tandem_requests",
         "Requests by outcome: stop, length, cancelled, or an error's code",
@@ -126,6 +131,8 @@ class Metrics(MetricSet):
         usage = record.facts["usage"]
         self.prompt_tokens.inc(usage["prompt_tokens"])
         self.cached_tokens.inc(usage["cached_tokens"])
+        for tier, num_tokens in usage.get("cached_tokens_by_tier", {}).items():
+            self.cached_by_tier.labels(tier=tier).inc(num_tokens)
         self.request_prompt_tokens.observe(usage["prompt_tokens"])
         self.request_generation_tokens.observe(record.num_sent)
         for stage, seconds in timeline.stages_s.items():

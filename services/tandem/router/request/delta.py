@@ -2,7 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from msgspec.structs import asdict
+
+from tandem.cached_tokens import CachedTokens
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.parsers.machine import CallDelta
 from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
@@ -14,6 +18,28 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0  # of the completion's
+    # Sums to cached_tokens. None: no worker that served the request has a tier.
+    cached_by_tier: CachedTokens | None = None
+
+    @property
+    def cached_details(self) -> dict[str, Any]:
+        """Returns the cached tokens as OpenAI's APIs name them."""
+        details: dict[str, Any] = {"cached_tokens": self.cached_tokens}
+        if self.cached_by_tier is not None:
+            details["cached_tokens_by_tier"] = asdict(self.cached_by_tier)
+        return details
+
+    def __add__(self, other: "Usage") -> "Usage":
+        parts = [u.cached_by_tier for u in (self, other) if u.cached_by_tier is not None]
+        cached = self.cached_tokens + other.cached_tokens
+        untold = cached - sum(part.total for part in parts)
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            cached,
+            self.reasoning_tokens + other.reasoning_tokens,
+            sum(parts, CachedTokens(device=untold)) if parts else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,7 +272,7 @@ class Dispatcher:
             for update in await attempt.updates():
                 if update.token_ids:
                     if not (progress.output_token_ids or token_ids):
-                        progress.cached_tokens = update.cached_tokens
+                        progress.take_cached(update)
                     self._note_prefilled(job, update.timings.prefill_worker_id)
                     if routing.promise is not None and routing.num_submissions == 1:
                         self._admission.note_first_token(routing.promise)

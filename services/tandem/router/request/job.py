@@ -32,6 +32,7 @@ from msgspec.structs import asdict
 
 from tandem.adapter import Adapter, digest_of
 from tandem.block_hash import block_hash
+from tandem.cached_tokens import CachedTokens
 from tandem.errors import AdapterUnavailable, NeverFits
 from tandem.router.admission.calibration import Promise
 from tandem.router.metrics.timeline import Timeline
@@ -100,9 +101,17 @@ class Progress:
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
     embedding: list[float] = field(default_factory=list)  # the same: its last token's hidden state
     cached_tokens: int = 0  # of the prompt, where its first token was made
+    cached_by_tier: CachedTokens | None = None  # None: no worker that made it has a tier
     timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
     num_migrations: int = 0
     num_lost: int = 0  # workers, prefill or decode
+
+    def take_cached(self, update: pb.SequenceUpdate) -> None:
+        """Takes the cached tokens that come with the prompt's first token."""
+        self.cached_tokens = update.cached_tokens
+        if update.HasField("cached_by_tier"):
+            told = update.cached_by_tier
+            self.cached_by_tier = CachedTokens(told.device, told.host, told.disk, told.peer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from tandem.errors import RequestNotFound, TandemError
 from tandem.router.metrics.timeline import Timeline
+from tandem.router.request.delta import Usage
 from tandem.router.request.job import Job
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
@@ -90,6 +91,12 @@ class RequestRecord:
         progress = job.progress if job else None
         routed = job.routing.routed if job else None
         timings = progress.timings if progress else pb.SequenceTimings()
+        usage = Usage(
+            len(job.request.token_ids) if job else 0,
+            self.num_sent,
+            progress.cached_tokens if progress else 0,
+            cached_by_tier=progress.cached_by_tier if progress else None,
+        )
         return {
             "placement": routed.reason if routed else "",
             "decode_worker": routed.placement.decode.worker_id if routed else "",
@@ -98,9 +105,9 @@ class RequestRecord:
             "blocks_pulled": sum(job.progress.timings.blocks_pulled for job in self.jobs),
             "bytes_pulled": sum(job.progress.timings.bytes_pulled for job in self.jobs),
             "usage": {
-                "prompt_tokens": len(job.request.token_ids) if job else 0,
-                "completion_tokens": self.num_sent,
-                "cached_tokens": progress.cached_tokens if progress else 0,
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                **usage.cached_details,
             },
             "moves": sum(job.progress.num_migrations for job in self.jobs),
             "workers_lost": sum(job.progress.num_lost for job in self.jobs),

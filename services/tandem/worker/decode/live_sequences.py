@@ -17,7 +17,7 @@ from tandem.engine.types import NewTokens
 from tandem.errors import WorkerLost
 from tandem.observability.logs import about
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.convert import logprobs_message
+from tandem.worker.convert import cached_message, logprobs_message
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState
 from tandem.worker.engine_process.messages import Remove
@@ -33,6 +33,7 @@ class LiveSequences:
     def __init__(self, parts: Parts, max_model_len: int) -> None:
         self._link, self._rates, self._metrics = parts.link, parts.rates, parts.metrics
         self._max_model_len = max_model_len
+        self._has_tiers = parts.config.engine.has_tiers
         self._by_id: dict[str, DecodeSequence] = {}
 
     def __len__(self) -> int:
@@ -60,9 +61,8 @@ class LiveSequences:
     ) -> None:
         """Sends a prompt's first token, of its prefill worker. It depends on no block that was
         pulled, so it leaves before they are trusted."""
-        sequence.cached_tokens = max(
-            sequence.cached_tokens, min(stats.cached_tokens, sequence.spec.num_prompt_tokens)
-        )
+        of_prompt = stats.cached.first(sequence.spec.num_prompt_tokens)
+        sequence.cached = sequence.cached.then(of_prompt)
         sequence.pulled = stats
         token_id = prefilled.first_token_id
         update = _update(
@@ -73,6 +73,8 @@ class LiveSequences:
         )
         if prefilled.HasField("logprobs"):
             update.logprobs.append(prefilled.logprobs)
+        if prefilled.HasField("cached_by_tier"):
+            update.cached_by_tier.SetInParent()
         self._send_tokens(sequence, update)
         # Whatever happens to the lease now, the client has this token: it is part of the input.
         sequence.spec = msgspec.structs.replace(
@@ -98,7 +100,9 @@ class LiveSequences:
     def _send_tokens(self, sequence: DecodeSequence, update: pb.SequenceUpdate) -> None:
         if not sequence.num_sent:
             sequence.note_first_token(time.monotonic())
-            update.cached_tokens = sequence.cached_tokens
+            update.cached_tokens = sequence.cached.total
+            if self._has_tiers or update.HasField("cached_by_tier"):
+                update.cached_by_tier.CopyFrom(cached_message(sequence.cached))
             self._metrics.requests.on_first_token(sequence)
         elif sequence.num_sent == 1:
             sequence.note_second_token(time.monotonic())

@@ -29,6 +29,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tandem.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.engine.types import Reserved, SequenceSpec
 from tandem.observability.traces import NO_SPAN, Attributes, RequestSpan
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -82,7 +83,7 @@ class DecodeSequence:
     second_token_at: float = 0.0
     pulled: PullStats | None = None  # by the lease that brought its prompt
     num_sent: int = 0
-    cached_tokens: int = 0
+    cached: CachedTokens = NONE_CACHED  # of the prompt
     timings: pb.SequenceTimings = field(
         default_factory=lambda: pb.SequenceTimings(transport="local")
     )
@@ -107,6 +108,12 @@ class DecodeSequence:
     @property
     def request_id(self) -> str:
         return self.submission.request_id
+
+    def note_cached(self, reserved: Reserved) -> None:
+        """Takes what is cached here. Blocks that came to the pool after the first admission count
+        as the pool's."""
+        num_tokens = min(reserved.num_cached_tokens, self.spec.num_prompt_tokens)
+        self.cached = reserved.cached.first(num_tokens).then(CachedTokens(device=num_tokens))
 
     def note_first_token(self, now: float) -> None:
         self.first_token_at = now

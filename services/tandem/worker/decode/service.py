@@ -174,7 +174,7 @@ class DecodeService:
         if sequence.reserved is not None and not sequence.reserved.done():
             sequence.reserved.set_result(reserved)
             return
-        sequence.cached_tokens = min(reserved.num_cached_tokens, sequence.spec.num_prompt_tokens)
+        sequence.note_cached(reserved)
         sequence.prefilling = asyncio.create_task(self._prompts.run(sequence, reserved))
         sequence.prefilling.add_done_callback(lambda task: self._prefill_ended(sequence, task))
 
@@ -195,7 +195,7 @@ class DecodeService:
             sequence.to(SequenceState.RUNNING)
         if new.token_ids:
             if not sequence.num_sent:
-                sequence.cached_tokens = max(sequence.cached_tokens, new.num_cached_tokens)
+                sequence.cached = sequence.cached.then(new.cached)
             self._sequences.send_tokens(sequence, new)
         if new.finish_reason:
             self._sequences.finish(sequence, new.finish_reason, new.num_preemptions)

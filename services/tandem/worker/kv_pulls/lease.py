@@ -16,11 +16,12 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tandem.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.config.worker import WorkerConfig
 from tandem.engine.types import SequenceSpec
 from tandem.errors import LeaseLost, WorkerLost
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.convert import rate_message, sequence_input
+from tandem.worker.convert import cached_of, rate_message, sequence_input
 from tandem.worker.kv_pulls.lease_stream import LeaseStream, open_stream
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.peers.peer import Peer
@@ -39,7 +40,7 @@ class PullStats:
     began_at: float = 0.0  # the first of them
     prefilled_at: float = 0.0  # when the first token came
     released_at: float = 0.0
-    cached_tokens: int = 0  # of the prompt, at the producer
+    cached: CachedTokens = NONE_CACHED  # of the prompt, at the producer
 
     @property
     def exposed_s(self) -> float:
@@ -108,7 +109,7 @@ class ConsumerLease:
             if event.WhichOneof("event") != "prefilled":
                 raise LeaseLost(f"{self.peer.worker_id} answered {event}")
             self.stats.prefilled_at = time.monotonic()
-            self.stats.cached_tokens = event.prefilled.cached_tokens
+            self.stats.cached = cached_of(event.prefilled)
             self.stats.queue_s = event.prefilled.queue_ms / 1000
             first_token_id = int(event.prefilled.first_token_id)
             on_first_token(event.prefilled, self.stats)

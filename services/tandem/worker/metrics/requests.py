@@ -53,7 +53,7 @@ class RequestMetrics(MetricSet):
         self._queue.observe(sequence.timings.queue_ms / 1000)
         self._prefill.observe(sequence.timings.prefill_ms / 1000)
         self._queries.inc(sequence.spec.num_prompt_tokens)
-        self._hits.inc(sequence.cached_tokens)
+        self._hits.inc(sequence.cached.total)
 
     def on_end(self, sequence: DecodeSequence, now: float) -> None:
         if not sequence.num_sent:

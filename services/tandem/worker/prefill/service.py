@@ -25,7 +25,7 @@ from tandem.observability.logs import about
 from tandem.observability.traces import NO_SPAN
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.producer import BlockServer
-from tandem.worker.convert import logprobs_message, sequence_spec, trace_headers
+from tandem.worker.convert import cached_message, logprobs_message, sequence_spec, trace_headers
 from tandem.worker.engine_process import messages
 from tandem.worker.kv_pulls.checksums import checksums
 from tandem.worker.parts import Parts
@@ -206,6 +206,8 @@ class PrefillService:
                         prompt_logprobs=map(logprobs_message, event.prompt_logprobs),
                         embedding=event.embedding,
                     )
+                    if self._config.engine.has_tiers:
+                        prefilled.cached_by_tier.CopyFrom(cached_message(event.cached))
                     if event.logprobs is not None:
                         prefilled.logprobs.CopyFrom(logprobs_message(event.logprobs))
                     yield pb.PrefillEvent(prefilled=prefilled)

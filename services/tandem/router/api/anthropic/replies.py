@@ -13,6 +13,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from msgspec.structs import asdict
+
 from tandem.errors import TandemError
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.api.anthropic.errors import error_body
@@ -32,13 +34,16 @@ _TEXT = {
 
 def usage_body(usage: Usage) -> dict[str, Any]:
     """Returns the usage. Anthropic counts cached tokens beside the others of the input."""
-    return {
+    body: dict[str, Any] = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }
+    if usage.cached_by_tier is not None:
+        body["cache_read_input_tokens_by_tier"] = asdict(usage.cached_by_tier)
+    return body
 
 
 class MessageReplies:

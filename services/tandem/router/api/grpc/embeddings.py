@@ -3,9 +3,10 @@
 import uuid
 
 from tandem.errors import BadRequest
+from tandem.router.api.grpc.usage import usage_message
 from tandem.router.api.openai.embeddings import INPUTS_MAX, normalized, to_requests
 from tandem.router.request.allowed import name_prompt, refusal
-from tandem.router.request.delta import Delta
+from tandem.router.request.delta import Delta, Usage
 from tandem.router.request.request import ClientRequest
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 
@@ -45,21 +46,22 @@ class EmbedAnswer:
     def __init__(self, requests: list[ClientRequest]) -> None:
         self._requests = requests
         self._index = 0
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
+        self._usage = Usage(0, 0, 0)
 
     def next(self, delta: Delta) -> pb.EmbedResponse:
         """Returns the message about the next input. Raises Incompatible."""
         index, self._index = self._index, self._index + 1
-        self._prompt_tokens += delta.usage.prompt_tokens
-        self._cached_tokens += delta.usage.cached_tokens
+        self._usage += Usage(
+            delta.usage.prompt_tokens,
+            0,
+            delta.usage.cached_tokens,
+            cached_by_tier=delta.usage.cached_by_tier,
+        )
         response = pb.EmbedResponse(
             request_id=self._requests[index].request_id,
             index=index,
             embedding=normalized(delta.embedding),
         )
         if self._index == len(self._requests):
-            response.usage.CopyFrom(
-                pb.Usage(prompt_tokens=self._prompt_tokens, cached_tokens=self._cached_tokens)
-            )
+            response.usage.CopyFrom(usage_message(self._usage))
         return response

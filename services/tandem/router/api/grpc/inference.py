@@ -26,6 +26,7 @@ from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of,
 from tandem.router.api.grpc.access import CallGuard
 from tandem.router.api.grpc.chat import parse_chat
 from tandem.router.api.grpc.embeddings import EmbedAnswer, parse_inputs
+from tandem.router.api.grpc.usage import usage_message
 from tandem.router.api.openai.embeddings import NAMES, check_dimensions, embed
 from tandem.router.limits.usage import UsageQuery
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
@@ -304,7 +305,7 @@ def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
         elif delta.stop_reason is not None:
             response.stop_token_id = delta.stop_reason
     if delta.total is not None:
-        response.usage.CopyFrom(pb.Usage(**asdict(delta.total)))
+        response.usage.CopyFrom(usage_message(delta.total))
     return response
 
 

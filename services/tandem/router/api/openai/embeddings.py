@@ -21,7 +21,7 @@ from tandem.router.api.openai.fields import UnusedFields
 from tandem.router.api.openai.requests import OnePrompt, TextPrompt, TokenIdsPrompt, prompt_kind
 from tandem.router.api.openai.structured import Strict
 from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, name_prompt
-from tandem.router.request.delta import Delta
+from tandem.router.request.delta import Delta, Usage
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
 
@@ -124,8 +124,7 @@ async def embed(
 
 def embeddings_reply(body: EmbeddingsBody, model: str, deltas: Sequence[Delta]) -> dict[str, Any]:
     """Returns the answer, given a delta for each input."""
-    num_tokens = sum(delta.usage.prompt_tokens for delta in deltas)
-    cached = sum(delta.usage.cached_tokens for delta in deltas)
+    total = sum((delta.usage for delta in deltas), Usage(0, 0, 0))
     data = [
         {
             "object": "embedding",
@@ -135,9 +134,9 @@ def embeddings_reply(body: EmbeddingsBody, model: str, deltas: Sequence[Delta]) 
         for index, delta in enumerate(deltas)
     ]
     usage = {
-        "prompt_tokens": num_tokens,
-        "total_tokens": num_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": total.prompt_tokens,
+        "total_tokens": total.prompt_tokens,
+        "prompt_tokens_details": total.cached_details,
     }
     return {"object": "list", "data": data, "model": model, "usage": usage}
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.errors import TandemError
@@ -20,7 +20,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": usage.cached_details,
     }
     if usage.reasoning_tokens:
         body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
@@ -28,7 +28,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def summed(usages: Iterable[Usage]) -> Usage:
-    return Usage(*map(sum, zip(*map(astuple, usages), strict=True)))
+    return sum(usages, Usage(0, 0, 0))
 
 
 @dataclass(slots=True)

@@ -113,6 +113,7 @@ class Generation:
         record.num_sent += num_tokens
         self._means.metrics.generation_tokens.inc(num_tokens)
         cached_tokens = first.progress.cached_tokens
+        by_tier = first.progress.cached_by_tier
         prompt_token_ids = first.request.token_ids
         total = None
         if piece.finish_reason:
@@ -122,13 +123,23 @@ class Generation:
                 self.settle()
                 self._means.metrics.demand.ended(max(self._num_made, self._record.num_sent))
                 total = Usage(
-                    len(prompt_token_ids), record.num_sent, cached_tokens, self._num_reasoning
+                    len(prompt_token_ids),
+                    record.num_sent,
+                    cached_tokens,
+                    self._num_reasoning,
+                    by_tier,
                 )
         is_first, choice.is_begun = not choice.is_begun, True
         return Delta(
             text=piece.text,
             token_ids=piece.token_ids,
-            usage=Usage(len(prompt_token_ids), choice.num_sent, cached_tokens, piece.num_reasoning),
+            usage=Usage(
+                len(prompt_token_ids),
+                choice.num_sent,
+                cached_tokens,
+                piece.num_reasoning,
+                by_tier,
+            ),
             finish_reason=piece.finish_reason,
             prompt_token_ids=prompt_token_ids if is_first else None,
             stop_reason=piece.stop_reason,

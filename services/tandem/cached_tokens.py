@@ -1,0 +1,40 @@
+"""A prompt's cached tokens, counted by where their KV was: plain data that travels by msgspec."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    """Counts of a prompt's first tokens; a part comes after those above it in the prompt."""
+
+    device: int = 0  # in the KV pool of a worker that serves the request
+    host: int = 0  # in that worker's host memory
+    disk: int = 0  # on its disk
+    peer: int = 0  # in the pool of another worker, and pulled from it
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.disk + self.peer
+
+    def first(self, num_tokens: int) -> CachedTokens:
+        """Returns the counts of the first `num_tokens` tokens alone."""
+        parts, left = [], num_tokens
+        for part in msgspec.structs.astuple(self):
+            parts.append(min(part, left))
+            left -= parts[-1]
+        return CachedTokens(*parts)
+
+    def then(self, other: CachedTokens) -> CachedTokens:
+        """Returns these counts, and those of `other` for the tokens after them. The total is the
+        larger one of both."""
+        return self + (other - other.first(self.total))
+
+    def __add__(self, other: CachedTokens) -> CachedTokens:
+        return CachedTokens(*map(int.__add__, *map(msgspec.structs.astuple, (self, other))))
+
+    def __sub__(self, other: CachedTokens) -> CachedTokens:
+        return CachedTokens(*map(int.__sub__, *map(msgspec.structs.astuple, (self, other))))
+
+
+NONE_CACHED = CachedTokens()
