@@ -23,6 +23,7 @@ from tests.step_batches import place
 from tests.tiny_models import make_tiny_model
 
 NAMES = ("model.layers.{}.self_attn.{}_scale", "model.layers.{0}.self_attn.{1}_proj.{1}_scale")
+FUSED = "model.layers.{}.self_attn.qkv_proj.{}_scale"
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 KV_ONLY = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}
 
@@ -37,9 +38,12 @@ def scales_of(num_layers: int, names: str = NAMES[0]) -> dict[str, torch.Tensor]
 
 
 def folder_of(
-    path: Path, scales: Mapping[str, torch.Tensor], quantization: Any = KV_ONLY
+    path: Path,
+    scales: Mapping[str, torch.Tensor],
+    quantization: Any = KV_ONLY,
+    family: str = "llama",
 ) -> ModelFolder:
-    made, _ = make_tiny_model("llama", path)
+    made, _ = make_tiny_model(family, path)
     file, config = path / "model.safetensors", path / "config.json"
     save_file(load_file(file) | dict(scales), file, metadata={"format": "pt"})
     quantized = {"quantization_config": quantization}
@@ -68,11 +72,13 @@ def num_layers(tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
-@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize(
+    ("family", "names"), [("llama", NAMES[0]), ("llama", NAMES[1]), ("phi3", FUSED)]
+)
 def test_the_pool_has_the_checkpoints_scales(
-    names: str, kernels: str, num_layers: int, tmp_path: Path
+    family: str, names: str, kernels: str, num_layers: int, tmp_path: Path
 ) -> None:
-    runner = runner_of(folder_of(tmp_path, scales_of(num_layers, names)), kernels)
+    runner = runner_of(folder_of(tmp_path, scales_of(num_layers, names), family=family), kernels)
     (sequence,) = place(runner, [[1, 2, 3, 4, 5]])
     logits = runner.forward(StepBatch([sequence.take(5)]))
     assert bool(logits.isfinite().all())

@@ -2,6 +2,7 @@
 
     model.layers.N.self_attn.k_scale          as compressed-tensors names them
     model.layers.N.self_attn.k_proj.k_scale   as ModelOpt does
+    model.layers.N.self_attn.qkv_proj.k_scale where Q, K and V are one matrix
 
 They take the place of the scales that tokens have of their own (tandem_kernels/kv_fp8.py). All
 workers of a model must have the same; their digest is part of the KV data type's name.
@@ -20,13 +21,13 @@ from tandem.models.source import ModelFolder
 from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.kv_int8 import SCALE_MAX, round_up
 
-_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv])_proj\.)?([kv])_scale")
+_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv]|qkv)_proj\.)?([kv])_scale")
 
 
 def is_kv_scale(name: str) -> bool:
     """Returns whether a tensor of a checkpoint is a static scale of KV."""
     found = _NAME.fullmatch(name)
-    return found is not None and found[2] in (None, found[3])
+    return found is not None and found[2] in (None, "qkv", found[3])
 
 
 def fixed_scales(folder: ModelFolder) -> FixedScales | None:
