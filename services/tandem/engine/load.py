@@ -46,6 +46,7 @@ def measure_load(
         tokens_wasted=sum(
             max(0, len(s.block_table) * s.block_size - s.num_tokens) for s in sequences
         ),
+        groups=kv.group_loads(),
         adapters=_measure_adapters(sequences, adapters),
         tiers=tiers.loads(),
     )

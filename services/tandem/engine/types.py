@@ -22,6 +22,7 @@ import msgspec
 
 from tandem.adapter import Adapter
 from tandem.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.rates import WorkerRates
 
 
@@ -202,6 +203,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     blocks_leaving: int = 0  # that a tier still reads or writes, and nobody else has
     blocks_dropped: int = 0  # since the start: evicted without a copy in a tier
     tokens_wasted: int = 0  # slots that active sequences hold and do not fill
+    groups: tuple[GroupLoad, ...] = ()  # of a model with windows; blocks_* are sums of them
     adapters: AdapterLoad = AdapterLoad()
     tiers: list[TierLoad] = []
 

@@ -30,6 +30,7 @@ from tandem.adapter import NO_ADAPTER, Adapter
 from tandem.block_hash import Chain, chain_root
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import Incompatible
+from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.store.client import UNREADABLE, Client
 from tandem.store.script import Script
@@ -110,6 +111,7 @@ class Load(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"
     tokens_wasted: int = 0  # slots of blocks that live sequences hold and do not fill
     num_running_slots: int = 0  # sequences that may run or pull at once; 0: it does not say
     chunk_tokens: int = 0  # of prefill in a step, beside those who decode; 0: it does not say
+    groups: tuple[GroupLoad, ...] = ()  # of a model with windows; blocks_* are sums of them
 
 
 class AdapterState(msgspec.Struct, frozen=True):

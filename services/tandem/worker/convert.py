@@ -10,6 +10,7 @@ from tandem.cached_tokens import CachedTokens
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
 from tandem.perf_model.rates import PairRate
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.store.registry import Load
 
 _Plain = TypeVar("_Plain", bound=msgspec.Struct)
 
@@ -18,6 +19,11 @@ def plain_of(kind: type[_Plain], source: object, **fields: Any) -> _Plain:
     """Returns plain data; what `fields` does not name is in `source` under the same name."""
     same = (name for name in kind.__struct_fields__ if name not in fields)
     return kind(**{name: getattr(source, name) for name in same}, **fields)
+
+
+def load_message(load: Load) -> pb.WorkerLoad:
+    groups = [pb.KvGroupLoad(**asdict(group)) for group in load.groups]
+    return pb.WorkerLoad(**{**asdict(load), "groups": groups})
 
 
 def sequence_spec(

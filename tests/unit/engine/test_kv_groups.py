@@ -324,6 +324,19 @@ Pair.TestCase.settings = settings(max_examples=100, stateful_step_count=30, dead
 TestPair = Pair.TestCase
 
 
+def test_the_load_has_the_blocks_of_each_pool() -> None:
+    engine, _ = make_grouped_engine((None, 9), num_blocks=16, max_num_seqs=2)
+    engine.add(make_spec("a", list(range(40)), max_tokens=5))
+    load = engine.step().load
+    full, window = load.groups
+    assert (full.blocks_used, full.sequence_blocks_max) == (10, 0)
+    assert (window.blocks_used, window.sequence_blocks_max) == (2, 3)
+    assert full.blocks_total + window.blocks_total == load.blocks_total
+    assert full.blocks_used + window.blocks_used == load.blocks_used
+    plain, _ = make_grouped_engine((None,), num_blocks=16)
+    assert plain.load().groups == ()
+
+
 def test_layouts_that_are_divided_otherwise_are_told_apart() -> None:
     pool = BlockLayout(8, 1, 2, 4, 8, "float32")
     divided = [

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.predict import prefill_seconds, queue_seconds
 from tandem.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
 from tandem.router.admission.admit import Decision, admit
@@ -144,7 +145,7 @@ def test_a_long_prompt_is_taken_where_the_decode_worker_has_not_measured_itself(
     assert wait_s(work, placement, kind) is None
 
 
-def decoding(**load: int) -> WorkerSnapshot:
+def decoding(**load: object) -> WorkerSnapshot:
     return WorkerSnapshot("d", "d/1", "", "decode", "ready", rates=RATES, **load)  # type: ignore[arg-type]
 
 
@@ -172,6 +173,17 @@ def test_waits_for_blocks_while_others_end() -> None:
     assert slot_wait_s(Work(111), queue, 100) == pytest.approx(0.9)
     prompts = replace(queue, num_waiting=0)  # which have their blocks
     assert slot_wait_s(Work(111), prompts, 100) == 0.0
+
+
+def test_waits_for_blocks_of_the_pool_that_lacks_them() -> None:
+    groups = (GroupLoad(100, 90), GroupLoad(50, 0, 4))
+    free = decoding(num_running=10, blocks_total=150, blocks_used=90, groups=groups)
+    assert slot_wait_s(Work(160), free, 100) == 0.0
+    assert slot_wait_s(Work(161), free, 100) == pytest.approx(0.3)
+    window = replace(free, groups=(GroupLoad(100, 0), GroupLoad(50, 45, 4)))
+    assert slot_wait_s(Work(900), window, 100) == 0.0
+    queue = replace(window, num_waiting=1, queued_tokens=100)
+    assert slot_wait_s(Work(900), queue, 100) == pytest.approx(0.6)
 
 
 def test_the_queue_where_it_is_prefilled_shortens_while_it_waits_for_a_running_slot() -> None:

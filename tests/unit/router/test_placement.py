@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.predict import prefill_seconds, queue_seconds, token_seconds
 from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WindowBytes, WorkerRates
 from tandem.router.placement.choose import (
@@ -58,6 +59,7 @@ snapshots = st.builds(
     num_leases=counts,
     blocks_total=st.sampled_from([0, 100, 5000]),
     blocks_used=st.integers(0, 100),
+    groups=st.sampled_from([(), (GroupLoad(100, 90), GroupLoad(50, 0, 4))]),
     rates=rates,
     pairs=pairs,
 )
@@ -187,6 +189,20 @@ def test_a_cached_prefix_draws_and_load_repels() -> None:
     placement = choose(Work(1000), busy, matches, Random(0))
     assert placement is not None
     assert placement.decode.worker_id == "a"
+
+
+def test_free_blocks_of_one_pool_do_not_hide_that_another_is_full() -> None:
+    """Each worker has 510 free blocks of 1,500. The prompt takes 100 of the first pool."""
+    free, full = GroupLoad(1000, 590), GroupLoad(1000, 990)
+    told = {"blocks_total": 1500, "blocks_used": 990}
+    workers = [
+        worker("full", groups=(full, GroupLoad(500, 0, 34)), **told),
+        worker("free", groups=(free, GroupLoad(500, 400, 34)), num_running=1, **told),
+    ]
+    for seed in range(20):
+        placement = choose(Work(1600), workers, {}, Random(seed))
+        assert placement is not None
+        assert placement.decode.worker_id == "free"
 
 
 def test_the_reason_says_what_was_weighed() -> None:

@@ -18,6 +18,7 @@ from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.resumable_depths import ResumableDepths
 from tandem.engine.cache.window_pool import WindowPool
 from tandem.engine.types import StoredBlock
+from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.rates import WindowBytes, WorkerRates
 
 
@@ -225,6 +226,15 @@ class KvCache:
     @property
     def num_quarantined(self) -> int:
         return sum(pool.num_quarantined for pool in self.pools)
+
+    def group_loads(self) -> tuple[GroupLoad, ...]:
+        """Returns the load of each pool; nothing without windows, where there is one pool."""
+        if not self.has_windows:
+            return ()
+        return tuple(
+            GroupLoad(pool.num_blocks, pool.num_used, group.decode_blocks or 0)
+            for group, pool in zip(self.layout.groups, self.pools, strict=True)
+        )
 
     @property
     def has_events(self) -> bool:

@@ -15,6 +15,7 @@ refused for a guess.
 import math
 from dataclasses import dataclass
 
+from tandem.perf_model.kv_load import lacking_blocks
 from tandem.perf_model.predict import beside_decode, expect, is_faster_here
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import computing_s, with_likely_rates
@@ -57,13 +58,12 @@ def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) ->
     every `completion_tokens` steps for each running slot."""
     num_there = decode.num_running + decode.num_pulls + decode.num_waiting
     num_to_end = num_there + 1 - decode.num_running_slots if decode.num_running_slots else 0
-    if decode.blocks_total:
-        # What waits there has no blocks yet; all its tokens are queued. Without it, what is queued
-        # is of prompts that have all of theirs.
-        free_tokens = (decode.blocks_total - decode.blocks_used) * work.block_size
-        queued = decode.queued_tokens if decode.num_waiting else 0
-        if queued + work.num_tokens > free_tokens:
-            num_to_end = max(num_to_end, decode.num_waiting + 1)
+    # What waits there has no blocks yet; all its tokens are queued. Without it, what is queued is
+    # of prompts that have all of theirs.
+    queued = decode.queued_tokens if decode.num_waiting else 0
+    num_blocks = (queued + work.num_tokens) / work.block_size
+    if lacking_blocks(decode, num_blocks, decode.num_waiting + 1) > 0:
+        num_to_end = max(num_to_end, decode.num_waiting + 1)
     if num_to_end <= 0:
         return 0.0
     num_slots_taken = decode.num_running + decode.num_pulls

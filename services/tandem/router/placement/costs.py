@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.adapter import Adapter
+from tandem.perf_model.kv_load import GroupLoad, kv_use, lacking_blocks
 from tandem.perf_model.predict import (
     Holder,
     believed,
@@ -58,6 +59,7 @@ class WorkerSnapshot:
     chunk_tokens: int = 0  # of prefill in a step, beside those who decode; 0: it does not say
     blocks_total: int = 0
     blocks_used: int = 0
+    groups: tuple[GroupLoad, ...] = ()  # of a model with windows; blocks_* are sums of them
     rates: WorkerRates = field(default_factory=WorkerRates)
     # Peer's worker id -> how its blocks come here.
     pairs: Mapping[str, PairRate] = field(default_factory=dict, hash=False)
@@ -75,7 +77,7 @@ class WorkerSnapshot:
     @property
     def kv_use(self) -> float:
         """The share of the KV pool that live sequences reference, 0 to 1."""
-        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+        return kv_use(self)
 
     def can_run(self, work: "Work") -> bool:
         """Returns whether it has the request's adapter, if any, or may be able to load it."""
@@ -116,8 +118,8 @@ def decode_cost(
     )
     if worker.num_waiting:
         cost_s += TOKENS_PER_WAITING * token_seconds(rates) * worker.num_waiting
-    shortfall = missing - (worker.blocks_total - worker.blocks_used) * work.block_size
-    if shortfall > 0 and worker.blocks_total:
+    shortfall = work.block_size * lacking_blocks(worker, missing / work.block_size)
+    if shortfall > 0:
         cost_s += SHORTFALL_PRICE * token_seconds(rates) * shortfall
     return cost_s
 

@@ -20,6 +20,7 @@ from tandem.errors import (
     TandemError,
     WorkerLost,
 )
+from tandem.perf_model.kv_load import longest_sequence
 from tandem.router.admission.controller import AdmissionController
 from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work, choose
@@ -252,8 +253,8 @@ class Dispatcher:
         self._migrations.note_refusal(job, error)
         if isinstance(error, NeverFits) and (routed := job.routing.routed) is not None:
             # Nor does it fit into any pool that is no larger: those need not be asked.
-            size, workers = routed.placement.decode.blocks_total, self._view.snapshots()
-            job.routing.refused |= {w.epoch for w in workers if 0 < w.blocks_total <= size}
+            size, workers = longest_sequence(routed.placement.decode), self._view.snapshots()
+            job.routing.refused |= {w.epoch for w in workers if 0 < longest_sequence(w) <= size}
 
     def _note_prefilled(self, job: Job, by: str = "") -> None:
         """Notes that the worker that was asked to prefill has done so, or need not any more."""

@@ -20,6 +20,7 @@ import grpc.aio
 
 from tandem.backoff import Backoff, doubling_at_random
 from tandem.errors import WorkerLeft, WorkerLost
+from tandem.perf_model.kv_load import GroupLoad
 from tandem.router.workers.attempt import Attempt
 from tandem.rpc.peer_calls import PeerCalls
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -32,7 +33,8 @@ CONNECT_DEADLINE_S = 5.0
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 2.0
 CLOSE_DEADLINE_S = 2.0
-_LOAD_FIELDS = tuple(Load.__struct_fields__)
+_LOAD_FIELDS = tuple(name for name in Load.__struct_fields__ if name != "groups")
+_GROUP_FIELDS = GroupLoad.__struct_fields__
 
 
 class WorkerClient:
@@ -161,7 +163,7 @@ class WorkerClient:
 
     def _take(self, update: pb.DecodeUpdate) -> None:
         if update.HasField("load"):
-            self.load = Load(**{name: getattr(update.load, name) for name in _LOAD_FIELDS})
+            self.load = load_of(update.load)
             while self._num_reported < update.num_submits and self._unreported:
                 self.tokens_unreported -= self._unreported.popleft()
                 self._num_reported += 1
@@ -185,3 +187,11 @@ class WorkerClient:
         self._attempts.clear()
         if was_up:
             self._on_change()
+
+
+def load_of(message: pb.WorkerLoad) -> Load:
+    """Returns the load that a worker tells."""
+    groups = tuple(
+        GroupLoad(*(getattr(group, name) for name in _GROUP_FIELDS)) for group in message.groups
+    )
+    return Load(**{name: getattr(message, name) for name in _LOAD_FIELDS}, groups=groups)

@@ -20,6 +20,7 @@ from typing import Literal
 from tandem.adapter import Adapter
 from tandem.autoscaler.policy import Decision
 from tandem.config.cluster import ClusterConfig
+from tandem.perf_model.kv_load import longest_sequence
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Shares
 from tandem.router.workers.client import WorkerClient
@@ -175,9 +176,10 @@ class ClusterView:
         return min((w.record.max_model_len for w in self._compatible()), default=None)
 
     def pool_tokens(self) -> int | None:
-        """Tokens that the smallest KV pool of a decode worker holds; None while none is known."""
+        """Tokens of the longest sequence that fits every decode worker's KV pools; None while no
+        bound is known."""
         sizes = (
-            w.load.blocks_total * w.record.compatibility.block_size
+            longest_sequence(w.load) * w.record.compatibility.block_size
             for w in self._compatible()
             if w.record.role == "decode"
         )

@@ -86,6 +86,7 @@ class KnownWorker:
             chunk_tokens=load.chunk_tokens,
             blocks_total=load.blocks_total,
             blocks_used=load.blocks_used,
+            groups=load.groups,
             rates=self.record.rates,
             pairs=self.record.pairs,
             compatibility_key=self.record.compatibility.compatibility_key(),

@@ -18,7 +18,7 @@ from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
 from tandem.store.registry import KvCompatibility
 from tandem.transfer.nixl.reach import host_identity
-from tandem.worker.convert import plain_of, rate_message
+from tandem.worker.convert import load_message, plain_of, rate_message
 
 if TYPE_CHECKING:
     from tandem.worker.lifecycle.worker import Worker
@@ -35,7 +35,7 @@ class Servicer(WorkerServicer):
     async def Decode(
         self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any
     ) -> AsyncIterator[pb.DecodeUpdate]:
-        load = pb.WorkerLoad(**asdict(self._worker.load()))
+        load = load_message(self._worker.load())
         async for update in self._worker.decode.serve(request_iterator, load):
             yield update
 
@@ -153,7 +153,7 @@ class Servicer(WorkerServicer):
         message = await self._worker.link.check_integrity()
         pairs = self._worker.rates.pairs
         return pb.GetStateResponse(
-            load=pb.WorkerLoad(**asdict(self._worker.load())),
+            load=load_message(self._worker.load()),
             worker_id=self._worker.config.worker_id,
             epoch=self._worker.epoch,
             draining=self._worker.state == "draining",

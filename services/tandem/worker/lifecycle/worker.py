@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import grpc.aio
-from msgspec.structs import asdict
 
 from tandem.block_hash import HASH_VERSION
 from tandem.config.worker import WorkerConfig
@@ -35,7 +34,7 @@ from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from tandem.store.registry import KvCompatibility, Load, State, WorkerRecord
 from tandem.transfer.nixl.messages import Broken
-from tandem.worker.convert import plain_of
+from tandem.worker.convert import load_message, plain_of
 from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process import messages
@@ -299,7 +298,7 @@ class Worker:
             step=report.tick,
         )
         self.adapters.load = step.load.adapters
-        self.decode.on_report(report, pb.WorkerLoad(**asdict(self._load)))
+        self.decode.on_report(report, load_message(self._load))
         self._membership.on_report(step)
         if self._events is not None:
             self._events.on_report(step)

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from tandem.engine.types import EngineLoad, StepReport
 from tandem.memory import read_memory
 from tandem.observability.metrics import MetricSet, counter, gauge, gauges, histogram
+from tandem.perf_model.kv_load import kv_use
 from tandem.perf_model.rates import PairRate
 from tandem.prefix_index.publisher import Publisher
 from tandem.store.registry import Load
@@ -34,7 +35,7 @@ _HELP = {
     "num_waiting": "Sequences in the queue",
     "queue_max": "Sequences that the queue holds",
     "queued_tokens": "Tokens that wait to be prefilled here",
-    "blocks_total": "Blocks of the KV pool",
+    "blocks_total": "Blocks of the KV pool, or of all KV groups' pools",
     "blocks_used": "Blocks that a live sequence references",
     "blocks_cached": "Blocks that nobody references and that can be reused",
     "blocks_quarantined": "Blocks that a read may still write",
@@ -198,12 +199,10 @@ class WorkerMetrics(MetricSet):
 
     def _gauges(self, load: Load, pairs: Mapping[str, PairRate]) -> Iterable[GaugeMetricFamily]:
         names, values = list(self._labels), list(self._labels.values())
-        for name in load.__struct_fields__:
-            yield gauges(f"tandem_{name}", _HELP[name], names, [(values, getattr(load, name))])
-        total = load.blocks_total
-        usage = load.blocks_used / total if total else 0.0
-        text = "KV blocks that live sequences hold, 0 to 1"
-        yield gauges("tandem_kv_cache_usage_perc", text, names, [(values, usage)])
+        for name, text in _HELP.items():
+            yield gauges(f"tandem_{name}", text, names, [(values, getattr(load, name))])
+        text = "Share of the KV pool that live sequences hold, 0 to 1"
+        yield gauges("tandem_kv_cache_usage_perc", text, names, [(values, kv_use(load))])
         for name, text, value in _PAIRS:
             rows = [([*values, peer, rate.transport], value(rate)) for peer, rate in pairs.items()]
             yield gauges(f"tandem_pair_{name}", text, [*names, "peer", "transport"], rows)

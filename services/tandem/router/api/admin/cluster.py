@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest
+from tandem.perf_model.kv_load import kv_use
 from tandem.perf_model.predict import queue_seconds
 from tandem.perf_model.rates import WorkerRates
 from tandem.prefix_index.audit import Differences
@@ -171,15 +172,17 @@ def _audited(found: Differences) -> dict[str, Any]:
 
 def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
     record, load, client = worker.record, worker.load, worker.client
-    total = load.blocks_total
     return {
         "pool": record.pool or record.role,
         "compatible": view.is_compatible(record),
         "connected": client.is_up if client else None,
         **{name: getattr(record, name) for name in (*_TOLD, *_TOLD_OF_PROCESS)},
         **{name: getattr(record.compatibility, name) for name in _TOLD_OF_KV},
-        "kv_use": load.blocks_used / total if total else 0.0,
-        "load": msgspec.structs.asdict(load),
+        "kv_use": kv_use(load),
+        "load": {
+            **msgspec.structs.asdict(load),
+            "groups": list(map(msgspec.structs.asdict, load.groups)),
+        },
         "requests_here": client.num_inflight if client else 0,
         "rates": _rates(record.rates),
         "pairs": {

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tandem.perf_model.kv_load import kv_use
 from tandem.router.api.grpc.access import CallGuard, caller
 from tandem.router.scaling.adapters import AdapterControl
 from tandem.router.scaling.control import ClusterControl
@@ -66,7 +67,7 @@ class GrpcCluster:
                     num_running=load.num_running,
                     num_waiting=load.num_waiting,
                     num_leases=load.num_leases,
-                    kv_use=load.blocks_used / load.blocks_total if load.blocks_total else 0.0,
+                    kv_use=kv_use(load),
                 )
                 for record, load in records
             ],

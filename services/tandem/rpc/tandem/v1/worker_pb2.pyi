@@ -241,8 +241,18 @@ class WorkerError(_message.Message):
     retry_after_s: float
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
+class KvGroupLoad(_message.Message):
+    __slots__ = ("blocks_total", "blocks_used", "sequence_blocks_max")
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_BLOCKS_MAX_FIELD_NUMBER: _ClassVar[int]
+    blocks_total: int
+    blocks_used: int
+    sequence_blocks_max: int
+    def __init__(self, blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., sequence_blocks_max: _Optional[int] = ...) -> None: ...
+
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls", "tokens_wasted", "num_running_slots", "chunk_tokens")
+    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls", "tokens_wasted", "num_running_slots", "chunk_tokens", "groups")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +267,7 @@ class WorkerLoad(_message.Message):
     TOKENS_WASTED_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_SLOTS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     queue_max: int
@@ -271,7 +282,8 @@ class WorkerLoad(_message.Message):
     tokens_wasted: int
     num_running_slots: int
     chunk_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ..., num_running_slots: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[KvGroupLoad]
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ..., num_running_slots: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroupLoad, _Mapping]]] = ...) -> None: ...
 
 class DecodeUpdate(_message.Message):
     __slots__ = ("sequences", "load", "num_submits", "draining")

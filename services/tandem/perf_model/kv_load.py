@@ -1,0 +1,71 @@
+"""The KV pools of a worker as its load tells them, and what a sequence lacks there. Pure.
+
+A model without windows has one pool, and a load's totals are that pool's. With windows each KV
+group has a pool of its own, and the totals are sums, in which a pool with many free blocks hides
+one that has none: then the load has the groups, too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import msgspec
+
+
+class GroupLoad(msgspec.Struct, frozen=True):
+    """The pool of one KV group."""
+
+    blocks_total: int
+    blocks_used: int = 0  # referenced by a live sequence
+    sequence_blocks_max: int = 0  # that one sequence has of it; 0: as many as the sequence is long
+
+
+class KvLoad(Protocol):
+    """Whatever tells of a worker's pools."""
+
+    @property
+    def blocks_total(self) -> int: ...
+
+    @property
+    def blocks_used(self) -> int: ...
+
+    @property
+    def groups(self) -> tuple[GroupLoad, ...]: ...
+
+
+def kv_use(load: KvLoad) -> float:
+    """Returns the share of the pool that live sequences reference, 0 to 1.
+
+    Of several pools it is that of the layers that see furthest. The others have room for all
+    running slots or are as large (engine/cache/kv_groups.py), so memory is short there first.
+    """
+    pool = max(load.groups, key=lambda group: group.sequence_blocks_max or math.inf, default=load)
+    return pool.blocks_used / pool.blocks_total if pool.blocks_total else 0.0
+
+
+def lacking_blocks(load: KvLoad, num_blocks: float, num_sequences: int = 1) -> float:
+    """Returns how many blocks are not free in the pool that lacks the most for so many sequences,
+    `num_blocks` long together. Not above 0: none are lacking, or no pool is known."""
+    if not load.groups:
+        free = load.blocks_total - load.blocks_used
+        return num_blocks - free if load.blocks_total else 0.0
+    return max(
+        min(num_blocks, num_sequences * group.sequence_blocks_max or num_blocks)
+        - (group.blocks_total - group.blocks_used)
+        for group in load.groups
+    )
+
+
+def longest_sequence(load: KvLoad) -> int:
+    """Returns the blocks of the longest sequence that fits empty pools; 0: no bound is known."""
+    if not load.groups:
+        return load.blocks_total
+    return min(
+        (
+            group.blocks_total
+            for group in load.groups
+            if not group.blocks_total >= group.sequence_blocks_max > 0
+        ),
+        default=0,
+    )
