@@ -96,6 +96,9 @@ class StandInEngine:
     def check_integrity(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 class StandInProcess(EngineProcess):
     """`engine.model` of the settings is one of sizes.MODELS; a producer's pool is filled."""

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 
-from tests.chaos.load import MAX_TOKENS, Load, Prompt, Request, golden_prompts
+from tests.chaos.load import MAX_TOKENS, Load, Prompt, Request, answered, golden_prompts
 from tests.harness.cluster import Served
+from tests.harness.kv_form import KvForm
 
 
 @dataclass
@@ -44,11 +45,14 @@ def _endless(rng: Random, prompts: list[Prompt], stop: asyncio.Event) -> Iterato
 
 
 @asynccontextmanager
-async def asking(cluster: Served, num_clients: int) -> AsyncIterator[Asking]:
+async def asking(
+    cluster: Served, num_clients: int, form: KvForm = KvForm()
+) -> AsyncIterator[Asking]:
     """Sends requests while the block runs. All of them have ended when it returns."""
     rng = Random(7)
     stop = asyncio.Event()
     prompts = [p for _ in range(4) for p in golden_prompts(rng, (1, 3, 5))]
+    prompts = await answered(cluster, prompts, form)
     wanted = _endless(rng, prompts, stop)
     load = Load(cluster, wanted, num_clients=num_clients, bound_s=120)
     running = asyncio.create_task(load.run())

@@ -57,8 +57,8 @@ from tests.chaos.load import (
     requests,
 )
 from tests.harness.cluster import LocalCluster
+from tests.harness.kv_form import GROUPS_AND_INT8, KvForm
 from tests.harness.network import Network, why_not
-from tests.parity.models import make_random_model
 
 OPTIONS = (
     *("--max-tokens-per-step", "64", "--verify-blocks", "all"),
@@ -66,7 +66,7 @@ OPTIONS = (
 )
 NO_NETWORK = why_not()
 TRANSPORT = os.environ.get("CHAOS_TRANSPORT", "auto")
-FORM = (os.environ.get("CHAOS_MODEL", ""), os.environ.get("CHAOS_KV_DTYPE", "auto"))
+FORM = KvForm.from_environment()
 SHARE_OF_LONG = 0.2  # of the answers
 
 
@@ -130,37 +130,32 @@ LONG = Chaos(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("family", "kv_dtype"), dict.fromkeys([FORM, ("gemma3", "int8")]))
-async def test_short(tmp_path: Path, family: str, kv_dtype: str) -> None:
-    await run(SHORT, tmp_path, family, kv_dtype)
+@pytest.mark.parametrize("form", dict.fromkeys([FORM, GROUPS_AND_INT8]), ids=str)
+async def test_short(tmp_path: Path, form: KvForm) -> None:
+    await run(SHORT, tmp_path, form)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
 async def test_long(tmp_path: Path) -> None:
-    await run(LONG, tmp_path, *FORM)
+    await run(LONG, tmp_path, FORM)
 
 
-async def run(chaos: Chaos, folder: Path, family: str, kv_dtype: str) -> None:
-    """`family`: of a random model; empty: the built-in one."""
+async def run(chaos: Chaos, folder: Path, form: KvForm) -> None:
     seed = int(os.environ.get("CHAOS_SEED", "1"))
     print(f"\nseed {seed}, logs in {folder}" + (f"; no cuts: {NO_NETWORK}" if NO_NETWORK else ""))
-    rng, model = Random(seed), "smollm2"
-    if family:
-        model = str(folder / "model")
-        make_random_model(folder / "model", family)
+    rng, model = Random(seed), form.model(folder)
     with ExitStack() as stack:
         network = None if NO_NETWORK else stack.enter_context(Network())
         home = network.home.address if network else "127.0.0.1"
         cluster = LocalCluster(stack.enter_context(EmbeddedRedis(host=home)), folder, model)
         cluster.options = [*cluster.options, *OPTIONS, "--num-blocks", str(chaos.num_blocks)]
-        cluster.options += ["--kv-dtype", kv_dtype]
+        cluster.options += form.options
         if TRANSPORT == "nixl":
             cluster.options += ["--nixl-tcp", "insecure"]
         stack.callback(cluster.close)
         keeper = Keeper(cluster)
-        is_reference = not family and kv_dtype == "auto"
-        prompts = await start(cluster, keeper, network, chaos, rng, is_reference=is_reference)
+        prompts = await start(cluster, keeper, network, chaos, rng, form)
         num_before = router_outcomes(cluster).total()
         async with background(keeper.run()):
             outcomes, happened = await strike(cluster, network, chaos, rng, prompts, keeper)
@@ -184,18 +179,14 @@ async def start(
     network: Network | None,
     chaos: Chaos,
     rng: Random,
-    *,
-    is_reference: bool,
+    form: KvForm,
 ) -> list[Prompt]:
-    """One worker, which computes what is not in a file; then the others. `is_reference`: the
-    workers compute the reference answers."""
+    """One worker, which computes what is not in a file; then the others."""
     host = ("--host", network.home.address if network else "127.0.0.1")
     cluster.start_router()
     keeper.start("decode-0", "decode", "--transport", TRANSPORT, *host)
     await asyncio.to_thread(cluster.wait_ready)
-    prompts = golden_prompts(rng, chaos.golden)
-    if not is_reference:
-        prompts = await answered(cluster, prompts)
+    prompts = await answered(cluster, golden_prompts(rng, chaos.golden), form)
     prompts += await computed_prompts(cluster, rng, chaos.computed_lengths)
     keeper.start("decode-1", "decode", "--transport", "grpc", *host)
     keeper.start("prefill-0", "prefill", *chaos.options, *host)

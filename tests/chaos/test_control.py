@@ -1,4 +1,7 @@
-"""A cluster whose Ray is gone for a while, and a request that crashes its workers."""
+"""A cluster whose Ray is gone for a while, and a request that crashes its workers.
+
+CHAOS_MODEL and CHAOS_KV_DTYPE choose another model and KV data type, as in test_chaos.py.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ import pytest
 
 from tests.chaos.asking import asking
 from tests.chaos.checks import wait_nothing_held
+from tests.chaos.load import Prompt, answered
 from tests.harness.client import complete_all, golden
 from tests.harness.cluster import wait_for
 from tests.harness.kept_cluster import KeptCluster
+from tests.harness.kv_form import KvForm
 from tests.harness.poisoned_engine import POISON
 
-OPTIONS = ("--num-blocks", "400", "--prefill-at", "remote")
+FORM = KvForm.from_environment()
+OPTIONS = ("--num-blocks", "400", "--prefill-at", "remote", *FORM.options)
 RAY_DEAD_S = float(os.environ.get("RAY_DEAD_S", "300"))
 
 
@@ -30,10 +36,12 @@ async def test_requests_go_on_without_ray_and_a_fresh_head_has_control(
     """A worker is killed meanwhile, and a size is asked for: the fresh head sees to both, once."""
     folder = tmp_path_factory.mktemp("run")
     print(f"\nRay is dead for {RAY_DEAD_S:g} s, logs in {folder}")
-    with closing(KeptCluster(folder, *OPTIONS, prefill=2, decode=1).start()) as cluster:
+    model = FORM.model(folder)
+    kept = KeptCluster(folder, *OPTIONS, model=model, prefill=2, decode=1)
+    with closing(kept.start()) as cluster:
         before = {w.worker_id: w.pid for w in cluster.workers.values()}
         routers = cluster.pids("router")
-        async with asking(cluster, 4) as now:
+        async with asking(cluster, 4, FORM) as now:
             killed_at = time.monotonic()
             cluster.kill_head()
             while time.monotonic() < killed_at + RAY_DEAD_S / 2:
@@ -79,14 +87,15 @@ def has(cluster: KeptCluster, prefill: int, decode: int) -> bool:
 async def test_a_request_that_crashes_its_workers_ends_after_three_and_they_come_back(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    (prompt,), (greedy,) = golden(5)
     folder = tmp_path_factory.mktemp("run")
     module = "tests.harness.poisoned_engine"
-    with closing(KeptCluster(folder, *OPTIONS, decode=2, module=module).start()) as cluster:
+    kept = KeptCluster(folder, *OPTIONS, model=FORM.model(folder), decode=2, module=module)
+    with closing(kept.start()) as cluster:
+        (known,) = await answered(cluster, list(map(Prompt, *golden(5))), FORM)
         num_starts = cluster.starts().total()
         began = time.monotonic()
         async with httpx.AsyncClient(base_url=cluster.url, timeout=240) as client:
-            body = {"prompt": [*prompt, POISON], "max_tokens": 8}
+            body = {"prompt": [*known.token_ids, POISON], "max_tokens": 8}
             answer = await client.post("/v1/completions", json=body)
         print(f"\nafter {time.monotonic() - began:.1f} s: {answer.status_code} {answer.text}")
         assert answer.status_code == 503
@@ -95,8 +104,8 @@ async def test_a_request_that_crashes_its_workers_ends_after_three_and_they_come
         assert "3 workers were lost under this request" in error["message"]
 
         await asyncio.to_thread(wait_for, lambda: crashed(cluster, num_starts), **AGAIN)
-        (again,) = await complete_all(cluster, [prompt], max_tokens=8)
-        assert again.token_ids == greedy[:8]
+        (again,) = await complete_all(cluster, [known.token_ids], max_tokens=8)
+        assert again.token_ids == known.expected[:8]
         assert cluster.starts().total() - num_starts == 3, "nobody else may have crashed"
         await asyncio.to_thread(wait_nothing_held, cluster, 30)
 

@@ -6,7 +6,8 @@ runs once, and requests moved both ways: migrated by a worker that left, and gon
 one that was lost.
 
 The seed is printed and fixes prompts, requests and the order of faults, not the moments.
-CHAOS_SEED and CHAOS_REQUESTS choose others.
+CHAOS_SEED and CHAOS_REQUESTS choose others, CHAOS_MODEL and CHAOS_KV_DTYPE another model and KV
+data type, as in test_chaos.py.
 """
 
 from __future__ import annotations
@@ -29,19 +30,21 @@ from tests.chaos.checks import (
     wrong_outcomes,
 )
 from tests.chaos.faults import Fault, Happened
-from tests.chaos.load import Load, Prompt, computed_prompts, golden_prompts, requests
+from tests.chaos.load import Load, Prompt, answered, computed_prompts, golden_prompts, requests
 from tests.chaos.pool_faults import Crashes, Orders
 from tests.harness.client import migrations
 from tests.harness.cluster import wait_for
 from tests.harness.kept_cluster import KeptCluster
+from tests.harness.kv_form import KvForm
 
 NUM_REQUESTS = int(os.environ.get("CHAOS_REQUESTS", "2000"))
 NUM_CLIENTS = 8
+FORM = KvForm.from_environment()
 SHARE_OF_LONG = 0.35  # of the answers: they outlive most faults that they meet
 LONG_ANSWER = 64
 OPTIONS = (
     *("--num-blocks", "120", "--max-tokens-per-step", "64", "--verify-blocks", "all"),
-    *("--prefill-at", "remote"),
+    *("--prefill-at", "remote", *FORM.options),
 )
 # 17 s is longer than gRPC's pings wait: the worker is lost, and then it is there again.
 CRASHES = (*[Fault("kill")] * 4, *[Fault("stop", 5)] * 2, Fault("stop", 17))
@@ -61,7 +64,9 @@ async def test_nothing_is_lost_while_workers_crash_leave_come_and_change_pools(
     rng = Random(seed)
     folder = tmp_path_factory.mktemp("run")
     print(f"\nseed {seed}, logs in {folder}")
-    with closing(KeptCluster(folder, *OPTIONS, prefill=2, decode=2).start()) as cluster:
+    model = FORM.model(folder)
+    kept = KeptCluster(folder, *OPTIONS, model=model, prefill=2, decode=2)
+    with closing(kept.start()) as cluster:
         prompts = await known_prompts(cluster, rng)
         num_before = router_outcomes(cluster).total()
         routers = cluster.pids("router")
@@ -95,6 +100,7 @@ async def known_prompts(cluster: KeptCluster, rng: Random) -> list[Prompt]:
     """Returns prompts with reference answers, and prompts that this cluster answered before any
     fault."""
     known = golden_prompts(rng, (0, 1, 2, 3, 4, 5, 6) * 4, answer_min=LONG_ANSWER - 16)
+    known = await answered(cluster, known, FORM)
     lengths = (20, 33, 64, 120, 200, 310, 415, 520)
     return known + await computed_prompts(cluster, rng, lengths, answer=LONG_ANSWER)
 

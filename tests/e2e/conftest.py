@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,13 +24,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @contextmanager
 def running_cluster(
-    redis: EmbeddedRedis, folder: Path, *options: str, prefill: int = 1, decode: int = 1
+    redis: EmbeddedRedis,
+    folder: Path,
+    *options: str,
+    model: str = "smollm2",
+    prefill: int = 1,
+    decode: int = 1,
 ) -> Iterator[LocalCluster]:
     """A cluster in invariant numerics; `options` are the workers', later ones win.
 
     Prompts are prefilled by prefill workers, whatever this machine makes of predicted times.
     """
-    cluster = LocalCluster(redis, folder)
+    cluster = LocalCluster(redis, folder, model)
     cluster.options = [*cluster.options, "--prefill-at", "remote", *options]
     try:
         yield cluster.start(prefill=prefill, decode=decode)
@@ -51,9 +57,7 @@ def cluster(
 def start_cluster(redis_server: EmbeddedRedis, tmp_path: Path) -> StartCluster:
     """Starts a cluster of the test's own, on the shared Redis."""
 
-    def start(
-        *options: str, prefill: int = 1, decode: int = 1
-    ) -> AbstractContextManager[LocalCluster]:
-        return running_cluster(redis_server, tmp_path, *options, prefill=prefill, decode=decode)
+    def start(*options: str, **sizes: Any) -> AbstractContextManager[LocalCluster]:
+        return running_cluster(redis_server, tmp_path, *options, **sizes)
 
     return start

@@ -7,6 +7,8 @@ import mmap
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import (
     golden,
@@ -16,8 +18,11 @@ from tests.harness.client import (
     tokens_of,
 )
 from tests.harness.cluster import LocalCluster
+from tests.harness.kv_form import GROUPS_AND_INT8, KvForm
+from tests.parity.models import engine_tokens
 
 REMOTE_ALL = ("--local-prefill-max-tokens", "0")
+CHANGED_EVERY = 512  # bytes of the pool: each block is changed
 
 
 def pool_of(cluster: LocalCluster, worker_id: str) -> mmap.mmap:
@@ -30,18 +35,24 @@ def pool_of(cluster: LocalCluster, worker_id: str) -> mmap.mmap:
     raise AssertionError(f"{worker_id} maps no pool")
 
 
-async def test_a_block_that_changes_at_its_producer_is_caught(start_cluster: StartCluster) -> None:
+@pytest.mark.parametrize("form", [KvForm(), GROUPS_AND_INT8], ids=str)
+async def test_a_block_that_changes_at_its_producer_is_caught(
+    start_cluster: StartCluster, tmp_path: Path, form: KvForm
+) -> None:
     """Changed after its announcement, which comes before the first token, and before its pull."""
     prompts, expected = golden(5)
+    model = form.model(tmp_path)
+    if not form.has_references:
+        expected = engine_tokens(model, prompts, kv_dtype=form.kv_dtype, max_tokens=64)
     options = ("--transport", "grpc", "--verify-blocks", "all", "--transfer-delay", "3")
-    with start_cluster(*options, *REMOTE_ALL) as cluster:
+    with start_cluster(*options, *REMOTE_ALL, *form.options, model=model) as cluster:
         pool = pool_of(cluster, "prefill-0")
         async with open_client(cluster) as client:
             events = stream_completion(client, prompts[0])
             seen = [await anext(events)]
             while not tokens_of(seen):
                 seen.append(await anext(events))
-            for index in range(0, len(pool), 4096):
+            for index in range(0, len(pool), CHANGED_EVERY):
                 pool[index] ^= 0x40
             seen += [event async for event in events]
         assert tokens_of(seen) == expected[0]

@@ -62,7 +62,13 @@ class KeptCluster:
     """`close` ends all of it. Options are every worker's own."""
 
     def __init__(
-        self, run_folder: Path, *options: str, prefill: int = 1, decode: int = 1, module: str = ""
+        self,
+        run_folder: Path,
+        *options: str,
+        model: str = "smollm2",
+        prefill: int = 1,
+        decode: int = 1,
+        module: str = "",
     ) -> None:
         """`run_folder`'s path must be short: Ray's sockets lie below it.
 
@@ -85,7 +91,7 @@ class KeptCluster:
             admin=admin,
         )
         spec = make_spec(
-            wanted, cluster_id=self.cluster_id, run_folder=run_folder, model=resolve("smollm2").path
+            wanted, cluster_id=self.cluster_id, run_folder=run_folder, model=resolve(model).path
         )
         # On a machine that is slow to start workers nobody is told that there are none.
         more = {"router": ("--hold-deadline", str(START_DEADLINE_S))}

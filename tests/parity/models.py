@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tandem.config.engine import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.executor.runner import ModelRunner
 from tandem.models.source import resolve
+from tests.engine_driver import drive_all, make_spec
 from tests.harness.models import HERMES_TEMPLATE
 
 WINDOW = 40
@@ -58,6 +63,24 @@ def make_random_model(folder: Path, family: str = "llama") -> PreTrainedModel:
             shutil.copy(source / name, folder / name)
     (folder / "chat_template.jinja").write_text(HERMES_TEMPLATE)
     return model
+
+
+def engine_tokens(
+    model: str, prompts: Sequence[list[int]], *, kv_dtype: str, max_tokens: int
+) -> list[list[int]]:
+    """Returns the greedy completions of one engine in this process."""
+    config = EngineConfig(
+        model="",
+        device="cpu",
+        numerics="invariant",
+        kv_dtype=kv_dtype,  # type: ignore[arg-type]
+        num_blocks=64,
+    )
+    folder = resolve(model)
+    engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)
+    specs = [make_spec(f"{n}", p, max_tokens=max_tokens) for n, p in enumerate(prompts)]
+    made = drive_all(engine, *specs).token_ids
+    return [made[spec.sequence_id] for spec in specs]
 
 
 def _make(family: str, sizes: dict[str, Any]) -> PreTrainedModel:

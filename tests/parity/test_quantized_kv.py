@@ -13,12 +13,8 @@ import pytest
 import torch
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.engine import EngineConfig, KvDtype
-from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
-from tandem.models.source import resolve
-from tests.engine_driver import drive_all, make_spec
-from tests.parity.models import make_random_model
+from tandem.config.engine import KvDtype
+from tests.parity.models import engine_tokens, make_random_model
 from tests.parity.ways import Answer, Asked, all_disturbed, ask_all_ways, five_ways
 
 _NUM_TOKENS = 80
@@ -43,17 +39,6 @@ def _token_ids(answer: Answer) -> list[list[int]]:
     return [choice["token_ids"] for choice in answer["choices"]]
 
 
-def _expected(model: str, kv_dtype: KvDtype) -> list[list[list[int]]]:
-    config = EngineConfig(
-        model="", device="cpu", numerics="invariant", kv_dtype=kv_dtype, num_blocks=64
-    )
-    folder = resolve(model)
-    engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)
-    specs = [make_spec(f"{len(p)}", p, max_tokens=_NUM_TOKENS) for p in _PROMPTS]
-    made = drive_all(engine, *specs).token_ids
-    return [[made[spec.sequence_id]] * 2 for spec in specs]
-
-
 @pytest.mark.parametrize(
     "kv_dtype",
     [
@@ -65,7 +50,8 @@ def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path, kv_dtype: KvDtyp
     (tmp_path / "model").mkdir()
     model = str(tmp_path / "model")
     make_random_model(tmp_path / "model")
-    expected, asked = _expected(model, kv_dtype), [_asked(prompt) for prompt in _PROMPTS]
+    made = engine_tokens(model, _PROMPTS, kv_dtype=kv_dtype, max_tokens=_NUM_TOKENS)
+    expected, asked = [[tokens] * 2 for tokens in made], [_asked(prompt) for prompt in _PROMPTS]
     with five_ways(redis_server, tmp_path, model, "--kv-dtype", kv_dtype) as ways:
         with all_disturbed(ways):
             for _ in range(2):

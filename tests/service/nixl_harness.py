@@ -22,12 +22,8 @@ from tandem.config.transfer import TransferConfig
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
 from tandem.transfer.nixl.thread import TransferThread
-from tandem_bench.sizes import layout_of
+from tests.service.transfer_pools import PoolBlocks, contents, layout
 
-# 360 KiB a block. TRANSFER_MODEL="SmolLM2-135M int8", or k8v4 or int4, has the same tests move
-# quantized blocks.
-MODEL = os.environ.get("TRANSFER_MODEL", "SmolLM2-135M")
-LAYOUT = layout_of(MODEL, 128)
 DEADLINE_S = 20.0
 _ROOT = Path(__file__).parents[2]
 _Event = TypeVar("_Event", bound=transfer.TransferEvent)
@@ -40,13 +36,7 @@ def transfer_config(**fields: object) -> TransferConfig:
 
 
 def local_pool(memory: NDArray[np.uint8]) -> LocalPool:
-    return LocalPool(memory.ctypes.data, memory.nbytes, 0, "DRAM", LAYOUT)
-
-
-def contents(seed: int) -> NDArray[np.uint8]:
-    """Returns the pool [num_blocks, block_bytes] of a peer with that seed."""
-    data = np.random.default_rng(seed).integers(0, 256, LAYOUT.pool_bytes, dtype=np.uint8)
-    return data.reshape(LAYOUT.num_blocks, -1)
+    return LocalPool(memory.ctypes.data, memory.nbytes, 0, "DRAM", layout())
 
 
 class PoolProcess:
@@ -93,7 +83,7 @@ class Peer(PoolProcess):
     def __init__(self, name: str, seed: int) -> None:
         super().__init__("tests.service.nixl_peer_process", name, seed)
         self.name = name
-        self.contents = contents(seed)
+        self.contents = PoolBlocks(contents(seed), layout().spans)
         line = base64.b64decode(self.line())
         self.metadata, self.pool = msgspec.msgpack.decode(line, type=tuple[bytes, RemotePool])
 
@@ -102,11 +92,11 @@ class Consumer:
     """A transfer thread with a pool, and its events."""
 
     def __init__(self, config: TransferConfig) -> None:
-        self.blocks = np.zeros((LAYOUT.num_blocks, LAYOUT.block_bytes), np.uint8)
+        self.blocks = PoolBlocks(np.zeros(layout().pool_bytes, np.uint8), layout().spans)
         self.events: list[transfer.TransferEvent] = []
         self._changed = Condition()
         self.thread = TransferThread(
-            local_pool(self.blocks), config, f"consumer-{os.getpid()}", self._on_event
+            local_pool(self.blocks.memory), config, f"consumer-{os.getpid()}", self._on_event
         )
         self.thread.start()
 

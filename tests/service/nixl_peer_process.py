@@ -14,7 +14,8 @@ import msgspec
 
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.nixl.thread import TransferThread
-from tests.service.nixl_harness import DEADLINE_S, contents, local_pool, transfer_config
+from tests.service.nixl_harness import DEADLINE_S, local_pool, transfer_config
+from tests.service.transfer_pools import contents
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ import pytest
 from tandem.errors import TandemError
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.nixl.agent import load_nixl
-from tests.service.nixl_harness import LAYOUT, Consumer, Peer, holds, transfer_config
+from tests.service.nixl_harness import Consumer, Peer, holds, transfer_config
+from tests.service.transfer_pools import MODELS, NUM_BLOCKS, VARIABLE
 
 pytestmark = pytest.mark.service
 
@@ -31,6 +32,15 @@ except TandemError as error:
 MakePeer = Callable[[str, int], Peer]
 MakeConsumer = Callable[..., Consumer]
 PATTERN = 7
+
+
+@pytest.fixture(
+    params=[MODELS[0], *(pytest.param(model, marks=pytest.mark.slow) for model in MODELS[1:])],
+    autouse=True,
+)
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model whose blocks all processes of the test move."""
+    monkeypatch.setenv(VARIABLE, request.param)
 
 
 @pytest.fixture(params=["memory", "tcp"])
@@ -112,7 +122,7 @@ def test_shared_memory_reads_a_stopped_producer_before_during_and_after(
     make_peer: MakePeer, make_consumer: MakeConsumer
 ) -> None:
     peer, consumer = make_peer("peer", 1), make_consumer()
-    blocks = list(range(LAYOUT.num_blocks))
+    blocks = list(range(NUM_BLOCKS))
     peer.pause()
     assert consumer.connect(peer) == ""
     consumer.submit("before", peer, blocks, blocks)

@@ -11,30 +11,47 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tandem.errors import LeaseLost, TandemError
 from tandem.transfer.nixl.agent import load_nixl
-from tests.service.nixl_harness import LAYOUT
 from tests.service.transfer_harness import PATTERN, Consumer, Producer, Pulling, producer_block_ids
+from tests.service.transfer_pools import MODELS, NUM_BLOCKS, VARIABLE
 
 pytestmark = pytest.mark.service
 
 MakeSource = Callable[[], Producer]
-WHOLE = LAYOUT.num_blocks
+WHOLE = NUM_BLOCKS
 
 
-@pytest.fixture(scope="module", params=["nixl by memory", "nixl by tcp", "grpc"])
+def ways(*names: str) -> list[Any]:
+    """Each transport with the blocks of each model; one in the long form only."""
+    is_long = ("nixl by tcp", MODELS[-1]) if len(MODELS) > 1 else None
+    return [
+        pytest.param(
+            (name, model),
+            id=f"{name} of {model}",
+            marks=[pytest.mark.slow] if (name, model) == is_long else [],
+        )
+        for name in names
+        for model in MODELS
+    ]
+
+
+@pytest.fixture(scope="module", params=ways("nixl by memory", "nixl by tcp", "grpc"))
 def consumer(request: pytest.FixtureRequest) -> Iterator[Consumer]:
-    transport, _, path = request.param.partition(" by ")
+    way, model = request.param
+    transport, _, path = way.partition(" by ")
     if transport == "nixl":
         try:
             load_nixl()
         except TandemError as error:
             pytest.skip(error.message)
     with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(VARIABLE, model)
         if path == "tcp":
             environment.setenv("UCX_TLS", "tcp")
         consumer = Consumer(transport)
@@ -182,7 +199,7 @@ def test_a_client_that_goes_in_mid_pull_leaves_nothing_behind(
 
 # Not by memory, where UCX may copy all while it starts the read: test_nixl_transfer.py has a late
 # pull there.
-@pytest.mark.parametrize("consumer", ["nixl by tcp", "grpc"], indirect=True)
+@pytest.mark.parametrize("consumer", ways("nixl by tcp", "grpc"), indirect=True)
 def test_a_pull_that_outlives_its_deadline_is_lost(consumer: Consumer, producer: Producer) -> None:
     async def check() -> None:
         late = replace(consumer.config.transfer, pull_deadline_s=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,15 +32,8 @@ from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import Rates
-from tandem_bench.sizes import scattered
-from tests.service.nixl_harness import (
-    DEADLINE_S,
-    LAYOUT,
-    MODEL,
-    PoolProcess,
-    contents,
-    transfer_config,
-)
+from tests.service.nixl_harness import DEADLINE_S, PoolProcess, transfer_config
+from tests.service.transfer_pools import PoolBlocks, contents, layout, scattered_blocks
 
 TOKEN = "token"
 PATTERN = 7
@@ -47,7 +41,7 @@ PATTERN = 7
 
 def producer_block_ids(num_blocks: int) -> list[int]:
     """The blocks that a producer has a prompt of so many blocks in."""
-    return scattered(LAYOUT.num_blocks, seed=1)[:num_blocks]
+    return scattered_blocks(seed=1)[:num_blocks]
 
 
 class Producer(PoolProcess):
@@ -56,12 +50,19 @@ class Producer(PoolProcess):
     def __init__(self, seed: int) -> None:
         super().__init__("tests.service.transfer_source_process", seed)
         self.worker_id = f"producer-{seed}"
-        self.contents = contents(seed)
+        self.contents = PoolBlocks(contents(seed), layout().spans)
         port, offer = msgspec.msgpack.decode(base64.b64decode(self.line()))
         self.address = f"127.0.0.1:{port}"
         self.offer = pb.ConnectResponse.FromString(offer)
 
     def num_leases(self) -> int:
+        """Returns how many stay open: one whose stream the consumer saw end ends here soon."""
+        until = time.monotonic() + DEADLINE_S
+        while (found := self._num_leases_now()) and time.monotonic() < until:
+            time.sleep(0.01)
+        return found
+
+    def _num_leases_now(self) -> int:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -77,9 +78,7 @@ class Consumer:
         self.config = WorkerConfig(
             role="decode",
             cluster=ClusterConfig("c", "redis://", TOKEN),
-            engine=EngineConfig(
-                model=MODEL, num_blocks=LAYOUT.num_blocks, block_size=LAYOUT.block_size
-            ),
+            engine=EngineConfig(model="", block_size=layout().block_size),
             transfer=transfer_config(),
             worker_id="reader",
         )
@@ -94,8 +93,8 @@ class Consumer:
         ready = await self.link.start()
         assert ready.pool_is_shared
         pool: Any = self.link.pool
-        self.blocks = np.frombuffer(pool._memory, np.uint8).reshape(LAYOUT.num_blocks, -1)
-        self._rates = Rates(self.config, WorkerRates(block_bytes=LAYOUT.block_bytes))
+        self.blocks = PoolBlocks(np.frombuffer(pool._memory, np.uint8), layout().spans)
+        self._rates = Rates(self.config, WorkerRates(block_bytes=layout().block_bytes))
         self._peers: dict[str, Peer] = {}
 
     def close(self) -> None:
@@ -152,7 +151,7 @@ class Consumer:
     ) -> Pulling:
         """Reserves blocks and opens a lease for them. `fate`: see transfer_source_process.py."""
         peer = await self.peer(producer)
-        tokens = [1] * (num_blocks * LAYOUT.block_size)
+        tokens = [1] * (num_blocks * layout().block_size)
         sequence_id = f"sequence-{next(self._names)}"
         spec = SequenceSpec(
             sequence_id,
@@ -165,7 +164,7 @@ class Consumer:
         future = self._reserved[sequence_id] = asyncio.get_running_loop().create_future()
         self.link.send(Add(spec))
         table = await asyncio.wait_for(future, DEADLINE_S)
-        puller = Puller(transfer or self.config.transfer, self.link, spans=LAYOUT.spans)
+        puller = Puller(transfer or self.config.transfer, self.link, spans=layout().spans)
         lease = ConsumerLease(peer, puller=puller, rates=self._rates, config=self.config)
         running = lease.run(
             spec,

@@ -1,36 +1,49 @@
 """The engine process of a consumer under test: the bench's stand-in, with blocks in quarantine.
 
-Real are the process, its ledger and its transfer thread. A sequence gets the first blocks that
-nobody holds and that no read may still write.
+Real are the process, its ledger and its transfer thread. A sequence gets, at each place, the first
+block of the place's group that nobody holds and that no read may still write.
 """
 
 from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
+import torch
+
+from tandem.engine.cache.pool_memory import size_shared
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import EngineLoad, Reserved, SequenceSpec
 from tandem.errors import QueueFull
 from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import main
-from tandem_bench.engine_stand_in import StandInEngine, StandInProcess
+from tandem_bench.engine_stand_in import PoolOnly, StandInEngine, StandInProcess
+from tests.service.transfer_pools import layout, scattered_blocks
 
 
 class PoolEngine(StandInEngine):
-    def __init__(self, stand_in: StandInEngine) -> None:
-        super().__init__(stand_in.layout, stand_in._order)
+    def __init__(self) -> None:
+        super().__init__(layout(), scattered_blocks(seed=2))
         self._quarantine: set[int] = set()
 
     def add(self, spec: SequenceSpec) -> None:
         taken = {block for table in self._tables.values() for block in table} | self._quarantine
         num_blocks = len(spec.token_ids) // self.layout.block_size
-        table = [block for block in self._order if block not in taken][:num_blocks]
-        if len(table) < num_blocks:
+        free: list[list[int]] = [[] for _ in self.layout.groups]
+        for block in reversed(self._order):
+            if block not in taken:
+                free[self._group(block)].append(block)
+        groups = list(map(self._group, self._order[:num_blocks]))
+        if any(groups.count(group) > len(blocks) for group, blocks in enumerate(free)):
             raise QueueFull(f"there are not {num_blocks} blocks")
+        table = [free[group].pop() for group in groups]
         self._tables[spec.sequence_id] = table
         self._report.reserved = [*self._report.reserved, Reserved(spec.sequence_id, 0, table)]
         self._has_work = True
+
+    def _group(self, block_id: int) -> int:
+        return self.layout.locate(block_id)[0]
 
     def remove(self, sequence_id: str, unsafe_blocks: list[int]) -> None:
         self._tables.pop(sequence_id, None)
@@ -54,8 +67,11 @@ class ConsumerProcess(StandInProcess):
     def _load(
         self, settings: EngineSettings, load_ms: dict[str, float]
     ) -> tuple[ModelRunner, Engine, str]:
-        runner, stand_in, fingerprint = super()._load(settings, load_ms)
-        return runner, cast(Engine, PoolEngine(cast(StandInEngine, stand_in))), fingerprint
+        torch.set_num_threads(settings.engine.num_threads)
+        assert settings.pool_fd is not None, "the test must see the pool"
+        pages = size_shared(settings.pool_fd, layout().pool_bytes)
+        kv = torch.from_numpy(np.frombuffer(pages, np.uint8))
+        return cast(ModelRunner, PoolOnly(kv)), cast(Engine, PoolEngine()), "stand-in"
 
 
 if __name__ == "__main__":

@@ -33,16 +33,17 @@ from tandem.transfer.nixl.messages import ProducerReady, TransferEvent
 from tandem.transfer.nixl.thread import TransferThread
 from tandem.worker.engine_process.pool_view import MappedPool
 from tandem.worker.prefill.leases import Lease, Leases
-from tests.service.nixl_harness import DEADLINE_S, LAYOUT, contents, local_pool, transfer_config
+from tests.service.nixl_harness import DEADLINE_S, local_pool, transfer_config
 from tests.service.transfer_harness import TOKEN, producer_block_ids
+from tests.service.transfer_pools import contents, layout
 
 
 class Producer(WorkerServicer):
     def __init__(self, memory: Any) -> None:
-        self.leases = Leases(TransferConfig(), num_blocks=LAYOUT.num_blocks)
-        owner: Any = SimpleNamespace(pool=MappedPool(memory.reshape(-1), LAYOUT.spans))
+        self.leases = Leases(TransferConfig(), num_blocks=layout().num_blocks)
+        owner: Any = SimpleNamespace(pool=MappedPool(memory, layout().spans))
         self._blocks = BlockServer(
-            owner, self.leases.lent, lambda num_bytes: None, block_bytes=LAYOUT.block_bytes
+            owner, self.leases.lent, lambda num_bytes: None, block_bytes=layout().block_bytes
         )
 
     async def Prefill(  # noqa: N802
@@ -65,7 +66,7 @@ class Producer(WorkerServicer):
     async def _events(
         self, start: pb.StartPrefill, lease: Lease, commands: AsyncIterator[pb.PrefillCommand]
     ) -> AsyncIterator[pb.PrefillEvent]:
-        num_blocks = len(start.input.token_ids) // LAYOUT.block_size
+        num_blocks = len(start.input.token_ids) // layout().block_size
         first = start.first_missing_block
         half = (first + num_blocks) // 2
         yield pb.PrefillEvent(accepted=pb.Accepted(epoch="e"))
