@@ -572,7 +572,7 @@ namespace tandem::TANDEM_ISA {
 inline bool is_dot([[maybe_unused]] const Model& model, [[maybe_unused]] const Step& step) {
 #ifdef TANDEM_PAIRS
     const bool is_integers = step.kv_kind == I8 || step.kv_kind == I8_I4 || step.kv_kind == I4;
-    return step.kv_kind == BF16 || (is_integers && model.embedding_kind == BF16);
+    return step.kv_kind == BF16 || (is_integers && model.computed_kind == BF16);
 #else
     return false;
 #endif

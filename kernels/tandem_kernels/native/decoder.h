@@ -119,7 +119,7 @@ struct Model {
     const void* embedding;
     Matrix output;
     int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, inner, vocab;
-    int32_t embedding_kind;
+    int32_t embedding_kind, computed_kind;  // the last of norms and biases: F32 or BF16
     float norm_eps;
     int32_t num_threads;
     int32_t norms_all_heads;  // of q and of k as one, not each head

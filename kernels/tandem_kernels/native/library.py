@@ -122,6 +122,7 @@ class Model(Structure):
                 "inner",
                 "vocab",
                 "embedding_kind",
+                "computed_kind",
             )
         ),
         ("norm_eps", c_float),

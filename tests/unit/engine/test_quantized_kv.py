@@ -221,3 +221,22 @@ def test_triton_refuses_it(kv_dtype: KvDtype, tmp_path: Path) -> None:
     config = EngineConfig(model="", device="cpu", kernels="triton", kv_dtype=kv_dtype)
     with pytest.raises(ConfigError, match=f"only the native and torch kernels read {kv_dtype} KV"):
         ModelRunner(folder, config)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_a_tied_embedding_changes_no_arithmetic(instructions: str, kv_dtype: KvDtype) -> None:
+    """A bf16 model whose embedding is read from its output matrix multiplies KV as bf16, too."""
+    shape = replace(native_shapes.BASE, weights=torch.bfloat16, kv=kv_dtype)
+    weights = native_shapes.random_weights(shape)
+    logits = []
+    for embedding in (weights.output, weights.output.clone()):
+        decoder = NativeDecoder(
+            native_shapes.config_of(shape),
+            replace(weights, embedding=embedding),
+            num_threads=1,
+            instructions=instructions,
+        )
+        pools = native_shapes.pools(shape)
+        logits.append([decoder.forward(b, pools).clone() for b in native_shapes.batches(shape)])
+    assert all(map(torch.equal, *logits))

@@ -25,7 +25,7 @@ from tandem.engine.executor.native_latent import pack_latent
 from tandem.engine.executor.native_lora import NativeAdapters, PackedLora, by_adapter
 from tandem.engine.executor.native_pools import KV_KINDS, kv_groups_of
 from tandem.engine.executor.native_results import Results
-from tandem.engine.executor.packing import Packer
+from tandem.engine.executor.packing import KINDS, Packer
 from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, ModelWeights
 from tandem.engine.executor.weights import Mlp as MlpWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -100,6 +100,7 @@ class NativeDecoder:
             layers=layers,
             final_norm=self._packer.floats(weights.final_norm),
             **self._packer.embedding(weights, output),
+            computed_kind=KINDS[weights.embedding.dtype],
             output=output,
             num_layers=config.num_layers,
             hidden=config.hidden_size,
