@@ -39,6 +39,17 @@ _OF_OLMO2 = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _OF_GEMMA = _OF_OLMO2 | {"pre_feedforward_layernorm": "ffn_norm"}
+_OF_FAMILIES = {
+    "olmo2": _OF_OLMO2,
+    "gemma2": _OF_GEMMA,
+    "gemma3_text": _OF_GEMMA,
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "gpt_oss": {
+        "post_attention_layernorm": "post_attention_norm",
+        "mlp.router": "ffn_gate_inp",
+        "self_attn.sinks": "attn_sinks",
+    },
+}
 
 
 @pytest.fixture
@@ -57,10 +68,7 @@ def tiny_gguf():
 def gguf_name(hf_name: str, model_type: str = "llama") -> str:
     module, kind = hf_name.rsplit(".", 1)
     if module.startswith("model.layers."):
-        if model_type.startswith("gemma"):
-            parts = _PARTS | _OF_GEMMA
-        else:
-            parts = _PARTS | (_OF_OLMO2 if model_type == "olmo2" else {})
+        parts = _PARTS | _OF_FAMILIES.get(model_type, {})
         _, _, layer, part = module.split(".", 3)
         return f"blk.{layer}.{parts[part]}.{kind}"
     return f"{_PARTS[module]}.{kind}"
@@ -76,6 +84,9 @@ def gguf_tensors(model) -> dict[str, np.ndarray]:
         array = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         part = name.split(".")[-2]
+        if config.model_type == "gpt_oss" and ".experts." in name:
+            tensors |= experts_of_gpt_oss(name, array)
+            continue
         if name.endswith("experts.gate_up_proj"):
             stem = name.removesuffix("gate_up_proj")
             for half, rows in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
@@ -83,13 +94,26 @@ def gguf_tensors(model) -> dict[str, np.ndarray]:
             continue
         if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
-        if name.endswith("experts.down_proj"):
+        if name.endswith(("experts.down_proj", "self_attn.sinks")):
             name += ".weight"
         if config.model_type in _PERMUTED and part in heads:
             rows = array.reshape(heads[part], 2, -1, *array.shape[1:])
             array = rows.swapaxes(1, 2).reshape(array.shape)
         tensors[gguf_name(name, config.model_type)] = np.ascontiguousarray(array)
     return tensors
+
+
+def experts_of_gpt_oss(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """Gates and ups, which take turns, or downs; matrices [experts, in, out] are turned."""
+    kind = "bias" if name.endswith("_bias") else "weight"
+    stem, _, part = name.removesuffix("_bias").rpartition(".")
+    array = array if kind == "bias" else array.swapaxes(1, 2)
+    halves = {"gate_proj": array[:, ::2], "up_proj": array[:, 1::2]}
+    found = halves if part == "gate_up_proj" else {part: array}
+    return {
+        gguf_name(f"{stem}.{part}.{kind}"): np.ascontiguousarray(each)
+        for part, each in found.items()
+    }
 
 
 def write_gguf(
@@ -101,9 +125,10 @@ def write_gguf(
     tokenizer: str = "gpt2",
     keys: dict[str, object] | None = None,
     types: dict[str, gguf.GGMLQuantizationType | None] | None = None,
+    tokens: dict[int, str] | None = None,
 ) -> Path:
     """2 layers, hidden 64, 4 heads, 2 KV heads; `keys` are more metadata under the architecture,
-    `types` those of tensors that are quantized."""
+    `types` those of tensors that are quantized, `tokens` other texts of some."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(512)
     writer.add_embedding_length(64)
@@ -118,7 +143,7 @@ def write_gguf(
         adds.get(type(value), writer.add_array)(f"{architecture}.{key}", value)
     writer.add_tokenizer_model(tokenizer)
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(TOKENS)
+    writer.add_token_list([(tokens or {}).get(i, text) for i, text in enumerate(TOKENS)])
     writer.add_token_merges(MERGES)
     writer.add_token_types([NORMAL] * (len(TOKENS) - 4) + [CONTROL, CONTROL, USER_DEFINED, UNUSED])
     writer.add_bos_token_id(BOS)

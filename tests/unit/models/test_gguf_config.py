@@ -86,6 +86,35 @@ def test_a_window(tmp_path, tiny_gguf, architecture, name):
     assert config.sliding_window is None
 
 
+def test_tables_of_longrope_are_those_of_phi3(tmp_path, tiny_gguf):
+    short, long = np.arange(1, 7, dtype=np.float32), np.arange(2, 8, dtype=np.float32)
+    both = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+    keys = {"rope.dimension_count": 12, "rope.scaling.original_context_length": 128}
+    config = convert(tmp_path, tiny_gguf, NORM | both, architecture="phi3", keys=keys)
+    rope = config.layers[0].rope
+    assert rope.scaling is not None
+    assert (rope.rotary_share, rope.scaling.original_max_position_embeddings) == (0.75, 128)
+    assert rope.scaling.short_factors == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+    assert rope.scaling.long_factors == (2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+    for architecture, tables in (
+        ("llama", both),
+        ("phi3", {"rope_factors_long.weight": long}),
+    ):
+        with pytest.raises(UnsupportedModel, match="supported for phi3, and both tables"):
+            convert(tmp_path, tiny_gguf, NORM | tables, architecture=architecture)
+
+
+def test_tokens_that_end_an_answer_are_found_by_their_text(tmp_path, tiny_gguf):
+    config = convert(tmp_path, tiny_gguf, architecture="phi3")
+    assert config.eos_token_ids == (tiny_gguf.eos,)
+    file = tiny_gguf.write(
+        tmp_path / "ends.gguf", NORM, architecture="phi3", tokens={tiny_gguf.think: "<|end|>"}
+    )
+    folder = converted_folder(file, cache_dir=tmp_path)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [tiny_gguf.eos, tiny_gguf.think]
+
+
 def test_another_table_is_refused(tmp_path, tiny_gguf):
     table = {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
     with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight is not one of Llama 3"):
@@ -95,7 +124,7 @@ def test_another_table_is_refused(tmp_path, tiny_gguf):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"architecture": "phi3"}, "architecture phi3 .* llama, qwen2, qwen3"),
+        ({"architecture": "bert"}, "architecture bert .* llama, qwen2, qwen3"),
         (
             {"architecture": "qwen2", "keys": {"expert_count": 8}},
             "a mixture of 8 experts is not supported for qwen2; it is for llama and qwen3moe",

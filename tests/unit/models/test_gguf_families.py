@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -28,6 +30,32 @@ _OF_GEMMA = {
     "attention.key_length": 16,
     "attention.value_length": 16,
     "attention.sliding_window": 8,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.1],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0],
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "truncate": False,
+}
+_FILE_YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 128,
+}
+# Tables that a file has beside the tensors of transformers.
+_TABLES = {
+    "phi3-longrope": {
+        f"rope_factors_{kind}.weight": np.array(_LONGROPE[f"{kind}_factor"], np.float32)
+        for kind in ("short", "long")
+    }
 }
 # Of a file: its architecture, transformers' name, what the config and the file have beyond sizes.
 _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -71,15 +99,48 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "logit_scale": 2.5,
         },
     ),
+    "phi3": ("phi3", {"sliding_window": 8, **_NO_PAD}, {"attention.sliding_window": 8}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 16,
+            "rope_parameters": _LONGROPE,
+            "sliding_window": None,
+            **_NO_PAD,
+        },
+        {
+            "rope.dimension_count": 12,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(512 / 16) / math.log(16)),
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        _EXPERTS
+        | {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": _YARN,
+            "pad_token_id": None,
+        },
+        _FILE_YARN
+        | {
+            "expert_count": 5,
+            "expert_used_count": 2,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "attention.sliding_window": 8,
+        },
+    ),
 }
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize("architecture", _FAMILIES)
+@pytest.mark.parametrize("name", _FAMILIES)
 def test_logits_are_those_of_the_origin(
-    architecture: str, kernels: Any, tmp_path: Path, tiny_gguf: Any
+    name: str, kernels: Any, tmp_path: Path, tiny_gguf: Any
 ) -> None:
-    model_type, options, keys = _FAMILIES[architecture]
+    model_type, options, keys = _FAMILIES[name]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
         model_type,
@@ -100,13 +161,16 @@ def test_logits_are_those_of_the_origin(
     origin = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in origin.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    file = tiny_gguf.write(
-        tmp_path / "tiny.gguf", tiny_gguf.tensors_of(origin), architecture=architecture, keys=keys
-    )
+    tensors = tiny_gguf.tensors_of(origin) | _TABLES.get(name, {})
+    architecture = name.removesuffix("-longrope")
+    file = tiny_gguf.write(tmp_path / "tiny.gguf", tensors, architecture=architecture, keys=keys)
     folder = read_folder(converted_folder(file, cache_dir=tmp_path))
     settings = EngineConfig(model="", dtype="float32", device="cpu", kernels=kernels)
     prompt = torch.arange(20).tolist()
-    with torch.no_grad():
-        expected = origin(torch.tensor([prompt])).logits[0, -1]
-    found = logits_after(ModelRunner(folder, settings), prompt)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    runner = ModelRunner(folder, settings)
+    for _ in range(3):
+        with torch.no_grad():
+            expected = origin(torch.tensor([prompt])).logits[0, -1]
+        found = logits_after(runner, prompt)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        prompt.append(int(found.argmax()))

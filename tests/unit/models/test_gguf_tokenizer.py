@@ -42,6 +42,7 @@ def test_smollm_cuts_digits_first(convert):
     ("pre", "pieces"),
     [
         ("llama-bpe", ["I", "'LL", " pay", " ", "123", "45", ".Go"]),
+        ("gpt-4o", ["I'LL", " pay", " ", "123", "45", ".Go"]),
         ("qwen2", ["I", "'LL", " pay", " ", "1", "2", "3", "4", "5", ".Go"]),
         ("gpt-2", ["I", "'", "LL", " pay", " 12345", ".", "Go"]),
         ("smollm", ["I", "'", "LL", " pay", " ", "1", "2", "3", "4", "5", ".", "Go"]),
@@ -52,6 +53,13 @@ def test_each_rule_cuts_in_its_own_way(convert, pre, pieces):
     text = "I'LL pay 12345.Go"
     found = cuts(convert(pre).pre_tokenizer, text)
     assert [text[start:end] for start, end in found] == pieces
+
+
+def test_gpt_4o_cuts_where_capitals_begin(convert):
+    text = "getURLparts/\n naïveCafé"
+    found = cuts(convert("gpt-4o").pre_tokenizer, text)
+    pieces = [text[start:end] for start, end in found]
+    assert pieces == ["get", "URLparts", "/\n", " naïve", "Café"]
 
 
 def test_merges_and_added_tokens(convert, tiny_gguf):

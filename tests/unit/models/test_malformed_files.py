@@ -21,7 +21,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem.engine.executor.weights import load_weights
+from tandem.engine.executor.load_weights import load_weights
 from tandem.errors import ConfigError
 from tandem.models.gguf.export import export
 from tandem.models.source import resolve

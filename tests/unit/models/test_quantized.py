@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.executor.weights import ExpertWeights, Mlp, load_weights
+from tandem.engine.executor.load_weights import load_weights
+from tandem.engine.executor.weights import ExpertWeights, Mlp
 from tandem.errors import UnsupportedModel
 from tandem.models.quantized.scheme import Scheme, has_kv_scales, read_scheme
 from tandem.models.quantized.tensors import Coded

@@ -17,6 +17,7 @@ gpt-oss   mlp.router.{weight,bias}                      [experts, hidden], [expe
           mlp.experts.gate_up_proj_bias                 [experts, 2 inner]
           mlp.experts.down_proj                         [experts, inner, hidden]
           mlp.experts.down_proj_bias                    [experts, hidden]
+          of GGUF files as above, with mlp.experts.{gate,up,down}_proj.bias
 MXFP4     P_blocks for each projection P of gpt-oss     [experts, out, in / 32, 16] bytes
           P_scales                                      [experts, out, in / 32] bytes
 """
@@ -45,6 +46,11 @@ _PARTS: dict[ExpertForm, tuple[str, str, str]] = {
     "qwen": ("gate_proj", "up_proj", "down_proj"),
     "deepseek": ("gate_proj", "up_proj", "down_proj"),
 }
+
+
+def bias_of(weight: str) -> str:
+    """Names the bias beside a weight of a GGUF file."""
+    return f"{weight.removesuffix('weight')}bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class ExpertNames:
             shapes[self.correction] = (experts.num,)
         if self.form == "gpt_oss":
             shapes[f"{self.router}.bias"] = (experts.num,)
+        if self.form == "gpt_oss" and not self.is_gguf:
             gate_up, down = self.stacked
             shapes |= self._shapes_of_gpt_oss(gate_up, experts.num, 2 * experts.inner, hidden)
             return shapes | self._shapes_of_gpt_oss(down, experts.num, hidden, experts.inner)
@@ -100,6 +107,8 @@ class ExpertNames:
             gate, up, down = self.stacked
             shapes[gate] = shapes[up] = (experts.num, experts.inner, hidden)
             shapes[down] = (experts.num, hidden, experts.inner)
+            if experts.has_biases:
+                shapes |= {bias_of(name): shapes[name][:2] for name in self.stacked}
             return shapes
         if self.is_stacked:
             gate_up, down = self.stacked

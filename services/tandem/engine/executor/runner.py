@@ -25,11 +25,11 @@ from tandem.engine.cache.kv_groups import (
 from tandem.engine.cache.pool_memory import own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.kv_scales import fixed_scales
+from tandem.engine.executor.load_weights import load_weights
 from tandem.engine.executor.lora_weights import LoraWeights, load_lora
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.native_lora import PackedLora
 from tandem.engine.executor.torch_steps import TorchSteps
-from tandem.engine.executor.weights import load_weights
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
 from tandem.memory import Memory, keeps_quantized, read_memory, why_too_much, worker_need

@@ -3,11 +3,16 @@
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-from typing import Any
+from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from tandem.errors import UnsupportedModel
+from tandem.models.gguf.rope import rope_scaling
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _MISSING = object()
 _SPECIAL = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -24,11 +29,18 @@ ARCHITECTURES = {
     "granite": ("GraniteForCausalLM", "granite"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
 _GEMMAS = ("gemma2", "gemma3")
 # Of these numbers of layers, the largest Gemma 2 and 3, scores are scaled by the hidden size.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-_WITH_EXPERTS = ("llama", "qwen3moe")  # llama: Mixtral
+_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss")  # llama: Mixtral
+# Texts of tokens that end an answer, beside those that a file names.
+_ENDS = {
+    "phi3": ("<|end|>", "<|im_end|>", "<|endoftext|>"),
+    "gpt-oss": ("<|return|>", "<|call|>", "<|endoftext|>"),
+}
 _GRANITE = {
     "embedding_multiplier": "embedding_scale",
     "attention_multiplier": "attention.scale",
@@ -75,9 +87,12 @@ class GgufMetadata:
 
 
 def hf_config(
-    metadata: GgufMetadata, *, tensor_names: frozenset[str], rope_freqs: np.ndarray | None
+    metadata: GgufMetadata,
+    *,
+    tensor_names: frozenset[str],
+    rope_tables: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
-    """Returns a config.json's contents. `rope_freqs` is the tensor of that name, [head_dim / 2].
+    """Returns a config.json's contents. `rope_tables` are the tensors of names.ROPE_TABLES.
 
     Raises UnsupportedModel naming what a Hugging Face folder could not say or we could not run.
     """
@@ -102,13 +117,15 @@ def hf_config(
         "max_position_embeddings": context_length,
         "rms_norm_eps": float(metadata.of_model("attention.layer_norm_rms_epsilon")),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(metadata, theta=theta, rope_freqs=rope_freqs),
+        "rope_scaling": rope_scaling(metadata, theta=theta, tables=rope_tables),
         "tie_word_embeddings": "output.weight" not in tensor_names,
         "attention_bias": metadata.architecture != "qwen2" and "blk.0.attn_q.bias" in tensor_names,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensor_names,
         "torch_dtype": "float32",
     }
     more = _experts(metadata) | _granite(metadata) | _window(metadata)
+    if metadata.architecture == "phi3":
+        more |= _phi3(metadata, head_dim=head_dim)
     if metadata.architecture in _GEMMAS:
         more = _gemma(metadata, head_dim=head_dim, wide=hidden_size // num_heads)
     return config | more | metadata.special_ids(**_SPECIAL)
@@ -116,11 +133,18 @@ def hf_config(
 
 def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
     """Returns every id that ends a sequence: end of text, of turn and of message, if named."""
-    eos = list(dict.fromkeys(metadata.special_ids(eos="eos", eot="eot", eom="eom").values()))
+    named = [*metadata.special_ids(eos="eos", eot="eot", eom="eom").values(), *_ends(metadata)]
+    eos = list(dict.fromkeys(named))
     ids: dict[str, Any] = metadata.special_ids(**_SPECIAL)
     if eos:
         ids["eos_token_id"] = eos if len(eos) > 1 else eos[0]
     return ids
+
+
+def _ends(metadata: GgufMetadata) -> list[int]:
+    texts = _ENDS.get(metadata.architecture, ())
+    tokens = metadata.get("tokenizer.ggml.tokens", []) if texts else []
+    return [token_id for token_id, token in enumerate(tokens) if token in texts]
 
 
 def _check_supported(metadata: GgufMetadata, *, head_dim: int) -> None:
@@ -132,7 +156,8 @@ def _check_supported(metadata: GgufMetadata, *, head_dim: int) -> None:
         )
     for key in ("attention.value_length", "rope.dimension_count"):
         size = int(metadata.of_model(key, head_dim))
-        if size != head_dim:
+        is_partial = metadata.architecture == "phi3" and key == "rope.dimension_count"
+        if size != head_dim and not is_partial:
             raise UnsupportedModel(
                 f"{key} {size} is not supported; it must equal the head size {head_dim}"
             )
@@ -148,8 +173,25 @@ def _experts(metadata: GgufMetadata) -> dict[str, Any]:
     }
     if metadata.architecture == "llama":
         return experts | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    if metadata.architecture == "gpt-oss":
+        stated = metadata.of_model("feed_forward_length")
+        inner = metadata.of_model("expert_feed_forward_length", stated)
+        return experts | {"intermediate_size": int(inner)}
     inner = int(metadata.of_model("expert_feed_forward_length"))
     return experts | {"moe_intermediate_size": inner, "norm_topk_prob": True}
+
+
+def _phi3(metadata: GgufMetadata, *, head_dim: int) -> dict[str, Any]:
+    rotated = int(metadata.of_model("rope.dimension_count", head_dim))
+    window = int(metadata.of_model("attention.sliding_window", 0) or 0)
+    config: dict[str, Any] = {
+        "partial_rotary_factor": rotated / head_dim,
+        "sliding_window": window or None,
+    }
+    original = metadata.of_model("rope.scaling.original_context_length", None)
+    if original is not None:
+        config["original_max_position_embeddings"] = int(original)
+    return config
 
 
 def _granite(metadata: GgufMetadata) -> dict[str, Any]:
@@ -188,8 +230,10 @@ def _window(metadata: GgufMetadata) -> dict[str, Any]:
     Raises UnsupportedModel if only some have it.
     """
     window = int(metadata.of_model("attention.sliding_window", 0) or 0)
-    if not window or metadata.architecture in _GEMMAS:
+    if not window or metadata.architecture in (*_GEMMAS, "phi3"):
         return {}
+    if metadata.architecture == "gpt-oss":  # every second layer has it, the first one too
+        return {"sliding_window": window}
     if int(metadata.of_model("attention.sliding_window_pattern", 1)) != 1:
         raise UnsupportedModel(
             "attention.sliding_window_pattern gives a sliding window to some layers and full "
@@ -206,47 +250,3 @@ def _window(metadata: GgufMetadata) -> dict[str, Any]:
             "sliding_window": window,
         }
     return {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
-
-
-def _rope_scaling(
-    metadata: GgufMetadata, *, theta: float, rope_freqs: np.ndarray | None
-) -> dict[str, Any] | None:
-    kind = metadata.of_model("rope.scaling.type", "none")
-    if rope_freqs is not None:
-        return _llama3_scaling(rope_freqs, theta=theta)
-    if kind == "none":
-        return None
-    scaling = {"rope_type": kind, "factor": float(metadata.of_model("rope.scaling.factor"))}
-    original = metadata.of_model("rope.scaling.original_context_length", None)
-    if original is not None:
-        scaling["original_max_position_embeddings"] = int(original)
-    return scaling
-
-
-def _llama3_scaling(rope_freqs: np.ndarray, *, theta: float) -> dict[str, Any]:
-    """Returns the parameters behind GGUF's table of divisors, which holds none of its own.
-
-    Llama 3.1, 3.2 and 3.3 share all but the factor, which is the table's largest entry; the table
-    they give is compared, so that another scaling is refused and never guessed.
-    """
-    factor, low, high, original = float(rope_freqs.max()), 1.0, 4.0, 8192
-    half = rope_freqs.size
-    wavelengths = 2 * np.pi * theta ** (np.arange(half, dtype=np.float64) / half)
-    smooth = (original / wavelengths - low) / (high - low)
-    expected = np.where(
-        wavelengths < original / high,
-        1.0,
-        np.where(wavelengths > original / low, factor, 1 / ((1 - smooth) / factor + smooth)),
-    )
-    if not np.allclose(expected, rope_freqs, rtol=1e-4):
-        raise UnsupportedModel(
-            "the table rope_freqs.weight is not one of Llama 3's scalings; "
-            "supported are linear, llama3 and yarn"
-        )
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }

@@ -30,7 +30,7 @@ CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
 CONVERSION_FILE = "tandem_conversion.json"  # in the converted folder: what it was made from
 
 # Part of the cache's key: raise it whenever a conversion would write anything else than before.
-_VERSION = 2
+_VERSION = 3
 _KEY_BYTES = 1 << 20
 _QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|T?Q\d\w*|MXFP4\w*|BF16|F16|F32|FP16|FP32)$", re.I)
 
@@ -121,33 +121,34 @@ def _read(gguf_file: Path) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     config = hf_config(
         metadata,
         tensor_names=frozenset(tensor.name for tensor in layout),
-        rope_freqs=_rope_freqs(gguf_file, layout),
+        rope_tables=_rope_tables(gguf_file, layout),
     )
     return layout, metadata, config, generation_config(metadata)
 
 
-def _rope_freqs(gguf_file: Path, layout: list[StoredTensor]) -> np.ndarray | None:
-    """Returns the [head_dim / 2] divisors of the rotary frequencies, or None if there are none."""
+def _rope_tables(gguf_file: Path, layout: list[StoredTensor]) -> dict[str, np.ndarray]:
+    """Returns the divisors of the rotary frequencies, each [rotated numbers / 2], by name."""
     import gguf
     import numpy as np
 
-    from tandem.models.gguf.names import ROPE_FREQS
+    from tandem.models.gguf.names import ROPE_TABLES
 
+    tables = {}
     for each in layout:
-        if each.name == ROPE_FREQS:
+        if each.name in ROPE_TABLES:
             data = np.fromfile(gguf_file, np.uint8, each.end - each.begin, offset=each.begin)
-            return np.asarray(gguf.dequantize(data, each.type), np.float32)
-    return None
+            tables[each.name] = np.asarray(gguf.dequantize(data, each.type), np.float32)
+    return tables
 
 
 def _convert(gguf_file: Path, folder: Path) -> None:
-    from tandem.models.gguf.names import ROPE_FREQS, hf_name
+    from tandem.models.gguf.names import ROPE_TABLES, hf_name
     from tandem.models.gguf.tokenizer import write_tokenizer
 
     with naming(gguf_file):
         layout, metadata, config, generation = _read(gguf_file)
         ModelConfig.from_hf(config, generation)  # what it refuses is not converted
-        tensors = [tensor for tensor in layout if tensor.name != ROPE_FREQS]
+        tensors = [tensor for tensor in layout if tensor.name not in ROPE_TABLES]
         for tensor in tensors:
             hf_name(tensor.name, config["architectures"][0])  # raises for one that has no place
         _write_json(folder / "config.json", config)

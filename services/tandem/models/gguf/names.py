@@ -5,7 +5,10 @@ import re
 from tandem.errors import UnsupportedModel
 from tandem.models.config import ModelConfig
 
-ROPE_FREQS = "rope_freqs.weight"  # becomes a part of the config
+# These become a part of the config.
+ROPE_FREQS = "rope_freqs.weight"
+ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TABLES = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 
 _OUTER = {
     "token_embd": "model.embed_tokens",
@@ -32,7 +35,13 @@ _INNER = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
-_OF_GEMMA = {"ffn_norm": "pre_feedforward_layernorm"}
+_SINKS = "self_attn.sinks"  # which are no module's weight to transformers
+# What architectures that begin so name otherwise.
+_OF_FAMILIES = {
+    "Gemma": {"ffn_norm": "pre_feedforward_layernorm"},
+    "Phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "GptOss": {"attn_sinks": _SINKS, "ffn_gate_inp": "mlp.router"},
+}
 _PERMUTED = tuple(
     f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Mixtral", "SmolLM3", "Granite")
 )
@@ -42,16 +51,17 @@ def hf_name(name: str, architecture: str = "") -> str:
     """Renames `blk.0.attn_q.weight` to `model.layers.0.self_attn.q_proj.weight`."""
     match = _NAME.fullmatch(name)
     parts = _OUTER if match and match["layer"] is None else _INNER
+    for family, of_family in _OF_FAMILIES.items():
+        if parts is _INNER and architecture.startswith(family):
+            parts = parts | of_family
     if match is None or match["part"] not in parts:
         raise UnsupportedModel(
             f"the tensor {name} is not supported; those of Llama, Qwen and OLMo 2 are"
         )
     module = parts[match["part"]]
-    if _is_gemma(architecture):
-        module = _OF_GEMMA.get(match["part"], module)
     if match["layer"] is not None:
         module = f"model.layers.{match['layer']}.{module}"
-    return f"{module}.{match['kind']}"
+    return module if module.endswith(_SINKS) else f"{module}.{match['kind']}"
 
 
 def stored_offset(name: str, architecture: str) -> float:

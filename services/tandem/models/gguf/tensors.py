@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -13,7 +13,7 @@ import torch
 from tandem.errors import UnsupportedModel
 from tandem.models.config import ModelConfig
 from tandem.models.gguf.layout import StoredTensor, read_layout
-from tandem.models.gguf.names import ROPE_FREQS, hf_name, num_permuted_heads, stored_offset
+from tandem.models.gguf.names import ROPE_TABLES, hf_name, num_permuted_heads, stored_offset
 from tandem_kernels.native import library
 
 _DENSE = {
@@ -41,6 +41,10 @@ class Blocks:
     def rows(self) -> torch.Tensor:
         """Returns `data` in Hugging Face's order of rows."""
         return unpermute(self.data, self.num_heads) if self.num_heads else self.data
+
+    def in_order(self, rows: torch.Tensor) -> Blocks:
+        """Returns a copy whose rows are these of Hugging Face's."""
+        return replace(self, data=self.rows()[rows], num_heads=0)
 
     def numbers(self) -> torch.Tensor:
         """Returns plain numbers as they are, others in float32.
@@ -76,7 +80,7 @@ def read_tensors(file: Path, config: ModelConfig) -> dict[str, Blocks]:
     Raises ConfigError for a file that is not whole, and UnsupportedModel naming a tensor that has
     no place in the architecture.
     """
-    layout = [each for each in read_layout(file) if each.name != ROPE_FREQS]
+    layout = [each for each in read_layout(file) if each.name not in ROPE_TABLES]
     names = {each.name: hf_name(each.name, config.architecture) for each in layout}
     data = _map(file)
     return {names[each.name]: _blocks(data, each, config) for each in layout}

@@ -1,0 +1,83 @@
+"""Reads the scaling of rotary positions from a GGUF file's keys and from its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tandem.errors import UnsupportedModel
+from tandem.models.gguf.names import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+
+if TYPE_CHECKING:
+    from tandem.models.gguf.config import GgufMetadata
+
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+
+
+def rope_scaling(
+    metadata: GgufMetadata, *, theta: float, tables: Mapping[str, np.ndarray]
+) -> dict[str, Any] | None:
+    """Returns `rope_scaling` of a config.json. Raises UnsupportedModel for what it cannot say."""
+    if ROPE_LONG in tables or ROPE_SHORT in tables:
+        return _longrope(metadata, tables)
+    if ROPE_FREQS in tables:
+        return _llama3_scaling(tables[ROPE_FREQS], theta=theta)
+    kind = metadata.of_model("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": float(metadata.of_model("rope.scaling.factor"))}
+    original = metadata.of_model("rope.scaling.original_context_length", None)
+    if original is not None:
+        scaling["original_max_position_embeddings"] = int(original)
+    if metadata.architecture == "gpt-oss":
+        scaling["truncate"] = False
+    for name, key in _YARN.items():
+        if (value := metadata.of_model(f"rope.scaling.{key}", None)) is not None:
+            scaling[name] = float(value)
+    return scaling
+
+
+def _longrope(metadata: GgufMetadata, tables: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    if metadata.architecture != "phi3" or not {ROPE_LONG, ROPE_SHORT} <= tables.keys():
+        raise UnsupportedModel(
+            f"a rope scaling by {ROPE_LONG} and {ROPE_SHORT} is supported for phi3, and both "
+            f"tables are needed; this is {metadata.architecture} with {', '.join(sorted(tables))}"
+        )
+    scaling = {
+        "rope_type": "longrope",
+        "long_factor": tables[ROPE_LONG].tolist(),
+        "short_factor": tables[ROPE_SHORT].tolist(),
+    }
+    factor = metadata.of_model("rope.scaling.attn_factor", None)
+    return scaling if factor is None else scaling | {"attention_factor": float(factor)}
+
+
+def _llama3_scaling(rope_freqs: np.ndarray, *, theta: float) -> dict[str, Any]:
+    """Returns the parameters behind GGUF's table of divisors, which holds none of its own.
+
+    Llama 3.1, 3.2 and 3.3 share all but the factor, which is the table's largest entry; the table
+    they give is compared, so that another scaling is refused and never guessed.
+    """
+    factor, low, high, original = float(rope_freqs.max()), 1.0, 4.0, 8192
+    half = rope_freqs.size
+    wavelengths = 2 * np.pi * theta ** (np.arange(half, dtype=np.float64) / half)
+    smooth = (original / wavelengths - low) / (high - low)
+    expected = np.where(
+        wavelengths < original / high,
+        1.0,
+        np.where(wavelengths > original / low, factor, 1 / ((1 - smooth) / factor + smooth)),
+    )
+    if not np.allclose(expected, rope_freqs, rtol=1e-4):
+        raise UnsupportedModel(
+            "the table rope_freqs.weight is not one of Llama 3's scalings; "
+            "supported are linear, llama3 and yarn"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
