@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import gguf
 import numpy as np
 import torch
 
 from tandem.models.gguf.tensors import Blocks
 
-TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 # Bytes of a block where its float16 numbers are, and how large they are for weights of about 1.
 _SCALES: dict[str, dict[int, float]] = {
     "Q4_0": {0: 1 / 4.6},
@@ -19,6 +21,7 @@ _SCALES: dict[str, dict[int, float]] = {
     "Q4_K": {0: 0.7 / 31 / 4.6, 2: 0.7 * 7.5 / 31 / 4.6},
     "Q5_K": {0: 0.7 / 31 / 9.2, 2: 0.7 * 15.5 / 31 / 9.2},
     "Q6_K": {208: 1 / 74 / 18},
+    "MXFP4": {},
 }
 
 
@@ -32,4 +35,6 @@ def random_blocks(name: str, num_out: int, num_in: int, seed: int = 0) -> Blocks
     for at, scale in _SCALES[name].items():
         sizes = scale / num_in**0.5 * chance.uniform(0.7, 1.3, (num_blocks, 1))
         blocks[:, at : at + 2] = sizes.astype(np.float16).view(np.uint8)
+    if name == "MXFP4":  # numbers of about 3, and a power of 2
+        blocks[:, 0] = 127 - round(math.log2(3 * num_in**0.5)) + chance.integers(-1, 1, num_blocks)
     return Blocks(torch.from_numpy(blocks.reshape(num_out, -1)), block_type, (num_out, num_in))

@@ -103,12 +103,13 @@ def worker_need(
 
 
 def keeps_quantized(config: EngineOptions, model: ModelFolder, kernels: str) -> bool:
-    """Returns whether a GGUF file's quantized weights are computed with as they are.
+    """Returns whether the quantized weights of a file are computed with as they are.
 
     Any setting that asks for other weights has them converted instead.
     """
     is_auto = config.dtype == "auto" and config.weights == "auto"
-    return model.is_gguf and is_auto and config.numerics == "fast" and kernels in ("auto", "native")
+    is_fast = config.numerics == "fast" and kernels in ("auto", "native")
+    return is_auto and is_fast and (model.is_gguf or model.config.is_mxfp4)
 
 
 def why_too_much(need: Need, num_workers: int, memory: Memory) -> str:

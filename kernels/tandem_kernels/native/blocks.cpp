@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "quantized.h"
+
 namespace tandem {
 namespace {
 
@@ -54,6 +56,20 @@ void q5_1(const uint8_t* block, Group* groups) {
 void q8_0(const uint8_t* block, Group* groups) {
     scale_all(*groups, half_at(block));
     for (int i = 0; i < kGroup; ++i) groups->numbers[i] = block[2 + i] ^ 0x80;
+}
+
+// Half of 2^(e - 127), as the numbers are twice the values.
+float half_of_power(uint8_t e) {
+    const uint32_t bits = e < 2 ? 0x00200000u << e : static_cast<uint32_t>(e - 1) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return power;
+}
+
+void mxfp4(const uint8_t* block, Group* groups) {
+    scale_all(*groups, half_of_power(block[0]));
+    take_nibbles(block + 1, groups->numbers);
+    for (uint8_t& number : groups->numbers) number = kMxNumbers[number];
 }
 
 // The 6 bits each of a group's scale and min, of eight groups in 12 bytes.
@@ -114,7 +130,7 @@ void q6_k(const uint8_t* block, Group* groups) {
 constexpr BlockType kTypes[] = {
     {2, Q4_0, 32, 18, 8, q4_0},     {3, Q4_1, 32, 20, 0, q4_1},     {6, Q5_0, 32, 22, 16, q5_0},
     {7, Q5_1, 32, 24, 0, q5_1},     {8, Q8_0, 32, 34, 128, q8_0},   {12, Q4_1, 256, 144, 0, q4_k},
-    {13, Q5_1, 256, 176, 0, q5_k},  {14, Q6, 256, 210, 32, q6_k},
+    {13, Q5_1, 256, 176, 0, q5_k},  {14, Q6, 256, 210, 32, q6_k},   {39, MXFP4, 32, 17, 12, mxfp4},
 };
 
 }  // namespace

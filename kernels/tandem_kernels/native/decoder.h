@@ -41,6 +41,7 @@ enum Kind : int32_t {
     Q5_0 = 11,
     Q5_1 = 12,
     Q6 = 13,
+    MXFP4 = 14,
 };
 
 enum Activation : int32_t { SILU_GATE = 0, GELU_TANH_GATE = 1, CLAMPED_GATE = 2 };

@@ -97,12 +97,53 @@ inline void place_all(const Experts& experts, int num_rows, Routing& routing) {
     routing.first[0] = 0;
 }
 
-// Inputs of the rows that chose an expert; they lie in a buffer with those of the others.
-inline Inputs inputs_of_expert(const Matrix& matrix, float* buffer, const Routing& routing,
-                               int expert) {
-    const int first = routing.first[expert];
+// Inputs of the rows that chose an expert; they lie in buffers with those of the others.
+inline Inputs inputs_of_expert(const Matrix& matrix, float* buffer, const Rows& rows, int expert) {
+    const int first = rows.routing->first[expert];
     return inputs_of(matrix, buffer + input_floats(first, matrix.in),
-                     routing.first[expert + 1] - first);
+                     rows.routing->first[expert + 1] - first,
+                     rows.rounded + quantized_input_floats(first, matrix.in));
+}
+
+// Part `number` of a matrix whose outputs are of several kinds, or null.
+inline const Matrix* part_of(const Matrix& matrix, int number) {
+    const Matrix* part = &matrix;
+    for (; number > 0 && part != nullptr; --number) part = part->rest;
+    return part;
+}
+
+// A product of each expert, with inputs that lie in `buffer`: the threads wait for one another once
+// for each kind of quantized outputs, and all experts have the same kinds.
+inline void multiply_experts(const Experts& experts, Matrix Mlp::*which, float* buffer,
+                             const Rows& rows, Output out, int thread, int threads) {
+    const auto for_each = [&](int number, auto work) {
+        for (int e = 0; e < experts.num; ++e) {
+            const Matrix& matrix = *part_of(experts.mlps[e].*which, number);
+            const Inputs inputs = inputs_of_expert(matrix, buffer, rows, e);
+            Output of_expert = out;
+            of_expert.rows += rows.routing->first[e] * out.stride;
+            if (inputs.num_rows) work(matrix, inputs, of_expert);
+        }
+    };
+    const Matrix* any = &(experts.mlps[0].*which);
+    if (!is_quantized(any->kind))
+        return for_each(0, [&](const Matrix& matrix, const Inputs& inputs, const Output& to) {
+            linear(matrix, inputs, to, thread, threads);
+        });
+    for (int number = 0; any != nullptr; ++number, any = any->rest) {
+        if (number > 0) {
+#pragma omp barrier
+        }
+        for_each(number, [&](const Matrix& matrix, const Inputs& inputs, const Output&) {
+            round_inputs(matrix, inputs, thread, threads);
+        });
+#pragma omp barrier
+        for_each(number, [&](const Matrix& matrix, const Inputs& inputs, const Output& to) {
+            const auto [first, end] = share_of(matrix, thread, threads);
+            linear_of_quantized(matrix, inputs, first, end, to);
+        });
+        out.rows += any->out;
+    }
 }
 
 // What the last products of all experts read, of all places.
@@ -113,29 +154,25 @@ inline float* gate_experts(const Experts& experts, const Rows& rows, int num_pla
 #ifdef TANDEM_PAIRS
     if (any.gate_up.kind == BF16_PAIRS) {
         for (int e = 0; e < experts.num; ++e) {
-            const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, routing, e);
+            const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, rows, e);
             if (inputs.num_rows)
                 gate(experts.mlps[e].gate_up, inputs,
-                     inputs_of_expert(any.down, rows.projected, routing, e), thread, threads);
+                     inputs_of_expert(any.down, rows.projected, rows, e), thread, threads);
         }
 #pragma omp barrier
         rows.laps->end(GATE_UP, thread);
         return rows.projected;
     }
 #endif
-    const size_t width = any.gate_up.out;
-    for (int e = 0; e < experts.num; ++e) {
-        const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, routing, e);
-        float* to = rows.projected + routing.first[e] * width;
-        if (inputs.num_rows)
-            linear(experts.mlps[e].gate_up, inputs, {to, width, Into::kSet}, thread, threads);
-    }
+    const size_t width = 2 * static_cast<size_t>(any.down.in);
+    multiply_experts(experts, &Mlp::gate_up, rows.routed, rows, {rows.projected, width, Into::kSet},
+                     thread, threads);
 #pragma omp barrier
     rows.laps->end(GATE_UP, thread);
 #pragma omp for schedule(static)
     for (int place = 0; place < num_places; ++place) {
         const int expert = routing.chosen[routing.choices[place]].expert;
-        const Inputs gated = inputs_of_expert(any.down, rows.routed, routing, expert);
+        const Inputs gated = inputs_of_expert(any.down, rows.routed, rows, expert);
         gate_row(rows.projected + place * width, any.gate_up.gating,
                  gated.row(place - routing.first[expert]));
     }
@@ -190,19 +227,14 @@ inline void add_experts(const Model& model, int index, const Step& step, const R
 #pragma omp for schedule(static)
     for (int place = 0; place < num_places; ++place) {
         const int choice = routing.choices[place], expert = routing.chosen[choice].expert;
-        const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, routing, expert);
+        const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, rows, expert);
         norm_row(rows.hidden + choice / top_k * hidden, layer.mlp_norm, model.norm_eps,
                  inputs.row(place - routing.first[expert]));
     }
     rows.laps->end(NORM, thread);
     float* const gated = gate_experts(experts, rows, num_places, thread, threads);
     float* const parts = gated == rows.routed ? rows.projected : rows.routed;
-    for (int e = 0; e < experts.num; ++e) {
-        const Inputs inputs = inputs_of_expert(any.down, gated, routing, e);
-        if (inputs.num_rows)
-            linear(experts.mlps[e].down, inputs,
-                   {parts + routing.first[e] * hidden, hidden, Into::kSet}, thread, threads);
-    }
+    multiply_experts(experts, &Mlp::down, gated, rows, {parts, hidden, Into::kSet}, thread, threads);
 #pragma omp barrier
     rows.laps->end(DOWN, thread);
 #pragma omp for schedule(static)

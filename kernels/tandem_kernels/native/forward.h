@@ -380,13 +380,16 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
     size_t projected =
         std::max(rows * std::max({heads, 2 * inner, whole_steps(inner)}), latent.projected);
     size_t routed = 0, logits = 0;
+    size_t rounded = quantized_input_floats(rows, std::max({inner, hidden, heads}));
     const Experts* const experts = experts_of(model);
     if (experts != nullptr) {
         const size_t places = rows * experts->top_k;
         const Mlp& mlp = experts->mlps[0];
-        projected = std::max(projected, places * std::max(mlp.gate_up.out, whole_steps(hidden)));
+        const int gates = std::max(mlp.gate_up.out, 2 * mlp.down.in);
+        projected = std::max(projected, places * std::max(gates, whole_steps(hidden)));
         projected = std::max(projected, input_floats(places, mlp.down.in));
         routed = input_floats(places, std::max(hidden, mlp.down.in));
+        rounded = std::max(rounded, quantized_input_floats(places, std::max(hidden, mlp.down.in)));
         logits = 3 * rows * experts->num;
         scratch.routing.chosen.resize(places);
         scratch.routing.choices.resize(places);
@@ -399,7 +402,7 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
             scratch.attended.of(
                 std::max(input_floats(rows, model.num_heads * model.head_dim), latent.attended)),
             scratch.delta.of(rows * hidden),
-            scratch.rounded.of(quantized_input_floats(rows, std::max({inner, hidden, heads}))),
+            scratch.rounded.of(rounded),
             scratch.routed.of(routed),
             scratch.logits.of(logits),
             scratch.heads.of(latent.heads),

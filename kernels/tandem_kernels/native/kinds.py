@@ -17,6 +17,7 @@ class Kind(IntEnum):
     Q5_0 = 11
     Q5_1 = 12
     Q6 = 13
+    MXFP4 = 14  # numbers of E2M1, and scales that are powers of 2
 
 
 class Stage(IntEnum):

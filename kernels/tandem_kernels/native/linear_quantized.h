@@ -136,6 +136,30 @@ inline void round_inputs(const Matrix& matrix, const Inputs& inputs, int thread,
     });
 }
 
+// Codes of MXFP4 to the numbers that they stand for.
+inline __attribute__((always_inline)) Ints numbers_of_codes(Ints codes) {
+#if TANDEM_LANES == 16
+    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxNumbers));
+    return (Ints)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), (__m512i)codes);
+#elif TANDEM_LANES == 8
+    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxNumbers));
+    return (Ints)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), (__m256i)codes);
+#else
+    uint8_t bytes[sizeof(Ints)];
+    std::memcpy(bytes, &codes, sizeof bytes);
+    for (uint8_t& byte : bytes) byte = kMxNumbers[byte];
+    std::memcpy(&codes, bytes, sizeof bytes);
+    return codes;
+#endif
+}
+
+// The scales of some outputs.
+template <class F>
+inline __attribute__((always_inline)) Floats scales_of(const char* from, int v) {
+    if constexpr (F::kHasCodes) return load(reinterpret_cast<const Bf16*>(from) + v * kLanes);
+    return of_signed_halves(reinterpret_cast<const uint16_t*>(from) + v * kLanes);
+}
+
 // Vector `at` of a group: 4 inputs each of some outputs, the numbers as they are stored.
 template <class F>
 inline __attribute__((always_inline)) Ints numbers_of(const char* unit, int group, int at, int v) {
@@ -149,6 +173,7 @@ inline __attribute__((always_inline)) Ints numbers_of(const char* unit, int grou
     Ints numbers = load_ints(low + at % 4 * kVectorBytes);
     if (at >= 4) numbers = (Ints)((Words)numbers >> 4);
     numbers &= 0x0f0f0f0f;
+    if constexpr (F::kHasCodes) return numbers_of_codes(numbers);
     const char* high = unit + F::kHigh + group * F::kHighBytes;
     if constexpr (F::kBits == 5) {
         const Words bits = (Words)load_ints(high);
@@ -170,7 +195,7 @@ inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, co
     for (int m = 0; m < MR; ++m) sums[m] = Floats{};
     constexpr int kParts = F::kByHalves ? 2 : 1;  // of a group, with scales of their own
     const auto of_outputs = [v](const char* from) __attribute__((always_inline)) {
-        return of_signed_halves(reinterpret_cast<const uint16_t*>(from) + v * kLanes);
+        return scales_of<F>(from, v);
     };
     for (int u = 0; u < units; ++u, x += MR, unit += F::kUnitBytes) {
 #pragma GCC unroll 4
@@ -275,7 +300,7 @@ inline void widen_row(const char* panels, int32_t kind, int in, int row, float* 
             const char* here = unit + at / kUnitInputs * F::kUnitBytes;
             const auto of_output = [&](int first, int index) {
                 const char* from = here + first + index * kScaleBytes;
-                return of_signed_halves(reinterpret_cast<const uint16_t*>(from) + v * kLanes)[lane];
+                return scales_of<F>(from, v)[lane];
             };
             const int32_t four = numbers_of<F>(here, group, vector, v)[lane];
             const int part = F::kByHalves ? 2 * group + vector / 4 : group;

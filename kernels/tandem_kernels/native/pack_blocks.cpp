@@ -29,6 +29,21 @@ void put_half(uint8_t* to, float x) {
     std::memcpy(to, &half, sizeof half);
 }
 
+// The upper half of a float that is a power of 2 is bfloat16.
+void put_power(uint8_t* to, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    const auto upper = static_cast<uint16_t>(bits >> 16);
+    std::memcpy(to, &upper, sizeof upper);
+}
+
+// The first code of MXFP4 that stands for a number.
+int code_of(int number) {
+    int code = 0;
+    while (kMxNumbers[code] != number) ++code;
+    return code;
+}
+
 // A group of an output, in the panel's lane, which holds zeros.
 template <class F>
 void put_group(const Group& group, int index, int lane, uint8_t* unit) {
@@ -36,7 +51,7 @@ void put_group(const Group& group, int index, int lane, uint8_t* unit) {
         const int vector = i / 4, byte = 4 * lane + i % 4;
         uint8_t* low = unit + index * F::kLowBytes + byte;
         uint8_t* high = unit + F::kHigh + index * F::kHighBytes + byte;
-        const int number = group.numbers[i];
+        const int number = F::kHasCodes ? code_of(group.numbers[i]) : group.numbers[i];
         if (F::kBits == 8) {
             low[vector * kVectorBytes] = static_cast<uint8_t>(number);
             continue;
@@ -48,8 +63,9 @@ void put_group(const Group& group, int index, int lane, uint8_t* unit) {
     }
     constexpr int kScales = F::kByHalves ? 2 : 1;
     for (int half = 0; half < kScales; ++half)
-        put_half(unit + F::kScales + (index * kScales + half) * kScaleBytes + 2 * lane,
-                 group.scales[half]);
+        (F::kHasCodes ? put_power : put_half)(
+            unit + F::kScales + (index * kScales + half) * kScaleBytes + 2 * lane,
+            group.scales[half]);
     if (F::kHasMins) put_half(unit + F::kMins + index * kScaleBytes + 2 * lane, group.min);
 }
 

@@ -8,10 +8,12 @@
 //     high bits  5 bits: byte of both groups, bit v is of vector v
 //                6 bits: two vectors of bytes a group; bits 2 i, 2 i + 1 of the first are of vector i,
 //                of the second of vector 4 + i
-//     scales     float16 of 16 outputs, group after group; two a group (of 16 inputs) for 6 bits
+//     scales     float16 of 16 outputs, group after group; two a group (of 16 inputs) for 6 bits;
+//                for MXFP4 bfloat16, which holds all powers of 2
 //     mins       float16 likewise, where the kind has any
 //
-// A weight is scale * (number - zero) + min. Units are whole cache lines.
+// A weight is scale * (number - zero) + min. Units are whole cache lines. MXFP4 stores codes of 4 bits
+// (E2M1), which stand for numbers: twice the value, and 12.
 
 #pragma once
 
@@ -25,11 +27,14 @@ constexpr int kUnitInputs = 64;
 constexpr int kVectorBytes = 64;    // 16 outputs, 4 inputs each
 constexpr int kScaleBytes = 2 * 16;  // of 16 outputs
 
-template <int kBitsOf, bool kHasMinsOf>
+constexpr uint8_t kMxNumbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+template <int kBitsOf, bool kHasMinsOf, bool kHasCodesOf = false>
 struct Format {
     static constexpr int kBits = kBitsOf;
     static constexpr bool kHasMins = kHasMinsOf;
-    static constexpr int kZero = kHasMins ? 0 : 1 << (kBits - 1);
+    static constexpr bool kHasCodes = kHasCodesOf;  // MXFP4
+    static constexpr int kZero = kHasCodes ? 12 : kHasMins ? 0 : 1 << (kBits - 1);
     static constexpr bool kByHalves = kBits == 6;  // a scale for each 16 inputs
     static constexpr int kLowBytes = kVectorBytes * (kBits == 8 ? 8 : 4);  // of a group
     static constexpr int kHighBytes = kVectorBytes * (kBits == 5 ? 1 : kBits == 6 ? 2 : 0);
@@ -48,6 +53,7 @@ auto by_format(int32_t kind, Work work) {
         case Q5_0: return work(Format<5, false>{});
         case Q5_1: return work(Format<5, true>{});
         case Q6: return work(Format<6, false>{});
+        case MXFP4: return work(Format<4, false, true>{});
         default: return work(Format<8, false>{});
     }
 }

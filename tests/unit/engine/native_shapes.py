@@ -54,8 +54,8 @@ class Shape:
     is_odd: bool = False  # layers that differ, gelu, multipliers and a cap
     experts: int = 0
     has_sinks: bool = False  # and clamped gates
-    blocks: tuple[str, ...] = ()  # quantized types, which matrices have in turn; their embedding is
-    # the output matrix
+    blocks: tuple[str, ...] = ()  # quantized types, which matrices but routers have in turn; their
+    # embedding is the output matrix
 
 
 BASE = Shape()
@@ -94,6 +94,8 @@ SHAPES = (
     *(replace(QUANTIZED_BY_256, blocks=(name,)) for name in TYPES[5:]),
     replace(QUANTIZED, blocks=("Q5_0", "Q8_0", "Q4_1"), num_threads=2, bias=True),
     replace(QUANTIZED_BY_256, blocks=("Q4_K", "Q6_K", "Q4_K", "Q8_0"), norms="around"),
+    replace(QUANTIZED, blocks=("MXFP4",), experts=2, bias=True, has_sinks=True, num_threads=3),
+    replace(QUANTIZED, blocks=("Q4_0", "Q8_0", "Q5_1"), experts=2, num_threads=2),
 )
 # Tokens of each sequence in each step, the first ones as a prompt without a prefix.
 STEPS = ((1,), (1, 5, 64), (1, 1, 1, 1, 1, 1, 1), (130, 1, 3), (1, 2, 1, 40))
@@ -138,9 +140,9 @@ def random_weights(shape: Shape) -> ModelWeights:
 
     types = itertools.cycle(shape.blocks)
 
-    def linear(num_out: int, num_in: int) -> Linear:
+    def linear(num_out: int, num_in: int, *, is_router: bool = False) -> Linear:
         bias = some(num_out) if shape.bias else None
-        if shape.blocks:
+        if shape.blocks and not is_router:
             blocks = random_blocks(next(types), num_out, num_in)
             return Linear(torch.empty(num_out, num_in, device="meta"), bias, blocks)
         return Linear((some(num_out, num_in).float() / num_in**0.5).to(shape.weights), bias)
@@ -169,7 +171,8 @@ def random_weights(shape: Shape) -> ModelWeights:
             qkv=tuple(linear(heads * shape.head_dim, shape.hidden) for heads in parts),
             attention_out=linear(shape.hidden, q_size * shape.head_dim),
             mlp=ExpertWeights(
-                linear(shape.experts, shape.hidden), tuple(mlp() for _ in range(shape.experts))
+                linear(shape.experts, shape.hidden, is_router=True),
+                tuple(mlp() for _ in range(shape.experts)),
             )
             if has_experts
             else mlp(),

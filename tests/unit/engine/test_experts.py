@@ -105,11 +105,11 @@ def test_stacked_tensors_give_the_bits_of_separate_ones(
     assert torch.equal(logits_after(runner, PROMPTS[1]), expected)
 
 
-def test_mxfp4_gives_the_bits_of_its_numbers(tmp_path: Path) -> None:
-    """The numbers as bfloat16, which is exact, against blocks and scales of a checkpoint."""
+def make_mxfp4(path: Path) -> tuple[ModelFolder, ModelFolder]:
+    """A folder whose experts are blocks and scales, and one with the numbers that these are."""
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 2}
-    make_tiny_model("gpt-oss", tmp_path / "plain", **sizes)
-    plain, packed = tensors_of(tmp_path / "plain"), {}
+    make_tiny_model("gpt-oss", path / "plain", **sizes)
+    plain, packed = tensors_of(path / "plain"), {}
     generator = torch.Generator().manual_seed(1)
     for name, tensor in plain.items():
         if not name.endswith(("gate_up_proj", "down_proj")):
@@ -123,15 +123,71 @@ def test_mxfp4_gives_the_bits_of_its_numbers(tmp_path: Path) -> None:
             blocks.byte(), scales.byte(), dtype=torch.float32, rows_per_chunk=1 << 20
         )
         plain[name] = expected.contiguous()
-    shutil.copytree(tmp_path / "plain", tmp_path / "packed")
-    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    shutil.copytree(path / "plain", path / "packed")
+    config = json.loads((path / "packed" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
-    expected, found = (
-        logits_after(runner_of(rewrite(tmp_path / name, tensors)), PROMPTS[1])
-        for name, tensors in (("plain", plain), ("packed", packed))
+    (path / "packed" / "config.json").write_text(json.dumps(config))
+    return rewrite(path / "packed", packed), rewrite(path / "plain", plain)
+
+
+def test_mxfp4_that_is_converted_gives_the_bits_of_its_numbers(tmp_path: Path) -> None:
+    packed, plain = (logits_after(runner_of(folder), PROMPTS[1]) for folder in make_mxfp4(tmp_path))
+    assert torch.equal(packed, plain)
+
+
+def test_mxfp4_stays_as_it_is(tmp_path: Path) -> None:
+    """The blocks of each expert hold the numbers of its gates, ups and downs."""
+    packed, plain = make_mxfp4(tmp_path)
+    kept, wide = (
+        load_weights(
+            folder.weight_files,
+            folder.config,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            keeps_blocks=True,
+        ).layers[1]
+        for folder in (packed, plain)
     )
-    assert torch.equal(found, expected)
+    assert isinstance(kept.mlp, ExpertWeights)
+    assert isinstance(wide.mlp, ExpertWeights)
+    for ours, theirs in zip(kept.mlp.mlps, wide.mlp.mlps, strict=True):
+        for one, other in zip(
+            (*ours.gate_up, ours.down), (*theirs.gate_up, theirs.down), strict=True
+        ):
+            assert one.blocks is not None
+            assert torch.equal(one.blocks.numbers(), other.weight)
+            assert torch.equal(one.bias, other.bias)
+    runner = runner_of(packed, dtype="auto")
+    assert runner.native is not None
+    experts = runner.native._model.layers[1].experts.contents
+    mlp = experts.mlps[4]
+    assert (mlp.gate_up.kind, mlp.down.kind) == (Kind.MXFP4, Kind.MXFP4)
+    assert experts.router.kind != Kind.MXFP4
+    found, expected = (logits_after(each, PROMPTS[1]) for each in (runner, runner_of(plain)))
+    assert 0.99 < torch.corrcoef(torch.stack((found, expected)))[0, 1] < 0.999999
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"gate_up_proj_scales": None}, "lacks .*gate_up_proj_scales"),
+        ({"gate_up_proj_scales": torch.zeros(5, 64, 3).byte()}, r"its scales \[5, 64, 3\]"),
+        ({"gate_up_proj_blocks": torch.zeros(5, 64, 2, 16)}, "must hold bytes"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_named(
+    wrong: dict[str, torch.Tensor | None], message: str, tmp_path: Path
+) -> None:
+    folder, _ = make_mxfp4(tmp_path)
+    tensors = tensors_of(folder.path)
+    for name, tensor in wrong.items():
+        name = f"model.layers.1.mlp.experts.{name}"
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    with pytest.raises(UnsupportedModel, match=message):
+        runner_of(rewrite(folder.path, tensors))
 
 
 def test_inputs_of_mxfp4_are_whole_blocks(tmp_path: Path) -> None:

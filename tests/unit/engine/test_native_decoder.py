@@ -58,6 +58,9 @@ ROUNDED = replace(BASE, weights=torch.bfloat16, kv="bfloat16", hidden=100, inner
         replace(ROUNDED, experts=7),
         replace(native_shapes.QUANTIZED, kv="bfloat16", blocks=("Q4_1", "Q5_0", "Q8_0")),
         replace(native_shapes.QUANTIZED_BY_256, kv="bfloat16", blocks=("Q5_K", "Q6_K")),
+        replace(
+            native_shapes.QUANTIZED, kv="bfloat16", blocks=("MXFP4", "Q8_0", "Q4_1"), experts=7
+        ),
     ],
 )
 def test_a_token_does_not_depend_on_its_company_or_its_chunk(
@@ -192,9 +195,12 @@ def test_int8_weights_are_close_and_told_in_the_dtype() -> None:
     assert not torch.equal(*logits)
 
 
-def test_quantized_products_are_the_same_on_all_processors_that_fuse_sums() -> None:
+@pytest.mark.parametrize("blocks", [("Q4_0", "Q5_1", "Q8_0"), ("MXFP4",)])
+def test_quantized_products_are_the_same_on_all_processors_that_fuse_sums(
+    blocks: tuple[str, ...],
+) -> None:
     """Sums of groups are whole numbers, and groups are added in one order."""
-    shape = replace(native_shapes.QUANTIZED, blocks=("Q4_0", "Q5_1", "Q8_0"))
+    shape = replace(native_shapes.QUANTIZED, blocks=blocks)
     first, *others = (
         native_shapes.outputs(shape, name) for name in INSTRUCTIONS if name != "plain"
     )

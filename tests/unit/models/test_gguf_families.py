@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tandem.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.models.gguf.convert import converted_folder
 from tandem.models.source import read_folder
+from tandem_kernels.native.library import Kind
 from tests.step_batches import logits_after
 
 _GRANITE = {
@@ -62,8 +64,8 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("mixtral", _EXPERTS, {"expert_count": 5, "expert_used_count": 2}),
     "qwen3moe": (
         "qwen3_moe",
-        _EXPERTS | {"moe_intermediate_size": 40, "norm_topk_prob": True, "head_dim": 16},
-        {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 40},
+        _EXPERTS | {"moe_intermediate_size": 64, "norm_topk_prob": True, "head_dim": 16},
+        {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 64},
     ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1], **_NO_PAD}, {}),
     "olmo2": ("olmo2", {}, {}),
@@ -135,16 +137,12 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize("name", _FAMILIES)
-def test_logits_are_those_of_the_origin(
-    name: str, kernels: Any, tmp_path: Path, tiny_gguf: Any
-) -> None:
-    model_type, options, keys = _FAMILIES[name]
+def make_origin(name: str, vocab_size: int) -> transformers.PreTrainedModel:
+    model_type, options, _ = _FAMILIES[name]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
         model_type,
-        vocab_size=tiny_gguf.vocab_size,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -161,16 +159,72 @@ def test_logits_are_those_of_the_origin(
     origin = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in origin.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    tensors = tiny_gguf.tensors_of(origin) | _TABLES.get(name, {})
-    architecture = name.removesuffix("-longrope")
-    file = tiny_gguf.write(tmp_path / "tiny.gguf", tensors, architecture=architecture, keys=keys)
-    folder = read_folder(converted_folder(file, cache_dir=tmp_path))
-    settings = EngineConfig(model="", dtype="float32", device="cpu", kernels=kernels)
+    return origin
+
+
+def runner_of(file: Path, **settings: Any) -> ModelRunner:
+    folder = read_folder(converted_folder(file, cache_dir=file.parent))
+    return ModelRunner(folder, EngineConfig(model="", device="cpu", **settings))
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("name", _FAMILIES)
+def test_logits_are_those_of_the_origin(
+    name: str, kernels: Any, tmp_path: Path, tiny_gguf: Any
+) -> None:
+    origin = make_origin(name, tiny_gguf.vocab_size)
+    file = tiny_gguf.write(
+        tmp_path / "tiny.gguf",
+        tiny_gguf.tensors_of(origin) | _TABLES.get(name, {}),
+        architecture=name.removesuffix("-longrope"),
+        keys=_FAMILIES[name][2],
+    )
+    runner = runner_of(file, dtype="float32", kernels=kernels)
     prompt = torch.arange(20).tolist()
-    runner = ModelRunner(folder, settings)
     for _ in range(3):
         with torch.no_grad():
             expected = origin(torch.tensor([prompt])).logits[0, -1]
         found = logits_after(runner, prompt)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert found.argmax() == expected.argmax()
         prompt.append(int(found.argmax()))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "packed"),
+    [
+        ("llama", "Q4_0", Kind.Q4_0),
+        ("qwen3moe", "Q8_0", Kind.Q8_0),
+        ("gpt-oss", "MXFP4", Kind.MXFP4),
+        ("phi3-longrope", "Q5_1", Kind.Q5_1),
+    ],
+)
+def test_quantized_matrices_stay_as_they_are(
+    name: str, kind: str, packed: Kind, tmp_path: Path, tiny_gguf: Any
+) -> None:
+    """Experts, and fused matrices with a part of each head without positions."""
+    block_type = gguf.GGMLQuantizationType[kind]
+    tensors = tiny_gguf.tensors_of(make_origin(name, tiny_gguf.vocab_size))
+    types = {
+        part: block_type
+        for part, array in tensors.items()
+        if array.ndim > 1 and part.startswith("blk.") and part.endswith("weight")
+        if "ffn_gate_inp" not in part
+    }
+    for part in types:
+        tensors[part] = gguf.quantize(tensors[part], block_type)
+    file = tiny_gguf.write(
+        tmp_path / "tiny.gguf",
+        tensors | _TABLES.get(name, {}),
+        architecture=name.removesuffix("-longrope"),
+        keys=_FAMILIES[name][2],
+        types=types,
+    )
+    kept, wide = runner_of(file), runner_of(file, dtype="float32")
+    assert kept.native is not None
+    layer = kept.native._model.layers[1]
+    mlp = layer.experts.contents.mlps[4] if layer.experts else layer.mlp
+    assert {layer.qkv.kind, mlp.gate_up.kind, mlp.down.kind} == {packed}
+    prompt = torch.arange(20).tolist()
+    both = torch.stack([logits_after(runner, prompt) for runner in (kept, wide)])
+    assert 0.99 < torch.corrcoef(both)[0, 1] < 0.999999

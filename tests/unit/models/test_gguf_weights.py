@@ -91,7 +91,7 @@ def test_types_that_the_kernels_do_not_know_are_widened_by_the_gguf_package():
     kind = gguf.GGMLQuantizationType.TQ2_0
     data = np.random.default_rng(0).integers(0, 60, (2, 66), np.uint8)
     blocks = Blocks(torch.from_numpy(data), kind, (2, 256))
-    assert not is_packed(blocks)
+    assert not is_packed(blocks.type)
     assert np.array_equal(blocks.numbers().numpy(), gguf.dequantize(data, kind), equal_nan=True)
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tandem.engine.executor.expert_weights import Shapes
 from tandem.engine.executor.kv_scales import is_kv_scale
+from tandem.engine.executor.mxfp4 import Mxfp4, join_mxfp4
 from tandem.engine.executor.weight_shapes import OUTPUT
 from tandem.errors import UnsupportedModel
 from tandem.models.broken_files import naming
@@ -18,7 +19,7 @@ from tandem.models.config import ModelConfig
 from tandem.models.gguf.tensors import Blocks, read_tensors
 from tandem.models.quantized.tensors import Coded, join_parts
 
-Stored = Mapping[str, torch.Tensor | Blocks | Coded]
+Stored = Mapping[str, torch.Tensor | Blocks | Coded | Mxfp4]
 
 # Tables that old checkpoints carry along; they follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -33,6 +34,8 @@ def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
     for file in files:
         with naming(file):
             tensors |= load_file(file)
+    if config.is_mxfp4:
+        return join_mxfp4(tensors)
     return tensors if config.quantization is None else join_parts(tensors, config.quantization)
 
 
@@ -56,9 +59,7 @@ def check(stored: Stored, expected: Shapes, config: ModelConfig) -> None:
             )
         if not isinstance(tensor, torch.Tensor):
             continue
-        if not tensor.is_floating_point() and not (
-            name.endswith(("_blocks", "_scales")) and tensor.dtype == torch.uint8
-        ):
+        if not tensor.is_floating_point():
             raise UnsupportedModel(f"{name} holds {tensor.dtype}, not floating-point numbers")
 
 

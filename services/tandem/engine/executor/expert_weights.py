@@ -18,8 +18,7 @@ gpt-oss   mlp.router.{weight,bias}                      [experts, hidden], [expe
           mlp.experts.down_proj                         [experts, inner, hidden]
           mlp.experts.down_proj_bias                    [experts, hidden]
           of GGUF files as above, with mlp.experts.{gate,up,down}_proj.bias
-MXFP4     P_blocks for each projection P of gpt-oss     [experts, out, in / 32, 16] bytes
-          P_scales                                      [experts, out, in / 32] bytes
+          of MXFP4 (mxfp4.py)                           [experts, out, in]
 """
 
 from collections.abc import Collection
@@ -129,6 +128,4 @@ class ExpertNames:
             raise UnsupportedModel(
                 f"{num_in} inputs of experts in MXFP4 are not a multiple of {BLOCK}"
             )
-        shapes[f"{name}_blocks"] = (num, num_out, num_in // BLOCK, BLOCK // 2)
-        shapes[f"{name}_scales"] = (num, num_out, num_in // BLOCK)
-        return shapes
+        return shapes | {name: (num, num_out, num_in)}

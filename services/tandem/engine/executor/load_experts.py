@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from tandem.engine.executor.expert_weights import ExpertNames, bias_of
-from tandem.engine.executor.mxfp4 import dequantize
 from tandem.engine.executor.tensors_by_name import TensorsByName
 from tandem.engine.executor.weights import ExpertWeights, Linear, Mlp
 from tandem.models.experts import Experts
@@ -32,9 +32,12 @@ def load_experts(
 def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
     """Returns the router's matrix, of float32 where transformers computes with that."""
     name = f"{layer}.{names.router}"
-    if names.form != "deepseek":
-        return tensors.linear(name)
-    return Linear(tensors.floats(f"{name}.weight"), None)
+    if names.form == "deepseek":
+        return Linear(tensors.floats(f"{name}.weight"), None)
+    bias = f"{name}.bias"
+    return Linear(
+        tensors.tensor(f"{name}.weight"), tensors.tensor(bias) if bias in tensors else None
+    )
 
 
 def _products(
@@ -43,15 +46,18 @@ def _products(
     """Returns gates and ups, and downs."""
     stacked = [f"{layer}.{name}" for name in names.stacked]
     if names.is_gguf:
-        gates, ups, downs = (_of_stack(tensors, name, bias_of(name)) for name in stacked)
+        *gate_up, down = stacked
+        gates, ups = (
+            _one_by_one(_with_bias(tensors, each, bias_of(name)))
+            for name, each in zip(gate_up, tensors.alike(*gate_up), strict=True)
+        )
+        downs = _one_by_one(_with_bias(tensors, tensors.matrix(down), bias_of(down)))
         return [gate + up for gate, up in zip(gates, ups, strict=True)], downs
     if names.form == "gpt_oss":
         gate_up, down = (_of_gpt_oss(tensors, name, names.is_mxfp4) for name in stacked)
-        # Gates and ups take turns.
-        weight, bias = (torch.cat([each[:, ::2], each[:, 1::2]], 1) for each in gate_up)
-        return _one_by_one(weight, bias), _one_by_one(*down)
+        return _one_by_one(_gates_first(gate_up)), _one_by_one(down)
     if names.is_stacked:
-        gate_ups, downs = (_of_stack(tensors, name, f"{name}_bias") for name in stacked)
+        gate_ups, downs = (_one_by_one(tensors.matrix(name)) for name in stacked)
         return gate_ups, downs
     parts = [[f"{layer}.{part}" for part in names.parts(i)] for i in range(num)]
     return (
@@ -60,26 +66,38 @@ def _products(
     )
 
 
-def _of_gpt_oss(
-    tensors: TensorsByName, name: str, is_mxfp4: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_gpt_oss(tensors: TensorsByName, name: str, is_mxfp4: bool) -> Linear:
     """Returns weights [experts, out, in] and biases [experts, out]."""
     bias = tensors.tensor(f"{name}_bias")
-    if not is_mxfp4:
-        return tensors.tensor(name).transpose(1, 2).contiguous(), bias
-    blocks, scales = tensors.dense(f"{name}_blocks"), tensors.dense(f"{name}_scales")
-    return tensors.on_device(dequantize(blocks, scales, bias.dtype)), bias
+    if is_mxfp4:
+        return replace(tensors.matrix(name), bias=bias)
+    return Linear(tensors.tensor(name).transpose(1, 2).contiguous(), bias)
 
 
-def _of_stack(tensors: TensorsByName, name: str, bias: str) -> Parts:
-    """Returns the matrices of one tensor of all experts."""
-    return _one_by_one(tensors.tensor(name), tensors.tensor(bias) if bias in tensors else None)
+def _gates_first(gate_up: Linear) -> Linear:
+    """Returns the same with the gates before the ups, which take turns."""
+
+    def in_order(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
+
+    assert gate_up.bias is not None
+    bias, blocks = in_order(gate_up.bias), gate_up.blocks
+    if blocks is None:
+        return Linear(in_order(gate_up.weight), bias)
+    rows = blocks.data.view(*blocks.shape[:2], -1)
+    return Linear(gate_up.weight, bias, replace(blocks, data=in_order(rows).flatten(0, 1)))
 
 
-def _one_by_one(weights: torch.Tensor, biases: torch.Tensor | None) -> Parts:
-    if biases is None:
-        return [(Linear(weight, None),) for weight in weights]
-    return [(Linear(*each),) for each in zip(weights, biases, strict=True)]
+def _with_bias(tensors: TensorsByName, matrix: Linear, bias: str) -> Linear:
+    return replace(matrix, bias=tensors.tensor(bias)) if bias in tensors else matrix
+
+
+def _one_by_one(stack: Linear) -> Parts:
+    """Returns the matrix of each expert, of one tensor of all of them."""
+    num = len(stack.weight)
+    biases = [None] * num if stack.bias is None else stack.bias
+    blocks = [None] * num if stack.blocks is None else stack.blocks.matrices()
+    return [(Linear(*each),) for each in zip(stack.weight, biases, blocks, strict=True)]
 
 
 def _apart(tensors: TensorsByName, names: Sequence[Sequence[str]]) -> Parts:
@@ -88,4 +106,4 @@ def _apart(tensors: TensorsByName, names: Sequence[Sequence[str]]) -> Parts:
     if tensors.is_mapped(names[0][0]):
         return [tuple(Linear(tensors.tensor(part), None) for part in parts) for parts in names]
     stacked = tensors.stacked([part for parts in names for part in parts])
-    return _one_by_one(stacked.view(len(names), -1, stacked.shape[1]), None)
+    return _one_by_one(Linear(stacked.view(len(names), -1, stacked.shape[1]), None))

@@ -1,24 +1,91 @@
 """MXFP4: blocks of 32 numbers of 4 bits with one scale, a power of 2.
 
-    blocks    [..., blocks, 16] uint8: the lower half of a byte comes before the upper
-    scales    [..., blocks] uint8: 127 + the exponent of 2
-    a number  1 bit of sign, 2 of exponent, 1 of mantissa (E2M1)
+    NAME_blocks    [experts, out, blocks, 16] uint8: the lower half of a byte comes before the upper
+    NAME_scales    [experts, out, blocks] uint8: 127 + the exponent of 2
+    a number       1 bit of sign, 2 of exponent, 1 of mantissa (E2M1)
 
-OCP Microscaling Formats (MX) Specification 1.0.
+OCP Microscaling Formats (MX) Specification 1.0. GGUF files have a block's scale before its numbers,
+of which the lower halves of the bytes are the first 16.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import gguf
 import torch
+
+from tandem.errors import UnsupportedModel
+from tandem.models.gguf.tensors import Blocks
 
 BLOCK = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 
 
-def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the numbers [..., 32 * blocks]; bfloat16 holds each of them exactly."""
-    numbers = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], dtype=dtype)
-    out = torch.empty((*blocks.shape[:-1], BLOCK), dtype=dtype)
-    out[..., 0::2] = numbers[(blocks & 15).long()]
-    out[..., 1::2] = numbers[(blocks >> 4).long()]
-    exponents = (scales.int() - _BIAS).unsqueeze(-1)
-    return torch.ldexp(out, exponents).to(dtype).flatten(-2)
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """The matrices of all experts of a layer, as safetensors have them."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        num, num_out, num_blocks, _ = self.codes.shape
+        return num, num_out, num_blocks * BLOCK
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the checkpoint."""
+        return self.codes, self.scales
+
+    def numbers(self) -> torch.Tensor:
+        """Returns the numbers in bfloat16, which holds each of them exactly."""
+        numbers = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)])
+        out = torch.empty((*self.codes.shape[:-1], BLOCK), dtype=torch.bfloat16)
+        for expert, codes, scales in zip(out, self.codes, self.scales, strict=True):
+            exponents = (scales.int() - _BIAS).unsqueeze(-1)
+            expert.copy_(torch.ldexp(numbers[_one_by_one(codes).long()], exponents))
+        return out.flatten(-2)
+
+    def blocks(self) -> Blocks:
+        """Returns the same in the form of GGUF files."""
+        num, num_out, num_in = self.shape
+        data = torch.empty((*self.codes.shape[:-1], 1 + BLOCK // 2), dtype=torch.uint8)
+        for expert, codes, scales in zip(data, self.codes, self.scales, strict=True):
+            first, last = _one_by_one(codes).chunk(2, dim=-1)
+            expert[..., 0] = scales
+            expert[..., 1:] = first | last << 4
+        kind = gguf.GGMLQuantizationType.MXFP4
+        return Blocks(data.view(num * num_out, -1), kind, (num, num_out, num_in))
+
+
+def join_mxfp4(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | Mxfp4]:
+    """Returns the tensors of a checkpoint, with the blocks and scales of each one as one.
+
+    Raises UnsupportedModel naming what does not fit."""
+    joined: dict[str, torch.Tensor | Mxfp4] = dict(stored)
+    for name, codes in stored.items():
+        if not name.endswith("_blocks"):
+            continue
+        stem = name.removesuffix("_blocks")
+        scales = stored.get(f"{stem}_scales")
+        if scales is None:
+            raise UnsupportedModel(f"the checkpoint has {name} and lacks {stem}_scales")
+        if codes.ndim != 4 or codes.shape[-1] != BLOCK // 2 or codes.shape[:-1] != scales.shape:
+            raise UnsupportedModel(
+                f"{name} has shape {list(codes.shape)} and its scales {list(scales.shape)}; they "
+                f"must be [experts, outputs, blocks, {BLOCK // 2}] and [experts, outputs, blocks]"
+            )
+        if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
+            raise UnsupportedModel(f"{name} and its scales must hold bytes")
+        del joined[name], joined[f"{stem}_scales"]
+        joined[stem] = Mxfp4(codes, scales)
+    return joined
+
+
+def _one_by_one(codes: torch.Tensor) -> torch.Tensor:
+    """Returns the codes of a block in their order, [..., 32]."""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)

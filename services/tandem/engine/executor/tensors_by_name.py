@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import gguf
 import torch
 
 from tandem.engine.executor.checkpoint import Stored
 from tandem.engine.executor.file_pages import FilePages
+from tandem.engine.executor.mxfp4 import Mxfp4
 from tandem.engine.executor.weights import Linear
 from tandem.models.gguf.tensors import Blocks, is_packed
-from tandem.models.quantized.tensors import Coded
 
 
 class TensorsByName:
@@ -51,15 +52,22 @@ class TensorsByName:
         stored = self._stored[name]
         return stored if isinstance(stored, torch.Tensor) else stored.numbers()
 
-    def on_device(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.to(device=self._device, dtype=self._dtype)
-
     def matrix(self, name: str) -> Linear:
-        """Returns a matrix without a bias, quantized if it is kept so."""
-        stored = self._stored[name]
-        if not self._keeps_blocks or not isinstance(stored, Blocks) or not is_packed(stored):
+        """Returns a matrix, or those of all experts, without biases; quantized if kept so."""
+        blocks = self._kept(name) if self._keeps_blocks else None
+        if blocks is None:
             return Linear(self.tensor(name), None)
-        return Linear(torch.empty(stored.shape, dtype=self._dtype, device="meta"), None, stored)
+        return Linear(torch.empty(blocks.shape, dtype=self._dtype, device="meta"), None, blocks)
+
+    def alike(self, *names: str) -> list[Linear]:
+        """Returns matrices, all of them quantized or none."""
+        found = [self.matrix(name) for name in names]
+        if all(each.blocks for each in found):
+            return found
+        return [
+            Linear(self.tensor(name), None) if each.blocks else each
+            for name, each in zip(names, found, strict=True)
+        ]
 
     def linear(self, name: str) -> Linear:
         """Returns a matrix with its bias, if there is one."""
@@ -103,10 +111,23 @@ class TensorsByName:
             self._drop(name)
         return stacked
 
+    def _kept(self, name: str) -> Blocks | None:
+        """Returns blocks that native kernels multiply with."""
+        stored = self._stored[name]
+        if isinstance(stored, Blocks):
+            return stored if is_packed(stored.type) else None
+        if not isinstance(stored, Mxfp4) or not is_packed(gguf.GGMLQuantizationType.MXFP4):
+            return None
+        blocks = stored.blocks()
+        self._drop(name)
+        return blocks
+
     def _drop(self, name: str) -> None:
         stored = self._stored[name]
-        if isinstance(stored, Coded):
-            for part in stored.parts.values():
-                self._pages.drop(part)
+        if isinstance(stored, torch.Tensor):
+            self._pages.drop(stored)
+        elif isinstance(stored, Blocks):
+            self._pages.drop(stored.data)
         else:
-            self._pages.drop(stored.data if isinstance(stored, Blocks) else stored)
+            for part in stored.parts:
+                self._pages.drop(part)

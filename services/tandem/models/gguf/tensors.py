@@ -42,6 +42,11 @@ class Blocks:
         """Returns `data` in Hugging Face's order of rows."""
         return unpermute(self.data, self.num_heads) if self.num_heads else self.data
 
+    def matrices(self) -> list[Blocks]:
+        """Returns the matrices of a tensor of three dimensions, which share its memory."""
+        num, *shape = self.shape
+        return [replace(self, data=each, shape=tuple(shape)) for each in self.data.chunk(num)]
+
     def in_order(self, rows: torch.Tensor) -> Blocks:
         """Returns a copy whose rows are these of Hugging Face's."""
         return replace(self, data=self.rows()[rows], num_heads=0)
@@ -68,10 +73,10 @@ class Blocks:
             ) from error
 
 
-def is_packed(blocks: Blocks) -> bool:
+def is_packed(block_type: gguf.GGMLQuantizationType) -> bool:
     """Returns whether the native kernels multiply with blocks of this type."""
     native = library.load()
-    return native is not None and native.kind_of_blocks(blocks.type) is not None
+    return native is not None and native.kind_of_blocks(block_type) is not None
 
 
 def read_tensors(file: Path, config: ModelConfig) -> dict[str, Blocks]:

@@ -31,13 +31,18 @@ class Coded:
     """A quantized matrix of a checkpoint."""
 
     name: str  # of the matrix, without .weight
-    parts: Mapping[str, torch.Tensor]
+    by_kind: Mapping[str, torch.Tensor]
     scheme: Scheme
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the checkpoint."""
+        return tuple(self.by_kind.values())
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The numbers of outputs and of inputs."""
-        main = self.parts[_MAIN[self.scheme.coding]]
+        main = self.by_kind[_MAIN[self.scheme.coding]]
         if main.ndim != 2:
             raise UnsupportedModel(f"{self.name} has shape {list(main.shape)}; it is no matrix")
         rows, columns = main.shape
@@ -59,7 +64,7 @@ class Coded:
     def _scaled(self) -> torch.Tensor:
         num_out, num_in = self.shape
         weight = self._part("weight", _FLOAT8 if self.scheme.is_float else torch.int8)
-        inverse = "weight_scale_inv" in self.parts
+        inverse = "weight_scale_inv" in self.by_kind
         scale = self._part("weight_scale_inv" if inverse else "weight_scale")
         if self.scheme.block is None:
             self._demand(scale.numel() in (1, num_out), "weight_scale")
@@ -87,7 +92,7 @@ class Coded:
         self._demand(tuple(zeros.shape) == shape, "qzeros")
         self._demand(tuple(scales.shape) == shape, "scales")
         of_input = torch.arange(num_in) // (num_in // shape[1])
-        if "g_idx" in self.parts:
+        if "g_idx" in self.by_kind:
             of_input = self._part("g_idx", torch.int32).long()
             self._demand(len(of_input) == num_in, "g_idx")
             self._demand(bool(((of_input >= 0) & (of_input < shape[1])).all()), "g_idx")
@@ -115,7 +120,7 @@ class Coded:
         return num_in // size
 
     def _part(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        part = self.parts.get(name)
+        part = self.by_kind.get(name)
         if part is None:
             raise UnsupportedModel(f"the checkpoint lacks {self.name}.{name}")
         fits = part.is_floating_point() if dtype is None else part.dtype is dtype
