@@ -93,7 +93,10 @@ def worker_need(
     if (kernels or config.kernels) in ("torch", "triton"):
         return Need(option, pool_bytes, num_weights * DTYPE_BYTES[dtype])
     if keeps_quantized(config, model, kernels or config.kernels):
-        return Need(option, pool_bytes, sum(file.stat().st_size for file in model.weight_files))
+        stored_bytes = sum(file.stat().st_size for file in model.weight_files)
+        scheme = model.config.quantization
+        growth = 1.0 if scheme is None else scheme.growth_max
+        return Need(option, pool_bytes, int(stored_bytes * growth))
     shape = model.config
     packed_bytes = num_weights * (1 if config.weights == "int8" else DTYPE_BYTES[dtype])
     num_converted = 0
@@ -109,7 +112,9 @@ def keeps_quantized(config: EngineOptions, model: ModelFolder, kernels: str) -> 
     """
     is_auto = config.dtype == "auto" and config.weights == "auto"
     is_fast = config.numerics == "fast" and kernels in ("auto", "native")
-    return is_auto and is_fast and (model.is_gguf or model.config.is_mxfp4)
+    scheme = model.config.quantization
+    is_whole = model.is_gguf or model.config.is_mxfp4
+    return is_auto and is_fast and (is_whole or (scheme is not None and not scheme.is_float))
 
 
 def why_too_much(need: Need, num_workers: int, memory: Memory) -> str:

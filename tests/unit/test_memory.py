@@ -12,6 +12,7 @@ import pytest
 from tandem.config.engine import EngineConfig
 from tandem.engine.cache.layout import BlockLayout
 from tandem.memory import Memory, Need, read_memory, why_too_much, worker_need
+from tandem.models.quantized.scheme import Scheme
 from tandem.models.source import BUILT_IN, ModelFolder, resolve
 
 GB = 10**9
@@ -69,6 +70,25 @@ def test_weights_count_by_their_dtype_and_whether_they_are_converted(model: Mode
     assert weights("bfloat16", kernels="torch") == pytest.approx(2, rel=0.01)
     assert weights("float32", weights="int8") == pytest.approx(1 + 4 * embedding, rel=0.01)
     assert worker_need(EngineConfig(model=""), None).weights_bytes == 0
+
+
+def test_weights_of_checkpoints_that_stay_quantized_count_as_their_files(
+    model: ModelFolder,
+) -> None:
+    """Weights of 4 bits may have 5.5 once they are repacked."""
+
+    def weights(is_mxfp4: bool = False, scheme: Scheme | None = None, **settings: str) -> float:
+        quantized = replace(model.config, is_mxfp4=is_mxfp4, quantization=scheme)
+        folder = replace(model, config=quantized, weight_files=(Path(__file__),))
+        config = EngineConfig(model="", **settings)  # type: ignore[arg-type]
+        return worker_need(config, folder).weights_bytes / Path(__file__).stat().st_size
+
+    assert weights(is_mxfp4=True) == 1
+    assert weights(scheme=Scheme("awq", 4)) == pytest.approx(5.5 / 4, rel=0.01)
+    assert weights(scheme=Scheme("scaled", 8)) == pytest.approx(8.5 / 8, rel=0.01)
+    for settings in ({"dtype": "bfloat16"}, {"kernels": "torch"}, {"weights": "int8"}):
+        assert weights(is_mxfp4=True, **settings) > 1000
+    assert weights(scheme=Scheme("scaled", 8, is_float=True)) > 1000
 
 
 def cgroup(folder: Path, limit: str, current: int, cached: int) -> None:

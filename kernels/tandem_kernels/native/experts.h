@@ -105,32 +105,46 @@ inline Inputs inputs_of_expert(const Matrix& matrix, float* buffer, const Rows& 
                      rows.rounded + quantized_input_floats(first, matrix.in));
 }
 
-// Part `number` of a matrix whose outputs are of several kinds, or null.
-inline const Matrix* part_of(const Matrix& matrix, int number) {
-    const Matrix* part = &matrix;
-    for (; number > 0 && part != nullptr; --number) part = part->rest;
+// Outputs of one kind of a matrix that has several (`rest`), and how many are before them.
+struct Part {
+    const Matrix* matrix;  // null: there is no such part
+    int first_output;
+};
+
+inline Part part_of(const Matrix& matrix, int number) {
+    Part part{&matrix, 0};
+    for (; number > 0 && part.matrix != nullptr; --number, part.matrix = part.matrix->rest)
+        part.first_output += part.matrix->out;
     return part;
 }
 
-// A product of each expert, with inputs that lie in `buffer`: the threads wait for one another once
-// for each kind of quantized outputs, and all experts have the same kinds.
+inline int most_parts(const Experts& experts, Matrix Mlp::*which) {
+    int most = 1;
+    for (int e = 0; e < experts.num; ++e)
+        while (part_of(experts.mlps[e].*which, most).matrix != nullptr) ++most;
+    return most;
+}
+
+// A product of each expert, with inputs that lie in `buffer`. Quantized matrices may be of several
+// kinds, but all experts have such ones, or none has: the threads wait for one another once a part.
 inline void multiply_experts(const Experts& experts, Matrix Mlp::*which, float* buffer,
                              const Rows& rows, Output out, int thread, int threads) {
     const auto for_each = [&](int number, auto work) {
         for (int e = 0; e < experts.num; ++e) {
-            const Matrix& matrix = *part_of(experts.mlps[e].*which, number);
-            const Inputs inputs = inputs_of_expert(matrix, buffer, rows, e);
+            const auto [matrix, first_output] = part_of(experts.mlps[e].*which, number);
+            if (matrix == nullptr) continue;
+            const Inputs inputs = inputs_of_expert(*matrix, buffer, rows, e);
             Output of_expert = out;
-            of_expert.rows += rows.routing->first[e] * out.stride;
-            if (inputs.num_rows) work(matrix, inputs, of_expert);
+            of_expert.rows += rows.routing->first[e] * out.stride + first_output;
+            if (inputs.num_rows) work(*matrix, inputs, of_expert);
         }
     };
-    const Matrix* any = &(experts.mlps[0].*which);
-    if (!is_quantized(any->kind))
+    if (!is_quantized((experts.mlps[0].*which).kind))
         return for_each(0, [&](const Matrix& matrix, const Inputs& inputs, const Output& to) {
             linear(matrix, inputs, to, thread, threads);
         });
-    for (int number = 0; any != nullptr; ++number, any = any->rest) {
+    const int num_parts = most_parts(experts, which);
+    for (int number = 0; number < num_parts; ++number) {
         if (number > 0) {
 #pragma omp barrier
         }
@@ -142,7 +156,6 @@ inline void multiply_experts(const Experts& experts, Matrix Mlp::*which, float* 
             const auto [first, end] = share_of(matrix, thread, threads);
             linear_of_quantized(matrix, inputs, first, end, to);
         });
-        out.rows += any->out;
     }
 }
 

@@ -37,12 +37,16 @@ void put_power(uint8_t* to, float x) {
     std::memcpy(to, &upper, sizeof upper);
 }
 
-// The first code of MXFP4 that stands for a number.
-int code_of(int number) {
-    int code = 0;
-    while (kMxNumbers[code] != number) ++code;
-    return code;
-}
+// The code of MXFP4 that stands for each number; of two the first.
+struct Codes {
+    uint8_t of[25] = {};
+
+    constexpr Codes() {
+        for (int code = 15; code >= 0; --code) of[kMxNumbers[code]] = static_cast<uint8_t>(code);
+    }
+};
+
+constexpr Codes kCodes;
 
 // A group of an output, in the panel's lane, which holds zeros.
 template <class F>
@@ -51,7 +55,7 @@ void put_group(const Group& group, int index, int lane, uint8_t* unit) {
         const int vector = i / 4, byte = 4 * lane + i % 4;
         uint8_t* low = unit + index * F::kLowBytes + byte;
         uint8_t* high = unit + F::kHigh + index * F::kHighBytes + byte;
-        const int number = F::kHasCodes ? code_of(group.numbers[i]) : group.numbers[i];
+        const int number = F::kHasCodes ? kCodes.of[group.numbers[i]] : group.numbers[i];
         if (F::kBits == 8) {
             low[vector * kVectorBytes] = static_cast<uint8_t>(number);
             continue;

@@ -244,7 +244,12 @@ def _kv_heads(config: Mapping[str, Any], num_heads: int, hidden_size: int) -> tu
 
 
 def _num_extra_layers(config: Mapping[str, Any], family: Family) -> int:
-    num = config.get("num_nextn_predict_layers") if family.has_extra_layers else None
+    num = config.get("num_nextn_predict_layers")
+    if num and not family.has_extra_layers:
+        raise UnsupportedModel(
+            f"num_nextn_predict_layers is {num!r:.80}; layers that predict further tokens are not "
+            "supported for this architecture"
+        )
     if num is not None and (type(num) is not int or num < 0):
         raise UnsupportedModel(
             f"num_nextn_predict_layers is {num!r:.80}; it must be a number of layers"

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+import torch
 from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
 
+from tandem.engine.executor.weight_shapes import expected_shapes
+from tandem.models.config import ModelConfig
 from tandem.models.source import resolve
 from tests.tiny_models import make_tiny_model
+from tests.unit.models import conftest as tiny_gguf
 
 _GROWTH_MAX = 1.15  # times the tensors' bytes
 _MORE_AT_PEAK = 2  # tensors
@@ -43,6 +51,88 @@ def check(model: str, dtype: str, num_bytes: list[int]) -> None:
     assert peak <= _GROWTH_MAX * sum(num_bytes) + _MORE_AT_PEAK * max(num_bytes)
     # Else it was not measured: rows of an embedding are read from the file as tokens need them.
     assert stayed >= sum(num_bytes) - max(num_bytes) - 10_000_000
+
+
+_EXPERTS = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_local_experts": 64,
+    "max_position_embeddings": 131072,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+@pytest.fixture(scope="module")
+def mxfp4_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gpt-oss with 210 MB of experts, whose bits are random but for those of scales."""
+    folder = tmp_path_factory.mktemp("mxfp4")
+    make_tiny_model("gpt-oss", folder)  # for its other files
+    stored: dict[str, torch.Tensor] = {}
+    config = ModelConfig.from_hf(_EXPERTS)
+    for name, shape in expected_shapes(config, []).items():
+        if len(shape) < 3:
+            stored[name] = torch.randn(shape).bfloat16() / 30
+            continue
+        *rows, num_in = shape
+        stored[f"{name}_blocks"] = torch.randint(256, (*rows, num_in // 32, 16)).byte()
+        stored[f"{name}_scales"] = torch.full((*rows, num_in // 32), 121).byte()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_EXPERTS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen 3 with 80 MB of experts in Q4_0."""
+    hidden, num = 512, 64
+    rows = {"attn_q": hidden, "attn_k": 128, "attn_v": 128, "attn_output": hidden}
+    norms = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_norm": 64, "attn_k_norm": 64}
+    tensors = {
+        "token_embd.weight": np.ones((len(tiny_gguf.TOKENS), hidden), np.float16),
+        "output_norm.weight": np.ones(hidden, np.float32),
+    }
+    types: dict[str, gguf.GGMLQuantizationType | None] = {}
+    for layer in range(3):
+        name = f"blk.{layer}."
+        tensors |= {
+            f"{name}{part}.weight": np.ones(size, np.float32) for part, size in norms.items()
+        }
+        tensors |= {
+            f"{name}{part}.weight": np.ones((size, hidden), np.float16)
+            for part, size in rows.items()
+        }
+        tensors[f"{name}ffn_gate_inp.weight"] = np.ones((num, hidden), np.float32)
+        for part in ("gate", "up", "down"):
+            blocks = np.ones((num, hidden, hidden // 32 * 18), np.uint8)
+            tensors[f"{name}ffn_{part}_exps.weight"] = blocks
+            types[f"{name}ffn_{part}_exps.weight"] = gguf.GGMLQuantizationType.Q4_0
+    keys = {
+        "embedding_length": hidden,
+        "block_count": 3,
+        "attention.head_count": 8,
+        "attention.key_length": 64,
+        "attention.value_length": 64,
+        "expert_count": num,
+        "expert_used_count": 4,
+        "expert_feed_forward_length": hidden,
+    }
+    path = tmp_path_factory.mktemp("gguf") / "experts.gguf"
+    return tiny_gguf.write_gguf(path, tensors, architecture="qwen3moe", keys=keys, types=types)
+
+
+def test_experts_of_mxfp4(mxfp4_folder: Path) -> None:
+    stored = load_file(mxfp4_folder / "model.safetensors").values()
+    check(str(mxfp4_folder), "auto", [tensor.nbytes for tensor in stored])
+
+
+def test_experts_of_a_gguf_file(gguf_file: Path) -> None:
+    tensors = GGUFReader(gguf_file).tensors
+    check(str(gguf_file), "auto", [int(tensor.n_bytes) for tensor in tensors])
 
 
 @pytest.mark.parametrize("dtype", _NUM_BYTES)

@@ -9,6 +9,16 @@ import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
 _PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite")
+_SIZES: dict[str, object] = {
+    "context_length": 512,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "block_count": 2,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 10000.0,
+}
 TOKENS = [*sorted(ByteLevel.alphabet()), "Ġt", "he", "Ġthe", "<s>", "</s>", "<think>", "[PAD]"]
 MERGES = ["Ġ t", "h e", "Ġt he"]
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -127,18 +137,10 @@ def write_gguf(
     types: dict[str, gguf.GGMLQuantizationType | None] | None = None,
     tokens: dict[int, str] | None = None,
 ) -> Path:
-    """2 layers, hidden 64, 4 heads, 2 KV heads; `keys` are more metadata under the architecture,
-    `types` those of tensors that are quantized, `tokens` other texts of some."""
+    """Writes a file. `keys` are more metadata under the architecture, or other sizes; `types` are
+    those of tensors that are quantized, `tokens` other texts of some."""
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(512)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
-    writer.add_block_count(2)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    for key, value in (keys or {}).items():
+    for key, value in (_SIZES | (keys or {})).items():
         adds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         adds.get(type(value), writer.add_array)(f"{architecture}.{key}", value)
     writer.add_tokenizer_model(tokenizer)

@@ -295,6 +295,7 @@ def test_granite():
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; there are 8 experts"),
         (QWEN3_MOE | {"mlp_only_layers": ["1"]}, "mlp_only_layers is .*a list of layers"),
         ({"partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75 is not supported"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1; layers that predict"),
         (PHI3 | {"partial_rotary_factor": 0.07}, "rotates 1 numbers of a head; it must"),
         (
             PHI3

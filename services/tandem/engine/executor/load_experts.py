@@ -34,10 +34,7 @@ def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
     name = f"{layer}.{names.router}"
     if names.form == "deepseek":
         return Linear(tensors.floats(f"{name}.weight"), None)
-    bias = f"{name}.bias"
-    return Linear(
-        tensors.tensor(f"{name}.weight"), tensors.tensor(bias) if bias in tensors else None
-    )
+    return tensors.with_bias(Linear(tensors.tensor(f"{name}.weight"), None), f"{name}.bias")
 
 
 def _products(
@@ -46,16 +43,14 @@ def _products(
     """Returns gates and ups, and downs."""
     stacked = [f"{layer}.{name}" for name in names.stacked]
     if names.is_gguf:
-        *gate_up, down = stacked
-        gates, ups = (
-            _one_by_one(_with_bias(tensors, each, bias_of(name)))
-            for name, each in zip(gate_up, tensors.alike(*gate_up), strict=True)
-        )
-        downs = _one_by_one(_with_bias(tensors, tensors.matrix(down), bias_of(down)))
+        matrices = [*tensors.alike(stacked[:2]), tensors.matrix(stacked[2])]
+        biased = map(tensors.with_bias, matrices, map(bias_of, stacked))
+        gates, ups, downs = map(_one_by_one, biased)
         return [gate + up for gate, up in zip(gates, ups, strict=True)], downs
     if names.form == "gpt_oss":
-        gate_up, down = (_of_gpt_oss(tensors, name, names.is_mxfp4) for name in stacked)
-        return _one_by_one(_gates_first(gate_up)), _one_by_one(down)
+        gate_up = _gates_first(_of_gpt_oss(tensors, stacked[0], names.is_mxfp4))
+        down = _of_gpt_oss(tensors, stacked[1], names.is_mxfp4)
+        return _one_by_one(gate_up), _one_by_one(down)
     if names.is_stacked:
         gate_ups, downs = (_one_by_one(tensors.matrix(name)) for name in stacked)
         return gate_ups, downs
@@ -75,21 +70,20 @@ def _of_gpt_oss(tensors: TensorsByName, name: str, is_mxfp4: bool) -> Linear:
 
 
 def _gates_first(gate_up: Linear) -> Linear:
-    """Returns the same with the gates before the ups, which take turns."""
-
-    def in_order(rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
-
+    """Returns the same with the gates before the ups, which take turns. Blocks are sorted where
+    they are: nobody else has them."""
     assert gate_up.bias is not None
-    bias, blocks = in_order(gate_up.bias), gate_up.blocks
-    if blocks is None:
-        return Linear(in_order(gate_up.weight), bias)
-    rows = blocks.data.view(*blocks.shape[:2], -1)
-    return Linear(gate_up.weight, bias, replace(blocks, data=in_order(rows).flatten(0, 1)))
+    bias = _sorted(gate_up.bias)
+    if gate_up.blocks is None:
+        return Linear(_sorted(gate_up.weight), bias)
+    for of_expert in gate_up.blocks.matrices():
+        of_expert.data.copy_(_sorted(of_expert.data.unsqueeze(0)).squeeze(0))
+    return replace(gate_up, bias=bias)
 
 
-def _with_bias(tensors: TensorsByName, matrix: Linear, bias: str) -> Linear:
-    return replace(matrix, bias=tensors.tensor(bias)) if bias in tensors else matrix
+def _sorted(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the even rows [experts, rows, ...] of each expert, then the odd ones."""
+    return torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
 
 
 def _one_by_one(stack: Linear) -> Parts:
@@ -103,7 +97,10 @@ def _one_by_one(stack: Linear) -> Parts:
 def _apart(tensors: TensorsByName, names: Sequence[Sequence[str]]) -> Parts:
     """Returns the matrix of each expert, or its parts: views of one tensor of all experts where
     that costs no copy that is not made anyway."""
-    if tensors.is_mapped(names[0][0]):
-        return [tuple(Linear(tensors.tensor(part), None) for part in parts) for parts in names]
-    stacked = tensors.stacked([part for parts in names for part in parts])
+    every = [part for parts in names for part in parts]
+    apart = tensors.alike(every) if tensors.is_mapped(every[0]) else tensors.quantized(every)
+    if apart:
+        parts = len(names[0])
+        return [tuple(apart[at : at + parts]) for at in range(0, len(apart), parts)]
+    stacked = tensors.stacked(every)
     return _one_by_one(Linear(stacked.view(len(names), -1, stacked.shape[1]), None))

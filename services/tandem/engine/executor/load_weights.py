@@ -147,7 +147,8 @@ class _Builder:
         return self._tensors.floats(name) + self._config.norm_offset
 
     def _of_latent(self, name: str, rotated: RotatedRows) -> Linear:
-        linear = self._tensors.linear(name)
+        weight = Linear(self._tensors.tensor(f"{name}.weight"), None)
+        linear = self._tensors.with_bias(weight, f"{name}.bias")
         bias = None if linear.bias is None else rotated.in_halves(linear.bias)
         return Linear(rotated.in_halves(linear.weight), bias)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import gguf
 import torch
 
 from tandem.engine.executor.checkpoint import Stored
 from tandem.engine.executor.file_pages import FilePages
-from tandem.engine.executor.mxfp4 import Mxfp4
 from tandem.engine.executor.weights import Linear
 from tandem.models.gguf.tensors import Blocks, is_packed
+
+log = logging.getLogger(__name__)
 
 
 class TensorsByName:
@@ -33,6 +34,7 @@ class TensorsByName:
         self._pages = pages
         self._dtype = dtype
         self._device = device
+        self._has_said = False  # that a matrix was converted
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -54,44 +56,39 @@ class TensorsByName:
 
     def matrix(self, name: str) -> Linear:
         """Returns a matrix, or those of all experts, without biases; quantized if kept so."""
-        blocks = self._kept(name) if self._keeps_blocks else None
-        if blocks is None:
-            return Linear(self.tensor(name), None)
-        return Linear(torch.empty(blocks.shape, dtype=self._dtype, device="meta"), None, blocks)
+        return self.alike([name])[0]
 
-    def alike(self, *names: str) -> list[Linear]:
-        """Returns matrices, all of them quantized or none."""
-        found = [self.matrix(name) for name in names]
-        if all(each.blocks for each in found):
-            return found
-        return [
-            Linear(self.tensor(name), None) if each.blocks else each
-            for name, each in zip(names, found, strict=True)
-        ]
+    def alike(self, names: Sequence[str]) -> list[Linear]:
+        """Returns matrices without biases, all of them quantized or none."""
+        return self.quantized(names) or [Linear(self.tensor(name), None) for name in names]
+
+    def quantized(self, names: Sequence[str]) -> list[Linear]:
+        """Returns matrices as blocks without biases; an empty list if one does not stay so."""
+        found = []
+        for name in names:
+            blocks = self._kept(name) if self._keeps_blocks else None
+            if blocks is None:
+                return []
+            weight = torch.empty(blocks.shape, dtype=self._dtype, device="meta")
+            found.append(Linear(weight, None, blocks))
+        return found
 
     def linear(self, name: str) -> Linear:
         """Returns a matrix with its bias, if there is one."""
-        bias = f"{name}.bias"
-        return replace(
-            self.matrix(f"{name}.weight"), bias=self.tensor(bias) if bias in self else None
-        )
+        return self.with_bias(self.matrix(f"{name}.weight"), f"{name}.bias")
+
+    def with_bias(self, matrix: Linear, name: str) -> Linear:
+        """Returns the same with the bias of this name, if there is one."""
+        return replace(matrix, bias=self.tensor(name)) if name in self else matrix
 
     def joined(self, *names: str) -> tuple[Linear, ...]:
         """Returns one matrix for products of the same input, where it costs no copy that is not
-        made anyway: mapped tensors stay apart."""
-        if self._keeps_blocks:
-            linears = tuple(self.linear(name) for name in names)
-            if all(linear.blocks for linear in linears):
-                return linears
-        if self.is_mapped(f"{names[0]}.weight"):
-            return tuple(self.linear(name) for name in names)
-        has_bias = f"{names[0]}.bias" in self
-        return (
-            Linear(
-                self.stacked([f"{name}.weight" for name in names]),
-                self.stacked([f"{name}.bias" for name in names]) if has_bias else None,
-            ),
-        )
+        made anyway: mapped tensors stay apart, and so do quantized ones."""
+        weights, biases = ([f"{name}.{part}" for name in names] for part in ("weight", "bias"))
+        apart = self.alike(weights) if self.is_mapped(weights[0]) else self.quantized(weights)
+        if apart:
+            return tuple(map(self.with_bias, apart, biases))
+        return (Linear(self.stacked(weights), self.stacked(biases) if biases[0] in self else None),)
 
     def is_mapped(self, name: str) -> bool:
         """Returns whether a tensor is used as it lies in its file."""
@@ -114,13 +111,26 @@ class TensorsByName:
     def _kept(self, name: str) -> Blocks | None:
         """Returns blocks that native kernels multiply with."""
         stored = self._stored[name]
+        if isinstance(stored, torch.Tensor):
+            return None
         if isinstance(stored, Blocks):
             return stored if is_packed(stored.type) else None
-        if not isinstance(stored, Mxfp4) or not is_packed(gguf.GGMLQuantizationType.MXFP4):
-            return None
         blocks = stored.blocks()
+        if blocks is None:
+            self._say_converted(name)
+            return None
         self._drop(name)
-        return blocks
+        return blocks if is_packed(blocks.type) else None
+
+    def _say_converted(self, name: str) -> None:
+        if not self._has_said:
+            log.warning(
+                "%s, and what follows of its kind, becomes numbers of %s: it cannot be repacked "
+                "without a change (docs/adding_a_model.md)",
+                name,
+                self._dtype,
+            )
+        self._has_said = True
 
     def _drop(self, name: str) -> None:
         stored = self._stored[name]

@@ -46,6 +46,12 @@ class Scheme:
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale
     zero_offset: int = 0  # what is added to stored zeros
 
+    @property
+    def growth_max(self) -> float:
+        """Returns by how much a matrix may grow when it is repacked, as blocks of GGUF's types:
+        zeros other than 8 make Q5_0 of 4 bits."""
+        return 5.5 / 4 if self.bits == 4 else 8.5 / 8
+
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     """Returns the scheme; None of a checkpoint that is not quantized. Raises UnsupportedModel."""

@@ -7,14 +7,15 @@ AutoGPTQ and AutoAWQ.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tandem.errors import UnsupportedModel
+from tandem.models.gguf.tensors import Blocks
+from tandem.models.quantized.groups import Groups
 from tandem.models.quantized.scheme import Scheme
 
-_NIBBLES = torch.arange(0, 32, 4, dtype=torch.int32)  # their shifts in an int32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble that each of eight numbers is in
 _PARTS = {
     "scaled": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
@@ -24,6 +25,7 @@ _PARTS = {
 }
 _MAIN = {"scaled": "weight", "packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 _FLOAT8 = torch.float8_e4m3fn
+_ZERO = torch.zeros(1, 1, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,62 +56,81 @@ class Coded:
 
     def numbers(self) -> torch.Tensor:
         """Returns float32 [out, in]. Raises UnsupportedModel for a part that does not fit."""
-        return {
-            "scaled": self._scaled,
+        return self._floats() if self.scheme.is_float else self._groups().values()
+
+    def blocks(self) -> Blocks | None:
+        """Returns the same numbers as quantized blocks; None if no blocks have exactly these.
+
+        Raises UnsupportedModel for a part that does not fit."""
+        return None if self.scheme.is_float else self._groups().blocks()
+
+    def _groups(self) -> Groups:
+        groups = {
+            "scaled": self._int8,
             "packed": self._packed,
             "gptq": self._gptq,
             "awq": self._awq,
-        }[self.scheme.coding]()
+        }
+        return groups[self.scheme.coding]()
 
-    def _scaled(self) -> torch.Tensor:
+    def _floats(self) -> torch.Tensor:
         num_out, num_in = self.shape
-        weight = self._part("weight", _FLOAT8 if self.scheme.is_float else torch.int8)
-        inverse = "weight_scale_inv" in self.by_kind
-        scale = self._part("weight_scale_inv" if inverse else "weight_scale")
+        weight, scale = self._part("weight", _FLOAT8), self._scale()
         if self.scheme.block is None:
             self._demand(scale.numel() in (1, num_out), "weight_scale")
-            return weight.float() * scale.float().reshape(-1, 1)
+            return weight.float() * scale.reshape(-1, 1)
         rows, columns = self.scheme.block
         self._demand(tuple(scale.shape) == (-(-num_out // rows), -(-num_in // columns)), "scales")
-        of_rows = scale.float().repeat_interleave(rows, 0)[:num_out]
+        of_rows = scale.repeat_interleave(rows, 0)[:num_out]
         return weight.float() * of_rows.repeat_interleave(columns, 1)[:, :num_in]
 
-    def _packed(self) -> torch.Tensor:
+    def _scale(self) -> torch.Tensor:
+        inverse = "weight_scale_inv" in self.by_kind
+        return self._part("weight_scale_inv" if inverse else "weight_scale").float()
+
+    def _int8(self) -> Groups:
+        weight, scale = self._part("weight", torch.int8), self._scale()
+        self._demand(scale.numel() in (1, len(weight)), "weight_scale")
+        return Groups(weight, _ZERO, scale.reshape(-1, 1))
+
+    def _packed(self) -> Groups:
         shape = self.shape
-        numbers = _unpacked(self._part("weight_packed", torch.int32)) - 8
+        numbers = _unpacked(self._part("weight_packed", torch.int32))
         stated = self._part("weight_shape", torch.int64)
         self._demand(tuple(stated.tolist()) == shape, "weight_shape")
         scale = self._part("weight_scale").float()
         self._demand(tuple(scale.shape) == (shape[0], self._num_groups(shape[1])), "weight_scale")
-        return numbers * scale.repeat_interleave(shape[1] // scale.shape[1], 1)
+        return Groups(numbers, _ZERO + 8, scale)
 
-    def _gptq(self) -> torch.Tensor:
-        num_out, num_in = self.shape
+    def _gptq(self) -> Groups:
         numbers = _unpacked(self._part("qweight", torch.int32).t())  # [out, in]
         zeros = _unpacked(self._part("qzeros", torch.int32)).t() + self.scheme.zero_offset
-        scales = self._part("scales").float().t()
-        shape = num_out, self._num_groups(num_in)
-        self._demand(tuple(zeros.shape) == shape, "qzeros")
-        self._demand(tuple(scales.shape) == shape, "scales")
-        of_input = torch.arange(num_in) // (num_in // shape[1])
-        if "g_idx" in self.by_kind:
-            of_input = self._part("g_idx", torch.int32).long()
-            self._demand(len(of_input) == num_in, "g_idx")
-            self._demand(bool(((of_input >= 0) & (of_input < shape[1])).all()), "g_idx")
-        return (numbers - zeros[:, of_input]) * scales[:, of_input]
+        groups = self._checked(numbers, zeros)
+        if "g_idx" not in self.by_kind:
+            return groups
+        num_in, num_groups = numbers.shape[1], zeros.shape[1]
+        of_input = self._part("g_idx", torch.int32).long()
+        self._demand(len(of_input) == num_in, "g_idx")
+        self._demand(bool(((of_input >= 0) & (of_input < num_groups)).all()), "g_idx")
+        in_order = torch.arange(num_in) // (num_in // num_groups)
+        return (
+            groups if torch.equal(of_input, in_order) else replace(groups, group_of_input=of_input)
+        )
 
-    def _awq(self) -> torch.Tensor:
-        num_out, num_in = self.shape
+    def _awq(self) -> Groups:
         numbers, zeros = (
             _unpacked(self._part(name, torch.int32), _AWQ_ORDER).t()
             for name in ("qweight", "qzeros")
         )
+        return self._checked(numbers, zeros)
+
+    def _checked(self, numbers: torch.Tensor, zeros: torch.Tensor) -> Groups:
+        num_out, num_in = self.shape
         scales = self._part("scales").float().t()
         shape = num_out, self._num_groups(num_in)
         self._demand(tuple(zeros.shape) == shape, "qzeros")
         self._demand(tuple(scales.shape) == shape, "scales")
-        size = num_in // shape[1]
-        return (numbers - zeros.repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1)
+        return Groups(numbers, zeros, scales)
 
     def _num_groups(self, num_in: int) -> int:
         size = self.scheme.group_size or num_in
@@ -152,7 +173,9 @@ def join_parts(
 
 
 def _unpacked(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Returns the eight numbers of each int32 of a row side by side, the lowest bits first or in
-    another order."""
-    shifts = _NIBBLES[list(order)]
-    return ((words.unsqueeze(-1) >> shifts) & 15).flatten(-2)
+    """Returns the eight numbers of each int32 of a row side by side, as bytes, the lowest bits
+    first or in another order."""
+    numbers = torch.empty((*words.shape, 8), dtype=torch.uint8)
+    for place, nibble in enumerate(order):
+        numbers[..., place] = (words >> 4 * nibble) & 15
+    return numbers.flatten(-2)
