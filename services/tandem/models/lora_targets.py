@@ -17,20 +17,12 @@ _OTHERS = ("lm_head", "model.embed_tokens", "model.norm")
 
 
 def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Returns outputs and inputs of every matrix that an adapter may change, by its name. Raises
-    UnsupportedModel for a model that can have none."""
-    if model.latent is not None:
-        raise UnsupportedModel("LoRA adapters of models with latent attention are not supported")
+    """Returns outputs and inputs of every matrix that an adapter may change, by its name."""
     hidden, inner = model.hidden_size, model.intermediate_size
-    q_size = model.num_attention_heads * model.head_dim
-    kv_size = model.num_kv_heads * model.head_dim
-    of_layer = {"self_attn.o_proj": (hidden, q_size), "mlp.down_proj": (hidden, inner)}
+    of_layer = _of_attention(model) | {"mlp.down_proj": (hidden, inner)}
     if model.is_fused:
-        of_layer["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden)
         of_layer["mlp.gate_up_proj"] = (2 * inner, hidden)
     else:
-        of_layer["self_attn.q_proj"] = (q_size, hidden)
-        of_layer["self_attn.k_proj"] = of_layer["self_attn.v_proj"] = (kv_size, hidden)
         of_layer["mlp.gate_proj"] = of_layer["mlp.up_proj"] = (inner, hidden)
     return {
         f"model.layers.{layer}.{name}": shape
@@ -38,6 +30,24 @@ def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
         for name, shape in of_layer.items()
         if not (spec.experts and name.startswith("mlp."))
     }
+
+
+def _of_attention(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    hidden, num_heads = model.hidden_size, model.num_attention_heads
+    if (latent := model.latent) is not None:  # what is made of a latent is no product of its own
+        queries = {"self_attn.q_proj": (num_heads * latent.q_dim, hidden)}
+        if latent.q_rank is not None:
+            queries = {"self_attn.q_a_proj": (latent.q_rank, hidden)}
+        return queries | {
+            "self_attn.kv_a_proj_with_mqa": (latent.kv_dim, hidden),
+            "self_attn.o_proj": (hidden, num_heads * latent.value_dim),
+        }
+    q_size, kv_size = num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    out = {"self_attn.o_proj": (hidden, q_size)}
+    if model.is_fused:
+        return out | {"self_attn.qkv_proj": (q_size + 2 * kv_size, hidden)}
+    of_token = dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (kv_size, hidden))
+    return out | of_token | {"self_attn.q_proj": (q_size, hidden)}
 
 
 def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:

@@ -88,6 +88,9 @@ def run(runner: ModelRunner, sequences: list[tuple[list[int], str]]) -> list[tor
         ("phi3", {"target_modules": list(FUSED), "r": 8}),
         ("phi3-longrope", {"target_modules": list(FUSED), "r": 8}),
         ("gpt-oss", {"target_modules": list(ATTENTION)}),
+        ("deepseek-v2", {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "o_proj"]}),
+        ("deepseek-v3", {"target_modules": ["q_a_proj", "kv_a_proj_with_mqa"], "r": 20}),
+        ("deepseek-v3-halves", {"target_modules": "all-linear", "r": 4}),
         ("gemma3", {"target_modules": r".*\.(k_proj|gate_proj|o_proj)", "r": 8}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
@@ -98,7 +101,7 @@ def test_logits_are_those_of_merged_weights(
     folder, reference = make_tiny_model(family, tmp_path / "model")
     targets = settings["target_modules"]
     modules = {
-        "all-linear": ALL,
+        "all-linear": (*ALL, "kv_a_proj_with_mqa"),
         r".*\.(k_proj|gate_proj|o_proj)": ("k_proj", "gate_proj", "o_proj"),
     }.get(targets if isinstance(targets, str) else "")
     made = write_adapter(tmp_path / "one", folder.config, modules=modules, **settings)

@@ -84,10 +84,15 @@ def test_layers_with_experts_have_no_other_matrices() -> None:
         read_modules(_DEFAULTS | {"target_modules": ["up_proj"]}, only)
 
 
-def test_latent_attention_has_no_adapters() -> None:
-    model = replace(MODEL, latent=Latent(40, 8, 24, 20, None, True, 0.2))
-    with pytest.raises(UnsupportedModel, match="LoRA adapters of models with latent attention"):
-        read_modules(_DEFAULTS | {"target_modules": ["o_proj"]}, model)
+def test_of_latent_attention_what_is_made_of_the_layers_input_has_adapters() -> None:
+    for q_rank, queries in ((None, "q_proj"), (28, "q_a_proj")):
+        model = replace(MODEL, latent=Latent(40, 8, 24, 20, q_rank, True, 0.2))
+        found = read_modules(_DEFAULTS | {"target_modules": "all-linear"}, model)
+        names = {name.rpartition(".")[2] for name in found if "self_attn" in name}
+        assert names == {queries, "kv_a_proj_with_mqa", "o_proj"}
+        for target in ("kv_b_proj", "q_b_proj"):
+            with pytest.raises(UnsupportedModel, match=f"'{target}', which is not supported; "):
+                read_modules(_DEFAULTS | {"target_modules": [target]}, model)
 
 
 def test_all_linear_is_all_but_the_output() -> None:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load
 
+from tandem.engine.executor.latent_weights import RotatedRows, token_products
 from tandem.engine.executor.weight_shapes import rotary_rows
 from tandem.errors import AdapterUnavailable
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig
 from tandem.models.lora import WEIGHTS_FILE, LoraFolder, open_lora
+from tandem.models.lora_targets import linear_shapes
 from tandem_kernels.lora import LoraPart
 
 if TYPE_CHECKING:
@@ -82,9 +84,9 @@ def make_layers(
     device: torch.device,
 ) -> tuple[LoraLayer, ...]:
     """Brings an adapter's tensors into the compute dtype and onto the device."""
-    names = _PRODUCTS | (_FUSED if config.is_fused else {})
+    names = _names(config)
     widths = _widths(config)
-    order = rotary_rows(config)
+    order, rotated = rotary_rows(config), _rotated_rows(config)
 
     def parts(layer: int, product: str) -> Parts:
         made, first = [], 0
@@ -95,6 +97,8 @@ def make_layers(
                 scaled = b.to(torch.float32) * module.scale
                 if product == "qkv" and order is not None:  # of a fused matrix
                     scaled = scaled[order]
+                elif short in rotated:
+                    scaled = rotated[short].in_halves(scaled)
                 made.append(
                     LoraPart(
                         first,
@@ -111,13 +115,19 @@ def make_layers(
     )
 
 
+def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Returns the matrices of each product, side by side."""
+    if config.latent is not None:
+        return _PRODUCTS | {"qkv": tuple(_rotated_rows(config))}
+    return _PRODUCTS | (_FUSED if config.is_fused else {})
+
+
+def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:
+    """Returns how decoders order the rows of a latent attention's matrices; else nothing."""
+    products = [] if config.latent is None else token_products(config.latent)
+    return {f"self_attn.{name}": rows for name, rows in products}
+
+
 def _widths(config: ModelConfig) -> dict[str, int]:
-    """Returns the columns of the matrices that others stand beside."""
-    kv_size = config.num_kv_heads * config.head_dim
-    return {
-        "self_attn.q_proj": config.num_attention_heads * config.head_dim,
-        "self_attn.k_proj": kv_size,
-        "self_attn.v_proj": kv_size,
-        "mlp.gate_proj": config.intermediate_size,
-        "mlp.up_proj": config.intermediate_size,
-    }
+    """Returns the outputs of each matrix."""
+    return {name.split(".", 3)[3]: num_out for name, (num_out, _) in linear_shapes(config).items()}
