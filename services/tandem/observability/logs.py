@@ -11,10 +11,12 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 
 from pythonjsonlogger.msgspec import MsgspecFormatter
 
 from tandem.errors import ConfigError
+from tandem.observability.log_file import FILE_VARIABLE, LogFileHandler
 
 LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
 FORMAT_VARIABLE = "TANDEM_LOG_FORMAT"
@@ -23,7 +25,8 @@ _JSON_NAMES = {"asctime": "time", "levelname": "level", "name": "logger", "exc_i
 
 def configure_logging(process: str) -> None:
     """`process` names this process in each line, such as `decode-0/io`. Raises ConfigError."""
-    handler = logging.StreamHandler(sys.stderr)
+    path = os.environ.get(FILE_VARIABLE)
+    handler = LogFileHandler(Path(path)) if path else logging.StreamHandler(sys.stderr)
     handler.setFormatter(_formatter(process))
     level = (os.environ.get(LEVEL_VARIABLE) or "INFO").upper()
     if level not in logging.getLevelNamesMapping():

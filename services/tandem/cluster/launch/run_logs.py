@@ -3,7 +3,8 @@
     $XDG_STATE_HOME/tandem/runs/START-CLUSTER/ID.log    START is the time in UTC, sorted by name
 
 A run holds a lock on its folder while it lives. Each new run drops the oldest folders beyond
-`RUNS_KEPT`, but never one of a run that lives. Logs are not rotated.
+`RUNS_KEPT`, but never one of a run that lives. A log that has grown large begins anew, and the file
+before it is ID.log.1.
 """
 
 import fcntl
@@ -15,8 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from tandem.errors import OperateError
+from tandem.observability.log_file import older
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +74,27 @@ def find_log(process_id: str) -> Path:
 
 def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
     """Yields what a log has, then what is added to it, until `is_over` says so at its end."""
-    with path.open(errors="replace") as stream:
-        while True:
-            if text := stream.read():
+    if older(path).is_file():
+        yield older(path).read_text(errors="replace")
+    while True:
+        with path.open(errors="replace") as stream:
+            while _is_named(stream, path):
+                if text := stream.read():
+                    yield text
+                elif is_over():
+                    return
+                else:
+                    time.sleep(_POLL_S)
+            if text := stream.read():  # of the file that has another name now
                 yield text
-            elif is_over():
-                return
-            else:
-                time.sleep(_POLL_S)
+
+
+def _is_named(stream: TextIO, path: Path) -> bool:
+    """Returns whether a log is still the file of its name, and has not begun anew."""
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
+    except FileNotFoundError:
+        return True  # between two names
 
 
 def show_log(process_id: str, *, follow: bool) -> None:

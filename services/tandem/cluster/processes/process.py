@@ -19,6 +19,7 @@ from pathlib import Path
 from tandem.cluster.processes import detach
 from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE, Pool
 from tandem.errors import ConfigError
+from tandem.observability.log_file import FILE_VARIABLE
 
 _DETACH_DEADLINE_S = 30.0
 _LOG_TAIL_LINES = 15
@@ -67,7 +68,7 @@ def start(
         folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         [sys.executable, "-I", "-S", detach.__file__, str(record), str(log), *command],
-        env=dict(environment),
+        env={**environment, FILE_VARIABLE: str(log)},
         cwd=run_folder,
         stdin=subprocess.DEVNULL,
         capture_output=True,
