@@ -110,9 +110,15 @@ class EngineOptions(Options):
     """Number of threads of a worker's engine."""
 
     @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the places where blocks that leave the pool are kept, the fastest first."""
+        asked = {"host": bool(self.kv_host_bytes), "disk": bool(self.kv_disk_path)}
+        return tuple(name for name, is_asked in asked.items() if is_asked)
+
+    @property
     def has_tiers(self) -> bool:
         """True if blocks that leave the pool are kept somewhere."""
-        return bool(self.kv_host_bytes or self.kv_disk_path)
+        return bool(self.tiers)
 
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):

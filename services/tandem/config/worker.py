@@ -13,6 +13,7 @@ from tandem.config.groups import LIFECYCLE, Own
 from tandem.config.kv_events import KvEventOptions
 from tandem.config.tls import TlsDir
 from tandem.config.transfer import TransferConfig
+from tandem.errors import ConfigError
 from tandem.options import (
     Constant,
     Name,
@@ -70,3 +71,7 @@ class WorkerConfig(WorkerOptions):
     """The settings of one worker: an engine process and an I/O process, in one of the two pools."""
 
     cluster: Constant[ClusterConfig]
+
+    def check_together(self) -> None:
+        if "#" in self.worker_id:  # the prefix tree names a worker's tiers with it
+            raise ConfigError(f"worker-id is {self.worker_id!r}; it must not have a '#'")

@@ -185,6 +185,7 @@ class TierLoad(msgspec.Struct, frozen=True):
     blocks_loaded: int
     blocks_bad: int  # could not be read back as they were written, or were left out at the start
     write_failures: int
+    block_s: float = 0.0  # to load a block; 0: not measured
 
 
 class EngineLoad(msgspec.Struct, frozen=True):

@@ -67,6 +67,22 @@ class WindowBytes(msgspec.Struct, frozen=True):
     block_bytes: int  # of these layers
 
 
+_DISK_BYTES_PER_S = 3e8
+_TIER_BYTES_PER_S = {"host": 2e9, "disk": _DISK_BYTES_PER_S}
+
+
+class TierRate(msgspec.Struct, frozen=True):
+    """Speed of blocks from a tier to the KV pool above it."""
+
+    name: str  # host or disk
+    block_s: float = 0.0  # to load a block; 0: not measured
+
+    def seconds(self, num_blocks: int, block_bytes: int) -> float:
+        """Seconds to load blocks, by a first guess until a load was measured."""
+        guess_s = block_bytes / _TIER_BYTES_PER_S.get(self.name, _DISK_BYTES_PER_S)
+        return num_blocks * (self.block_s or guess_s)
+
+
 class WorkerRates(msgspec.Struct, frozen=True):
     """A worker's engine measures these numbers, and its record tells them to all others."""
 
@@ -76,6 +92,7 @@ class WorkerRates(msgspec.Struct, frozen=True):
     block_bytes: int = 0  # of one KV block, all layers
     measured: bool = False  # False: the defaults, nothing was seen yet
     windows: tuple[WindowBytes, ...] = ()  # of the layers that have one
+    tiers: tuple[TierRate, ...] = ()  # below the KV pool, the fastest first
 
     def moved_bytes(self, num_blocks: float) -> float:
         """Bytes that move for the last `num_blocks` blocks of a prompt, the last one maybe only a

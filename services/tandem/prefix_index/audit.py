@@ -46,6 +46,7 @@ class Differences:
             self.missing + other.missing,
             self.stale + other.stale,
             self.in_tree and other.in_tree,
+            self.error or other.error,
         )
 
 

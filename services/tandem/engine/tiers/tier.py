@@ -92,4 +92,5 @@ class Tier:
             blocks_loaded=self.num_loaded,
             blocks_bad=self.num_bad,
             write_failures=self.num_write_failures,
+            block_s=self.rate.block_s,
         )

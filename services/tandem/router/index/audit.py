@@ -13,6 +13,7 @@ import grpc.aio
 from tandem.errors import QueueFull
 from tandem.prefix_index.audit import CALL_ENTRIES, Differences, TreeInspector
 from tandem.prefix_index.entries import split_entries
+from tandem.prefix_index.holders import holder_of
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.index.trust import IndexTrust
 from tandem.router.workers.cluster_view import ClusterView
@@ -91,37 +92,46 @@ class IndexAudit:
         assert self._metrics.stats is not None
         told = self._metrics.stats.workers
         silent = {}
-        for worker_id in (w.record.worker_id for w in workers):
-            log_of_worker = told.get(worker_id)
+        for holder in (holder_of(w.record.worker_id, t) for w in workers for t in _tiers_of(w)):
+            log_of_worker = told.get(holder)
             if log_of_worker is not None and log_of_worker.silent_s <= SILENT_S:
                 continue
             # A worker that comes back from a cut is ready a moment before its log goes on.
-            silent[worker_id] = self._rounds_silent.get(worker_id, 0) + 1
-            if silent[worker_id] > _ROUNDS_SILENT_MAX:
+            silent[holder] = self._rounds_silent.get(holder, 0) + 1
+            if silent[holder] > _ROUNDS_SILENT_MAX:
                 what = "it has no log in the prefix tree"
                 if log_of_worker is not None:
                     silent_s = log_of_worker.silent_s
                     what = f"it published nothing to the prefix tree for {silent_s} s"
-                self._trust.alarm(worker_id, "silent", what)
+                self._trust.alarm(holder, "silent", what)
         self._rounds_silent = silent
 
     async def _compare(self, worker: KnownWorker, sample: int | None) -> Differences:
+        """Compares the entries of its pool and of its tiers."""
+        found = Differences()
+        for tier in _tiers_of(worker):
+            found += await self._compare_holder(worker, tier, sample)
+        return found
+
+    async def _compare_holder(
+        self, worker: KnownWorker, tier: str, sample: int | None
+    ) -> Differences:
         """Counts what was found, and raises the alarm when entries differ."""
-        worker_id = worker.record.worker_id
+        holder = holder_of(worker.record.worker_id, tier)
         address = worker.record.address
         async with self._view.calls.open(address) as channel:
             stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
 
             async def held(first: int, end: int) -> set[bytes]:
                 reply = await stub.ListBlocks(
-                    pb.ListBlocksRequest(first_bucket=first, end_bucket=end),
+                    pb.ListBlocksRequest(first_bucket=first, end_bucket=end, tier=tier),
                     timeout=_ANSWER_DEADLINE_S,
                     metadata=self._view.calls.metadata,
                 )
                 return split_entries(reply.hashes)
 
             try:
-                found = await self._tree.audit(worker_id, held, sample=sample)
+                found = await self._tree.audit(holder, held, sample=sample)
             except grpc.aio.AioRpcError as error:
                 message = f"it does not answer: {error.code().name}: {error.details()}"
                 return Differences(error=message)
@@ -136,5 +146,10 @@ class IndexAudit:
                 f"of {found.num_checked} entries {found.missing} are missing in the prefix tree "
                 f"and {found.stale} are stale"
             )
-            self._trust.alarm(worker_id, "audit", what)
+            self._trust.alarm(holder, "audit", what)
         return found
+
+
+def _tiers_of(worker: KnownWorker) -> tuple[str, ...]:
+    """Returns the names of its holders' tiers; the empty one is its pool."""
+    return "", *(tier.name for tier in worker.record.rates.tiers)

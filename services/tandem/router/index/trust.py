@@ -14,6 +14,7 @@ import logging
 import time
 from typing import Literal
 
+from tandem.prefix_index.holders import worker_of
 from tandem.prefix_index.redis import RedisIndex
 from tandem.router.index.hit_watch import HitWatch
 from tandem.router.index.metrics import IndexMetrics
@@ -57,27 +58,29 @@ class IndexTrust:
                 what = f"{ratio:.0%} of the tokens are cached there that the prefix tree predicts"
                 self.alarm(worker_id, "hits", what)
 
-    def alarm(self, worker_id: str, kind: Alarm, what: str) -> None:
-        """Logs, counts, and has the tree forget the worker's entries until they are new."""
+    def alarm(self, holder: str, kind: Alarm, what: str) -> None:
+        """Logs, counts, and has the tree forget the entries of a worker, or of a tier of it, until
+        they are new."""
         now = time.monotonic()
-        if now - self._alarmed_at.get(worker_id, -RENEWAL_S) < RENEWAL_S:
+        if now - self._alarmed_at.get(holder, -RENEWAL_S) < RENEWAL_S:
             return
-        self._alarmed_at[worker_id] = now
+        self._alarmed_at[holder] = now
         known = {worker.record.worker_id for worker in self._view.known()}
-        self._watch.forget(worker_id)
+        self._watch.forget(holder)
         self._watch.keep(known)
-        for gone in self._alarmed_at.keys() - known - {worker_id}:
-            del self._alarmed_at[gone]
-        self._metrics.alarms.labels(worker=worker_id, kind=kind).inc()
-        log.error("%s: %s; it must publish its blocks anew", worker_id, what)
-        task = asyncio.create_task(self._forget(worker_id))
+        for gone in [name for name in self._alarmed_at if worker_of(name) not in known]:
+            if gone != holder:
+                del self._alarmed_at[gone]
+        self._metrics.alarms.labels(worker=holder, kind=kind).inc()
+        log.error("%s: %s; it must publish its blocks anew", holder, what)
+        task = asyncio.create_task(self._forget(holder))
         self._forgetting.add(task)
         task.add_done_callback(self._forgetting.discard)
 
-    async def _forget(self, worker_id: str) -> None:
+    async def _forget(self, holder: str) -> None:
         try:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
-                await self._index.forget(worker_id)
+                await self._index.forget(holder)
         except UNREACHABLE as error:
-            self._alarmed_at.pop(worker_id, None)  # a worker that left may be forgotten already
-            log.warning("%s is not forgotten in the prefix tree yet: %r", worker_id, error)
+            self._alarmed_at.pop(holder, None)  # a worker that left may be forgotten already
+            log.warning("%s is not forgotten in the prefix tree yet: %r", holder, error)

@@ -182,9 +182,10 @@ class EngineLink:
         reply: messages.Chains = await self._ask(messages.ListChains, blocks_max)
         return reply.chains
 
-    async def list_blocks(self, first: bytes, end: bytes) -> list[bytes]:
-        """Hashes that the engine holds from `first` on and before `end`; empty: to the last."""
-        reply: messages.Blocks = await self._ask(messages.ListBlocks, first, end)
+    async def list_blocks(self, first: bytes, end: bytes, tier: str = "") -> list[bytes]:
+        """Hashes that the pool or a tier holds from `first` on and before `end`; empty: to the
+        last."""
+        reply: messages.Blocks = await self._ask(messages.ListBlocks, first, end, tier)
         return reply.hashes
 
     async def reset_prefix_cache(self) -> int:

@@ -95,6 +95,7 @@ class ListBlocks(msgspec.Struct, frozen=True, tag=True):
     request_id: int
     first: bytes
     end: bytes  # empty: to the last
+    tier: str = ""  # of which; empty: of the pool
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):

@@ -185,8 +185,12 @@ class EngineProcess:
             case messages.ListChains(request_id, blocks_max):
                 chains = self._engine.hot_prefixes(blocks_max)
                 self._send(messages.Chains(request_id, chains))
-            case messages.ListBlocks(request_id, first, end):
-                hashes = self._engine.block_hashes(first, end)
+            case messages.ListBlocks(request_id, first, end, tier):
+                hashes = (
+                    self._engine.tier_block_hashes(tier, first, end)
+                    if tier
+                    else self._engine.block_hashes(first, end)
+                )
                 self._send(messages.Blocks(request_id, hashes))
             case messages.ResetPrefixCache(request_id):
                 num_blocks = self._engine.reset_prefix_cache()

@@ -6,13 +6,14 @@ everything anew when Redis is back.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from tandem.config.cluster import ClusterConfig
 from tandem.engine.types import StepReport
+from tandem.prefix_index.holders import holder_of
 from tandem.prefix_index.publisher import Publisher
 from tandem.prefix_index.redis import RedisIndex
 from tandem.store.client import UNREACHABLE, connect
@@ -30,9 +31,11 @@ class Membership:
         *,
         worker_id: str,
         epoch: str,
+        tiers: Iterable[str],
         record: Callable[[], WorkerRecord],
         on_records: Callable[[list[WorkerRecord]], None],
     ) -> None:
+        """`tiers` are the names of those below the KV pool."""
         self._cluster = cluster
         self._worker_id = worker_id
         self._record = record
@@ -41,6 +44,9 @@ class Membership:
         self._registry = Registry(self._redis, cluster)
         self._index = RedisIndex(self._redis, cluster.cluster_id)
         self.publisher = Publisher(self._index, worker_id, epoch)
+        self._of_tiers = {
+            name: Publisher(self._index, holder_of(worker_id, name), epoch) for name in tiers
+        }
         self._task: asyncio.Task[None] | None = None
         self._reachable = True
         self._num_writes = 0
@@ -54,7 +60,8 @@ class Membership:
             except UNREACHABLE as error:
                 self._note_unreachable(error)
                 await asyncio.sleep(self._cluster.record_interval_s)
-        self.publisher.start()
+        for publisher in self._publishers:
+            publisher.start()
         await self.refresh()
         self._task = asyncio.create_task(self._refresh_for_ever())
 
@@ -62,6 +69,12 @@ class Membership:
         """Queues what the step stored and removed for the tree."""
         if report.stored or report.removed:
             self.publisher.add((s.block_hash for s in report.stored), report.removed)
+        for tier in report.tiers:
+            self._of_tiers[tier.tier].add((s.block_hash for s in tier.stored), tier.removed)
+
+    @property
+    def _publishers(self) -> list[Publisher]:
+        return [self.publisher, *self._of_tiers.values()]
 
     async def refresh(self) -> None:
         """One round: write our record, read the others'."""
@@ -81,7 +94,8 @@ class Membership:
         if self._task is not None:
             self._task.cancel()
         try:
-            await self.publisher.aclose()
+            for publisher in self._publishers:
+                await publisher.aclose()
             await self._registry.remove(self._worker_id)
             await self._index.forget(self._worker_id)
         except UNREACHABLE as error:

@@ -70,7 +70,14 @@ class Servicer(WorkerServicer):
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"buckets {first} to {end} are no range of 0 to {NUM_BUCKETS}",
             )
-        hashes = await self._worker.link.list_blocks(bucket_start(first), bucket_start(end))
+        if request.tier and request.tier not in (tiers := self._worker.config.engine.tiers):
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"tier is {request.tier!r}; this worker has {', '.join(tiers) or 'none'}",
+            )
+        hashes = await self._worker.link.list_blocks(
+            bucket_start(first), bucket_start(end), request.tier
+        )
         return pb.ListBlocksResponse(hashes=b"".join(h[:ENTRY_BYTES] for h in hashes))
 
     async def ResetPrefixCache(

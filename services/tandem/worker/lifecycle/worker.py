@@ -89,6 +89,7 @@ class Worker:
         self._max_model_len = 0
         self._started_at = time.time()
         self._events: KvEvents | None = None
+        self._early: list[messages.Event] = []  # that came before it was ready
         self._tracing = make_tracing(f"tandem-{config.role}", config.worker_id)
 
     def stop(self, deadline_s: float) -> None:
@@ -151,14 +152,14 @@ class Worker:
             self._events = await KvEvents.open(self.config)  # before the first step
         await server.start()
         exempt_loaded()
-        membership = Membership(
+        self._membership = membership = Membership(
             self.config.cluster,
             worker_id=self.config.worker_id,
             epoch=self.epoch,
+            tiers=self.config.engine.tiers,
             record=self._record,
             on_records=self._on_records,
         )
-        self._membership = membership
         self.role = RoleChange(self.config.role, self.decode, self.prefill, self.tell_record)
         self._metrics.watch(membership.publisher, self.adapters.metrics)
         watch = EngineWatch(
@@ -166,6 +167,8 @@ class Worker:
         )
         probes = asyncio.create_task(self._probes.turn_for_ever())
         self.state = "ready"
+        for event in self._early:
+            self._on_event(event)
         try:
             if await self._unless(self._stopping.wait(), membership.join(self.compatibility)):
                 log.info(
@@ -273,6 +276,7 @@ class Worker:
 
     def _on_event(self, event: messages.Event) -> None:
         if self.state == "starting":
+            self._early.append(event)
             return
         match event:
             case messages.Report():

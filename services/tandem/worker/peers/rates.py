@@ -8,11 +8,13 @@ waits, and nothing reads a clock.
 from collections import Counter
 from collections.abc import Iterable
 
+import msgspec
+
 from tandem.config.worker import WorkerConfig
 from tandem.engine.types import StepReport
 from tandem.perf_model.meters import PairMeter
 from tandem.perf_model.predict import queue_seconds
-from tandem.perf_model.rates import PairRate, WorkerRates, default_pair
+from tandem.perf_model.rates import PairRate, TierRate, WorkerRates, default_pair
 
 HANG_FLOOR_S = 5.0  # no engine counts as hung sooner
 _HANG_TURNS = 4
@@ -40,7 +42,8 @@ class Rates:
 
     def on_step(self, report: StepReport) -> None:
         """Takes what the engine measured up to this step, and how long the step was."""
-        self.worker = report.rates or self.worker
+        tiers = tuple(TierRate(tier.name, tier.block_s) for tier in report.load.tiers)
+        self.worker = msgspec.structs.replace(report.rates or self.worker, tiers=tiers)
         if report.num_prefill_tokens or report.num_decode_tokens:
             faded_s = self._longest_turn_s * _TURN_KEEP
             self._longest_turn_s = max(report.step_ms / 1000, faded_s)

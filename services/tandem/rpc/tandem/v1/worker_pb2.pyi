@@ -48,16 +48,20 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class PrefillCandidate(_message.Message):
-    __slots__ = ("worker_id", "epoch", "address", "cached_blocks")
+    __slots__ = ("worker_id", "epoch", "address", "cached_blocks", "loaded_blocks", "load_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
     address: str
     cached_blocks: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
+    loaded_blocks: int
+    load_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., load_s: _Optional[float] = ...) -> None: ...
 
 class PrefixHolder(_message.Message):
     __slots__ = ("worker_id", "epoch", "address", "num_blocks")
@@ -490,12 +494,14 @@ class BlockChain(_message.Message):
     def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ListBlocksRequest(_message.Message):
-    __slots__ = ("first_bucket", "end_bucket")
+    __slots__ = ("first_bucket", "end_bucket", "tier")
     FIRST_BUCKET_FIELD_NUMBER: _ClassVar[int]
     END_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     first_bucket: int
     end_bucket: int
-    def __init__(self, first_bucket: _Optional[int] = ..., end_bucket: _Optional[int] = ...) -> None: ...
+    tier: str
+    def __init__(self, first_bucket: _Optional[int] = ..., end_bucket: _Optional[int] = ..., tier: _Optional[str] = ...) -> None: ...
 
 class ListBlocksResponse(_message.Message):
     __slots__ = ("hashes",)

@@ -1,0 +1,114 @@
+"""How soon a worker that starts again has its tier on disk in the prefix tree.
+
+    python benchmarks/tier_restart.py [--blocks 50000] [--chain 200] [--rounds 3]
+
+Blocks of 4 KiB are written to a folder, in chains. Then, as a worker does when it starts, the
+folder is opened, the slots are restored from its manifest, and a publisher brings them to the tree
+in a Redis of this machine. The restart is over when the tree has all blocks. Writes
+benchmarks/results/tier_restart.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.peers.machine import conditions
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.engine.tiers.disk_storage import DiskStorage
+from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
+from tandem.engine.tiers.storage import Entry
+from tandem.engine.tiers.tier import Tier
+from tandem.prefix_index.holders import holder_of
+from tandem.prefix_index.publisher import Publisher
+from tandem.prefix_index.redis import RedisIndex
+from tandem.store.client import connect
+
+RESULTS = Path(__file__).parent / "results" / "tier_restart.json"
+BLOCK_BYTES = 4096
+HOLDER = holder_of("decode-0", "disk")
+
+
+def storage(folder: Path, num_blocks: int) -> DiskStorage:
+    size = HEADER_BYTES + num_blocks * (BLOCK_BYTES + RECORD_BYTES)
+    return DiskStorage(folder, bytes_max=size, block_bytes=BLOCK_BYTES, identity="benchmark")
+
+
+def fill(folder: Path, num_blocks: int, chain: int) -> None:
+    disk, data, parent = storage(folder, num_blocks), np.zeros(BLOCK_BYTES, np.uint8), b""
+    for number in range(num_blocks):
+        parent = b"" if number % chain == 0 else parent
+        block_hash = blake2b(str(number).encode(), digest_size=16).digest()
+        disk.write(number, Entry(block_hash, parent), data)
+        parent = block_hash
+    disk.close()
+
+
+async def restart(folder: Path, num_blocks: int, index: RedisIndex, epoch: str) -> dict[str, float]:
+    started = time.perf_counter()
+    disk = storage(folder, num_blocks)
+    stored = [s.block_hash for s in Tier(0, disk).take_events().stored]
+    restored = time.perf_counter()
+    publisher = Publisher(index, HOLDER, epoch)
+    publisher.add(stored, [])
+    publisher.start()
+    while not publisher.in_step:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    ended = time.perf_counter()
+    assert await index.num_blocks(HOLDER) == num_blocks
+    await publisher.aclose()
+    while await index.sweep(1 << 16):
+        pass
+    disk.close()
+    return {"restore_s": restored - started, "publish_s": ended - restored}
+
+
+async def measure(args: argparse.Namespace) -> list[dict[str, float]]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        fill(folder / "kv", args.blocks, args.chain)
+        with EmbeddedRedis(folder / "redis") as server:
+            async with connect(server.url) as redis:
+                index = RedisIndex(redis, "benchmark")
+                return [
+                    await restart(folder / "kv", args.blocks, index, str(number))
+                    for number in range(args.rounds)
+                ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--blocks", type=int, default=50_000)
+    parser.add_argument("--chain", type=int, default=200, help="blocks of a chain")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    rounds = asyncio.run(measure(args))
+    medians = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+    result: dict[str, Any] = {
+        "conditions": conditions(),
+        "num_blocks": args.blocks,
+        "chain": args.chain,
+        "rounds": rounds,
+        "median": {**medians, "total_s": sum(medians.values())},
+    }
+    args.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result["median"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""A worker's tiers are holders of their own in the tree."""
+
+from __future__ import annotations
+
+from tandem.prefix_index.holders import holder_of, worker_of
+from tandem.prefix_index.memory import MemoryIndex
+from tests.unit.prefix_index.test_prefix_index import chain
+
+
+def test_names() -> None:
+    assert holder_of("w", "") == worker_of("w") == "w"
+    assert holder_of("w", "disk") == "w#disk"
+    assert worker_of("w#disk") == "w"
+
+
+async def test_a_block_that_leaves_the_pool_stays_as_its_tiers() -> None:
+    index, blocks = MemoryIndex(), chain("a", 8)
+    disk = holder_of("w", "disk")
+    for name, depth in (("w", 8), (disk, 6)):
+        await index.reset(name, "1")
+        assert await index.publish(name, "1", 0, blocks[:depth], [])
+    assert await index.match(blocks) == {"w": 8, disk: 6}
+    assert await index.publish("w", "1", 1, [], blocks[:1:-1])
+    assert await index.match(blocks) == {"w": 2, disk: 6}
+    assert await index.publish(disk, "1", 1, [], blocks[:3:-1])
+    assert await index.match(blocks[4:]) == {}
+    await index.forget("w")
+    assert await index.match(blocks) == {disk: 4}
