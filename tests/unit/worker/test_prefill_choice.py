@@ -142,3 +142,9 @@ def test_a_candidate_that_can_pull_the_prefix_is_as_good_as_one_that_has_it() ->
     plan = plan_prefill(asked, Here(CORE), [alone, near])
     assert plan.candidates[0] == "p1"
     assert plan.seconds < 0.1 * seconds_at(asked, alone, 4100)
+
+
+def test_the_time_to_load_from_a_tier_is_counted_at_its_worker() -> None:
+    plain, loads = (candidate(cached_tokens=3840, load_s=load_s) for load_s in (0.0, 0.25))
+    later_s = seconds_at(prompt(4000), loads, 100) - seconds_at(prompt(4000), plain, 100)
+    assert abs(later_s - 0.25) < 1e-9

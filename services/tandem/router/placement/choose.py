@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from random import Random
 
+from tandem.prefix_index.holders import MARK, worker_of
 from tandem.router.placement.costs import (
     Work,
     WorkerSnapshot,
@@ -21,6 +22,7 @@ from tandem.router.placement.costs import (
     computing_s,
     decode_cost,
     prefill_cost,
+    reuse,
     with_likely_rates,
 )
 from tandem.router.placement.roster import Roster
@@ -73,7 +75,8 @@ def choose(
     refused: frozenset[str] = frozenset(),
     near: str = "",
 ) -> Placement | None:
-    """Places a request; None if no decode worker is usable. `matches` is its blocks by worker id.
+    """Places a request; None if no decode worker is usable. `matches` is its blocks by holder: a
+    worker, or a tier of it.
 
     Workers whose epoch is in `refused` said no to this request already. The decode worker `near` is
     chosen whatever it costs, if it is usable.
@@ -81,12 +84,14 @@ def choose(
     roster = workers if isinstance(workers, Roster) else Roster(workers)
     if len(roster.compatibility_keys) > 1:
         return _choose_one_generation(work, roster, matches, rng, refused, near)
-    holders = _deepest(roster, matches, rng)
+    pools, reach = _by_worker(matches) if roster.num_with_tiers else (matches, matches)
+    holders = _deepest(roster, pools, rng)
+    likely_to_reuse = _deepest(roster, reach, rng) if reach is not pools else holders
     usable = _only(near, roster, refused)
-    usable = usable or _shortlist("decode", work, roster, holders, refused, rng)
+    usable = usable or _shortlist("decode", work, roster, likely_to_reuse, refused, rng)
     if not usable:
         return None
-    peers = _shortlist("prefill", work, roster, holders, frozenset(), rng)
+    peers = _shortlist("prefill", work, roster, likely_to_reuse, frozenset(), rng)
     likely = with_likely_rates(usable + peers)
     decode, prefill = likely[: len(usable)], likely[len(usable) :]
     candidates: list[WorkerSnapshot] = []
@@ -98,14 +103,17 @@ def choose(
     costs = {w.worker_id: decode_cost(work, w, matches, producers=candidates) for w in decode}
     chosen = _pick(near_best(decode, costs), rng)
     prefills = candidates[0] if candidates else chosen
-    cached = cached_tokens(work, chosen, matches)
-    tokens_missing = work.num_tokens - max(cached, cached_tokens(work, prefills, matches))
-    depth, taken = matches.get(prefills.worker_id, 0), (chosen.worker_id, prefills.worker_id)
-    deeper = [w for w in holders if matches[w.worker_id] > depth and w.worker_id not in taken]
+    cached, there = reuse(work, chosen, matches), reuse(work, prefills, matches)
+    tokens_missing = work.num_tokens - max(cached.num_tokens, there.num_tokens)
+    depth = max(pools.get(prefills.worker_id, 0), there.num_tokens // work.block_size)
+    taken = (chosen.worker_id, prefills.worker_id)
+    deeper = [w for w in holders if pools[w.worker_id] > depth and w.worker_id not in taken]
+    loaded = f" load={cached.load_s * 1000:.0f}ms" if cached.load_s else ""
     names = ",".join([w.worker_id for w in candidates]) or "none"
     reason = (
-        f"decode={chosen.worker_id} cost={costs[chosen.worker_id] * 1000:.0f}ms cached={cached}"
-        f"/{work.num_tokens} running={chosen.num_running} waiting={chosen.num_waiting}"
+        f"decode={chosen.worker_id} cost={costs[chosen.worker_id] * 1000:.0f}ms"
+        f" cached={cached.num_tokens}/{work.num_tokens}{loaded}"
+        f" running={chosen.num_running} waiting={chosen.num_waiting}"
         f" kv={chosen.kv_use:.2f} of={len(usable)}; prefill={names}"
     )
     by_id = roster.by_id
@@ -185,11 +193,12 @@ def _within_share(
 
 def _saved_s(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> float:
     """Seconds of prefill that the worker's cached blocks save."""
-    cached = cached_tokens(work, worker, matches)
-    if not cached:
+    reused = reuse(work, worker, matches)
+    if not reused.num_tokens:
         return 0.0
     whole_s = computing_s(work, worker, work.num_tokens)
-    return whole_s - computing_s(work, worker, work.num_tokens - cached)
+    rest_s = computing_s(work, worker, work.num_tokens - reused.num_tokens)
+    return whole_s - rest_s - reused.load_s
 
 
 def _order_prefill(
@@ -240,6 +249,16 @@ def _shortlist(
     if work.adapter is not None:
         found = [w for w in found if w.can_run(work)]
     return [w for w in found if w.epoch not in refused] if refused else found
+
+
+def _by_worker(matches: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Returns the blocks of workers' pools, and of each worker's deepest holder."""
+    pools = {holder: depth for holder, depth in matches.items() if MARK not in holder}
+    reach: dict[str, int] = {}
+    for holder, depth in matches.items():
+        worker_id = worker_of(holder)
+        reach[worker_id] = max(depth, reach.get(worker_id, 0))
+    return pools, reach
 
 
 def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[WorkerSnapshot]:

@@ -1,11 +1,13 @@
 """Prices of placement: the predicted seconds that a request loses on a worker. Pure.
 
     decode   the prompts queued there + a share for each sequence that runs or waits there
-             + what it misses of the prompt: pulled, or computed there, whichever is faster;
+             + what it misses of the prompt: loaded from a tier, pulled, or computed there,
+               whichever is soonest;
                computing counts again for each that it delays
              + the blocks that it has not free
     prefill  the prompts queued there + a share for each lease that it serves
-             + what it misses of the prompt: computed, or pulled from a holder first;
+             + what it misses of the prompt: computed, or loaded from a tier or pulled from a
+               holder first;
                computing counts again for each that it delays
 
 A second of computing delays whoever comes behind it: as many, in a steady state, as wait there now.
@@ -31,6 +33,7 @@ from tandem.perf_model.predict import (
     token_seconds,
 )
 from tandem.perf_model.rates import PairRate, WorkerRates
+from tandem.prefix_index.holders import holder_of
 
 TOKENS_PER_RUNNING = 24.0  # steps that one more sequence makes longer for the others
 TOKENS_PER_WAITING = 64.0
@@ -107,13 +110,14 @@ def decode_cost(
 
     `producers` are the prefill workers; without any, what is missing is computed there.
     """
-    cached = cached_tokens(work, worker, matches)
-    missing = work.num_tokens - cached
+    reused = reuse(work, worker, matches)
+    missing = work.num_tokens - reused.num_tokens
     rates = worker.rates
     cost_s = (
         queue_seconds(rates, worker.queued_tokens)
         + TOKENS_PER_RUNNING * rates.decode.sequence_s * worker.num_running
-        + _missing_s(work, worker, cached, producers)
+        + reused.load_s
+        + _missing_s(work, worker, reused.num_tokens, producers)
         + _adapter_s(work, worker)
     )
     if worker.num_waiting:
@@ -135,21 +139,21 @@ def prefill_cost(
 
     `held` is the prompt's tokens that others have (`cached_tokens`), by worker id.
     """
-    cached, rates, pairs = cached_tokens(work, worker, matches), worker.rates, worker.pairs
+    reused, rates, pairs = reuse(work, worker, matches), worker.rates, worker.pairs
     holders = held and [
         Holder(tokens, pairs[name])
         for name, tokens in held.items()
-        if tokens > cached and name in pairs
+        if tokens > reused.num_tokens and name in pairs
     ]
     expected = expect(
         rates,
         work.num_tokens,
-        cached,
+        reused.num_tokens,
         queued_tokens=worker.queued_tokens,
         holders=holders or (),
         block_size=work.block_size,
     )
-    cost_s = expected.total_s + _adapter_s(work, worker)
+    cost_s = expected.total_s + reused.load_s + _adapter_s(work, worker)
     if num_leases := worker.num_leases:
         cost_s += num_leases * (TOKENS_PER_LEASE * token_seconds(rates) + expected.compute_s)
     return cost_s
@@ -161,13 +165,42 @@ def _adapter_s(work: Work, worker: WorkerSnapshot) -> float:
     return 0.0 if is_there else ADAPTER_READ_S
 
 
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """The first tokens of a prompt that a worker does not compute, and what it takes to have them
+    in its pool."""
+
+    num_tokens: int
+    load_s: float = 0.0
+
+
+def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reuse:
+    """Returns what the worker's pool holds of the prompt, and what it loads from tiers below, where
+    that is sooner than computing. The worker decides by the same rule."""
+    held = cached_tokens(work, worker, matches)
+    at, load_s = matches.get(worker.worker_id, 0), 0.0
+    for tier in worker.rates.tiers:
+        depth = matches.get(holder_of(worker.worker_id, tier.name), 0)
+        if depth > at:
+            load_s += tier.seconds(depth - at, worker.rates.block_bytes)
+            at = depth
+    reached = at * work.block_size
+    if not load_s or reached <= held:
+        return Reuse(held)
+    reached = min(reached, work.num_tokens - 1)
+    if load_s > prefill_seconds(worker.rates, reached, held):
+        return Reuse(held)
+    return Reuse(reached, load_s)
+
+
 def computing_s(work: Work, worker: WorkerSnapshot, missing: int) -> float:
     """Predicts the seconds of the prompt's last `missing` tokens there, with nothing queued."""
     return prefill_seconds(worker.rates, work.num_tokens, work.num_tokens - missing)
 
 
 def cached_tokens(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> int:
-    """Returns the prompt's cached tokens; a prompt cached whole recomputes its last token."""
+    """Returns the prompt's tokens in the worker's pool; a prompt cached whole recomputes its last
+    token."""
     held = matches.get(worker.worker_id, 0) * work.block_size
     return held if held < work.num_tokens else max(0, work.num_tokens - 1)
 

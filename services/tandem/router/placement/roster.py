@@ -16,11 +16,12 @@ class Roster:
     `second` is what a second of prefill counts in the workers' shares (`shares.py`).
     """
 
-    __slots__ = ("_pools", "_sums", "by_id", "compatibility_keys", "second")
+    __slots__ = ("_pools", "_sums", "by_id", "compatibility_keys", "num_with_tiers", "second")
 
     def __init__(self, workers: Iterable[WorkerSnapshot] = ()) -> None:
         self.by_id: dict[str, WorkerSnapshot] = {}
         self.second = 1.0
+        self.num_with_tiers = 0  # workers that load blocks from a tier below their pool
         # Of all workers: one key but in an upgrade.
         self.compatibility_keys: Counter[bytes] = Counter()
         self._pools: dict[str, list[str]] = {}
@@ -54,6 +55,7 @@ class Roster:
             self._count(known, -1)
 
     def _count(self, worker: WorkerSnapshot, sign: int) -> None:
+        self.num_with_tiers += sign * bool(worker.rates.tiers)
         if worker.usable:
             sums = self._sums[worker.role]
             sums[0] += sign

@@ -233,7 +233,7 @@ class Dispatcher:
         client = self._view.client(placement.decode.worker_id)
         assert client is not None
         leaves = self._view.roster().by_id.get(job.routing.leaves)
-        message = submission(job, placement, matches, leaves)
+        message = submission(job, work, placement, matches, leaves)
         job.routing.num_submissions += 1
         kind = reason_of(work, placement, matches)
         reason = f"{kind}: {placement.reason}"

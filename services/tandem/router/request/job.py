@@ -36,7 +36,8 @@ from tandem.cached_tokens import CachedTokens
 from tandem.errors import AdapterUnavailable, NeverFits
 from tandem.router.admission.calibration import Promise
 from tandem.router.metrics.timeline import Timeline
-from tandem.router.placement.choose import Placement, WorkerSnapshot
+from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
+from tandem.router.placement.costs import reuse
 from tandem.router.request.migration_budget import LOSSES_MAX
 from tandem.router.request.request import ClientRequest
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -219,7 +220,11 @@ class Step:
 
 
 def submission(
-    job: Job, placement: Placement, matches: Mapping[str, int], leaves: WorkerSnapshot | None = None
+    job: Job,
+    work: Work,
+    placement: Placement,
+    matches: Mapping[str, int],
+    leaves: WorkerSnapshot | None = None,
 ) -> pb.SubmitSequence:
     """Builds the message; `leaves` is the worker it migrates off, still with all its blocks."""
     request, progress, trace = job.request, job.progress, job.progress.timeline.span.headers
@@ -241,15 +246,7 @@ def submission(
             embed=request.client.embed,
             adapter=None if request.adapter is None else pb.Adapter(**asdict(request.adapter)),
         ),
-        prefill_candidates=[
-            pb.PrefillCandidate(
-                worker_id=w.worker_id,
-                epoch=w.epoch,
-                address=w.address,
-                cached_blocks=matches.get(w.worker_id, 0),
-            )
-            for w in placement.prefill_candidates
-        ],
+        prefill_candidates=[_candidate(work, w, matches) for w in placement.prefill_candidates],
         prefix_holders=[
             pb.PrefixHolder(
                 worker_id=w.worker_id, epoch=w.epoch, address=w.address, num_blocks=num_blocks
@@ -259,6 +256,20 @@ def submission(
         trace=pb.TraceContext(**trace) if trace else None,
         losses_max=max(1, LOSSES_MAX - progress.num_lost),
         fork_of=_fork_of(job, placement),
+    )
+
+
+def _candidate(
+    work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]
+) -> pb.PrefillCandidate:
+    cached_blocks, reused = matches.get(worker.worker_id, 0), reuse(work, worker, matches)
+    return pb.PrefillCandidate(
+        worker_id=worker.worker_id,
+        epoch=worker.epoch,
+        address=worker.address,
+        cached_blocks=cached_blocks,
+        loaded_blocks=max(0, reused.num_tokens // work.block_size - cached_blocks),
+        load_s=reused.load_s,
     )
 
 

@@ -47,6 +47,7 @@ class Candidate(Place):
     worker_id: str = ""
     pair: PairRate = _UNMEASURED  # from it to here
     wait_s: float = 0.0  # that it named when it refused
+    load_s: float = 0.0  # until some of its cached tokens have come from a tier of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ def seconds_at(prompt: Prompt, candidate: Candidate, missing_here: int) -> float
     moved_bytes = candidate.rates.moved_bytes(missing_here / prompt.block_size)
     pull_s = moved_bytes / candidate.pair.bytes_per_s
     latency_s = ASK_S + 2 * candidate.pair.latency_s
-    return expected.queue_s + latency_s + max(expected.pull_s + expected.compute_s, pull_s)
+    made_s = candidate.load_s + expected.pull_s + expected.compute_s
+    return expected.queue_s + latency_s + max(made_s, pull_s)
 
 
 def _expect(prompt: Prompt, place: Place, *, after_s: float = 0.0) -> Expected:

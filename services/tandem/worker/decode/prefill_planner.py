@@ -95,11 +95,12 @@ class PrefillPlanner:
         return Candidate(
             rates=self._believed(told),
             queued_tokens=max(queued, self._tokens_sent.get(name, 0)),
-            cached_tokens=candidate.cached_blocks * self._block_size,
+            cached_tokens=(candidate.cached_blocks + candidate.loaded_blocks) * self._block_size,
             holders=tuple(self._holders(holders, name)),
             worker_id=name,
             pair=self._pair(name, self._config.worker_id),
             wait_s=wait_s,
+            load_s=candidate.load_s,
         )
 
     def _holders(self, holders: Iterable[pb.PrefixHolder], consumer: str) -> Iterator[Holder]:

@@ -1,0 +1,66 @@
+"""A chat whose blocks have left a worker's pool returns to that worker, which loads them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.conftest import StartCluster
+from tests.harness.client import golden, metric
+from tests.harness.cluster import LocalCluster
+
+PLACEMENT = "x-tandem-placement"
+NUM_BLOCKS = 48  # of a pool; the chat and its answer take 34
+
+
+def ask(cluster: LocalCluster, prompt: list[int], max_tokens: int) -> tuple[dict[str, Any], str]:
+    """Returns the answer, and the worker that decoded it."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(
+        f"{cluster.url}/v1/completions",
+        json={**body, "return_token_ids": True},
+        headers={PLACEMENT: "1"},
+        timeout=240,
+    )
+    assert answer.status_code == 200, answer.text
+    worker = answer.headers[PLACEMENT].split("decode=")[1].split()[0]
+    return answer.json(), worker
+
+
+def push_out(cluster: LocalCluster, worker_id: str) -> None:
+    """Has the worker compute prompts that fill its pool twice."""
+    rng = random.Random(7)
+    name = "tandem_prefill_tokens_total"
+    enough = metric(cluster, worker_id, name) + 2 * NUM_BLOCKS * 16
+    for _ in range(20):
+        ask(cluster, [rng.randrange(100, 40_000) for _ in range(480)], 1)
+        if metric(cluster, worker_id, name) >= enough:
+            return
+    raise AssertionError(f"{worker_id} got too few prompts")
+
+
+def test_a_chat_returns_to_the_worker_that_can_load_it(
+    start_cluster: StartCluster, tmp_path: Path
+) -> None:
+    (prompt,), (expected,) = golden(6)
+    options = ("--num-blocks", str(NUM_BLOCKS), "--kv-disk-path", str(tmp_path / "kv"))
+    with start_cluster("--prefill-at", "local", *options, prefill=0, decode=2) as cluster:
+        first, chosen = ask(cluster, prompt, 32)
+        assert first["choices"][0]["token_ids"] == expected[:32]
+        push_out(cluster, chosen)
+        again, returned = ask(cluster, [*prompt, *expected[:32]], 8)
+        assert returned == chosen
+        assert again["choices"][0]["token_ids"] == expected[32:40]
+        details = again["usage"]["prompt_tokens_details"]
+        by_tier = details["cached_tokens_by_tier"]
+        assert by_tier["disk"] > 0
+        assert sum(by_tier.values()) == details["cached_tokens"] >= len(prompt) // 16 * 16
+        cluster.wait_idle()
+        verify = f"{cluster.admin_url}/v1/cluster/index/verify"
+        found = httpx.post(verify, json={"all": True}, timeout=60).json()["workers"]
+        assert found.keys() == {"decode-0", "decode-1"}
+        assert all(worker["ok"] for worker in found.values()), found
+        assert found[chosen]["checked"] > NUM_BLOCKS  # those of its tier, too

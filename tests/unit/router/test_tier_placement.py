@@ -1,0 +1,118 @@
+"""Placement knows what workers can load from tiers below their pools, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.perf_model.predict import prefill_seconds
+from tandem.perf_model.rates import PairRate, TierRate, WorkerRates
+from tandem.prefix_index.holders import holder_of
+from tandem.router.placement.choose import Placement, choose
+from tandem.router.placement.costs import Work, WorkerSnapshot, decode_cost, prefill_cost, reuse
+from tests.unit.router.test_placement import MEASURED, worker
+
+WORK = Work(4000)  # computed in 5.6 s
+FAST = PairRate("nixl", 1e-3, 2e9)
+
+
+def rates(*tiers: tuple[str, float]) -> WorkerRates:
+    """Measured rates; `tiers` are names and seconds to load a block."""
+    return msgspec.structs.replace(MEASURED, tiers=tuple(TierRate(*tier) for tier in tiers))
+
+
+def placed(
+    workers: Sequence[WorkerSnapshot], matches: dict[str, int], seed: int, work: Work = WORK
+) -> Placement:
+    placement = choose(work, workers, matches, Random(seed))
+    assert placement is not None
+    return placement
+
+
+def test_a_chat_returns_to_the_worker_that_can_load_it() -> None:
+    a, b = (worker(name, rates=rates(("disk", 1e-3))) for name in "ab")
+    for seed in range(20):
+        placement = placed([a, b], {"a#disk": 240}, seed)
+        assert placement.decode is a
+        assert placement.tokens_missing == 4000 - 3840
+        assert "cached=3840/4000 load=240ms" in placement.reason
+        assert placement.prefix_holders == ()  # nobody can pull from a tier
+
+
+def test_of_many_workers_the_one_that_can_load_it_is_found() -> None:
+    workers = [worker(f"d{i}", rates=rates(("host", 1e-4))) for i in range(300)]
+    matches = {f"d{i}": 1 for i in range(300)} | {"d77#host": 240}
+    for seed in range(20):
+        assert placed(workers, matches, seed).decode.worker_id == "d77"
+
+
+def test_a_tier_that_is_slower_than_computing_draws_nobody() -> None:
+    slow = worker("a", rates=rates(("disk", 0.1)))
+    assert reuse(WORK, slow, {"a#disk": 240}).num_tokens == 0
+    b = worker("b", rates=rates(("disk", 0.1)))
+    chosen = {placed([slow, b], {"a#disk": 240}, seed).decode.worker_id for seed in range(40)}
+    assert chosen == {"a", "b"}
+
+
+def test_load_over_prefix_holds_for_tiers_too() -> None:
+    """240 ms to load and 60 sequences that run there, against 5.6 s of computing; then 4,000."""
+    busy = worker("a", rates=rates(("disk", 1e-3)), num_running=4000)
+    placement = placed([busy, worker("b", rates=rates(("disk", 1e-3)))], {"a#disk": 240}, 0)
+    assert placement.decode.worker_id == "b"
+
+
+@pytest.mark.parametrize(
+    ("loads", "pulls", "soonest"),
+    [
+        (1e-3, PairRate("nixl", 1e-3, 1e8), "loads"),  # 0.25 s against 0.9 s
+        (8e-3, PairRate("nixl", 1e-3, 2e9), "pulls"),  # 2.0 s against 0.05 s
+        (0.1, PairRate("nixl", 1e-3, 2e6), "computes"),  # 25 s and 46 s against 5.6 s
+    ],
+)
+def test_load_pull_or_compute_whichever_is_soonest(
+    loads: float, pulls: PairRate, soonest: str
+) -> None:
+    holder = worker("d", rates=MEASURED)
+    workers = [
+        holder,
+        worker("loads", "prefill", rates=rates(("disk", loads)), queued_tokens=20),
+        worker("pulls", "prefill", rates=MEASURED, pairs={"d": pulls}, queued_tokens=20),
+        worker("computes", "prefill", rates=MEASURED),
+    ]
+    for seed in range(10):
+        placement = placed(workers, {"d": 250, "loads#disk": 250}, seed, Work(4100))
+        assert placement.prefill_candidates[0].worker_id == soonest
+
+
+tier_rates = st.lists(
+    st.tuples(st.sampled_from(["host", "disk"]), st.floats(0, 0.05)),
+    unique_by=lambda tier: tier[0],
+    max_size=2,
+)
+depths = st.dictionaries(st.sampled_from(["", "host", "disk"]), st.integers(0, 400))
+
+
+@given(st.integers(1, 5000), tier_rates, depths)
+def test_a_tier_never_makes_a_worker_dearer(
+    num_tokens: int, tiers: list[tuple[str, float]], depths: dict[str, int]
+) -> None:
+    work, one = Work(num_tokens), worker("w", rates=rates(*tiers))
+    matches = {holder_of("w", name): depth for name, depth in depths.items()}
+    pool = {"w": depths.get("", 0)}
+    reused, plain = reuse(work, one, matches), reuse(work, one, pool)
+    assert plain.load_s == 0
+    assert plain.num_tokens <= reused.num_tokens < num_tokens
+    computed_s = prefill_seconds(MEASURED, reused.num_tokens, plain.num_tokens)
+    assert reused.load_s <= computed_s or reused == plain
+    slack = 1.0 + 1e-9
+    steps_s = MEASURED.prefill.step_s  # a prompt in two parts may take a step more
+    for cost in (
+        lambda known: decode_cost(work, one, known, producers=[]),
+        lambda known: prefill_cost(work, one, known),
+    ):
+        assert cost(matches) <= slack * cost(pool) + steps_s
