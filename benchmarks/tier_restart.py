@@ -1,4 +1,4 @@
-"""How soon a worker that starts again has its tier on disk in the prefix tree.
+"""This benchmark measures how soon a worker that starts again has its disk tier in the prefix tree.
 
     python benchmarks/tier_restart.py [--blocks 50000] [--chain 200] [--rounds 3]
 
