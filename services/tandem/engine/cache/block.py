@@ -12,6 +12,8 @@ class Copy(Enum):
     NONE = "none"
     WRITING = "writing"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and pools look copies up often
+
 
 @dataclass(slots=True)
 class Block:
