@@ -12,7 +12,7 @@ Then the same without reuse: prompts that nobody repeats. One prompt of 6,000 to
 the pool: loaded from host memory, beside computed, and beside a copy of the same bytes and a step.
 Last, the time between tokens of two streams, while prompts of 512 tokens come every few steps: from
 a tier, or from a pool that holds all. Tokens of all engines are compared. Writes
-benchmarks/results/tiers.json.
+each part's figures to benchmarks/results/tiers.json.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ STREAM = 400  # tokens of a stream's answer
 EVERY = 8  # tokens of a stream, a prompt comes
 OTHERS, OTHER = 6, 512  # such prompts, and their tokens
 KINDS = ("none", "disk", "host", "infinite")
+BY_VALUE = "host, value"  # not of sessions: the policy has to see each block twice
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Measured:
     ttft_ms: list[float] = field(default_factory=list)
     num_cached: int = 0
     num_prompt: int = 0
-    tier_ms: list[float] = field(default_factory=list)  # of the engine's thread, CPU time in each step
+    tier_ms: list[float] = field(default_factory=list)  # CPU time of the engine's thread, each step
     between_ms: list[float] = field(default_factory=list)  # two tokens of a stream
     num_loaded: int = 0  # blocks
     tokens: list[list[int]] = field(default_factory=list)
@@ -171,6 +172,7 @@ def client_of(kind: str, num_blocks: int, threads: int, measured: Measured) -> I
         more: dict[str, Any] = {
             "disk": {"kv_disk_path": folder, "kv_disk_bytes": TIER_BYTES},
             "host": {"kv_host_bytes": TIER_BYTES},
+            "host, value": {"kv_host_bytes": TIER_BYTES, "kv_tier_policy": "value"},
         }.get(kind, {})
         config = EngineConfig(
             model="smollm2", device="cpu", num_blocks=num_blocks, num_threads=threads, **more
@@ -206,9 +208,9 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     needed = args.chats * (last // BLOCK + 1)
     rows = {}
     for work in (chat, ask_new):
-        found = {kind: Measured() for kind in KINDS}
+        found = {kind: Measured() for kind in (*KINDS, BY_VALUE)}
         for number in range(args.rounds):
-            for kind in KINDS if number % 2 == 0 else reversed(KINDS):
+            for kind in found if number % 2 == 0 else reversed(found):
                 num_blocks = 2 * needed if kind == "infinite" else int(needed / WORKING_SET)
                 with client_of(kind, num_blocks, args.threads, found[kind]) as client:
                     work(client, args)
@@ -294,9 +296,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     parts = {"long": measure_long, "rows": measure, "between": measure_between}
-    results: dict[str, Any] = {"before": conditions()}
-    results |= {name: part(args) for name, part in parts.items() if name in (args.only or parts)}
-    results |= {"after": conditions(), "arguments": {k: str(v) for k, v in vars(args).items()}}
+    results: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {}
+    arguments = {k: str(v) for k, v in vars(args).items()}
+    for name in args.only or parts:
+        before = conditions()
+        found = parts[name](args)
+        results[name] = {"before": before, "found": found, "after": conditions()}
+        results[name]["arguments"] = arguments
     args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 

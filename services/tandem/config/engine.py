@@ -17,6 +17,7 @@ from tandem.options import Constant, Count, Options, Positive, PositiveOrNone, S
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 KvDtype = Literal["auto", "bfloat16", "float32", "int8", "fp8_e4m3", "k8v4", "int4"]
+KvTierPolicy = Literal["lru", "prefix", "value"]
 Numerics = Literal["fast", "invariant"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 WeightFormat = Literal["auto", "int8"]
@@ -88,6 +89,10 @@ class EngineOptions(Options):
     """Folder for copies of KV blocks on disk, in which each worker has its own. Default: none."""
     kv_disk_bytes: Annotated[Positive, Parameter(name="--kv-disk-size")] = 16 << 30
     """Largest size of a worker's copies on disk, in bytes."""
+    kv_tier_policy: KvTierPolicy = "lru"
+    """Copies that are made and kept. lru: all are made, and the least recently used goes first.
+    prefix: all, and the longest prefix is cut first. value: those of blocks used twice, and the one
+    goes first that is used least and computed soonest."""
     max_model_len: PositiveOrNone = None
     """Largest number of tokens in a sequence. 0: what the model was trained for."""
     max_num_seqs: Positive = 64

@@ -353,6 +353,8 @@ class Engine:
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
         sequence.store_full_blocks(self._kv, with_tokens=self._config.report_block_tokens)
+        if used := sequence.take_used():
+            self._tiers.use(used, keep=sequence.spec.keeps_kv)
 
     def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
         """The one place where a sequence leaves the engine and its blocks are freed."""

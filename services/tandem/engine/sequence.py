@@ -89,6 +89,7 @@ class Sequence:
     num_computed_tokens: int = 0  # tokens whose KV is in the blocks
     num_prefill_tokens: int = 0  # tokens there were at admission; decode comes after them
     num_stored_blocks: int = 0  # the table's first blocks that the pool finds by hash
+    num_used_blocks: int = 0  # of those, as `take_used` has told
     cached: CachedTokens | None = None  # that the first admission reused; None before it
     num_loading_blocks: int = 0  # LOADING: its first blocks that will be there, those cached, too
     may_load: bool = True  # from a tier below the pool: until such a load stood still
@@ -348,6 +349,13 @@ class Sequence:
             self.num_stored_blocks = num_full_blocks
         if kv.has_windows:
             kv.pass_by(self.tables, self.num_passed_tokens)
+
+    def take_used(self) -> list[bytes]:
+        """Returns hashes of the blocks that were stored or reused since the last call, once each,
+        also if they are computed again."""
+        first = self.num_used_blocks
+        self.num_used_blocks = max(first, self.num_stored_blocks)
+        return self.block_hashes[first : self.num_stored_blocks]
 
     def await_nothing(self) -> None:
         """Ends the wait for KV from outside: what is missing is computed here."""

@@ -76,6 +76,7 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     prefix_blocks: int = 0  # LOCAL, PREFILL_ONLY: so many first blocks are to come from a peer
     # PREFILL_ONLY: latency_s, bytes_per_s of its pulls.
     consumer_rate: tuple[float, float] | None = None
+    keeps_kv: bool = False  # of a session, or pinned: tiers take its blocks at their first use
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -2,35 +2,44 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.engine.cache.eviction import LeastRecentlyUsed
+from tandem.engine.cache.eviction import EvictionQueue
 
 
 def test_pops_by_last_use() -> None:
-    policy = LeastRecentlyUsed()
+    queue = EvictionQueue()
     for block_id, last_used in ((5, 3), (6, 1), (7, 2)):
-        policy.add(block_id, last_used)
-    policy.discard(7)
-    policy.discard(99)
-    assert policy.block_ids() == {5, 6}
-    assert [policy.pop(), policy.pop()] == [6, 5]
+        queue.add(block_id, (0.0, last_used))
+    queue.discard(7)
+    queue.discard(99)
+    assert queue.block_ids() == {5, 6}
+    assert [queue.pop(), queue.pop()] == [6, 5]
     with pytest.raises(IndexError):
-        policy.pop()
+        queue.pop()
 
 
 def test_a_block_used_again_counts_from_its_last_use() -> None:
-    policy = LeastRecentlyUsed()
-    policy.add(1, 1)
-    policy.add(2, 2)
-    policy.discard(1)
-    policy.add(1, 3)
-    assert [policy.pop(), policy.pop()] == [2, 1]
+    queue = EvictionQueue()
+    queue.add(1, (0.0, 1))
+    queue.add(2, (0.0, 2))
+    queue.discard(1)
+    queue.add(1, (0.0, 3))
+    assert [queue.pop(), queue.pop()] == [2, 1]
+
+
+def test_what_is_worth_less_goes_first() -> None:
+    queue = EvictionQueue()
+    queue.add(1, (2.0, 1))
+    queue.add(2, (1.0, 9))
+    queue.add(3, (1.0, 8))
+    queue.add(3, (3.0, 8))  # it is worth more meanwhile
+    assert [queue.pop(), queue.pop(), queue.pop()] == [2, 1, 3]
 
 
 def test_memory_stays_bounded_when_blocks_come_and_go() -> None:
-    policy = LeastRecentlyUsed()
-    policy.add(0, 0)
+    queue = EvictionQueue()
+    queue.add(0, (0.0, 0))
     for used in range(1, 10_000):
-        policy.add(1, used)
-        policy.discard(1)
-    assert len(policy._heap) < 200
-    assert policy.pop() == 0
+        queue.add(1, (0.0, used))
+        queue.discard(1)
+    assert len(queue._heap) < 200
+    assert queue.pop() == 0

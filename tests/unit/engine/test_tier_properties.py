@@ -47,9 +47,12 @@ class Machine(EngineMachine):
         num_blocks=st.integers(2, 12),
         max_num_seqs=st.integers(1, 4),
         max_tokens_per_step=st.integers(1, 9),
+        policy=st.sampled_from(["lru", "prefix", "value"]),
     )
-    def start(self, host_slots: int, disk_slots: int, **limits: int) -> None:  # type: ignore[override]
-        self.slots = host_slots, disk_slots
+    def start(  # type: ignore[override]
+        self, host_slots: int, disk_slots: int, policy: str, **limits: int
+    ) -> None:
+        self.slots, self.policy = (host_slots, disk_slots), policy
         self.threads: dict[str, HeldThread] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="tiers-"))
         EngineMachine.start.__wrapped__(self, **limits)  # type: ignore[attr-defined]
@@ -64,6 +67,7 @@ class Machine(EngineMachine):
         host_slots, disk_slots = self.slots
         block_bytes = 8 * block_size
         found: dict[str, Any] = {"kv_host_bytes": host_slots * block_bytes}
+        found["kv_tier_policy"] = self.policy
         if disk_slots:
             found["kv_disk_path"] = str(self.folder)
             found["kv_disk_bytes"] = HEADER_BYTES + disk_slots * (block_bytes + RECORD_BYTES)

@@ -237,6 +237,26 @@ def test_a_full_tier_evicts_and_stays_within_its_size(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_tier_by_value_takes_what_is_used_twice() -> None:
+    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 20, kv_tier_policy="value")
+    run(engine, prompt(0))
+    assert tier(engine).blocks_held == 0
+    run(engine, prompt(0))
+    assert tier(engine).blocks_held == 7
+    outcome = run(engine, *map(prompt, range(1, 6)), prompt(0))
+    assert outcome.ends["5"].cached == CachedTokens(host=24)
+    assert tier(engine).blocks_written == 7
+    engine.close()
+
+
+def test_a_tier_by_value_takes_what_is_to_be_kept_at_once() -> None:
+    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 20, kv_tier_policy="value")
+    engine.add(make_spec("kept", prompt(0), keeps_kv=True))
+    settle(engine, Outcome())
+    assert tier(engine).blocks_held == 7
+    engine.close()
+
+
 def test_a_reset_forgets_the_tiers_too(tmp_path: Path) -> None:
     engine = disk(tmp_path)
     run(engine, *map(prompt, range(6)))

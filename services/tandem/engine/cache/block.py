@@ -21,5 +21,6 @@ class Block:
     block_hash: bytes | None = None
     parent_id: int | None = None  # of a hashed block; None: its parent is the chain's root
     num_children: int = 0  # hashed blocks whose parent this is
-    last_used: int = 0
+    worth: float = 0.0  # of a CACHED leaf, to the pool's policy: what is worth least is evicted
+    last_used: int = 0  # by the pool's releases: of leaves that are worth the same the oldest goes
     copy: Copy = Copy.NONE

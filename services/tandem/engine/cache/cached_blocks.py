@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from tandem.engine.cache.block import Block, Copy
-from tandem.engine.cache.eviction import LeastRecentlyUsed
+from tandem.engine.cache.eviction import EvictionQueue
 
 
 class CachedBlocks:
@@ -13,7 +13,7 @@ class CachedBlocks:
         """`blocks` are those of the pool, by their ids."""
         self._blocks = blocks
         self._num = dict.fromkeys(Copy, 0)
-        self._leaves = {copy: LeastRecentlyUsed() for copy in Copy}
+        self._leaves = {copy: EvictionQueue() for copy in Copy}
 
     def __len__(self) -> int:
         return sum(self._num.values())
@@ -35,11 +35,12 @@ class CachedBlocks:
         self._leaves[copy].discard(block_id)
 
     def update(self, block_id: int) -> None:
-        """A block got its first child, lost its last one, or was used; ignores referenced ones."""
+        """A block got its first child, lost its last one, was used or is worth more; ignores
+        referenced ones."""
         block = self._blocks[block_id]
         self._leaves[block.copy].discard(block_id)
         if not block.num_references and not block.num_children:
-            self._leaves[block.copy].add(block_id, block.last_used)
+            self._leaves[block.copy].add(block_id, (block.worth, block.last_used))
 
     def oldest(self, copy: Copy) -> int | None:
         """Returns the leaf with such a copy that is evicted first."""

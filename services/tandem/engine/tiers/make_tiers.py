@@ -11,7 +11,9 @@ from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.tiers.disk_storage import DiskStorage
 from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.io_thread import IoThread, JobThread
+from tandem.engine.tiers.keep_policy import keep_policy
 from tandem.engine.tiers.storage import Storage
+from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
 from tandem.errors import ConfigError
 
@@ -54,5 +56,9 @@ def make_tiers(
                 identity=f"{identity} {layout.describe()}",
             )
         )
+    tiers = [
+        Tier(number, each, keep_policy(config.kv_tier_policy, each.num_slots, layout.block_size))
+        for number, each in enumerate(storages)
+    ]
     rows = memory.view(-1).view(torch.uint8).numpy().reshape(-1, layout.block_bytes)
-    return Tiers(pool, rows, storages, start_thread)
+    return Tiers(pool, rows, tiers, start_thread)

@@ -1,20 +1,25 @@
 """The slots of a tier: which blocks have their copy in which slot, and which copy goes first.
 
 A slot is to a tier what a block is to the device: it is found by its block's hash, a reader
-references it, and leaves are evicted first. So it is the same pool, with three additions: a slot
-whose bytes turned out bad, a parent that is kept because a child comes, and slots that a tier on
-disk finds there when it starts.
+references it, and leaves are evicted first. So it is the same pool, with four additions: a slot
+whose bytes turned out bad, a parent that is kept because a child comes, slots that a tier on disk
+finds there when it starts, and a policy by which leaves are evicted.
 """
 
 from collections.abc import Collection, Sequence
 
+from tandem.engine.cache.block import Copy
 from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.tiers.keep_policy import KeepPolicy
 from tandem.engine.tiers.storage import Entry
 
 
 class SlotPool(BlockPool):
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, policy: KeepPolicy) -> None:
+        """`policy` says what a slot's block is worth."""
         super().__init__(num_slots)
+        self._policy = policy
+        self._indexes = [0] * num_slots  # of the slots' blocks in their chains
         self._bad: set[bytes] = set()  # hashes of slots that could not be read
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
@@ -55,6 +60,8 @@ class SlotPool(BlockPool):
         if entry.parent_hash and parent is None:
             self.release([slot])
             return False
+        self._indexes[slot] = 0 if parent is None else self._indexes[parent] + 1
+        self._blocks[slot].worth = self._policy.worth(entry.block_hash, self._indexes[slot])
         stored = self.store(
             slot, parent_id=parent, parent_hash=entry.parent_hash, block_hash=entry.block_hash
         )
@@ -70,6 +77,18 @@ class SlotPool(BlockPool):
         self._clock += 1
         block.last_used = self._clock
         self._cached.update(slot)
+
+    def _evict(self) -> Copy:
+        """Frees the leaf that is worth least now: those that were used meanwhile are worth more."""
+        while (slot := self._cached.oldest(Copy.NONE)) is not None:
+            block = self._blocks[slot]
+            assert block.block_hash is not None, f"slot {slot} is cached and has no hash"
+            worth = self._policy.worth(block.block_hash, self._indexes[slot])
+            if worth <= block.worth:
+                break
+            block.worth = worth
+            self._cached.update(slot)
+        return super()._evict()
 
     def take_removed(self) -> list[bytes]:
         """Returns hashes that were evicted since the last call, but those of bad copies."""
@@ -98,6 +117,9 @@ class SlotPool(BlockPool):
             block = self._blocks[slot]
             block.block_hash = entry.block_hash
             block.parent_id = slots[entry.parent_hash] if entry.parent_hash else None
+            if block.parent_id is not None:
+                self._indexes[slot] = self._indexes[block.parent_id] + 1
+            block.worth = self._policy.worth(entry.block_hash, self._indexes[slot])
             self._by_hash[entry.block_hash] = slot
             self._unwritten[slot] = None
             after = children.pop(entry.block_hash, [])

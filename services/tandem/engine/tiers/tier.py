@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tandem.engine.cache.block_events import BlockEvents
 from tandem.engine.tiers.jobs import Target
+from tandem.engine.tiers.keep_policy import KeepPolicy
 from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.slot_pool import SlotPool
 from tandem.engine.tiers.storage import Entry, Storage
@@ -11,10 +12,11 @@ from tandem.engine.types import StoredBlock, TierBlocks, TierLoad
 
 
 class Tier:
-    def __init__(self, number: int, storage: Storage) -> None:
+    def __init__(self, number: int, storage: Storage, policy: KeepPolicy) -> None:
         self.number = number
         self.storage = storage
-        self.pool = SlotPool(storage.num_slots)
+        self.policy = policy
+        self.pool = SlotPool(storage.num_slots, policy)
         self.rate = LoadRate()
         self._coming: set[bytes] = set()  # blocks that are written
         self.num_written = 0
@@ -27,12 +29,14 @@ class Tier:
             self._events.store(StoredBlock(parents[block_hash], block_hash))
 
     def target(self, entry: Entry) -> Target | None:
-        """Takes a slot for a block that is not here; None if its parent is not here either, or
-        no slot is left."""
+        """Takes a slot for a block that is not here; None if its parent is not here either, no
+        slot is left, or the policy does not take it."""
         table = self.pool.hold_bad(entry.block_hash)
         is_mended = bool(table)
         if not is_mended:
             if self.pool.find(entry.block_hash) is not None:
+                return None
+            if not self.policy.takes(entry.block_hash):
                 return None
             parent = self.pool.find(entry.parent_hash) if entry.parent_hash else None
             if parent is not None:

@@ -22,7 +22,7 @@ from tandem.engine.cache.block import Copy
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.jobs import Load, Part, Write, write_all
-from tandem.engine.tiers.storage import Bytes, Entry, Storage
+from tandem.engine.tiers.storage import Bytes, Entry
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.types import TierBlocks, TierLoad
 
@@ -38,16 +38,16 @@ class Tiers:
         self,
         pool: BlockPool,
         memory: Bytes,
-        storages: Sequence[Storage],
+        tiers: Sequence[Tier],
         start_thread: Callable[[str], JobThread] = IoThread,
     ) -> None:
         """`memory` is that of the pool, [num_blocks, block_bytes]; the fastest tier comes first."""
         self._pool = pool
         self._memory = memory
-        self.tiers = [Tier(number, storage) for number, storage in enumerate(storages)]
+        self.tiers = tiers
         self._writer: JobThread | None = None
         self._reader: JobThread | None = None
-        if storages:
+        if tiers:
             self._writer, self._reader = start_thread("tier-writes"), start_thread("tier-loads")
         self._written: SimpleQueue[Write] = SimpleQueue()
         self._ended: SimpleQueue[Load] = SimpleQueue()
@@ -89,6 +89,11 @@ class Tiers:
         if self._wants_writes():
             self._start_writes(time.perf_counter() + self.turn_s)
         self._follow_evictions()
+
+    def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
+        """A sequence computed these blocks or reuses them; `keep`: they are likely to return."""
+        for tier in self.tiers:
+            tier.policy.use(block_hashes, keep=keep)
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
         """Returns how many first blocks of a chain a tier has."""

@@ -1,0 +1,76 @@
+"""The policy of a tier: which blocks it takes, and which of them it evicts first.
+
+    lru     takes all; evicts what was used least recently
+    prefix  takes all; evicts the blocks with the most tokens before them
+    value   takes what was used twice, or is to be kept; evicts what is worth least:
+            (time to compute it again * how often it was used lately) / bytes
+
+Only leaves are evicted, whatever the policy says, and all blocks have the same bytes. Of two that
+are worth the same the one goes that was used less recently.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tandem.engine.tiers.frequency_sketch import FrequencySketch
+from tandem.perf_model.rates import DEFAULT_PREFILL
+
+# Uses of a block that is taken: now, and once in the half-life before. One that is to be kept
+# counts twice at once.
+_USES_MIN = 1.5
+_KEPT_USES = 2
+
+
+class KeepPolicy(Protocol):
+    def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
+        """A sequence computed these blocks or reuses them; `keep`: they are likely to return."""
+
+    def takes(self, block_hash: bytes) -> bool:
+        """Returns whether the tier is to have a copy."""
+
+    def worth(self, block_hash: bytes, index: int) -> float:
+        """Returns what a block is worth that has `index` others before it. It may grow by uses."""
+
+
+class LeastRecentlyUsed:
+    def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
+        """Does nothing."""
+
+    def takes(self, block_hash: bytes) -> bool:
+        return True
+
+    def worth(self, block_hash: bytes, index: int) -> float:
+        return 0.0
+
+
+class ShortestPrefixes(LeastRecentlyUsed):
+    def worth(self, block_hash: bytes, index: int) -> float:
+        return -float(index)
+
+
+class MostValuable:
+    def __init__(self, num_slots: int, block_size: int) -> None:
+        self._sketch = FrequencySketch(num_slots)
+        rate = DEFAULT_PREFILL
+        self._cost_by_index = block_size * rate.token_context_s / rate.token_s  # of the first's
+
+    def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
+        self._sketch.add(block_hashes, _KEPT_USES if keep else 1)
+
+    def takes(self, block_hash: bytes) -> bool:
+        return self._sketch.estimate(block_hash) >= _USES_MIN
+
+    def worth(self, block_hash: bytes, index: int) -> float:
+        """Returns the logarithm, which has the same order."""
+        return math.log2(1.0 + index * self._cost_by_index) + self._sketch.log2(block_hash)
+
+
+def keep_policy(name: str, num_slots: int, block_size: int) -> KeepPolicy:
+    """Returns a new policy by its name in --kv-tier-policy."""
+    made: dict[str, Callable[[], KeepPolicy]] = {
+        "lru": LeastRecentlyUsed,
+        "prefix": ShortestPrefixes,
+        "value": lambda: MostValuable(num_slots, block_size),
+    }
+    return made[name]()

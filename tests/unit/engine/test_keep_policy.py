@@ -1,0 +1,104 @@
+"""Each policy decides which blocks a tier takes and evicts."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from random import Random
+
+import pytest
+
+from tandem.engine.tiers.frequency_sketch import FrequencySketch
+from tandem.engine.tiers.keep_policy import keep_policy
+from tandem.engine.tiers.slot_pool import SlotPool
+from tandem.engine.tiers.storage import Entry
+
+BLOCK_SIZE = 16
+
+
+def name(number: int) -> bytes:
+    return blake2b(number.to_bytes(4, "little"), digest_size=16).digest()
+
+
+class TestFrequencySketch:
+    def test_counts_uses(self) -> None:
+        sketch = FrequencySketch(1000)
+        for number in range(8):
+            for _ in range(number):
+                sketch.add([name(number)])
+        assert [round(sketch.estimate(name(number))) for number in range(8)] == list(range(8))
+
+    def test_is_seldom_too_high_and_never_too_low(self) -> None:
+        sketch = FrequencySketch(1000)
+        sketch.add([name(number) for number in range(1000)])
+        found = [sketch.estimate(name(number)) for number in range(1000)]
+        unused = [sketch.estimate(name(number)) for number in range(1000, 2000)]
+        assert min(found) > 0.8  # a quarter of a half-life ago
+        assert sum(estimate > 1.5 for estimate in found) < 20
+        assert sum(estimate > 0 for estimate in unused) < 20
+
+    def test_what_was_used_long_ago_fades(self) -> None:
+        sketch = FrequencySketch(64)
+        sketch.add([name(0)], 8)
+        old = sketch.log2(name(0))
+        rng = Random(0)
+        for _ in range(200):  # many rescalings
+            sketch.add([name(rng.randrange(1, 1 << 30)) for _ in range(512)])
+        sketch.add([name(1)], 2)
+        assert sketch.estimate(name(1)) > 1.9
+        assert sketch.log2(name(1)) > old
+        assert sketch.log2(name(0)) >= old
+
+
+def fill(policy: str, uses: dict[int, int], num_slots: int) -> SlotPool:
+    """A pool into which chains of one block were written in this order."""
+    keep = keep_policy(policy, num_slots, BLOCK_SIZE)
+    pool = SlotPool(num_slots, keep)
+    for number, count in uses.items():
+        for _ in range(count):
+            keep.use([name(number)], keep=False)
+        table = pool.allocate(1)
+        assert table is not None
+        pool.adopt(table[0], Entry(name(number), b""))
+    return pool
+
+
+def evict(pool: SlotPool, num_slots: int) -> list[bytes]:
+    table = pool.allocate(num_slots)
+    assert table is not None
+    return pool.take_removed()
+
+
+@pytest.mark.parametrize(("policy", "evicted"), [("lru", [0, 1]), ("value", [1, 3])])
+def test_what_goes_first(policy: str, evicted: list[int]) -> None:
+    pool = fill(policy, {0: 4, 1: 1, 2: 3, 3: 2}, 4)
+    assert evict(pool, 2) == [name(number) for number in evicted]
+
+
+def test_a_use_after_the_write_counts() -> None:
+    pool = fill("value", {0: 1, 1: 2, 2: 3}, 3)
+    pool._policy.use([name(0)], keep=True)
+    assert evict(pool, 1) == [name(1)]
+
+
+@pytest.mark.parametrize("policy", ["prefix", "lru"])
+def test_the_longest_prefix_is_cut_first(policy: str) -> None:
+    """There are two chains of 8 and 2 blocks, and the longer one is older."""
+    pool = SlotPool(10, keep_policy(policy, 10, BLOCK_SIZE))
+    for first, size in ((0, 8), (8, 2)):
+        for number in range(first, first + size):
+            table = pool.allocate(1)
+            assert table is not None
+            parent = b"" if number == first else name(number - 1)
+            pool.adopt(table[0], Entry(name(number), parent))
+    gone = evict(pool, 8)
+    assert gone[:6] == [name(number) for number in range(7, 1, -1)]
+    assert gone[6:] == ([name(1), name(9)] if policy == "prefix" else [name(1), name(0)])
+
+
+@pytest.mark.parametrize(("uses", "is_taken"), [(0, False), (1, False), (2, True)])
+def test_a_block_is_taken_at_its_second_use(uses: int, is_taken: bool) -> None:
+    policy = keep_policy("value", 100, BLOCK_SIZE)
+    for _ in range(uses):
+        policy.use([name(number) for number in range(10)], keep=False)
+    assert policy.takes(name(3)) is is_taken
+    assert keep_policy("lru", 100, BLOCK_SIZE).takes(name(3))
