@@ -263,7 +263,7 @@ def rope_tables(
     """Returns rotary frequencies, and factors of cos and sin, [head_dim / 2] each.
 
     Pairs of numbers that have no position have the frequency 0 and the factor 1, which rotate
-    nothing. Where a rope rotates a part of a head, weights.py puts that part's pairs first.
+    nothing. Where a rope rotates a part of a head, load_weights.py puts that part's pairs first.
     """
     rotary_dim = 0 if rope.theta is None else rope.rotary_dim(head_dim)
     num_still = (head_dim - rotary_dim) // 2

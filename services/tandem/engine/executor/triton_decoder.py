@@ -253,7 +253,8 @@ class _StackedExperts(NamedTuple):
 
 
 def _stacked(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Returns one tensor of all experts: the one that they are views of (weights.py), or a copy."""
+    """Returns one tensor of all experts: the one that they are views of (load_experts.py), or a
+    copy."""
     first = parts[0][0]
     num_bytes = first.numel() * first.element_size()
     storage = first.untyped_storage().data_ptr()
@@ -268,7 +269,7 @@ def _stacked(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
 
 
 def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
-    """Returns [rows, columns of all parts]; on a device they are one matrix (weights.py)."""
+    """Returns [rows, columns of all parts]; on a device tensors_by_name.py joins them."""
     if len(parts) == 1:
         return linear(x, parts[0].weight, parts[0].bias)
     return torch.cat([linear(x, part.weight, part.bias) for part in parts], dim=1)
