@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from tandem.config.engine import EngineConfig
+from tandem.engine.executor.mxfp4 import Mxfp4
 from tandem.engine.executor.runner import ModelRunner
 from tandem.models.source import resolve
 
@@ -33,7 +34,9 @@ def main() -> None:
     model, dtype = sys.argv[1:]
     config = EngineConfig(model=model, dtype=dtype, device="cpu", num_blocks=4, num_threads=1)
     folder = resolve(model)
-    torch.ones(64, 64) @ torch.ones(64, 64)  # what torch itself needs
+    torch.ones(64, 64) @ torch.ones(64, 64)  # what torch itself needs, here and below
+    Mxfp4(torch.ones(2, 4, 1, 16).byte(), torch.ones(2, 4, 1).byte()).blocks()
+    torch.cat((torch.ones(4, 4), torch.ones(4, 4))).bfloat16().float().contiguous()
     gc.collect()
     before = peak = resident_bytes()
     loaded = threading.Event()

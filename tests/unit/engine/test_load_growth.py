@@ -88,7 +88,7 @@ def mxfp4_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen 3 with 80 MB of experts in Q4_0."""
+    """A Qwen 3 with 220 MB of experts in Q4_0."""
     hidden, num = 512, 64
     rows = {"attn_q": hidden, "attn_k": 128, "attn_v": 128, "attn_output": hidden}
     norms = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_norm": 64, "attn_k_norm": 64}
@@ -97,7 +97,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "output_norm.weight": np.ones(hidden, np.float32),
     }
     types: dict[str, gguf.GGMLQuantizationType | None] = {}
-    for layer in range(3):
+    for layer in range(8):
         name = f"blk.{layer}."
         tensors |= {
             f"{name}{part}.weight": np.ones(size, np.float32) for part, size in norms.items()
@@ -113,7 +113,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             types[f"{name}ffn_{part}_exps.weight"] = gguf.GGMLQuantizationType.Q4_0
     keys = {
         "embedding_length": hidden,
-        "block_count": 3,
+        "block_count": 8,
         "attention.head_count": 8,
         "attention.key_length": 64,
         "attention.value_length": 64,
