@@ -27,6 +27,17 @@ STAGES_OF = {
     "tandem-decode": {"queue", "prefill", "transfer", "first_decode", "decode"},
     "tandem-prefill": {"queue", "prefill", "transfer"},
 }
+VLLM_HISTOGRAMS = (
+    "e2e_request_latency_seconds",
+    "inter_token_latency_seconds",
+    "time_to_first_token_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_max_num_generation_tokens",
+)
 # Alerts that a slow machine may raise, whose autoscaler only says what it would do.
 MAY_FIRE = {"TandemTimeToFirstTokenHigh", "TandemInterTokenLatencyHigh", "TandemPoolTooSmall"}
 
@@ -170,7 +181,8 @@ def prometheus(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> It
     rules.write_text(re.sub(r"\bfor: \d+m", "for: 1s", ALERTS.read_text()))
     workers = [r["metrics_address"] for r in watched.cluster.records().values()]
     routers = [f"127.0.0.1:{watched.cluster.admin_port}"]
-    with Prometheus(folder, {"routers": routers, "workers": workers}, rules) as running:
+    targets = {"routers": routers, "workers": workers, "vllm": routers}
+    with Prometheus(folder, targets, rules) as running:
         yield running
 
 
@@ -186,6 +198,27 @@ def test_a_router_and_its_workers_share_no_metric_name(watched: Watched) -> None
 def metric_names(url: str) -> set[str]:
     text = httpx.get(url, timeout=10).text
     return {family.name for family in text_string_to_metric_families(text)}
+
+
+def check_vllm_names(prometheus: Prometheus) -> None:
+    """The dashboard of vLLM (examples/observability/prometheus_grafana) asks for rates of sums and
+    buckets, and for gauges, all of one model."""
+    (model,) = {s["metric"]["model_name"] for s in prometheus.query("vllm:prompt_tokens_total")}
+    of_model = f'{{model_name="{model}"}}'
+    for name in VLLM_HISTOGRAMS:
+        for suffix in ("bucket", "sum", "count"):
+            expression = f"rate(vllm:{name}_{suffix}{of_model}[20s])"
+            assert prometheus.query(expression), expression
+        median = f"histogram_quantile(0.5, sum by(le) (rate(vllm:{name}_bucket{of_model}[20s])))"
+        assert len(prometheus.query(median)) == 1, median
+    for name in ("prompt_tokens_total", "generation_tokens_total", "request_success_total"):
+        assert prometheus.query(f"increase(vllm:{name}{of_model}[20s])"), name
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        engines = {s["metric"]["engine"] for s in prometheus.query(f"vllm:{name}{of_model}")}
+        assert engines == {"decode-0", "prefill-0"}, name
+    by_reason = f"sum by(finished_reason) (vllm:request_success_total{of_model})"
+    reasons = {s["metric"]["finished_reason"]: s["value"][1] for s in prometheus.query(by_reason)}
+    assert reasons["length"] == "12", "six requests, twice"
 
 
 def test_dashboards_and_alerts_answer_and_an_alert_fires(
@@ -206,6 +239,7 @@ def test_dashboards_and_alerts_answer_and_an_alert_fires(
         if not prometheus.query(expression)
     ]
     assert silent == []
+    check_vllm_names(prometheus)
     rules = {rule["name"]: rule for rule in prometheus.rules()}
     assert set(rules) == {alert["alert"] for alert in alerts()}
     assert {rule["health"] for rule in rules.values()} == {"ok"}, rules

@@ -72,7 +72,10 @@ def _run(command: Sequence[str], folder: Path) -> None:
 
 
 class Prometheus:
-    """Scrapes `targets` (job -> addresses) and evaluates the rules of a file, quickly."""
+    """Scrapes `targets` (job -> addresses) and evaluates the rules of a file, quickly.
+
+    The job `vllm` asks for vLLM's names.
+    """
 
     def __init__(self, folder: Path, targets: dict[str, list[str]], rules: Path) -> None:
         self._folder = folder
@@ -85,6 +88,7 @@ class Prometheus:
                     "job_name": job,
                     "scrape_timeout": SCRAPE_INTERVAL,
                     "static_configs": [{"targets": addresses}],
+                    "params": {"names": ["vllm"]} if job == "vllm" else {},
                 }
                 for job, addresses in targets.items()
             ],

@@ -28,6 +28,8 @@ async def test_operations(router: RunningRouter) -> None:
     metrics = (await router.admin.get("/metrics")).text
     for name in ("tandem_time_to_first_token_seconds_bucket", "tandem_prompt_tokens_total"):
         assert name in metrics
+    refused = await router.admin.get("/metrics", params={"names": "sglang"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "names")
     answer = await router.http.get("/v1/completions")
     assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
 

@@ -63,6 +63,9 @@ class Metrics(MetricSet):
         "Mean time between a request's tokens after its first",
         ITL_S,
     )
+    decode_s = histogram(
+        "tandem_request_decode_seconds", "From a request's first token to its last", E2E_S
+    )
     stage_s = histogram(
         "tandem_request_stage_seconds",
         "Where the time of requests that ended well went (docs/operations.md)",
@@ -137,8 +140,11 @@ class Metrics(MetricSet):
         self.request_generation_tokens.observe(record.num_sent)
         for stage, seconds in timeline.stages_s.items():
             self._stages[stage].observe(seconds)
-        if timeline.ttft_s is not None and timeline.num_tokens > 1:
-            decode_s = timeline.last_token_s - timeline.began_s - timeline.ttft_s
+        if timeline.ttft_s is None:
+            return
+        decode_s = timeline.last_token_s - timeline.began_s - timeline.ttft_s
+        self.decode_s.observe(decode_s)
+        if timeline.num_tokens > 1:
             self.tpot_s.observe(decode_s / (timeline.num_tokens - 1))
 
 

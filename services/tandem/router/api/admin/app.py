@@ -14,6 +14,7 @@ from tandem.router.api.http.guard import AdminGuard
 from tandem.router.api.routes.health import add_health_routes
 from tandem.router.index.audit import IndexAudit
 from tandem.router.metrics.router import Metrics
+from tandem.router.metrics.vllm_names import VllmNames
 from tandem.router.request.generator import Generator
 from tandem.router.scaling.adapters import AdapterControl
 from tandem.router.scaling.control import ClusterControl
@@ -57,8 +58,16 @@ def make_admin_app(
         return JsonResponse({"events": found})
 
     @app.get("/metrics")
-    async def prometheus() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    async def prometheus(request: Request) -> Response:
+        """Returns the router's metrics; with `?names=vllm` under vLLM's names."""
+        match request.query_params.get("names", "tandem"):
+            case "tandem":
+                text = generate_latest(metrics.registry)
+            case "vllm":
+                text = generate_latest(VllmNames(metrics.registry, generator.served_name))
+            case _:
+                raise BadRequest("names must be tandem or vllm", param="names")
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return app
 
