@@ -10,9 +10,10 @@ import httpx
 
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import golden, metric
-from tests.harness.cluster import LocalCluster
+from tests.harness.cluster import LocalCluster, wait_for
 
 PLACEMENT = "x-tandem-placement"
+WRITTEN = "tandem_kv_tier_blocks_written_total"
 NUM_BLOCKS = 48  # of a pool; the chat and its answer take 34
 
 
@@ -50,6 +51,11 @@ def test_a_chat_returns_to_the_worker_that_can_load_it(
     with start_cluster("--prefill-at", "local", *options, prefill=0, decode=2) as cluster:
         first, chosen = ask(cluster, prompt, 32)
         assert first["choices"][0]["token_ids"] == expected[:32]
+        wait_for(
+            lambda: metric(cluster, chosen, WRITTEN) >= len(prompt) // 16,
+            deadline_s=120,
+            what="a copy of the chat's blocks",
+        )
         push_out(cluster, chosen)
         again, returned = ask(cluster, [*prompt, *expected[:32]], 8)
         assert returned == chosen

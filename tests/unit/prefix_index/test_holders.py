@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tandem.config.cluster import ClusterConfig
+from tandem.config.engine import EngineConfig
+from tandem.config.worker import WorkerConfig
+from tandem.errors import ConfigError
 from tandem.prefix_index.holders import holder_of, worker_of
 from tandem.prefix_index.memory import MemoryIndex
 from tests.unit.prefix_index.test_prefix_index import chain
@@ -11,6 +17,16 @@ def test_names() -> None:
     assert holder_of("w", "") == worker_of("w") == "w"
     assert holder_of("w", "disk") == "w#disk"
     assert worker_of("w#disk") == "w"
+
+
+def test_a_workers_id_has_no_mark() -> None:
+    with pytest.raises(ConfigError, match="'a#disk'; it must not have a '#'"):
+        WorkerConfig(
+            role="decode",
+            worker_id="a#disk",
+            engine=EngineConfig(model="m"),
+            cluster=ClusterConfig("c", "redis://localhost", "t"),
+        )
 
 
 async def test_a_block_that_leaves_the_pool_stays_as_its_tiers() -> None:

@@ -94,8 +94,7 @@ class Membership:
         if self._task is not None:
             self._task.cancel()
         try:
-            for publisher in self._publishers:
-                await publisher.aclose()
+            await asyncio.gather(*(publisher.aclose() for publisher in self._publishers))
             await self._registry.remove(self._worker_id)
             await self._index.forget(self._worker_id)
         except UNREACHABLE as error:
