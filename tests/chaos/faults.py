@@ -99,13 +99,18 @@ class Keeper:
 
         Call it in a thread while `run` goes on: it is `run` that starts the worker again.
         """
-        workers = self._cluster.workers
-        wait_for(
-            lambda: all(self._cluster.is_ready(worker) for worker in workers.values()),
-            deadline_s=_BACK_WITHIN_S,
-            what="the workers' return",
-        )
+        try:
+            wait_for(
+                lambda: not self._away(), deadline_s=_BACK_WITHIN_S, what="the workers' return"
+            )
+        except TimeoutError as error:
+            raise AssertionError(f"away, with the status of their ends: {self._away()}") from error
         self._cluster.wait_ready()
+
+    def _away(self) -> dict[str, int | None]:
+        """Returns the workers that are not ready, and how they ended; None: the process runs."""
+        workers = self._cluster.workers.values()
+        return {w.worker_id: w.process.poll() for w in workers if not self._cluster.is_ready(w)}
 
 
 class Striker:
