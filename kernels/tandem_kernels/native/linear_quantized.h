@@ -1,12 +1,13 @@
 // Products with weights in quantized groups (quantized.h), by integer dots.
 //
-// The inputs of a row are rounded to int8 first, in groups of 32 with a scale of their own. The sum of
-// a group is exact; it is multiplied by both scales and added in fp32, group after group: a row's
-// bits depend on nothing but the row, on all processors that fuse products with sums.
+// The inputs of a row are rounded to int8 first, each half of a group with a scale of its own. The sum
+// of a half is exact. It is multiplied by its inputs' scale, those of a group by their weights' scale,
+// and added in fp32, group after group: a row's bits depend on nothing but the row, on all processors
+// that fuse products with sums.
 
 namespace tandem::TANDEM_ISA {
 
-constexpr int kQuantizedRows = TANDEM_LANES == 16 ? 12 : TANDEM_LANES == 8 ? 4 : 2;  // of a tile
+constexpr int kQuantizedRows = TANDEM_LANES == 16 ? 9 : TANDEM_LANES == 8 ? 4 : 2;  // of a tile
 constexpr int kTileBytesAtOnce = 256 << 10;  // of inputs, in the second-level cache
 
 using QuantizedTiles = RowTiles<kQuantizedRows>;
@@ -45,11 +46,9 @@ inline Ints dot4(Ints sums, Ints weights, int32_t inputs) {
 // A unit of a row's inputs, as a product reads it: [tile][unit][row of the tile].
 struct InputUnit {
     int8_t numbers[kUnitInputs];
-    float scales[2];  // of its groups
-    union {
-        int32_t starts[4];  // of the integer sums of 32 inputs, or of 16: -zero * their sum
-        float sums[2];      // of 32 inputs themselves, for mins
-    };
+    float scales[kUnitInputs / kHalf];
+    // Of the rounded inputs that share a scale of weights; times -zero for weights without mins.
+    float sums[kUnitInputs / kHalf];
 };
 
 inline size_t quantized_input_floats(size_t num_rows, int in) {
@@ -66,57 +65,73 @@ inline int32_t sum_of(Ints numbers) {
 #endif
 }
 
-// 32 inputs to numbers of -127 to 127; answers their scale, NaN for what is not finite.
-inline float round_group(const float* x, int8_t* numbers, int32_t (&sums)[2]) {
+inline int32_t largest_of(Ints numbers) {
+#if TANDEM_LANES == 16
+    return _mm512_reduce_max_epi32((__m512i)numbers);
+#else
+    int32_t most = numbers[0];
+    for (int i = 1; i < kLanes; ++i) most = most > numbers[i] ? most : numbers[i];
+    return most;
+#endif
+}
+
+struct Rounded {
+    float scale;  // NaN for what is not finite
+    float sum;    // of the numbers
+};
+
+// Half a group of inputs to numbers of -127 to 127.
+inline Rounded round_half(const float* x, int8_t* numbers) {
     Ints most_bits = {};  // as integers, NaN is larger than all others
-    for (int i = 0; i < kGroup; i += kLanes) {
+    for (int i = 0; i < kHalf; i += kLanes) {
         const Ints bits = (Ints)load(x + i) & 0x7fffffff;
         most_bits = most_bits > bits ? most_bits : bits;
     }
-    int32_t most = 0;
-    for (int lane = 0; lane < kLanes; ++lane) most = most > most_bits[lane] ? most : most_bits[lane];
-    sums[0] = sums[1] = 0;
+    const int32_t most = largest_of(most_bits);
     if (most < 0x00800000 || most >= 0x7f800000) {  // denormal numbers count as zeros
-        std::memset(numbers, 0, kGroup);
-        return most < 0x00800000 ? 0.0f : NAN;
+        std::memset(numbers, 0, kHalf);
+        return {most < 0x00800000 ? 0.0f : NAN, 0.0f};
     }
     float largest;
     std::memcpy(&largest, &most, sizeof largest);
     const float scale = largest / 127.0f;
     const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds
-    for (int i = 0; i < kGroup; i += kLanes) {
+    Ints sums = {};
+    for (int i = 0; i < kHalf; i += kLanes) {
         // No compiler joins a division with an addition.
         const Floats shifted = load(x + i) / all(scale) + to_integer;
         const Ints rounded = __builtin_convertvector(shifted - to_integer, Ints);
-        sums[i / (kGroup / 2)] += sum_of(rounded);
+        sums += rounded;
         const Bytes bytes = __builtin_convertvector(rounded, Bytes);
         std::memcpy(numbers + i, &bytes, sizeof bytes);
     }
-    return scale;
+    return {scale, static_cast<float>(sum_of(sums))};
 }
 
 // A row for weights of one format.
 template <class F>
 void round_row(const float* x, int in, InputUnit* to, int rows_of_tile) {
-    for (int unit = 0; unit < num_units(in); ++unit, to += rows_of_tile) {
+    constexpr float kFactor = F::kHasMins ? 1.0f : -F::kZero;
+    for (int unit = 0; unit < num_units(in); ++unit, to += rows_of_tile)
         for (int g = 0; g < 2; ++g) {
+            Rounded halves[2] = {};
             const int at = unit * kUnitInputs + g * kGroup;
-            int32_t sums[2] = {};
-            float scale = 0.0f;
+            int8_t* const numbers = to->numbers + g * kGroup;
             if (at < in)
-                scale = round_group(x + at, to->numbers + g * kGroup, sums);
+                for (int h = 0; h < 2; ++h)
+                    halves[h] = round_half(x + at + h * kHalf, numbers + h * kHalf);
             else
-                std::memset(to->numbers + g * kGroup, 0, kGroup);
-            to->scales[g] = scale;
-            if (F::kHasMins)
-                to->sums[g] = scale * static_cast<float>(sums[0] + sums[1]);
-            else if (F::kByHalves)
-                for (int half = 0; half < 2; ++half)
-                    to->starts[2 * g + half] = -F::kZero * sums[half];
-            else
-                to->starts[g] = -F::kZero * (sums[0] + sums[1]);
+                std::memset(numbers, 0, kGroup);
+            const auto [first, second] = halves;
+            to->scales[2 * g] = first.scale;
+            to->scales[2 * g + 1] = second.scale;
+            if (F::kByHalves) {
+                to->sums[2 * g] = kFactor * (first.scale * first.sum);
+                to->sums[2 * g + 1] = kFactor * (second.scale * second.sum);
+            } else {  // fused by name: compilers differ in which product they fuse with the sum
+                to->sums[g] = kFactor * std::fma(first.scale, first.sum, second.scale * second.sum);
+            }
         }
-    }
 }
 
 // All rows of a quantized product, by all threads: each calls this, then waits for the others.
@@ -187,43 +202,54 @@ inline __attribute__((always_inline)) Ints numbers_of(const char* unit, int grou
     return numbers;
 }
 
+// MR rows of half a group with a vector of the outputs of a panel, times the inputs' scales.
+template <class F, int MR>
+inline __attribute__((always_inline)) void add_half(const InputUnit* x, const char* unit, int half,
+                                                    int v, Floats (&scaled)[MR]) {
+    Ints ints[MR];
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m) ints[m] = Ints{};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const Ints weights = numbers_of<F>(unit, half / 2, half % 2 * 4 + i, v);
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) {
+            int32_t inputs;
+            std::memcpy(&inputs, x[m].numbers + half * kHalf + 4 * i, sizeof inputs);
+            ints[m] = dot4(ints[m], weights, inputs);
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m) scaled[m] += to_floats(ints[m]) * all(x[m].scales[half]);
+}
+
 // MR rows with a vector of the outputs of a panel.
 template <class F, int MR>
 inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, const char* unit,
                                                           int units, int v, Floats (&sums)[MR]) {
-#pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m) sums[m] = Floats{};
-    constexpr int kParts = F::kByHalves ? 2 : 1;  // of a group, with scales of their own
+    constexpr int kScales = F::kByHalves ? 4 : 2;  // of a unit
     const auto of_outputs = [v](const char* from) __attribute__((always_inline)) {
         return scales_of<F>(from, v);
     };
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m) sums[m] = Floats{};
     for (int u = 0; u < units; ++u, x += MR, unit += F::kUnitBytes) {
 #pragma GCC unroll 4
-        for (int part = 0; part < 2 * kParts; ++part) {
-            const int group = part / kParts, first = part % kParts * 4;
-            Ints ints[MR];
+        for (int part = 0; part < kScales; ++part) {
+            Floats scaled[MR];
 #pragma GCC unroll 16
             for (int m = 0; m < MR; ++m)
-                ints[m] = F::kHasMins ? Ints{} : Ints{} + x[m].starts[part];
-#pragma GCC unroll 8
-            for (int i = 0; i < 8 / kParts; ++i) {
-                const int at = kParts == 1 ? i / 2 + i % 2 * 4 : first + i;
-                const Ints weights = numbers_of<F>(unit, group, at, v);
-#pragma GCC unroll 16
-                for (int m = 0; m < MR; ++m) {
-                    int32_t inputs;
-                    std::memcpy(&inputs, x[m].numbers + group * kGroup + 4 * at, sizeof inputs);
-                    ints[m] = dot4(ints[m], weights, inputs);
-                }
-            }
+                scaled[m] = F::kHasMins ? Floats{} : Floats{} + x[m].sums[part];
+#pragma GCC unroll 2
+            for (int half = 4 / kScales * part; half < 4 / kScales * (part + 1); ++half)
+                add_half<F, MR>(x, unit, half, v, scaled);
             const Floats scales = of_outputs(unit + F::kScales + part * kScaleBytes);
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m)
-                sums[m] += to_floats(ints[m]) * (scales * all(x[m].scales[group]));
+            for (int m = 0; m < MR; ++m) sums[m] += scaled[m] * scales;
             if constexpr (F::kHasMins) {
-                const Floats mins = of_outputs(unit + F::kMins + group * kScaleBytes);
+                const Floats mins = of_outputs(unit + F::kMins + part * kScaleBytes);
 #pragma GCC unroll 16
-                for (int m = 0; m < MR; ++m) sums[m] += mins * all(x[m].sums[group]);
+                for (int m = 0; m < MR; ++m) sums[m] += mins * all(x[m].sums[part]);
             }
         }
     }

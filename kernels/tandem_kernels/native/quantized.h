@@ -24,6 +24,7 @@
 namespace tandem {
 
 constexpr int kUnitInputs = 64;
+constexpr int kHalf = 16;           // inputs: half of a group
 constexpr int kVectorBytes = 64;    // 16 outputs, 4 inputs each
 constexpr int kScaleBytes = 2 * 16;  // of 16 outputs
 
