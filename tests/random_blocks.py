@@ -25,16 +25,18 @@ _SCALES: dict[str, dict[int, float]] = {
 }
 
 
-def random_blocks(name: str, num_out: int, num_in: int, seed: int = 0) -> Blocks:
-    """Returns weights of about 1 / sqrt(num_in), of blocks whose bits are all random."""
+def random_blocks(name: str, num_out: int, num_in: int, seed: int = 0, size: float = 1.0) -> Blocks:
+    """Returns weights of about size / sqrt(num_in), of blocks whose bits are all random."""
     chance = np.random.default_rng(seed)
     block_type = gguf.GGMLQuantizationType[name]
     block_inputs, block_bytes = gguf.GGML_QUANT_SIZES[block_type]
     num_blocks = num_out * num_in // block_inputs
     blocks = chance.integers(0, 256, (num_blocks, block_bytes), np.uint8)
     for at, scale in _SCALES[name].items():
-        sizes = scale / num_in**0.5 * chance.uniform(0.7, 1.3, (num_blocks, 1))
+        sizes = size * scale / num_in**0.5 * chance.uniform(0.7, 1.3, (num_blocks, 1))
         blocks[:, at : at + 2] = sizes.astype(np.float16).view(np.uint8)
     if name == "MXFP4":  # numbers of about 3, and a power of 2
-        blocks[:, 0] = 127 - round(math.log2(3 * num_in**0.5)) + chance.integers(-1, 1, num_blocks)
+        blocks[:, 0] = (
+            127 - round(math.log2(3 * num_in**0.5 / size)) + chance.integers(-1, 1, num_blocks)
+        )
     return Blocks(torch.from_numpy(blocks.reshape(num_out, -1)), block_type, (num_out, num_in))

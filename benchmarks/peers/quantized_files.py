@@ -19,6 +19,7 @@ from tests.random_blocks import random_blocks
 FOLDER = Path.home() / ".cache" / "tandem" / "peers" / "gguf"
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 12, 1024, 2816, 16, 4, 64
 VOCABULARY = 49152  # the built-in model's, whose tokenizer the random one has
+_SIZE = 64.0  # of random weights: so much larger than usual that no float16 scale is denormal
 _SIZES = {
     "block_count": LAYERS,
     "embedding_length": HIDDEN,
@@ -57,7 +58,7 @@ def random_model(name: str) -> str:
     """Returns the path of the random model, all of whose matrices are of one type."""
 
     def add_matrix(writer: gguf.GGUFWriter, tensor: str, shape: tuple[int, int]) -> None:
-        blocks = random_blocks(name, *shape, seed=len(writer.tensors[-1]))
+        blocks = random_blocks(name, *shape, seed=len(writer.tensors[-1]), size=_SIZE)
         writer.add_tensor(f"{tensor}.weight", blocks.data.numpy(), raw_dtype=blocks.type)
 
     def add_tensors(_: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
