@@ -9,6 +9,8 @@ namespace tandem::TANDEM_ISA {
 
 constexpr int kQuantizedRows = TANDEM_LANES == 16 ? 9 : TANDEM_LANES == 8 ? 4 : 2;  // of a tile
 constexpr int kTileBytesAtOnce = 256 << 10;  // of inputs, in the second-level cache
+constexpr int kStreamedRows = 3;             // at most, of a tile that fetches units ahead
+constexpr int kUnitsAhead = 6;
 
 using QuantizedTiles = RowTiles<kQuantizedRows>;
 
@@ -234,6 +236,10 @@ inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, co
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) sums[m] = Floats{};
     for (int u = 0; u < units; ++u, x += MR, unit += F::kUnitBytes) {
+        // Few rows read a stream, in which the high bits are out of order for the processor.
+        if constexpr (F::kHighBytes > 0 && MR <= kStreamedRows)
+            for (int line = 0; line < F::kUnitBytes; line += kLine)
+                __builtin_prefetch(unit + kUnitsAhead * F::kUnitBytes + line, 0, 3);
 #pragma GCC unroll 4
         for (int part = 0; part < kScales; ++part) {
             Floats scaled[MR];
