@@ -79,7 +79,7 @@ class StandInEngine:
     def has_work(self) -> bool:
         return self._has_work
 
-    def awaits_threads(self) -> bool:
+    def awaits_silent_threads(self) -> bool:
         return False
 
     def step(self, on_final: object) -> StepReport:
