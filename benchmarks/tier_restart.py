@@ -29,6 +29,7 @@ from benchmarks.peers.machine import conditions
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.engine.tiers.disk_storage import DiskStorage
 from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
+from tandem.engine.tiers.seal import Plain
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier
 from tandem.prefix_index.holders import holder_of
@@ -43,7 +44,9 @@ HOLDER = holder_of("decode-0", "disk")
 
 def storage(folder: Path, num_blocks: int) -> DiskStorage:
     size = HEADER_BYTES + num_blocks * (BLOCK_BYTES + RECORD_BYTES)
-    return DiskStorage(folder, bytes_max=size, block_bytes=BLOCK_BYTES, identity="benchmark")
+    return DiskStorage(
+        folder, bytes_max=size, block_bytes=BLOCK_BYTES, identity="benchmark", seal=Plain()
+    )
 
 
 def fill(folder: Path, num_blocks: int, chain: int) -> None:

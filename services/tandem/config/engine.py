@@ -89,6 +89,9 @@ class EngineOptions(Options):
     """Folder for copies of KV blocks on disk, in which each worker has its own. Default: none."""
     kv_disk_bytes: Annotated[Positive, Parameter(name="--kv-disk-size")] = 16 << 30
     """Largest size of a worker's copies on disk, in bytes."""
+    kv_key_file: Text = ""
+    """File with the keys that copies on disk are encrypted with, 64 hexadecimal digits a line; the
+    first key encrypts. Default: no encryption."""
     kv_tier_policy: KvTierPolicy = "lru"
     """Copies that are made and kept. lru: all are made, and the least recently used goes first.
     prefix: all, and the longest prefix is cut first. value: those of blocks used twice, and the one
@@ -128,6 +131,8 @@ class EngineOptions(Options):
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
             raise ConfigError("numerics=invariant computes in float32; use dtype auto or float32")
+        if self.kv_key_file and not self.kv_disk_path:
+            raise ConfigError("kv-key-file is set without kv-disk-path, so it encrypts nothing")
         if self.lora and not self.max_loras:
             raise ConfigError("lora names adapters, and max-loras is 0; it must be at least 1")
 

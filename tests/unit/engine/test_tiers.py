@@ -59,7 +59,8 @@ def prompt(number: int, num_tokens: int = 25) -> list[int]:
 
 def disk(folder: Path, **settings: Any) -> Engine:
     settings.setdefault("kv_disk_bytes", 1 << 20)
-    return make_engine(num_blocks=16, kv_disk_path=str(folder), **settings)[0]
+    settings.setdefault("kv_disk_path", str(folder))
+    return make_engine(num_blocks=16, **settings)[0]
 
 
 def tier(engine: Engine, number: int = 0) -> TierLoad:

@@ -2,7 +2,8 @@
 
 It uses plain reads and writes of the system (POSIX), which tell why they failed: a full disk is an
 error like others here. Nothing is synced to the disk: that costs more than what a power failure
-would save. Each block has a checksum of its hash and its bytes, which is compared when it is read.
+would save. Each block has a checksum of its hash and its bytes, as they are sealed (seal.py), which
+is compared when it is read.
 """
 
 import logging
@@ -15,6 +16,7 @@ import xxhash
 
 from tandem.engine.tiers.disk_folder import claim
 from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES, Manifest, has_header, header
+from tandem.engine.tiers.seal import Seal
 from tandem.engine.tiers.storage import BadBlock, Bytes, Entry
 from tandem.errors import ConfigError
 
@@ -24,8 +26,12 @@ log = logging.getLogger(__name__)
 class DiskStorage:
     name = "disk"
 
-    def __init__(self, path: Path, *, bytes_max: int, block_bytes: int, identity: str) -> None:
+    def __init__(
+        self, path: Path, *, bytes_max: int, block_bytes: int, identity: str, seal: Seal
+    ) -> None:
         """`identity` names what the KV was computed with. Raises ConfigError."""
+        self._seal = seal
+        block_bytes += seal.num_extra_bytes
         self.num_slots = (bytes_max - HEADER_BYTES) // (block_bytes + RECORD_BYTES)
         if self.num_slots < 1:
             raise ConfigError(
@@ -33,7 +39,7 @@ class DiskStorage:
                 f"{HEADER_BYTES + RECORD_BYTES + block_bytes} for one block"
             )
         self._block_bytes = block_bytes
-        own = header(identity, block_bytes)
+        own = header(f"{identity} {seal.name}", block_bytes)
         self._folder = claim(path, lambda folder: has_header(folder / "manifest", own))
         try:
             self._file = self._folder.open("blocks")
@@ -54,15 +60,18 @@ class DiskStorage:
         if self._checksums[slot]:
             self._manifest.clear_slot(slot)
             self._checksums[slot] = 0
-        checksum = _checksum(entry.block_hash, data)
-        self._move(os.pwrite, slot, data)
+        sealed = self._seal.seal(entry.block_hash, data)
+        checksum = _checksum(entry.block_hash, sealed)
+        self._move(os.pwrite, slot, sealed)
         self._manifest.write(slot, entry, checksum)
         self._checksums[slot] = checksum
 
     def read(self, slot: int, block_hash: bytes, target: Bytes) -> None:
-        self._move(_pread, slot, target)
-        if _checksum(block_hash, target) != self._checksums[slot]:
+        sealed = self._seal.buffer(target)
+        self._move(_pread, slot, sealed)
+        if _checksum(block_hash, sealed) != self._checksums[slot]:
             raise BadBlock("its checksum is another one")
+        self._seal.open(block_hash, sealed, target)
 
     def forget(self) -> None:
         self._checksums[:] = 0

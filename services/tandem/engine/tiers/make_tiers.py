@@ -12,6 +12,7 @@ from tandem.engine.tiers.disk_storage import DiskStorage
 from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.keep_policy import keep_policy
+from tandem.engine.tiers.seal import make_seal
 from tandem.engine.tiers.storage import Storage
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
@@ -47,13 +48,16 @@ def make_tiers(
                 f"{layout.block_bytes} for one block"
             )
         storages.append(HostStorage(num_slots=num_slots, block_bytes=layout.block_bytes))
+    identity = f"{identity} {layout.describe()}"
+    seal = make_seal(config.kv_key_file, identity)
     if config.kv_disk_path:
         storages.append(
             DiskStorage(
                 Path(config.kv_disk_path).expanduser(),
                 bytes_max=config.kv_disk_bytes,
                 block_bytes=layout.block_bytes,
-                identity=f"{identity} {layout.describe()}",
+                identity=identity,
+                seal=seal,
             )
         )
     tiers = [

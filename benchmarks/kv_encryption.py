@@ -1,0 +1,84 @@
+"""This benchmark measures what encryption adds to the write and the read of a block on disk.
+
+    OMP_NUM_THREADS=1 python benchmarks/kv_encryption.py [--blocks 200] [--rounds 5]
+
+Blocks of SmolLM2 in bfloat16 (368,640 bytes) are written to a tier's storage and read again, plain
+and encrypted in turn. A figure is the median of the rounds, for one block. Writes
+benchmarks/results/kv_encryption.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.peers.machine import conditions
+from tandem.engine.tiers.disk_storage import DiskStorage
+from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
+from tandem.engine.tiers.seal import Encrypted, Plain, Seal
+from tandem.engine.tiers.storage import Entry
+
+RESULTS = Path(__file__).parent / "results" / "kv_encryption.json"
+BLOCK_BYTES = 368_640
+
+
+def measure(seal: Seal, num_blocks: int) -> dict[str, float]:
+    """Returns the milliseconds that a block takes."""
+    data = np.frombuffer(os.urandom(BLOCK_BYTES), np.uint8)
+    target = np.empty_like(data)
+    entries = [Entry(os.urandom(16), b"") for _ in range(num_blocks)]
+    slot_bytes = BLOCK_BYTES + seal.num_extra_bytes + RECORD_BYTES
+    with tempfile.TemporaryDirectory() as folder:
+        storage = DiskStorage(
+            Path(folder),
+            bytes_max=HEADER_BYTES + num_blocks * slot_bytes,
+            block_bytes=BLOCK_BYTES,
+            identity="benchmark",
+            seal=seal,
+        )
+        started = time.perf_counter()
+        for slot, entry in enumerate(entries):
+            storage.write(slot, entry, data)
+        written = time.perf_counter()
+        for slot, entry in enumerate(entries):
+            storage.read(slot, entry.block_hash, target)
+        read = time.perf_counter()
+        storage.close()
+    assert np.array_equal(target, data)
+    return {
+        "write_ms": (written - started) / num_blocks * 1000,
+        "read_ms": (read - written) / num_blocks * 1000,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    seals: tuple[Seal, ...] = (Plain(), Encrypted([os.urandom(32)], "benchmark"))
+    rounds = [{s.name: measure(s, given.blocks) for s in seals} for _ in range(given.rounds)]
+    medians = {
+        seal.name: {
+            what: round(statistics.median(each[seal.name][what] for each in rounds), 3)
+            for what in ("write_ms", "read_ms")
+        }
+        for seal in seals
+    }
+    found = {"conditions": conditions(), "block_bytes": BLOCK_BYTES, "medians": medians}
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

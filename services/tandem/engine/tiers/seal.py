@@ -1,0 +1,118 @@
+"""Seals the bytes of blocks that leave the memory of their worker: as they are, or encrypted.
+
+    encrypted   key's id, 8 | nonce, 12 | the block's bytes, encrypted | tag, 16
+
+Encryption is AES-256 in GCM (NIST SP 800-38D). What the KV was computed with and the block's hash
+are its associated data, so a block that lies in another's place is not opened. Nonces are random:
+NIST allows 2^32 blocks for a key.
+"""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from tandem.engine.tiers.storage import BadBlock, Bytes
+from tandem.errors import ConfigError
+
+_ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 8, 12, 16
+_HEAD_BYTES = _ID_BYTES + _NONCE_BYTES
+
+
+class Seal(Protocol):
+    name: str  # of the form of sealed bytes
+    num_extra_bytes: int  # of a sealed block
+
+    def seal(self, block_hash: bytes, data: Bytes) -> Bytes:
+        """Returns the sealed bytes, which may be `data` itself."""
+
+    def buffer(self, target: Bytes) -> Bytes:
+        """Returns memory for the sealed bytes of a block that is to be opened into `target`."""
+
+    def open(self, block_hash: bytes, sealed: Bytes, target: Bytes) -> None:
+        """Fills `target` from what `buffer` returned. Raises BadBlock."""
+
+
+class Plain:
+    name = "plain"
+    num_extra_bytes = 0
+
+    def seal(self, block_hash: bytes, data: Bytes) -> Bytes:
+        return data
+
+    def buffer(self, target: Bytes) -> Bytes:
+        return target
+
+    def open(self, block_hash: bytes, sealed: Bytes, target: Bytes) -> None:
+        """Does nothing: the bytes are in their place."""
+
+
+class Encrypted:
+    name = "aes-256-gcm"
+    num_extra_bytes = _HEAD_BYTES + _TAG_BYTES
+
+    def __init__(self, keys: list[bytes], identity: str) -> None:
+        """The first key seals, each opens. `identity` names what the KV is computed with."""
+        self._ciphers = {key_id(key): AESGCM(key) for key in keys}
+        self._own = key_id(keys[0])
+        self._identity = identity.encode()
+
+    def seal(self, block_hash: bytes, data: Bytes) -> Bytes:
+        sealed = np.empty(data.nbytes + self.num_extra_bytes, np.uint8)
+        head = self._own + os.urandom(_NONCE_BYTES)
+        sealed[:_HEAD_BYTES] = np.frombuffer(head, np.uint8)
+        cipher, nonce = self._ciphers[self._own], head[_ID_BYTES:]
+        cipher.encrypt_into(nonce, data.data, self._about(block_hash), sealed[_HEAD_BYTES:].data)
+        return sealed
+
+    def buffer(self, target: Bytes) -> Bytes:
+        return np.empty(target.nbytes + self.num_extra_bytes, np.uint8)
+
+    def open(self, block_hash: bytes, sealed: Bytes, target: Bytes) -> None:
+        head = sealed[:_HEAD_BYTES].tobytes()
+        cipher = self._ciphers.get(head[:_ID_BYTES])
+        if cipher is None:
+            raise BadBlock(f"it is encrypted with key {head[:_ID_BYTES].hex()}, which is not here")
+        about, body = self._about(block_hash), sealed[_HEAD_BYTES:].data
+        try:
+            cipher.decrypt_into(head[_ID_BYTES:], body, about, target.data)
+        except (InvalidTag, ValueError) as error:
+            raise BadBlock("it cannot be decrypted: its bytes are others") from error
+
+    def _about(self, block_hash: bytes) -> bytes:
+        return block_hash + self._identity
+
+
+def make_seal(key_file: str, identity: str) -> Seal:
+    """Returns how blocks are sealed; without a file they stay as they are. Raises ConfigError."""
+    return Encrypted(read_keys(Path(key_file).expanduser()), identity) if key_file else Plain()
+
+
+def read_keys(path: Path) -> list[bytes]:
+    """Reads keys of 32 bytes, one a line in hexadecimal digits. Raises ConfigError."""
+    try:
+        mode, text = path.stat().st_mode, path.read_text("ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"kv-key-file {path}: {error}") from error
+    if mode & 0o007:
+        raise ConfigError(
+            f"kv-key-file {path}: its mode is {mode & 0o777:o}, so that others than its user and "
+            f"group may use it; run chmod o= {path}"
+        )
+    lines = text.split()
+    if not lines or not all(re.fullmatch("[0-9a-fA-F]{64}", line) for line in lines):
+        raise ConfigError(
+            f"kv-key-file {path}: it must have a key of 64 hexadecimal digits on each line "
+            "(openssl rand -hex 32)"
+        )
+    return [bytes.fromhex(line) for line in lines]
+
+
+def key_id(key: bytes) -> bytes:
+    """Returns the name of a key, from which nobody can tell the key."""
+    return hashlib.sha256(b"tandem.kv_key.v1" + key).digest()[:_ID_BYTES]
