@@ -115,6 +115,8 @@ class ScriptedWorker(WorkerServicer):
         self.submitted: list[pb.SubmitSequence] = []
         self.cancelled: list[str] = []
         self.drains: list[float] = []  # deadlines that were asked for
+        self.kept: list[pb.KeepRequest] = []
+        self.keep_reason = ""  # that it gives for keeping nothing; empty: it keeps all
         self.cached_blocks: int | None = 0  # until a reset; None: it knows no such call
         self.address = ""
         self.worker_id = worker_id
@@ -239,6 +241,11 @@ class ScriptedWorker(WorkerServicer):
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "says the test")
         self.cached_blocks = 0
         return pb.ResetPrefixCacheResponse(num_blocks=dropped)
+
+    async def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:  # noqa: N802
+        self.kept.append(request)
+        num_blocks = 0 if self.keep_reason else len(request.block_hashes)
+        return pb.KeepResponse(num_blocks=num_blocks, reason=self.keep_reason)
 
     async def ListBlocks(  # noqa: N802
         self, request: pb.ListBlocksRequest, context: Any

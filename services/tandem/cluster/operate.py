@@ -138,9 +138,17 @@ def _show_record(record: Mapping[str, Any]) -> None:
     screen.print(
         escape(f"prefilled by {prefill}, decoded by {record['decode_worker'] or 'nobody'}")
     )
+    if kept := record.get("kept"):
+        screen.print(escape(_told_kept(kept)))
     screen.print(
         f"pulled {pulled}; moved {record['moves']} times; lost {record['workers_lost']} workers"
     )
+
+
+def _told_kept(kept: Mapping[str, Any]) -> str:
+    told = f"kept: {kept['tokens']:.0f} of {kept['tokens_asked']:.0f} tokens are evicted last"
+    told += f" on {kept['worker']} for {kept['seconds']:g} s"
+    return f"{told}; {kept['why_not']}" if kept["why_not"] else told
 
 
 def show_events(url: str, limit: int) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 from cyclopts import Parameter
 
 from tandem.config.groups import REQUESTS
-from tandem.options import Options
+from tandem.options import Options, Seconds
 
 ToolParser = Literal[
     "auto",
@@ -31,9 +31,11 @@ ReasoningParser = Literal["auto", "none", "think", "mistral", "granite"]
 @Parameter(name="*", group=REQUESTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerConfig(Options):
-    """The formats of tool calls and of reasoning in the model's answers."""
+    """The options of how answers are read, and how long those with tool calls are kept."""
 
     tool_parser: ToolParser = "auto"
     """Format of tool calls. auto: the one that fits the model's chat template."""
     reasoning_parser: ReasoningParser = "auto"
     """Tags around reasoning. auto: those in the model's chat template."""
+    tool_pin_s: Seconds = 60.0
+    """Seconds that the KV of an answer with tool calls is evicted last, while they run. 0: off."""

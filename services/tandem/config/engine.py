@@ -12,7 +12,7 @@ from cyclopts import Parameter, Token
 
 from tandem.config.groups import ENGINE, ModelName, ModelRevision
 from tandem.errors import ConfigError
-from tandem.options import Constant, Count, Options, Positive, PositiveOrNone, Seconds, Text
+from tandem.options import Bounds, Constant, Count, Options, Positive, PositiveOrNone, Seconds, Text
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -21,6 +21,7 @@ KvTierPolicy = Literal["lru", "prefix", "value"]
 Numerics = Literal["fast", "invariant"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 WeightFormat = Literal["auto", "int8"]
+PinShare = Annotated[float, Bounds(least=0, most=1)]
 
 
 ADAPTER_NAME = r"[A-Za-z0-9._:/-]{1,128}"
@@ -96,6 +97,9 @@ class EngineOptions(Options):
     """Copies that are made and kept. lru: all are made, and the least recently used goes first.
     prefix: all, and the longest prefix is cut first. value: those of blocks used twice, and the one
     goes first that is used least and computed soonest."""
+    kv_pin_share: PinShare = 0.5
+    """Largest part of the KV pool, and of each tier, that requests may have evicted last: 0 to
+    1."""
     max_model_len: PositiveOrNone = None
     """Largest number of tokens in a sequence. 0: what the model was trained for."""
     max_num_seqs: Positive = 64

@@ -18,6 +18,7 @@ from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.kv_groups import divide_pool
 from tandem.engine.executor.sampler import StepSampler
+from tandem.engine.kept_chains import KeptChains
 from tandem.engine.live_sequences import LiveSequences
 from tandem.engine.load import measure_load
 from tandem.engine.new_sequences import NewSequences
@@ -64,6 +65,7 @@ class Engine:
             runner, model_fingerprint, self.layout, self._grammars, self._adapters
         )
         self._tiers = make_tiers(config, self._kv, runner.kv, new.identity, start_thread)
+        self.kept = KeptChains(self._kv, self._tiers, config.kv_pin_share)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
         self._step_time = StepTimeModel(min(limits_s, default=0.0))
         # Each decodes a token in every step, and one is left for a prompt.
@@ -92,6 +94,7 @@ class Engine:
         work = StepWork()
         self._settle_adapters()
         self._tiers.turn()
+        self.kept.turn()
         loaded = self._settle_loads()
         schedule = self._scheduler.schedule()
         self._runner.copy_blocks(schedule.copies)
@@ -253,7 +256,7 @@ class Engine:
         return self._scheduler.awaits_threads()
 
     def load(self) -> EngineLoad:
-        others = self._kv, self._adapters, self._tiers
+        others = self._kv, self._adapters, self._tiers, self.kept
         return measure_load(self._sequences.values(), self._scheduler, self._peer_blocks, *others)
 
     def check_integrity(self) -> None:
@@ -354,7 +357,7 @@ class Engine:
     def _store_full_blocks(self, sequence: Sequence) -> None:
         sequence.store_full_blocks(self._kv, with_tokens=self._config.report_block_tokens)
         if used := sequence.take_used():
-            self._tiers.use(used, keep=sequence.spec.keeps_kv)
+            self._tiers.use(used, keep=sequence.spec.retention.returns)
 
     def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
         """The one place where a sequence leaves the engine and its blocks are freed."""
@@ -362,6 +365,8 @@ class Engine:
         own = self._kv.global_ids(sequence.tables, sequence.num_stored_blocks)
         check_own(sequence.sequence_id, own, unsafe_blocks)
         del self._sequences[sequence.sequence_id]
+        stored, spec = sequence.block_hashes[: sequence.num_stored_blocks], sequence.spec
+        self.kept.keep(spec.cache_salt, spec.retention, stored)
         self._scheduler.withdraw(sequence)
         self._kv.give_back(sequence.let_go(), unsafe_blocks)
 

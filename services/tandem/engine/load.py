@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.kept_chains import KeptChains
 from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence
@@ -18,6 +19,7 @@ def measure_load(
     kv: KvCache,
     adapters: AdapterSlots,
     tiers: Tiers,
+    kept: KeptChains,
 ) -> EngineLoad:
     """A sequence counts once: as waiting, awaiting KV, running, or computed (to be) for a peer.
 
@@ -49,6 +51,7 @@ def measure_load(
         groups=kv.group_loads(),
         adapters=_measure_adapters(sequences, adapters),
         tiers=tiers.loads(),
+        pins=kept.loads(),
     )
 
 

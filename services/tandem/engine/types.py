@@ -24,6 +24,7 @@ from tandem.adapter import Adapter
 from tandem.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.rates import WorkerRates
+from tandem.retention import NO_RETENTION, Retention
 
 
 class Mode(Enum):
@@ -76,7 +77,7 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     prefix_blocks: int = 0  # LOCAL, PREFILL_ONLY: so many first blocks are to come from a peer
     # PREFILL_ONLY: latency_s, bytes_per_s of its pulls.
     consumer_rate: tuple[float, float] | None = None
-    keeps_kv: bool = False  # of a session, or pinned: tiers take its blocks at their first use
+    retention: Retention = NO_RETENTION  # of its KV after its end
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -189,6 +190,14 @@ class TierLoad(msgspec.Struct, frozen=True):
     block_s: float = 0.0  # to load a block; 0: not measured
 
 
+class PinLoad(msgspec.Struct, frozen=True):
+    """The pins of a place, once there were any."""
+
+    place: str  # device, host or disk
+    blocks: int  # that are pinned now
+    fates: dict[str, int] = {}  # blocks since the start, by what became of their pins
+
+
 class EngineLoad(msgspec.Struct, frozen=True):
     num_running: int = 0
     num_waiting: int = 0
@@ -208,6 +217,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     groups: tuple[GroupLoad, ...] = ()  # of a model with windows; blocks_* are sums of them
     adapters: AdapterLoad = AdapterLoad()
     tiers: list[TierLoad] = []
+    pins: list[PinLoad] = []
 
 
 class StoredBlock(msgspec.Struct, frozen=True):

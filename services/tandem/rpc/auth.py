@@ -26,6 +26,7 @@ CALLERS: dict[str, Kind] = {
     "DescribeAdapter": "router",
     "Drain": "router",
     "GetState": "router",
+    "Keep": "router",
     "ListBlocks": "router",
     "RemoveAdapter": "router",
     "ResetPrefixCache": "router",

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 import msgspec
 
 from tandem.errors import BadRequest
+from tandem.retention import WEIGHT_DEFAULT
 
 COUNT_MAX = 10**12  # Redis' scripts count exactly up to 2^53
-WEIGHT_DEFAULT = 100  # as that of a Linux cgroup's `cpu.weight`
 WEIGHT_MAX = 10_000
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]

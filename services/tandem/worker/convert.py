@@ -9,6 +9,7 @@ from tandem.adapter import Adapter
 from tandem.cached_tokens import CachedTokens
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
 from tandem.perf_model.rates import PairRate
+from tandem.retention import NO_RETENTION, Retention
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.registry import Load
 
@@ -53,6 +54,7 @@ def sequence_spec(
         first_wanted_block=first_wanted_block,
         consumer_rate=consumer_rate,
         fork_of=fork_of,
+        retention=retention_of(message),
     )
 
 
@@ -68,11 +70,19 @@ def sequence_input(spec: SequenceSpec) -> pb.SequenceInput:
         grammar=spec.grammar,
         embed=spec.embed,
         adapter=adapter_message(spec.adapter),
+        retention=pb.Retention(**asdict(spec.retention)),
     )
 
 
 def adapter_of(message: pb.SequenceInput | pb.AddAdapterRequest) -> Adapter | None:
     return plain_of(Adapter, message.adapter) if message.HasField("adapter") else None
+
+
+def retention_of(message: pb.SequenceInput | pb.KeepRequest) -> Retention:
+    """Returns the wishes for a request's KV; an old router has none."""
+    if not message.HasField("retention"):
+        return NO_RETENTION
+    return plain_of(Retention, message.retention, weight=max(1, message.retention.weight))
 
 
 def adapter_message(adapter: Adapter | None) -> pb.Adapter | None:

@@ -157,7 +157,11 @@ async def test_a_history_reaches_the_template(
     counted = await client.messages.count_tokens(
         model="tiny", messages=history, tools=[WEATHER], system=system
     )
-    assert counted.input_tokens == answer.usage.input_tokens
+    usage = answer.usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_creation_input_tokens
+    # A text of the history has a mark: what is in full blocks is created.
+    assert usage.cache_creation_input_tokens == counted.input_tokens // 16 * 16
+    assert usage.cache_creation.ephemeral_5m_input_tokens == usage.cache_creation_input_tokens
 
 
 async def test_an_answer_goes_on_from_the_assistants_words(

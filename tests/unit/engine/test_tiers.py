@@ -20,6 +20,7 @@ from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import TierLoad
 from tandem.errors import ConfigError
 from tandem.models.source import resolve
+from tandem.retention import Retention
 from tests.engine_driver import Outcome, make_engine, make_spec
 from tests.grouped_toy import make_grouped_engine
 from tests.toy_runner import continuation
@@ -252,7 +253,7 @@ def test_a_tier_by_value_takes_what_is_used_twice() -> None:
 
 def test_a_tier_by_value_takes_what_is_to_be_kept_at_once() -> None:
     engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 20, kv_tier_policy="value")
-    engine.add(make_spec("kept", prompt(0), keeps_kv=True))
+    engine.add(make_spec("kept", prompt(0), retention=Retention(returns=True)))
     settle(engine, Outcome())
     assert tier(engine).blocks_held == 7
     engine.close()

@@ -24,3 +24,4 @@ class Block:
     worth: float = 0.0  # of a CACHED leaf, to the pool's policy: what is worth least is evicted
     last_used: int = 0  # by the pool's releases: of leaves that are worth the same the oldest goes
     copy: Copy = Copy.NONE
+    is_pinned: bool = False  # evicted after all that are not (pins.py)

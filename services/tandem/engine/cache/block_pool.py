@@ -12,7 +12,8 @@ It knows block ids and hashes, no tensors and no sequences. A block is in one of
     CACHED --evict while it is written to a tier--> LEAVING --end_write--> FREE
 
 A hashed block never changes, so a tier (engine/tiers) may write its copy meanwhile. `allocate`
-takes FREE blocks, then CACHED leaves with a copy, then others, and waits for no write.
+takes FREE blocks, then CACHED leaves with a copy, then others, then pinned ones (pins.py), and
+waits for no write.
 
 Three things always hold; `check_integrity` looks at them:
 - Whoever references a hashed block references its parents, so a CACHED block has no USED child, and
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from tandem.engine.cache.block import Block, Copy
 from tandem.engine.cache.block_events import BlockEvents
 from tandem.engine.cache.cached_blocks import CachedBlocks
+from tandem.engine.cache.pins import Pins
 from tandem.engine.types import StoredBlock
 
 
@@ -42,6 +44,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_dropped = 0  # CACHED blocks that were evicted without a copy
+        self.pins = Pins(0)
         self._blocks = [Block() for _ in range(num_blocks)]
         self._cached = CachedBlocks(self._blocks)
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: lowest id first, warm ones next
@@ -133,6 +136,29 @@ class BlockPool:
         for block_id in reversed(block_table):
             self._drop_reference(block_id, self._clock)
 
+    def pin(self, tenant: bytes, weight: int, chain: Sequence[bytes], until: float) -> int:
+        """Has blocks evicted after all others, as `Pins.pin` says, also those that come later."""
+        num_pinned = self.pins.pin(tenant, weight, chain, until)
+        self._follow_pins()
+        return num_pinned
+
+    def expire_pins(self, now: float) -> None:
+        """Ends the pins whose time is over."""
+        self.pins.expire(now)
+        self._follow_pins()
+
+    def _follow_pins(self) -> None:
+        for block_hash in self.pins.take_changed():
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                continue
+            block = self._blocks[block_id]
+            if not block.num_references:
+                self._cached.discard(block_id)
+            block.is_pinned = block_hash in self.pins
+            if not block.num_references:
+                self._cached.add(block_id)
+
     def drop_cached(self) -> int:
         """Frees every CACHED block, so that `match` finds USED ones only; returns how many."""
         num_dropped = self.num_cached
@@ -212,6 +238,7 @@ class BlockPool:
             parent.num_children += 1
         block.block_hash = block_hash
         block.parent_id = parent_id
+        block.is_pinned = block_hash in self.pins
         self._by_hash[block_hash] = block_id
         self._unwritten[block_id] = None
         self._events.store(StoredBlock(parent_hash, block_hash, list(token_ids), index))
@@ -301,6 +328,9 @@ class BlockPool:
         del self._by_hash[block.block_hash]
         self._events.remove(block.block_hash)
         self._unwritten.pop(block_id, None)
+        if block.is_pinned:
+            self.pins.forget(block.block_hash)
+            block.is_pinned = False
         copy = block.copy
         if block.parent_id is not None:
             parent = self._blocks[block.parent_id]
@@ -330,6 +360,7 @@ class BlockPool:
             assert self._by_hash.get(block.block_hash) == block_id, (
                 f"the hash of block {block_id} leads to {self._by_hash.get(block.block_hash)}"
             )
+            assert block.is_pinned is (block.block_hash in self.pins), f"the pin of {block_id}"
             if not block.num_references:
                 cached.add(block_id)
             if block.parent_id is not None:
@@ -353,6 +384,7 @@ class BlockPool:
                 f"block {block_id} counts {block.num_children} children of {children[block_id]}"
             )
         self._cached.check(cached)
+        self.pins.check()
         unwritten = {i for i, b in enumerate(self._blocks) if b.block_hash and b.copy is Copy.NONE}
         assert self._unwritten.keys() == unwritten, "what has no copy is not what is to be written"
         states = [*self._free, *self._quarantined, *self._leaving, *cached, *expected]

@@ -20,6 +20,7 @@ LOGPROBS_MAX = 20
 
 CHOICES_MAX = 128  # sequences of one body: workers queue 256 by default
 BEAMS_MAX = 16
+KEY_CHARACTERS_MAX = 1024
 LENGTH_PENALTY_MAX = 10.0
 TOOLS_MAX = 1024
 
@@ -73,6 +74,8 @@ ALLOWED = {
     f"most {STOP_STRINGS_MAX} such strings",
     "stop_token_ids": f"a list of at most {STOP_TOKEN_IDS_MAX} token ids of the vocabulary",
     "ignore_eos": "true or false",
+    "prompt_cache_retention": "in_memory or 24h",
+    "prompt_cache_key": f"a string of at most {KEY_CHARACTERS_MAX} characters",
     "stream": "true or false",
     "stream_options": 'an object such as {"include_usage": true}, and only with stream=true',
     "return_token_ids": "true or false",

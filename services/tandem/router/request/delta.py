@@ -20,6 +20,7 @@ class Usage:
     reasoning_tokens: int = 0  # of the completion's
     # Sums to cached_tokens. None: no worker that served the request has a tier.
     cached_by_tier: CachedTokens | None = None
+    storable_tokens: int = 0  # of the prompt: those in full blocks, cached from now on or before
 
     @property
     def cached_details(self) -> dict[str, Any]:
@@ -39,6 +40,7 @@ class Usage:
             cached,
             self.reasoning_tokens + other.reasoning_tokens,
             sum(parts, CachedTokens(device=untold)) if parts else None,
+            self.storable_tokens + other.storable_tokens,
         )
 
 

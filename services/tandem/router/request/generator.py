@@ -35,6 +35,7 @@ from tandem.router.request.conversation import Conversation
 from tandem.router.request.delta import Delta
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.job import Job, PreparedRequest, Progress
+from tandem.router.request.keeper import Keeper
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
 from tandem.router.request.prompt.formats import answer_parser, wanted_form, with_template_options
 from tandem.router.request.prompt.prompts import PromptPreparer
@@ -85,8 +86,9 @@ class Generator:
         self._view = view
         self._metrics = metrics
         self.tenants = tenants
+        keeper = Keeper(view, config.answers.tool_pin_s)
         self._means = Means(
-            dispatcher, metrics, tenants, config.autoscale, config.request_deadline_s
+            dispatcher, metrics, tenants, config.autoscale, keeper, config.request_deadline_s
         )
         self._tracing = tracing
         self.requests = RequestLog()
@@ -313,8 +315,7 @@ class Generator:
         grammar = await model.preparer.grammar(
             wanted_form(model.answers, request, token_ids), request.tenant
         )
-        seed = request.sampling.seed
-        logprobs = request.logprobs
+        seed, logprobs = request.sampling.seed, request.logprobs
         if logprobs is None and request.num_sequences > request.n:
             logprobs = 0
         if request.use_beam_search:
@@ -335,6 +336,7 @@ class Generator:
             adapter=adapter,
             logprobs=logprobs,
             prompt_logprobs=request.prompt_logprobs,
+            block_size=compatibility.block_size if compatibility else 0,
         )
         return Job(checked, Progress(block_hashes, timeline))
 

@@ -85,6 +85,13 @@ class PreparedRequest:
     adapter: Adapter | None = None  # None: the base model
     logprobs: int | None = None  # most likely tokens with each token; None: no log probabilities
     prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    block_size: int = 0  # of the workers; 0: not known
+
+    @property
+    def storable_tokens(self) -> int:
+        """Tokens of the prompt in full blocks, which are cached once they are computed."""
+        size = self.block_size
+        return len(self.token_ids) // size * size if size else 0
 
     def chain_root(self, compatibility: KvCompatibility) -> bytes:
         """Returns the root of its block hashes."""
@@ -245,6 +252,7 @@ def submission(
             grammar=request.grammar,
             embed=request.client.embed,
             adapter=None if request.adapter is None else pb.Adapter(**asdict(request.adapter)),
+            retention=pb.Retention(**asdict(request.client.wishes)),
         ),
         prefill_candidates=[_candidate(work, w, matches) for w in placement.prefill_candidates],
         prefix_holders=[

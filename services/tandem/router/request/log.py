@@ -41,6 +41,7 @@ class RequestRecord:
     e2e_s: float | None = None
     jobs: list[Job] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)  # what of its KV is pinned; empty: nothing
 
     def fail(self, error: TandemError) -> None:
         self.outcome, self.error = error.code, error.message
@@ -83,6 +84,7 @@ class RequestRecord:
             "e2e_ms": _ms(self.e2e_s),
             "stages_ms": {name: _ms(seconds) for name, seconds in timeline.stages_s.items()},
             "trace_id": timeline.span.trace_id,
+            "kept": self.kept or None,
         }
 
     def _facts(self) -> dict[str, Any]:

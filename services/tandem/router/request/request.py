@@ -13,6 +13,7 @@ from typing import Literal
 
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.grammars.text import StructuredOutput
+from tandem.retention import NO_RETENTION, Retention
 from tandem.router.request.allowed import (
     BAD_WORD_CHARACTERS_MAX,
     BAD_WORDS_MAX,
@@ -127,6 +128,8 @@ class ClientRequest:
     best_of: int | None = None  # that `n` are the best of; None: `n`
     use_beam_search: bool = False  # `n` beams
     length_penalty: float = 1.0  # of beams
+    retention: Retention = NO_RETENTION  # that its fields ask for
+    is_of_session: bool = False  # a header names its session
     tenant: str = ""  # empty: of nobody's own
     limits: Limits = NO_LIMITS  # of its API key
     client_id: str = ""  # the client's own name for the request; others may have the same
@@ -326,6 +329,17 @@ class ClientRequest:
     def echoes_prompt(self) -> bool:
         """True if the prompt's tokens are part of the answer."""
         return self.echo and not isinstance(self.prompt, Conversation)
+
+    @property
+    def wishes(self) -> Retention:
+        """The wishes for its KV, as a worker gets them. A prompt is likely to return if it is to
+        be kept, has a session or tools, or goes on from an earlier answer."""
+        asked, chat = self.retention, self.prompt
+        returns = asked.returns or asked.pin_s > 0 or self.is_of_session
+        if isinstance(chat, Conversation) and not returns:
+            has_answer = any(message.role == "assistant" for message in chat.messages)
+            returns = has_answer or bool(chat.callable_tools)
+        return Retention(returns, asked.pin_s, self.limits.weight)
 
     @property
     def kind(self) -> Literal["chat", "completion", "embedding"]:

@@ -33,6 +33,7 @@ CONNECT_DEADLINE_S = 5.0
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 2.0
 CLOSE_DEADLINE_S = 2.0
+KEEP_DEADLINE_S = 10.0
 _LOAD_FIELDS = tuple(name for name in Load.__struct_fields__ if name != "groups")
 _GROUP_FIELDS = GroupLoad.__struct_fields__
 
@@ -66,6 +67,7 @@ class WorkerClient:
         self._attempts: dict[str, Attempt] = {}
         self._commands: deque[pb.DecodeCommand] = deque()
         self._command_waits = asyncio.Event()
+        self._stub: pb_grpc.WorkerStub | None = None  # while it is up
         self._task = asyncio.create_task(self._run(), name=f"decode-stream-{worker_id}")
 
     @property
@@ -98,6 +100,15 @@ class WorkerClient:
         self._send(pb.DecodeCommand(submit=message))
         self._on_load()
         return attempt
+
+    async def keep(self, message: pb.KeepRequest) -> pb.KeepResponse:
+        """Has the worker pin a chain of blocks. Raises WorkerLost when the stream is down, and
+        AioRpcError."""
+        if self._stub is None:
+            raise WorkerLost(f"worker {self.worker_id} is not connected")
+        call = self._stub.Keep(message, timeout=KEEP_DEADLINE_S, metadata=self._calls.metadata)
+        answer: pb.KeepResponse = await call
+        return answer
 
     async def close(self) -> None:
         self._task.cancel()
@@ -134,7 +145,7 @@ class WorkerClient:
         call = stub.Decode(metadata=self._calls.metadata)
         self._commands.clear()
         writer = asyncio.create_task(self._write(call))
-        self.is_up = True
+        self.is_up, self._stub = True, stub
         log.info("worker %s at %s is connected", self.worker_id, self.address)
         self._on_change()
         try:
@@ -180,6 +191,7 @@ class WorkerClient:
 
     def _go_down(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
         was_up, self.is_up, self.is_draining = self.is_up, False, False
+        self._stub = None
         self._unreported.clear()
         self._num_reported = self.tokens_unreported = 0
         for attempt in self._attempts.values():

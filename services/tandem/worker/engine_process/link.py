@@ -23,6 +23,7 @@ import zmq.asyncio
 from tandem.config.worker import WorkerConfig
 from tandem.engine.cache.pool_memory import create_shared, map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
+from tandem.retention import Kept, Retention
 from tandem.transfer.grpc.reservations import PoolView, Reservations
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.protocol import BlockPull
@@ -192,6 +193,15 @@ class EngineLink:
         """Drops all cached blocks that nobody uses; returns how many."""
         reply: messages.PrefixCacheReset = await self._ask(messages.ResetPrefixCache)
         return reply.num_blocks
+
+    async def keep_chain(
+        self, tenant: bytes, retention: Retention, block_hashes: list[bytes]
+    ) -> Kept:
+        """Pins a chain of blocks, as far as it is cached and its tenant may."""
+        reply: messages.ChainKept = await self._ask(
+            messages.KeepChain, tenant, retention, block_hashes
+        )
+        return reply.kept
 
     async def check_integrity(self) -> str:
         """Empty when all pools are whole, else what is wrong."""

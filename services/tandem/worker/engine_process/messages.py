@@ -13,6 +13,7 @@ from tandem.config.transfer import TransferConfig
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.types import FinalBlocks, SequenceSpec, StepReport
 from tandem.perf_model.rates import WorkerRates
+from tandem.retention import Kept, Retention
 from tandem.transfer.nixl import messages as transfer
 
 
@@ -104,6 +105,15 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     request_id: int
 
 
+class KeepChain(msgspec.Struct, frozen=True, tag=True):
+    """Pin a chain of blocks; answered by `ChainKept`."""
+
+    request_id: int
+    tenant: bytes  # the salt of its hashes
+    retention: Retention
+    block_hashes: list[bytes]
+
+
 class Remove(msgspec.Struct, frozen=True, tag=True):
     """The sequence or chain is over for whoever asked: abort it, or free what a peer held."""
 
@@ -161,7 +171,15 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 SequenceCommand = Add | StartLocalPrefill | Restart | Commit | ContinuePrefill | Remove
 ChainCommand = PinPrefix | ImportBlocks | CommitImport
 TransferCommand = ConnectPeer | DisconnectPeer | StartPull | StoreBytes
-Question = ListChains | ListBlocks | ResetPrefixCache | LoadBytes | DescribeSource | CheckIntegrity
+Question = (
+    ListChains
+    | ListBlocks
+    | ResetPrefixCache
+    | KeepChain
+    | LoadBytes
+    | DescribeSource
+    | CheckIntegrity
+)
 Command = SequenceCommand | ChainCommand | TransferCommand | Question | Shutdown
 
 # After these a read must not land in the sequence's blocks any more.
@@ -232,6 +250,11 @@ class PrefixCacheReset(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int  # that were dropped
 
 
+class ChainKept(msgspec.Struct, frozen=True, tag=True):
+    request_id: int
+    kept: Kept
+
+
 class Integrity(msgspec.Struct, frozen=True, tag=True):
     request_id: int
     message: str  # empty: all pools whole
@@ -252,6 +275,7 @@ Answer = (
     | Chains
     | Blocks
     | PrefixCacheReset
+    | ChainKept
     | transfer.ProducerReady
     | Integrity
 )

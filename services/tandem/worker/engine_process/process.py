@@ -195,6 +195,9 @@ class EngineProcess:
             case messages.ResetPrefixCache(request_id):
                 num_blocks = self._engine.reset_prefix_cache()
                 self._send(messages.PrefixCacheReset(request_id, num_blocks))
+            case messages.KeepChain(request_id, tenant, retention, block_hashes):
+                kept = self._engine.kept.keep(tenant, retention, block_hashes)
+                self._send(messages.ChainKept(request_id, kept))
             case messages.Remove(sequence_id):
                 self._engine.remove(sequence_id, self._give_up(sequence_id))
             case messages.StartPull(sequence_id, pull):

@@ -18,7 +18,7 @@ from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
 from tandem.store.registry import KvCompatibility
 from tandem.transfer.nixl.reach import host_identity
-from tandem.worker.convert import load_message, plain_of, rate_message
+from tandem.worker.convert import load_message, plain_of, rate_message, retention_of
 
 if TYPE_CHECKING:
     from tandem.worker.lifecycle.worker import Worker
@@ -85,6 +85,11 @@ class Servicer(WorkerServicer):
     ) -> pb.ResetPrefixCacheResponse:
         num_blocks = await self._worker.link.reset_prefix_cache()
         return pb.ResetPrefixCacheResponse(num_blocks=num_blocks)
+
+    async def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:
+        hashes, retention = list(request.block_hashes), retention_of(request)
+        kept = await self._worker.link.keep_chain(request.cache_salt, retention, hashes)
+        return pb.KeepResponse(**asdict(kept))
 
     async def DescribeAdapter(
         self, request: pb.DescribeAdapterRequest, context: Any

@@ -1,4 +1,6 @@
-"""Metrics of the tiers below a worker's KV pool, read from the engine's load at each scrape."""
+"""Metrics of the tiers below a worker's KV pool, and of what is pinned there and in the pool, read
+from the engine's load at each scrape.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -34,3 +36,12 @@ def tier_metrics(labels: Mapping[str, str], load: EngineLoad) -> Iterator[Metric
     dropped = CounterMetricFamily("tandem_kv_blocks_dropped", text, labels=list(labels))
     dropped.add_metric(list(labels.values()), load.blocks_dropped)
     yield dropped
+    names = [*labels, "place"]
+    rows = [([*labels.values(), pin.place], pin.blocks) for pin in load.pins]
+    yield gauges("tandem_kv_pinned_blocks", "Blocks that are evicted last", names, rows)
+    text = "Blocks by what became of their pins, and of the wishes for one"
+    fates = CounterMetricFamily("tandem_kv_pins", text, labels=[*names, "fate"])
+    for pin in load.pins:
+        for fate, num_blocks in pin.fates.items():
+            fates.add_metric([*labels.values(), pin.place, fate], num_blocks)
+    yield fates

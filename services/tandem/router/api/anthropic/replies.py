@@ -23,6 +23,7 @@ from tandem.router.api.openai.tools import arguments_of
 from tandem.router.api.sse import event
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.delta import Delta, Usage
+from tandem.router.request.retention import TTLS_S
 
 # The names of a block's text, in the block itself and in its deltas.
 _TEXT = {
@@ -32,11 +33,17 @@ _TEXT = {
 }
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
-    """Returns the usage. Anthropic counts cached tokens beside the others of the input."""
+def usage_body(usage: Usage, pin_s: float = 0.0) -> dict[str, Any]:
+    """Returns the usage. Anthropic counts tokens that were cached, or that `cache_control` has
+    cached for `pin_s` seconds, beside the others of the input."""
+    created = max(0, usage.storable_tokens - usage.cached_tokens) if pin_s else 0
     body: dict[str, Any] = {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - created,
+        "cache_creation_input_tokens": created,
+        "cache_creation": {
+            f"ephemeral_{ttl}_input_tokens": created if seconds == pin_s else 0
+            for ttl, seconds in TTLS_S.items()
+        },
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
@@ -57,6 +64,7 @@ class MessageReplies:
         """Takes what every API's replies take; messages have no log probabilities."""
         self.reply_id = f"msg_{parsed.request_id}"
         self._model = model
+        self._pin_s = parsed.requests[0].retention.pin_s
         self._blocks = _Blocks()
         self._has_begun = False
 
@@ -103,7 +111,7 @@ class MessageReplies:
         if delta.finish_reason:
             stop_reason, stop_sequence = _stopped(delta, has_calls=self._blocks.num_calls > 0)
             stopped = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
-            usage = usage_body(delta.usage)
+            usage = usage_body(delta.usage, self._pin_s)
             yield {"type": "message_delta", "delta": stopped, "usage": usage}
             yield {"type": "message_stop"}
 
@@ -116,7 +124,7 @@ class MessageReplies:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage_body(delta.usage),
+            "usage": usage_body(delta.usage, self._pin_s),
         }
 
 

@@ -12,12 +12,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from tandem.retention import Retention
 from tandem.router.api.openai.fields import UnusedFields
 from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.requests import parse_chat, validate
 from tandem.router.api.openai.structured import Strict
 from tandem.router.request.allowed import ALLOWED
 from tandem.router.request.conversation import Conversation
+from tandem.router.request.retention import TTLS_S
 
 # The fields of a chat that have another name here.
 NAMES = {
@@ -27,7 +29,7 @@ NAMES = {
     "stop": "stop_sequences",
     "parallel_tool_calls": "tool_choice",
 }
-_BOOKKEEPING = ("cache_control", "diagnostics", "inference_geo", "metadata", "service_tier")
+_BOOKKEEPING = ("diagnostics", "inference_geo", "metadata", "service_tier")
 _UNUSED = UnusedFields(
     ignored=frozenset((*_BOOKKEEPING, "betas", "user_profile_id", "workspace_id")),
     neutral={
@@ -50,6 +52,7 @@ _ALLOWED = {
     "thinking": 'an object with the type "enabled", "disabled" or "adaptive"',
     "output_config": 'an object with effort ("low", "medium", "high", "xhigh" or "max") and '
     'format, such as {"type": "json_schema", "schema": {...}}',
+    "cache_control": 'an object with the type "ephemeral" and a ttl of "5m" or "1h"',
 }
 _KINDS = {
     "system": ("text",),
@@ -59,9 +62,24 @@ _KINDS = {
 
 
 class _Part(BaseModel):
-    """A part of a body. It ignores further keys: clients mark parts for a cache."""
+    """A part of a body. It ignores further keys."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class CacheControl(Strict):
+    """A mark up to which a client wants its prompt cached. The whole prompt is, wherever it is."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class _Markable(_Part):
+    cache_control: CacheControl | None = None
+
+    def marks(self) -> list[CacheControl]:
+        """Returns the marks on this part, and on those inside."""
+        return [] if self.cache_control is None else [self.cache_control]
 
 
 def _wrong(message: str, **about: object) -> PydanticCustomError:
@@ -85,7 +103,7 @@ def _as_blocks(content: object) -> object:
     return content
 
 
-class TextBlock(_Part):
+class TextBlock(_Markable):
     type: Literal["text"]
     text: str
 
@@ -100,20 +118,24 @@ class ThinkingBlock(_Part):
     thinking: str
 
 
-class ToolUseBlock(_Part):
+class ToolUseBlock(_Markable):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ToolResultBlock(_Part):
+class ToolResultBlock(_Markable):
     """A tool's answer. Chat templates have no place for `is_error`; the content says what it is."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: _Texts = []
     is_error: bool = False
+
+    def marks(self) -> list[CacheControl]:
+        """Returns the marks on the result, and on its texts."""
+        return [*super().marks(), *(mark for text in self.content for mark in text.marks())]
 
 
 Block = Annotated[
@@ -165,7 +187,7 @@ class InputMessage(_Part):
         return message
 
 
-class Tool(_Part):
+class Tool(_Markable):
     """A function of the client's own. Anthropic's other tools have a type with a date."""
 
     type: Literal["custom"] | None = None
@@ -257,6 +279,17 @@ class CountTokensBody(Strict):
     tool_choice: ToolChoice | None = Field(None, description=_ALLOWED["tool_choice"])
     thinking: Thinking | None = Field(None, description=_ALLOWED["thinking"])
     output_config: OutputConfig | None = Field(None, description=_ALLOWED["output_config"])
+    cache_control: CacheControl | None = Field(None, description=_ALLOWED["cache_control"])
+
+    def retention(self) -> Retention:
+        """Returns the longest time that a mark asks for."""
+        blocks = [block for message in self.messages for block in message.content]
+        parts = [
+            part for part in (*self.system, *self.tools, *blocks) if isinstance(part, _Markable)
+        ]
+        marks = [mark for part in parts for mark in part.marks()]
+        marks += [] if self.cache_control is None else [self.cache_control]
+        return Retention(pin_s=max((TTLS_S[mark.ttl] for mark in marks), default=0.0))
 
     def to_chat(self) -> dict[str, Any]:
         """Returns the body of a chat that asks for the same. A final message of the assistant is
@@ -312,7 +345,8 @@ def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
     thinking = body.thinking.wanted() if body.thinking is not None else None
     assert isinstance(request.prompt, Conversation)
     chat = replace(request.prompt, thinking=thinking)
-    return replace(parsed, requests=(replace(request, prompt=chat),))
+    marked = replace(request, prompt=chat, retention=body.retention())
+    return replace(parsed, requests=(marked,))
 
 
 def _text(blocks: list[TextBlock]) -> str:

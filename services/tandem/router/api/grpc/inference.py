@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -40,6 +41,7 @@ from tandem.router.request.request import (
     Sampling,
     read_client_id,
 )
+from tandem.router.request.retention import asked_retention, is_of_session
 from tandem.rpc.failures import abort
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
@@ -118,6 +120,7 @@ class GrpcApi:
             "tenant": tenant_of(key, named, trusted=self._config.trust_tenant_header),
             "limits": limits_of(key),
             "client_id": read_client_id(_metadata(context, REQUEST_ID_HEADER)),
+            "is_of_session": is_of_session(partial(_metadata, context)),
         }
 
     async def _embeddings(self, body: bytes, context: _Context) -> None:
@@ -235,6 +238,9 @@ def parse_request(body: bytes) -> ClientRequest:
         best_of=message.best_of if message.HasField("best_of") else None,
         use_beam_search=message.use_beam_search,
         length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
+        retention=asked_retention(
+            message.prompt_cache_retention or None, message.prompt_cache_key or None
+        ),
     )
 
 

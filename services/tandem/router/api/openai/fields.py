@@ -15,7 +15,7 @@ from typing import Any
 from tandem.errors import BadRequest
 
 # Bookkeeping that has no effect on the answer.
-_HINTS = ("prompt_cache_key", "prompt_cache_retention", "service_tier", "parallel_tool_calls")
+_HINTS = ("service_tier", "parallel_tool_calls")
 IGNORED = frozenset((*_HINTS, "user", "metadata", "store", "safety_identifier"))
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -23,11 +23,12 @@ from tandem.errors import BadRequest
 from tandem.grammars.text import StructuredOutput
 from tandem.router.api.openai.fields import drop_unknown, strip_unused
 from tandem.router.api.openai.parsed import ParsedRequest
-from tandem.router.api.openai.structured import Strict, StructuredFields
+from tandem.router.api.openai.structured import StreamOptions, Strict, StructuredFields
 from tandem.router.api.openai.tools import SentToolCall, SentToolChoice, Tool, ToolChoice
 from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, LOGPROBS_MAX, name_prompt, refusal
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.request import ClientRequest, Prompt, Sampling
+from tandem.router.request.retention import asked_retention
 
 # OpenAI's and vLLM's default for completions; chats run to the end of the context.
 COMPLETION_MAX_TOKENS = 16
@@ -43,12 +44,6 @@ _ALLOWED = {
     "top_logprobs": f"an integer from 0 to {LOGPROBS_MAX}, and only with logprobs=true",
     "prompt_logprobs": f"{ALLOWED['prompt_logprobs']}, and only without stream=true",
 }
-
-
-class StreamOptions(Strict):
-    include_usage: bool = False
-    include_obfuscation: bool = False
-    continuous_usage_stats: bool = False  # vLLM's; without include_usage it has no effect
 
 
 class TextPart(BaseModel):
@@ -151,6 +146,8 @@ class _Body(StructuredFields):
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(None, description=ALLOWED["truncate_prompt_tokens"])
     return_tokens_as_token_ids: bool = False
+    prompt_cache_retention: str | None = Field(None, description=ALLOWED["prompt_cache_retention"])
+    prompt_cache_key: str | None = Field(None, description=ALLOWED["prompt_cache_key"])
     echo: bool = False
     add_special_tokens: bool = Field(True, description=ALLOWED["add_special_tokens"])
     n: int = Field(1, description=ALLOWED["n"])
@@ -189,6 +186,7 @@ class _Body(StructuredFields):
             best_of=self.num_made(),
             use_beam_search=self.use_beam_search,
             length_penalty=self.length_penalty,
+            retention=asked_retention(self.prompt_cache_retention, self.prompt_cache_key),
             request_id=request_id,
         )
 

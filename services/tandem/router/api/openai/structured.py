@@ -29,6 +29,12 @@ class Strict(BaseModel):
         cls.supported = frozenset(cls.model_fields)
 
 
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False  # vLLM's; without include_usage it has no effect
+
+
 class JsonSchema(Strict):
     """`strict`: false ignores keywords of the schema that are not supported."""
 

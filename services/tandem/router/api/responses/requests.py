@@ -14,8 +14,8 @@ from pydantic_core import PydanticCustomError
 from tandem.errors import BadRequest
 from tandem.router.api.openai.fields import UnusedFields
 from tandem.router.api.openai.parsed import ParsedRequest
-from tandem.router.api.openai.requests import StreamOptions, parse_chat
-from tandem.router.api.openai.structured import Strict
+from tandem.router.api.openai.requests import parse_chat
+from tandem.router.api.openai.structured import StreamOptions, Strict
 from tandem.router.api.responses.items import Items, Part, to_messages
 from tandem.router.request.allowed import ALLOWED, LOGPROBS_MAX
 
@@ -29,13 +29,14 @@ NAMES = {
 }
 _LOGPROBS = "message.output_text.logprobs"
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
+_CACHE = ("prompt_cache_key", "prompt_cache_retention")
 # Fields that an answer has as they were sent.
 _TOLD = (
     *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
     *("top_logprobs", "truncation", "metadata", "safety_identifier", "prompt_cache_key", "user"),
 )
 _UNUSED = UnusedFields(
-    ignored=frozenset(("prompt_cache_options", "prompt_cache_retention")),
+    ignored=frozenset(("prompt_cache_options",)),
     neutral={
         "background": (False,),
         "context_management": ([],),
@@ -60,7 +61,7 @@ _ALLOWED = {
     "max_tool_calls": "an integer of at least 1",
     "metadata": "an object with strings",
     "store": "true or false",
-    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "service_tier"), "a string"),
+    **dict.fromkeys(("user", "safety_identifier", "service_tier"), "a string"),
 }
 
 
@@ -159,7 +160,8 @@ class ResponsesBody(Strict):
     metadata: dict[str, str] = {}
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: str | None = Field(None, description=ALLOWED["prompt_cache_key"])
+    prompt_cache_retention: str | None = Field(None, description=ALLOWED["prompt_cache_retention"])
     user: str | None = None
 
     def to_chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -168,7 +170,7 @@ class ResponsesBody(Strict):
         chat: dict[str, Any] = {
             **{
                 name: getattr(self, name)
-                for name in (*_SAMPLING, "model", "stream", "top_k", "seed")
+                for name in (*_SAMPLING, *_CACHE, "model", "stream", "top_k", "seed")
             },
             "messages": [*system, *messages],
             "max_tokens": self.max_output_tokens,

@@ -36,6 +36,7 @@ from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, ask
 from tandem.router.request.delta import Delta
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
+from tandem.router.request.retention import is_of_session
 
 # A body's type; a body of several types tells its own.
 BodyKind = type[Strict] | Callable[[dict[str, Any]], type[Strict]]
@@ -75,6 +76,7 @@ class GenerationRoutes:
             "tenant": self.tenant(request),
             "limits": limits_of(request.state.key),
             "client_id": request.state.client_id,
+            "is_of_session": is_of_session(request.headers.getlist),
             "is_whole": is_whole,
         }
         return [replace(one, **caller) for one in asked]

@@ -18,6 +18,7 @@ from tandem.router.metrics.router import Metrics
 from tandem.router.request.delta import Delta, Usage
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.job import Job, JobState, Step
+from tandem.router.request.keeper import Keeper
 from tandem.router.request.log import RequestRecord
 from tandem.router.request.text import Piece, TextStream
 from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
@@ -42,6 +43,7 @@ class Means:
     metrics: Metrics
     tenants: TenantMeter
     slo: AutoscaleConfig
+    keeper: Keeper
     deadline_s: float  # of a request
 
 
@@ -79,6 +81,7 @@ class Generation:
                     # Before the last delta, so that the worker is free however slow the client is,
                     # and a client that asks again at once finds its tenant's limits as they are.
                     await steps.aclose()
+                    self._means.keeper.on_end(choice.job, piece.finish_reason, self._record)
                 yield self._delta(choice, piece, step.logprobs)
                 if piece.finish_reason:
                     return
@@ -115,6 +118,7 @@ class Generation:
         cached_tokens = first.progress.cached_tokens
         by_tier = first.progress.cached_by_tier
         prompt_token_ids = first.request.token_ids
+        storable = first.request.storable_tokens
         total = None
         if piece.finish_reason:
             self._num_open -= 1
@@ -128,6 +132,7 @@ class Generation:
                     cached_tokens,
                     self._num_reasoning,
                     by_tier,
+                    storable,
                 )
         is_first, choice.is_begun = not choice.is_begun, True
         return Delta(
@@ -139,6 +144,7 @@ class Generation:
                 cached_tokens,
                 piece.num_reasoning,
                 by_tier,
+                storable,
             ),
             finish_reason=piece.finish_reason,
             prompt_token_ids=prompt_token_ids if is_first else None,

@@ -96,7 +96,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "echo", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "add_special_tokens", "structured_output", "n", "best_of", "use_beam_search", "length_penalty")
+    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "echo", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "add_special_tokens", "structured_output", "n", "best_of", "use_beam_search", "length_penalty", "prompt_cache_retention", "prompt_cache_key")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,8 @@ class GenerateRequest(_message.Message):
     BEST_OF_FIELD_NUMBER: _ClassVar[int]
     USE_BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
     LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CACHE_RETENTION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -139,7 +141,9 @@ class GenerateRequest(_message.Message):
     best_of: int
     use_beam_search: bool
     length_penalty: float
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: bool = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: bool = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., use_beam_search: bool = ..., length_penalty: _Optional[float] = ...) -> None: ...
+    prompt_cache_retention: str
+    prompt_cache_key: str
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: bool = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: bool = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., use_beam_search: bool = ..., length_penalty: _Optional[float] = ..., prompt_cache_retention: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("json_object", "json_schema", "regex", "choice", "grammar", "lenient")
@@ -286,7 +290,7 @@ class GetRequestRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "kind", "created", "outcome", "error", "placement", "decode_worker", "prefill_worker", "transport", "blocks_pulled", "bytes_pulled", "usage", "moves", "ttft_ms", "e2e_ms", "stages_ms", "trace_id", "workers_lost", "client_request_id")
+    __slots__ = ("request_id", "kind", "created", "outcome", "error", "placement", "decode_worker", "prefill_worker", "transport", "blocks_pulled", "bytes_pulled", "usage", "moves", "ttft_ms", "e2e_ms", "stages_ms", "trace_id", "workers_lost", "client_request_id", "kept")
     class StagesMsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +317,7 @@ class RequestRecord(_message.Message):
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     WORKERS_LOST_FIELD_NUMBER: _ClassVar[int]
     CLIENT_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     kind: str
     created: float
@@ -332,7 +337,22 @@ class RequestRecord(_message.Message):
     trace_id: str
     workers_lost: int
     client_request_id: str
-    def __init__(self, request_id: _Optional[str] = ..., kind: _Optional[str] = ..., created: _Optional[float] = ..., outcome: _Optional[str] = ..., error: _Optional[str] = ..., placement: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., moves: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., stages_ms: _Optional[_Mapping[str, float]] = ..., trace_id: _Optional[str] = ..., workers_lost: _Optional[int] = ..., client_request_id: _Optional[str] = ...) -> None: ...
+    kept: KeptKv
+    def __init__(self, request_id: _Optional[str] = ..., kind: _Optional[str] = ..., created: _Optional[float] = ..., outcome: _Optional[str] = ..., error: _Optional[str] = ..., placement: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., moves: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., stages_ms: _Optional[_Mapping[str, float]] = ..., trace_id: _Optional[str] = ..., workers_lost: _Optional[int] = ..., client_request_id: _Optional[str] = ..., kept: _Optional[_Union[KeptKv, _Mapping]] = ...) -> None: ...
+
+class KeptKv(_message.Message):
+    __slots__ = ("worker", "seconds", "tokens", "tokens_asked", "why_not")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_ASKED_FIELD_NUMBER: _ClassVar[int]
+    WHY_NOT_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    seconds: float
+    tokens: int
+    tokens_asked: int
+    why_not: str
+    def __init__(self, worker: _Optional[str] = ..., seconds: _Optional[float] = ..., tokens: _Optional[int] = ..., tokens_asked: _Optional[int] = ..., why_not: _Optional[str] = ...) -> None: ...
 
 class GetUsageRequest(_message.Message):
     __slots__ = ("window", "num_windows", "tenant")

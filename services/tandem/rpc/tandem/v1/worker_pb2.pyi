@@ -89,8 +89,18 @@ class Adapter(_message.Message):
     added_at: float
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., rank: _Optional[int] = ..., added_at: _Optional[float] = ...) -> None: ...
 
+class Retention(_message.Message):
+    __slots__ = ("returns", "pin_s", "weight")
+    RETURNS_FIELD_NUMBER: _ClassVar[int]
+    PIN_S_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    returns: bool
+    pin_s: float
+    weight: int
+    def __init__(self, returns: bool = ..., pin_s: _Optional[float] = ..., weight: _Optional[int] = ...) -> None: ...
+
 class SequenceInput(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "prompt_logprobs", "grammar", "embed", "adapter")
+    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "prompt_logprobs", "grammar", "embed", "adapter", "retention")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +111,7 @@ class SequenceInput(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     EMBED_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling: Sampling
@@ -111,7 +122,8 @@ class SequenceInput(_message.Message):
     grammar: str
     embed: bool
     adapter: Adapter
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[str] = ..., embed: bool = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    retention: Retention
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[str] = ..., embed: bool = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ...) -> None: ...
 
 class TraceContext(_message.Message):
     __slots__ = ("traceparent", "tracestate")
@@ -518,6 +530,24 @@ class ResetPrefixCacheResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class KeepRequest(_message.Message):
+    __slots__ = ("block_hashes", "cache_salt", "retention")
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    cache_salt: bytes
+    retention: Retention
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., cache_salt: _Optional[bytes] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ...) -> None: ...
+
+class KeepResponse(_message.Message):
+    __slots__ = ("num_blocks", "reason")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    reason: str
+    def __init__(self, num_blocks: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DescribeAdapterRequest(_message.Message):
     __slots__ = ("path",)

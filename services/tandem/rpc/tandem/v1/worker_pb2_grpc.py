@@ -69,6 +69,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.Keep = channel.unary_unary(
+                '/tandem.v1.Worker/Keep',
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.KeepRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.KeepResponse.FromString,
+                _registered_method=True)
         self.DescribeAdapter = channel.unary_unary(
                 '/tandem.v1.Worker/DescribeAdapter',
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.DescribeAdapterRequest.SerializeToString,
@@ -167,6 +172,13 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Keep(self, request, context):
+        """Has cached blocks of a chain evicted after all others for a time, from its first block on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribeAdapter(self, request, context):
         """Checks an adapter's folder against the model, and tells what is in it. Changes nothing.
         """
@@ -256,6 +268,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'Keep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.KeepRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.KeepResponse.SerializeToString,
             ),
             'DescribeAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeAdapter,
@@ -482,6 +499,33 @@ class Worker(object):
             '/tandem.v1.Worker/ResetPrefixCache',
             tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
             tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Keep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/Keep',
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.KeepRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.KeepResponse.FromString,
             options,
             channel_credentials,
             insecure,

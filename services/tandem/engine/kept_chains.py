@@ -1,0 +1,72 @@
+"""Chains of blocks that clients want to find again, pinned in the KV pools and in the tiers.
+
+    sequence ends, or its router asks --keep--> pinned (cache/pins.py) --turn--> expired
+
+The pool's pins are of blocks that are there. A tier's are of all of the chain: their copies may be
+on their way.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.cache.pins import Fate
+from tandem.engine.tiers.tiers import Tiers
+from tandem.engine.types import PinLoad
+from tandem.retention import Kept, Retention
+
+
+class KeptChains:
+    def __init__(self, kv: KvCache, tiers: Tiers, share: float) -> None:
+        """`share` is the part of each pool and tier that may be pinned, 0 to 1."""
+        self._kv = kv
+        self._tiers = tiers
+        self.clock = time.monotonic
+        self._pools: dict[str, list[BlockPool]] = {"device": kv.pools}
+        self._pools |= {tier.storage.name: [tier.pool] for tier in tiers.tiers}
+        for pool in self._all_pools:
+            pool.pins.capacity = int(share * pool.num_blocks)
+
+    @property
+    def _all_pools(self) -> list[BlockPool]:
+        return [pool for pools in self._pools.values() for pool in pools]
+
+    def keep(self, tenant: bytes, retention: Retention, block_hashes: Sequence[bytes]) -> Kept:
+        """Pins a chain for `pin_s` from now on. `tenant` is what its hashes are salted with."""
+        if not retention.pin_s or not block_hashes:
+            return Kept(0)
+        until = self.clock() + retention.pin_s
+        depth, is_refused = len(block_hashes), False
+        for group, pool in zip(self._kv.layout.groups, self._kv.pools, strict=True):
+            if group.window is None:
+                here = block_hashes[: len(pool.match(block_hashes))]
+            else:
+                here = [h for h in block_hashes if pool.find(h) is not None]
+            num_pinned = pool.pin(tenant, retention.weight, here, until)
+            is_refused |= num_pinned < len(here)
+            if group.window is None:
+                depth = min(depth, num_pinned)
+        for tier in self._tiers.tiers:
+            tier.pool.pin(tenant, retention.weight, block_hashes, until)
+        if is_refused:
+            share = self._kv.pools[0].pins.share(tenant, retention.weight)
+            return Kept(depth, f"the tenant's share is {share} blocks")
+        return Kept(depth, "" if depth == len(block_hashes) else "the others are not cached")
+
+    def turn(self) -> None:
+        """Ends the pins whose time is over."""
+        now = self.clock()
+        for pool in self._all_pools:
+            pool.expire_pins(now)
+
+    def loads(self) -> list[PinLoad]:
+        """Returns the pins of the KV pools together and of each tier, once there were any."""
+        found = []
+        for place, pools in self._pools.items():
+            fates = sum((pool.pins.fates for pool in pools), Counter[Fate]())
+            if fates:
+                num_pinned = sum(len(pool.pins) for pool in pools)
+                found.append(PinLoad(place, num_pinned, {f.value: fates[f] for f in Fate}))
+        return found

@@ -1,0 +1,81 @@
+"""Asks decode workers to keep the KV of requests that ended, and notes what they answer.
+
+    a completion ends --to be kept--> asked (beside the answer) --> noted in the request's record
+
+A worker pins by itself what a request asked for (Retention). It does not know that an answer has
+tool calls: its client comes back with their results. What a worker cannot pin is evicted sooner;
+nothing fails.
+"""
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from tandem.errors import WorkerLost
+from tandem.router.request.job import Job
+from tandem.router.workers.cluster_view import ClusterView
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+
+if TYPE_CHECKING:
+    from tandem.router.request.log import RequestRecord
+
+log = logging.getLogger(__name__)
+
+_ASKED_MAX = 256  # at once
+TOOL_CALLS = "tool_calls"
+
+
+class Keeper:
+    def __init__(self, view: ClusterView, tool_pin_s: float) -> None:
+        """`tool_pin_s` is how long an answer with tool calls is kept at least."""
+        self._view = view
+        self._tool_pin_s = tool_pin_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def on_end(self, job: Job, finish_reason: str, record: "RequestRecord") -> None:
+        """Has the KV of a completion kept, if it is to be."""
+        client, worker = job.request.client, job.worker
+        pin_s = client.retention.pin_s
+        if finish_reason == TOOL_CALLS:
+            pin_s = max(pin_s, self._tool_pin_s)
+        compatibility = self._view.compatibility()
+        if not pin_s or worker is None or compatibility is None:
+            return
+        # The KV of the last token was never computed.
+        num_blocks = (job.num_tokens - 1) // compatibility.block_size
+        message = pb.KeepRequest(
+            block_hashes=job.hashes(compatibility)[:num_blocks],
+            cache_salt=job.request.cache_salt,
+            retention=pb.Retention(returns=True, pin_s=pin_s, weight=client.limits.weight),
+        )
+        record.kept = {
+            "worker": worker.worker_id,
+            "seconds": pin_s,
+            "tokens": 0,
+            "tokens_asked": num_blocks * compatibility.block_size,
+            "why_not": "",
+        }
+        if len(self._tasks) >= _ASKED_MAX:
+            record.kept["why_not"] = f"{_ASKED_MAX} others wait for workers' answers"
+            return
+        asking = self._ask(worker.worker_id, message, record, compatibility.block_size)
+        task = asyncio.create_task(asking, name=f"keep-{job.request_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask(
+        self, worker_id: str, message: pb.KeepRequest, record: "RequestRecord", block_size: int
+    ) -> None:
+        try:
+            client = self._view.client(worker_id)
+            if client is None:
+                raise WorkerLost(f"worker {worker_id} is gone")
+            reply = await client.keep(message)
+        except (WorkerLost, grpc.aio.AioRpcError) as error:
+            log.debug("%s keeps nothing of %s: %r", worker_id, record.request_id, error)
+            record.kept["why_not"] = f"{worker_id} did not answer"
+            return
+        record.kept["tokens"] = reply.num_blocks * block_size
+        record.kept["why_not"] = reply.reason

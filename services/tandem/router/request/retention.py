@@ -1,0 +1,41 @@
+"""The ways in which clients say that the KV of a request is worth keeping.
+
+prompt_cache_key, a session's header     the prompt is likely to return
+prompt_cache_retention, a cache's mark   its blocks are pinned for some time after its end
+an answer with tool calls                they are pinned while the tool runs (keeper.py)
+"""
+
+from collections.abc import Callable, Sequence
+
+from tandem.errors import BadRequest
+from tandem.retention import Retention
+from tandem.router.request.allowed import KEY_CHARACTERS_MAX, refusal
+
+# OpenAI's retentions: KV stays for 5 minutes of inactivity at least, or for a day. Some of its
+# clients write the first one with a hyphen.
+RETENTIONS_S = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
+TTLS_S = {"5m": 300.0, "1h": 3600.0}  # Anthropic's
+SESSION_HEADERS = ("x-session-id", "x-correlation-id")
+_SESSION_CHARACTERS_MAX = 256
+
+
+def asked_retention(retention: str | None, key: str | None) -> Retention:
+    """Returns what OpenAI's fields ask for. Raises BadRequest for values that are not allowed."""
+    if retention is not None and retention not in RETENTIONS_S:
+        raise refusal("prompt_cache_retention", retention)
+    if key is not None and len(key) > KEY_CHARACTERS_MAX:
+        raise refusal("prompt_cache_key", f"one of {len(key)}")
+    return Retention(bool(key), RETENTIONS_S[retention] if retention is not None else 0.0)
+
+
+def is_of_session(sent: Callable[[str], Sequence[str]]) -> bool:
+    """Returns whether headers name the request's session; `sent` returns the values of a header.
+    Raises BadRequest for a value that names none."""
+    named = [(name, value.strip(" \t")) for name in SESSION_HEADERS for value in sent(name)]
+    for name, value in named:
+        is_printable = value.isascii() and value.isprintable()
+        if not is_printable or not 1 <= len(value) <= _SESSION_CHARACTERS_MAX:
+            raise BadRequest(
+                f"{name} must be 1 to {_SESSION_CHARACTERS_MAX} printable ASCII characters"
+            )
+    return bool(named)

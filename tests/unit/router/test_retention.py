@@ -1,0 +1,158 @@
+"""Clients say what is to be done for their KV: the allowed values, and what workers get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tandem.errors import BadRequest
+from tandem.retention import NO_RETENTION, Retention
+from tandem.router.api.anthropic.replies import usage_body
+from tandem.router.api.anthropic.requests import parse_messages
+from tandem.router.api.grpc.inference import parse_request
+from tandem.router.api.openai.requests import parse_chat, parse_completion
+from tandem.router.request.conversation import Conversation, Message
+from tandem.router.request.delta import Usage
+from tandem.router.request.request import ClientRequest
+from tandem.router.request.retention import is_of_session
+from tandem.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.security.limits import Limits
+
+USER = {"role": "user", "content": "Hello!"}
+MARK = {"type": "ephemeral"}
+
+
+def openai_retention(**fields: Any) -> Retention:
+    (request,) = parse_chat({"messages": [USER], **fields}, "id").requests
+    (completion,) = parse_completion({"prompt": "Hello!", **fields}, "id").requests
+    key, kept = fields.get("prompt_cache_key"), fields.get("prompt_cache_retention")
+    message = pb.GenerateRequest(
+        text="Hello!", prompt_cache_key=key or "", prompt_cache_retention=kept or ""
+    )
+    over_grpc = parse_request(message.SerializeToString())
+    assert request.retention == completion.retention == over_grpc.retention
+    return request.retention
+
+
+def test_openais_retentions() -> None:
+    assert openai_retention() == NO_RETENTION
+    assert openai_retention(prompt_cache_key="chat 7") == Retention(returns=True)
+    assert openai_retention(prompt_cache_retention="in_memory").pin_s == 300
+    assert openai_retention(prompt_cache_retention="in-memory").pin_s == 300
+    assert openai_retention(prompt_cache_retention="24h").pin_s == 86_400
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("prompt_cache_retention", "1h", "in_memory or 24h"),
+        ("prompt_cache_retention", 24, "in_memory or 24h"),
+        ("prompt_cache_key", "x" * 1025, "at most 1024 characters"),
+        ("prompt_cache_key", 7, "at most 1024 characters"),
+    ],
+)
+def test_other_values_are_refused(field: str, value: object, allowed: str) -> None:
+    with pytest.raises(BadRequest, match=allowed) as caught:
+        parse_chat({"messages": [USER], field: value}, "id")
+    assert caught.value.param == field
+
+
+def test_grpc_refuses_other_values() -> None:
+    message = pb.GenerateRequest(text="x", prompt_cache_retention="forever")
+    with pytest.raises(BadRequest, match="in_memory or 24h; it is 'forever'"):
+        parse_request(message.SerializeToString())
+
+
+def marked(**body: Any) -> float:
+    asked = {"messages": [USER], "max_tokens": 5, **body}
+    return parse_messages(asked, "id").requests[0].retention.pin_s
+
+
+def test_the_longest_mark_anywhere_in_a_message_counts() -> None:
+    hour = {**MARK, "ttl": "1h"}
+    text = {"type": "text", "text": "x"}
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t"}
+    assert marked() == 0
+    assert marked(cache_control=MARK) == 300
+    assert marked(system=[{**text, "cache_control": hour}], cache_control=MARK) == 3600
+    assert marked(tools=[{**tool, "cache_control": hour}]) == 3600
+    assert marked(messages=[{"role": "user", "content": [{**text, "cache_control": hour}]}]) == 3600
+    for content, expected in (
+        ([{**result, "cache_control": MARK}], 300),
+        ([{**result, "content": [{**text, "cache_control": hour}]}], 3600),
+    ):
+        history = [USER, {"role": "assistant", "content": [use]}, {"role": "user"}]
+        history[-1]["content"] = content
+        assert marked(messages=history, tools=[tool]) == expected
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [{"type": "ephemeral", "ttl": "2h"}, {"type": "lasting"}, {"ttl": "5m"}, {**MARK, "x": 1}],
+)
+def test_marks_of_other_kinds_are_refused(mark: Mapping[str, object]) -> None:
+    text = {"type": "text", "text": "x", "cache_control": mark}
+    with pytest.raises(BadRequest, match="cache_control"):
+        marked(system=[text])
+    with pytest.raises(BadRequest, match='"ephemeral" and a ttl of "5m" or "1h"'):
+        marked(cache_control=mark)
+
+
+def test_a_mark_says_which_of_its_fields_is_wrong() -> None:
+    text = {"type": "text", "text": "x", "cache_control": {**MARK, "ttl": "2h"}}
+    with pytest.raises(BadRequest, match=r"cache_control\.ttl: .*'5m' or '1h'"):
+        marked(messages=[{"role": "user", "content": [text]}])
+
+
+def test_anthropics_usage_tells_what_was_read_and_what_was_created() -> None:
+    usage = Usage(100, 5, 32, storable_tokens=96)
+    plain = usage_body(usage)
+    assert (plain["input_tokens"], plain["cache_creation_input_tokens"]) == (68, 0)
+    for pin_s, parts in ((300.0, (64, 0)), (3600.0, (0, 64))):
+        body = usage_body(usage, pin_s)
+        told = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+        assert [body[name] for name in told] == [4, 64, 32]
+        assert tuple(body["cache_creation"].values()) == parts
+        assert list(body["cache_creation"]) == [
+            "ephemeral_5m_input_tokens",
+            "ephemeral_1h_input_tokens",
+        ]
+    assert usage_body(Usage(100, 5, 99, storable_tokens=96), 300.0)["input_tokens"] == 1
+
+
+def sent(**headers: Sequence[str]) -> Any:
+    return lambda name: headers.get(name.replace("-", "_"), ())
+
+
+def test_headers_name_a_session() -> None:
+    assert not is_of_session(sent())
+    assert is_of_session(sent(x_session_id=["a b"]))
+    assert is_of_session(sent(x_correlation_id=[" 7 ", "8"]))
+
+
+@pytest.mark.parametrize("value", ["", "  ", "x" * 257, "ä", "a\x00b"])
+def test_a_header_that_names_no_session_is_refused(value: str) -> None:
+    with pytest.raises(BadRequest, match="x-session-id must be 1 to 256 printable"):
+        is_of_session(sent(x_session_id=[value]))
+
+
+def test_what_a_worker_is_asked_for() -> None:
+    weighted = Limits(weight=7)
+    once = ClientRequest("x", limits=weighted)
+    assert once.wishes == Retention(weight=7)
+    assert ClientRequest("x", is_of_session=True).wishes.returns
+    pinned = ClientRequest("x", retention=Retention(pin_s=300.0), limits=weighted)
+    assert pinned.wishes == Retention(returns=True, pin_s=300.0, weight=7)
+
+
+def test_chats_that_return_are_those_with_tools_or_an_answer() -> None:
+    user, assistant = Message("user", "x"), Message("assistant", "y")
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert not ClientRequest(Conversation((user,))).wishes.returns
+    assert ClientRequest(Conversation((user, assistant, user))).wishes.returns
+    assert ClientRequest(Conversation((user,), tools=(tool,))).wishes.returns
+    assert not ClientRequest(Conversation((user,), (tool,), tool_choice="none")).wishes.returns
