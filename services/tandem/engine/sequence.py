@@ -335,7 +335,7 @@ class Sequence:
     def store_full_blocks(self, kv: KvCache, *, with_tokens: bool) -> None:
         """Lets others find what became full. A block that is there already takes its place.
 
-        `with_tokens`: the events have the blocks' token ids."""
+        `with_tokens`: the events have the blocks' token ids, and the adapter."""
         num_full_blocks = self.num_computed_tokens // self.block_size
         if num_full_blocks > self.num_stored_blocks:
             kv.store(
@@ -345,6 +345,7 @@ class Sequence:
                 first=self.num_stored_blocks,
                 last=num_full_blocks,
                 block_tokens=self.block_tokens if with_tokens else None,
+                adapter=self.spec.adapter,
             )
             self.num_stored_blocks = num_full_blocks
         if kv.has_windows:
