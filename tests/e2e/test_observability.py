@@ -22,6 +22,11 @@ from tests.harness.monitoring import ALERTS, DASHBOARDS, alerts, queries
 from tests.harness.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.harness.prometheus import Prometheus
 
+GEN_AI_HISTOGRAMS = (
+    "gen_ai.server.request.duration",
+    "gen_ai.server.time_to_first_token",
+    "gen_ai.server.time_per_output_token",
+)
 STAGES_OF = {
     "tandem-router": {"tokenize", "route", "queue"},
     "tandem-decode": {"queue", "prefill", "transfer", "first_decode", "decode"},
@@ -137,6 +142,21 @@ def test_one_trace_a_request_over_router_decode_and_prefill(watched: Watched) ->
         assert transfer.attributes["tandem.transport"] == "nixl"
         assert transfer.attributes["tandem.bytes_pulled"] > 0
     assert set(watched.receiver.traces()) == set(watched.trace_ids)
+
+
+def test_metrics_have_opentelemetrys_names(watched: Watched) -> None:
+    model = watched.answers[0].json()["model"]
+
+    def are_whole() -> bool:
+        found = watched.receiver.histograms
+        return all(sum(h.count for h in found.get(name, ())) >= 6 for name in GEN_AI_HISTOGRAMS)
+
+    wait_for(are_whole, deadline_s=20, what="six requests in each histogram")
+    for name in GEN_AI_HISTOGRAMS:
+        (histogram,) = watched.receiver.histograms[name]
+        assert (histogram.service, histogram.unit) == ("tandem-router", "s")
+        assert histogram.attributes["gen_ai.operation.name"] == "text_completion"
+        assert histogram.attributes["gen_ai.response.model"] == model
 
 
 def test_stages_sum_up_to_the_time_to_first_token(watched: Watched) -> None:

@@ -1,4 +1,5 @@
-"""A real OTLP receiver: OpenTelemetry's TraceService, over gRPC and HTTP; keeps what it is sent."""
+"""A real OTLP receiver: OpenTelemetry's services of traces (gRPC and HTTP) and of metrics (gRPC);
+keeps what it is sent."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from types import TracebackType
 from typing import Any
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics_pb
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as metrics_pb_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
 
@@ -29,14 +32,53 @@ class ReceivedSpan:
     is_error: bool
 
 
+@dataclass(frozen=True)
+class ReceivedHistogram:
+    service: str
+    unit: str
+    count: int
+    sum: float
+    bounds: tuple[float, ...]
+    attributes: dict[str, Any]
+
+
+class _Metrics(metrics_pb_grpc.MetricsServiceServicer):
+    """Keeps the newest histograms by name; they are cumulative."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, list[ReceivedHistogram]] = {}
+
+    def Export(  # noqa: N802
+        self, request: metrics_pb.ExportMetricsServiceRequest, context: grpc.ServicerContext
+    ) -> metrics_pb.ExportMetricsServiceResponse:
+        for of_resource in request.resource_metrics:
+            service = _values(of_resource.resource.attributes)["service.name"]
+            for scope in of_resource.scope_metrics:
+                for metric in scope.metrics:
+                    self.newest[metric.name] = [
+                        ReceivedHistogram(
+                            service=service,
+                            unit=metric.unit,
+                            count=point.count,
+                            sum=point.sum,
+                            bounds=tuple(point.explicit_bounds),
+                            attributes=_values(point.attributes),
+                        )
+                        for point in metric.histogram.data_points
+                    ]
+        return metrics_pb.ExportMetricsServiceResponse()
+
+
 class OtlpReceiver(pb_grpc.TraceServiceServicer):
     """`spans` are all that came; `endpoint` (gRPC) or `http_endpoint` is what
     OTEL_EXPORTER_OTLP_ENDPOINT is set to."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
+        self._metrics = _Metrics()
         self._server = grpc.server(ThreadPoolExecutor(2))
         pb_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        metrics_pb_grpc.add_MetricsServiceServicer_to_server(self._metrics, self._server)
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._http_server = ThreadingHTTPServer(("127.0.0.1", 0), _http_handler(self))
         self.http_endpoint = f"http://127.0.0.1:{self._http_server.server_port}"
@@ -58,8 +100,17 @@ class OtlpReceiver(pb_grpc.TraceServiceServicer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of a process that sends its spans here, soon after they end."""
-        return {"OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
+        """The variables of a process that soon sends what it has here."""
+        return {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "OTEL_METRIC_EXPORT_INTERVAL": "500",
+        }
+
+    @property
+    def histograms(self) -> dict[str, list[ReceivedHistogram]]:
+        """The newest histograms by name, one for each set of attributes."""
+        return dict(self._metrics.newest)
 
     def traces(self) -> dict[str, list[ReceivedSpan]]:
         found: dict[str, list[ReceivedSpan]] = defaultdict(list)

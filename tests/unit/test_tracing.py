@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.observability import traces as tracing
+from tandem.observability import otlp
 from tandem.observability.traces import NO_SPAN, NO_TRACING, make_tracing
 from tests.harness.cluster import wait_for
 from tests.harness.otlp_receiver import OtlpReceiver
@@ -88,7 +88,7 @@ def test_a_collector_that_is_gone_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(tracing, "CLOSE_S", 0.2)
+    monkeypatch.setattr(otlp, "CLOSE_S", 0.2)
     lost = make_tracing("tandem-router", "r")
     lost.begin("chat", {}, {}).end()
     began = time.monotonic()

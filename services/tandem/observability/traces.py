@@ -1,8 +1,8 @@
 """OpenTelemetry traces: one for each request over router, decode and prefill worker.
 
-Off unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) is set: else
-its SDK is not loaded, and every request has `NO_SPAN`, on the API's no-op tracer. When it is on,
-OpenTelemetry's own variables choose protocol, headers, sampler, limits and names.
+Off unless OpenTelemetry's variables ask for them (otlp.py): else its SDK is not loaded, and every
+request has `NO_SPAN`, on the API's no-op tracer. When they are on, its variables choose protocol,
+headers, sampler, limits and names.
 
     begin (a process takes the request) --> stage, stage, ... (told once they are over) --> end
 
@@ -15,8 +15,6 @@ Names and attributes: OpenTelemetry's semantic conventions for generative AI.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -32,16 +30,19 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tandem.errors import ConfigError
+from tandem.observability.otlp import (
+    close_within,
+    is_asked_for,
+    make_resource,
+    needs_sdk,
+    protocol,
+)
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-CLOSE_S = 2.0
 Attributes = Mapping[str, str | int | float | bool]
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _NONE: Attributes = {}
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -103,11 +104,9 @@ class Tracing:
         return RequestSpan(self._tracer, span)
 
     def close(self) -> None:
-        """Sends what is left, for at most `CLOSE_S`: the process ends."""
+        """Sends what is left, for a bounded time."""
         if self._provider is not None:
-            closing = threading.Thread(target=self._provider.shutdown, daemon=True)
-            closing.start()
-            closing.join(CLOSE_S)
+            close_within(self._provider.shutdown)
 
 
 NO_TRACING = Tracing()
@@ -116,37 +115,25 @@ NO_TRACING = Tracing()
 def make_tracing(service: str, instance: str) -> Tracing:
     """Makes the tracing that the environment asks for. Raises ConfigError if it is not installed.
 
-    `service` is the name in traces, unless OTEL_SERVICE_NAME is set; `instance` this process'.
+    `service` and `instance` name the process (`make_resource`).
     """
-    disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-    if disabled or not any(os.environ.get(name) for name in _ENDPOINTS):
+    if not is_asked_for("TRACES"):
         return NO_TRACING
-    try:
-        from opentelemetry.sdk.resources import Resource
+    with needs_sdk("traces"):
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        named = os.environ.get("OTEL_SERVICE_NAME") or service
-        resource = Resource.create({"service.name": named, "service.instance.id": instance})
         # By itself it would flush for half a minute when a process exits and no collector answers.
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider = TracerProvider(resource=make_resource(service, instance), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(_exporter()))
         return Tracing(provider)
-    except ImportError as error:
-        raise ConfigError(
-            f"traces are asked for by {_ENDPOINTS[0]}, but {error.name} is not installed: "
-            "pip install 'tandem-llm[otel]'"
-        ) from error
 
 
 def _exporter() -> SpanExporter:
-    protocol = next((os.environ[name] for name in _PROTOCOLS if os.environ.get(name)), "grpc")
-    if protocol == "grpc":
+    if protocol("TRACES") == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         return OTLPSpanExporter()
-    if protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
+    from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
 
-        return over_http.OTLPSpanExporter()
-    raise ConfigError(f"{_PROTOCOLS[1]} is {protocol!r}; it must be grpc or http/protobuf")
+    return over_http.OTLPSpanExporter()

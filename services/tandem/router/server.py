@@ -40,6 +40,7 @@ from tandem.router.index.metrics import IndexMetrics, counted_match
 from tandem.router.index.trust import IndexTrust
 from tandem.router.limits.meter import make_meter
 from tandem.router.limits.metrics import TenantMetrics
+from tandem.router.metrics.gen_ai import make_gen_ai_metrics
 from tandem.router.metrics.router import Metrics, WorkerGauges
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.dispatcher import Dispatcher
@@ -61,6 +62,7 @@ from tandem.store.url import parse
 log = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 1.0
+_SERVICE = "tandem-router"  # in traces and metrics over OTLP
 _CANCEL_AGAIN_S = 1.0
 
 
@@ -72,7 +74,7 @@ class Router:
         self._stopping = asyncio.Event()
         self._redis: Client = connect(config.cluster.redis_url)
         self._tls = _public_certificate(config)
-        self._metrics = Metrics()
+        self._metrics = Metrics(make_gen_ai_metrics(_SERVICE, config.router_id))
         self.view = ClusterView(config.cluster, self._redis, config.tls_dir)
         self._metrics.registry.register(WorkerGauges(self.view))
         self._index = RedisIndex(self._redis, config.cluster.cluster_id)
@@ -102,7 +104,7 @@ class Router:
         )
         tree = TreeInspector(self._redis, self._index)
         self._audit = IndexAudit(self.view, tree, trust, index_metrics)
-        self._tracing = make_tracing("tandem-router", config.router_id)
+        self._tracing = make_tracing(_SERVICE, config.router_id)
         self.tenants = make_meter(
             self._redis,
             config.cluster,
@@ -231,6 +233,7 @@ class Router:
             self.generator.model.preparer.close()
         await self._redis.aclose()
         await asyncio.to_thread(self._tracing.close)
+        await asyncio.to_thread(self._metrics.gen_ai.close)
 
     async def _load_and_watch(self) -> None:
         loading = asyncio.to_thread(_load, self._config)

@@ -26,6 +26,7 @@ from tandem.observability.metrics import (
     gauges,
     histogram,
 )
+from tandem.router.metrics.gen_ai import NO_GEN_AI_METRICS, GenAiMetrics
 from tandem.router.metrics.timeline import STAGES
 from tandem.router.placement.costs import WorkerSnapshot
 from tandem.router.placement.reasons import REASONS
@@ -111,7 +112,8 @@ class Metrics(MetricSet):
         "reason",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, gen_ai: GenAiMetrics = NO_GEN_AI_METRICS) -> None:
+        self.gen_ai = gen_ai
         self.registry = CollectorRegistry()
         self.demand = DemandMeter()  # for the autoscaler: what was asked for, and how well it went
         ProcessCollector(registry=self.registry)
@@ -123,6 +125,7 @@ class Metrics(MetricSet):
     def on_end(self, record: RequestRecord) -> None:
         """Counts a request that is over, in whatever way."""
         self.requests_running.dec()
+        self.gen_ai.on_end(record)
         self.requests.labels(kind=record.kind, outcome=record.outcome).inc()
         timeline, e2e_s = record.timeline, record.e2e_s
         assert e2e_s is not None

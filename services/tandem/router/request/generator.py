@@ -22,6 +22,7 @@ from tandem.models.tokenizer import Tokenizer
 from tandem.observability.traces import NO_TRACING, Attributes, Tracing
 from tandem.router.admission.tenants import cache_salt
 from tandem.router.limits.meter import TenantMeter
+from tandem.router.metrics.gen_ai import operation_of
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.parsers.model_format import ModelFormat
@@ -54,8 +55,6 @@ log = logging.getLogger(__name__)
 # Beyond it a router refuses: each open request costs memory and a share of the event loop.
 REQUESTS_MAX = 4096
 _NO_TRACE: Mapping[str, str] = {}
-# As OpenTelemetry's conventions for generative models call them.
-_OPERATIONS = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,19 +233,17 @@ class Generator:
         return Together(num_requests, logprobs_max=self.config.logprobs_max)
 
     def _open(self, request: ClientRequest, trace: Mapping[str, str]) -> RequestRecord:
-        operation = _OPERATIONS[request.kind]
+        operation, model = operation_of(request.kind), self.name_of(request.model)
         attributes: Attributes = {
             "gen_ai.operation.name": operation,
-            "gen_ai.request.model": self.name_of(request.model),
+            "gen_ai.request.model": model,
             "gen_ai.response.id": request.request_id,
             "tandem.client_request_id": request.client_id,
             "gen_ai.request.temperature": request.sampling.temperature,
         }
-        name = f"{operation} {self.name_of(request.model)}"
-        span = self._tracing.begin(name, trace, attributes)
-        record = RequestRecord(
-            request.request_id, request.kind, Timeline(span), request.tenant, request.client_id
-        )
+        span = self._tracing.begin(f"{operation} {model}", trace, attributes)
+        record = RequestRecord(request.request_id, request.kind, Timeline(span), request.tenant)
+        record.model, record.client_id = model, request.client_id
         self.requests.open(record)
         return record
 

@@ -33,6 +33,7 @@ class RequestRecord:
     kind: str
     timeline: Timeline
     tenant: str = ""
+    model: str = ""  # the served name, or an adapter's
     client_id: str = ""  # what the client calls it, which others may call theirs
     created: float = field(default_factory=time.time)  # seconds since 1970
     outcome: str = RUNNING

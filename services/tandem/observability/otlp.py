@@ -1,0 +1,74 @@
+"""OpenTelemetry's variables decide whether traces and metrics are sent over OTLP, and how.
+
+A signal is off unless OTEL_EXPORTER_OTLP_ENDPOINT, or its own variable of that kind, is set; and
+with OTEL_SDK_DISABLED=true, or OTEL_TRACES_EXPORTER or OTEL_METRICS_EXPORTER set to `none`.
+Source: OpenTelemetry's "Environment Variable Specification".
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, cast, get_args
+
+from tandem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+
+CLOSE_S = 2.0
+Signal = Literal["TRACES", "METRICS"]
+Protocol = Literal["grpc", "http/protobuf"]
+_ENDPOINT, _PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
+
+
+def is_asked_for(signal: Signal) -> bool:
+    """Returns whether the environment asks for `signal`."""
+    if _variable("OTEL_SDK_DISABLED").lower() == "true":
+        return False
+    if _variable(f"OTEL_{signal}_EXPORTER").lower() == "none":
+        return False
+    return bool(_variable(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT") or _variable(_ENDPOINT))
+
+
+def protocol(signal: Signal) -> Protocol:
+    """Returns the protocol that the environment names. Raises ConfigError if there is none such."""
+    named = _variable(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or _variable(_PROTOCOL) or "grpc"
+    for known in get_args(Protocol):
+        if named == known:
+            return cast(Protocol, known)
+    raise ConfigError(f"{_PROTOCOL} is {named!r}; it must be grpc or http/protobuf")
+
+
+def make_resource(service: str, instance: str) -> Resource:
+    """Makes what all signals of a process say of it. `service` is its name, unless
+    OTEL_SERVICE_NAME is set."""
+    from opentelemetry.sdk.resources import Resource
+
+    named = _variable("OTEL_SERVICE_NAME") or service
+    return Resource.create({"service.name": named, "service.instance.id": instance})
+
+
+@contextmanager
+def needs_sdk(what: str) -> Iterator[None]:
+    """Raises ConfigError where OpenTelemetry's SDK is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} are asked for by {_ENDPOINT}, but {error.name} is not installed: "
+            "pip install 'tandem-llm[otel]'"
+        ) from error
+
+
+def close_within(shutdown: Callable[[], object]) -> None:
+    """Sends what is left, for at most `CLOSE_S`: the process ends."""
+    closing = threading.Thread(target=shutdown, daemon=True)
+    closing.start()
+    closing.join(CLOSE_S)
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name, "").strip()

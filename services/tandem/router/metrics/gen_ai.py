@@ -1,0 +1,127 @@
+"""The router's metrics under OpenTelemetry's names for generative AI servers, sent over OTLP.
+
+    gen_ai.server.request.duration         s, every request
+    gen_ai.server.time_to_first_token      s, requests that ended well
+    gen_ai.server.time_per_output_token    s, mean of such a request after its first token
+
+Off unless OpenTelemetry's variables ask for it (observability/otlp.py): else its SDK is not loaded.
+Source of names, attributes and buckets: OpenTelemetry's semantic conventions, "Generative AI
+metrics".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
+
+from tandem.observability.otlp import (
+    close_within,
+    is_asked_for,
+    make_resource,
+    needs_sdk,
+    protocol,
+)
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics import MeterProvider as SdkMeterProvider
+    from opentelemetry.sdk.metrics.export import MetricExporter
+
+    from tandem.router.request.log import RequestRecord
+
+_OPERATIONS = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings"}
+_DURATION_S = tuple(0.01 * 2**power for power in range(14))
+_TTFT_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
+    *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+_TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+
+
+def operation_of(kind: str) -> str:
+    """Returns the conventions' `gen_ai.operation.name` of a kind of request."""
+    return _OPERATIONS[kind]
+
+
+class GenAiMetrics:
+    """One router's histograms; with the API's no-op provider they are off."""
+
+    def __init__(self, provider: MeterProvider, sdk: SdkMeterProvider | None = None) -> None:
+        self._sdk = sdk
+        meter = provider.get_meter("tandem")
+        self._duration_s = meter.create_histogram(
+            "gen_ai.server.request.duration",
+            "s",
+            "From the checked request to its end",
+            explicit_bucket_boundaries_advisory=_DURATION_S,
+        )
+        self._ttft_s = meter.create_histogram(
+            "gen_ai.server.time_to_first_token",
+            "s",
+            "From the checked request to its first token",
+            explicit_bucket_boundaries_advisory=_TTFT_S,
+        )
+        self._tpot_s = meter.create_histogram(
+            "gen_ai.server.time_per_output_token",
+            "s",
+            "Mean time between a request's tokens after its first",
+            explicit_bucket_boundaries_advisory=_TPOT_S,
+        )
+
+    def on_end(self, record: RequestRecord) -> None:
+        """Counts a request that is over, in whatever way."""
+        if self._sdk is None:
+            return
+        attributes = {
+            "gen_ai.operation.name": operation_of(record.kind),
+            "gen_ai.provider.name": "tandem",
+            "gen_ai.request.model": record.model,
+            "gen_ai.response.model": record.model,
+        }
+        timeline, is_well = record.timeline, record.outcome in ("stop", "length")
+        of_all = attributes if is_well else {**attributes, "error.type": record.outcome}
+        assert record.e2e_s is not None
+        self._duration_s.record(record.e2e_s, of_all)
+        if not is_well or timeline.ttft_s is None:
+            return
+        self._ttft_s.record(timeline.ttft_s, attributes)
+        if timeline.num_tokens > 1:
+            decode_s = timeline.last_token_s - timeline.began_s - timeline.ttft_s
+            self._tpot_s.record(decode_s / (timeline.num_tokens - 1), attributes)
+
+    def close(self) -> None:
+        """Sends what is left, for a bounded time."""
+        if self._sdk is not None:
+            close_within(self._sdk.shutdown)
+
+
+NO_GEN_AI_METRICS = GenAiMetrics(NoOpMeterProvider())
+
+
+def make_gen_ai_metrics(service: str, instance: str) -> GenAiMetrics:
+    """Makes the metrics that the environment asks for. Raises ConfigError if it is not installed.
+
+    `service` and `instance` name the process (`make_resource`).
+    """
+    if not is_asked_for("METRICS"):
+        return NO_GEN_AI_METRICS
+    with needs_sdk("metrics"):
+        from opentelemetry.sdk.metrics import MeterProvider as SdkMeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+        provider = SdkMeterProvider(
+            [PeriodicExportingMetricReader(_exporter())],
+            make_resource(service, instance),
+            shutdown_on_exit=False,
+        )
+        return GenAiMetrics(provider, provider)
+
+
+def _exporter() -> MetricExporter:
+    if protocol("METRICS") == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
+        return OTLPMetricExporter()
+    from opentelemetry.exporter.otlp.proto.http import metric_exporter as over_http
+
+    return over_http.OTLPMetricExporter()
